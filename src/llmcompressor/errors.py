@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error this package raises on purpose.
+
+::
+
+    CompressorError
+    ├── InputError (ValueError)        what the user gave cannot be used
+    │   ├── ArgumentError              an argument of an entrypoint
+    │   ├── RecipeError                the recipe: grammar, modifiers, fields
+    │   ├── TargetError                targets and ignores against the model
+    │   ├── DatasetError               calibration data
+    │   ├── CheckpointError            the model's files
+    │   └── OutputError                the output directory
+    ├── LifecycleError (RuntimeError)  a modifier was called out of order
+    └── NonFiniteError (ArithmeticError)  NaN or infinity in weights or activations
+
+An :class:`InputError` names the thing, the reason and the remedy. It is raised before any
+work is done and nothing has been written when it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "CompressorError",
+    "DatasetError",
+    "InputError",
+    "LifecycleError",
+    "NonFiniteError",
+    "OutputError",
+    "RecipeError",
+    "TargetError",
+    "did_you_mean",
+]
+
+
+class CompressorError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class InputError(CompressorError, ValueError):
+    """What the user gave cannot be used.
+
+    Args:
+        problem: the thing and the reason, one sentence.
+        remedy: what to do about it, one sentence.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        self.problem = problem
+        self.remedy = remedy
+        super().__init__(f"{problem} {remedy}".strip())
+
+
+class ArgumentError(InputError):
+    """An argument of an entrypoint is unknown, misspelt or out of range."""
+
+
+class RecipeError(InputError):
+    """The recipe cannot be read, or one of its modifiers or fields is wrong."""
+
+
+class TargetError(InputError):
+    """A target or ignore does not fit the model."""
+
+
+class DatasetError(InputError):
+    """The calibration data is missing, empty or of the wrong form."""
+
+
+class CheckpointError(InputError):
+    """The model's files are missing, damaged or already compressed."""
+
+
+class OutputError(InputError):
+    """The output directory cannot be written."""
+
+
+class LifecycleError(CompressorError, RuntimeError):
+    """A modifier was initialized, updated or finalized out of order."""
+
+
+class NonFiniteError(CompressorError, ArithmeticError):
+    """NaN or infinity in weights or activations; the message names the module."""
+
+
+def did_you_mean(name: str, options: Iterable[str], *, limit: int = 3) -> str:
+    """A sentence that suggests the nearest of ``options``, or lists them if none is near.
+
+    >>> did_you_mean("W4A61", ["W4A16", "W8A8", "FP8"])
+    'Did you mean W4A16?'
+    >>> did_you_mean("x", ["W4A16", "FP8"])
+    'Choose one of: FP8, W4A16.'
+    """
+    known = sorted(set(options))
+    by_folded = {option.casefold(): option for option in known}
+    near = difflib.get_close_matches(name.casefold(), list(by_folded), n=limit, cutoff=0.6)
+    if near:
+        return f"Did you mean {' or '.join(by_folded[folded] for folded in near)}?"
+    return f"Choose one of: {', '.join(known)}." if known else ""

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables from a name to ``"module:attribute"``, imported only when the name is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmcompressor.errors import InputError, did_you_mean
+
+__all__ = ["Table", "fold", "resolve"]
+
+
+def fold(name: str) -> str:
+    """A name as looked up: case, ``-``, ``_`` and spaces do not matter.
+
+    >>> fold("Open-Platypus") == fold("open_platypus")
+    True
+    """
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def resolve(path: str) -> Any:
+    """Import ``"package.module:attribute"``."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class Table(Mapping[str, str]):
+    """A registry as data: name → ``"module:attribute"``; a miss lists the nearest names.
+
+    >>> table = Table("codec", {"json": "json:dumps"})
+    >>> table.load("JSON")([1])
+    '[1]'
+    >>> table.load("jsn")
+    Traceback (most recent call last):
+    llmcompressor.errors.InputError: There is no codec named 'jsn'. Did you mean json?
+    """
+
+    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._entries = dict(entries)
+        self._added: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Register an object of a third party under ``name``."""
+        self._added[fold(name)] = value
+
+    def load(self, name: str) -> Any:
+        """The object called ``name``, imported now if it was not yet."""
+        key = fold(name)
+        if key in self._added:
+            return self._added[key]
+        for known, path in self._entries.items():
+            if fold(known) == key:
+                return resolve(path)
+        raise InputError(
+            f"There is no {self.kind} named {name!r}.",
+            did_you_mean(name, [*self._entries, *self._added]),
+        )
+
+    def __getitem__(self, name: str) -> str:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
