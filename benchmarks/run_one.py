@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one compression job in this process and report what it cost.
+
+The script knows only the public API, so it runs the same under either implementation: which one
+is measured is the choice of the interpreter that runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import resource
+import time
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+def resident() -> dict[str, float]:
+    """Memory of this process in MiB: at present (private, mapped from files) and at its peak."""
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+    )
+    now = {name: int(fields[name].split()[0]) / 1024 for name in ("RssAnon", "RssFile")}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+    return {"private": now["RssAnon"], "mapped": now["RssFile"], "peak": peak}
+
+
+def processor_seconds() -> float:
+    """User and system time which this process has used."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def build_recipe(job: dict):
+    """The modifier which a job names, made by the installed implementation."""
+    if job["modifier"] == "GPTQModifier":
+        from llmcompressor.modifiers.gptq import GPTQModifier as Modifier  # noqa: PLC0415
+    else:
+        from llmcompressor.modifiers.quantization import (  # noqa: PLC0415
+            QuantizationModifier as Modifier,
+        )
+    return Modifier(**job["fields"])
+
+
+def build_dataset(token_file: str):
+    """Pre-tokenized calibration data in the order of the file."""
+    from datasets import Dataset  # noqa: PLC0415
+
+    ids = json.loads(Path(token_file).read_text())
+    return Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
+
+
+def run(job: dict) -> dict:
+    """Run a job: its model folder, modifier, fields, token file (or None) and output folder."""
+    started = time.perf_counter()
+    from llmcompressor import oneshot  # noqa: PLC0415
+
+    recipe = build_recipe(job)
+    report = {"import_seconds": time.perf_counter() - started, "after_import": resident()}
+    arguments = {}
+    if job["tokens"]:
+        dataset = build_dataset(job["tokens"])
+        arguments = {
+            "dataset": dataset,
+            "num_calibration_samples": len(dataset),
+            "max_seq_length": len(dataset[0]["input_ids"]),
+            "shuffle_calibration_samples": False,
+        }
+    busy = processor_seconds()
+    started = time.perf_counter()
+    oneshot(model=job["model"], recipe=recipe, output_dir=job["output"], **arguments)
+    report["oneshot_seconds"] = time.perf_counter() - started
+    report["oneshot_processor_seconds"] = processor_seconds() - busy
+    report["after_oneshot"] = resident()
+    report["versions"] = {
+        name: importlib.metadata.version(name)
+        for name in ("llmcompressor", "torch", "transformers", "compressed-tensors")
+    }
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job", type=Path, help="JSON file that describes the job")
+    parser.add_argument("report", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    report = run(json.loads(arguments.job.read_text()))
+    arguments.report.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

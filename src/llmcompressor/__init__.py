@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes large language models smaller and writes checkpoints that serve.
+
+Everything public is reached from here by name and imported when it is first asked for, so that
+``import llmcompressor`` costs nothing and changes nothing: no torch, no environment variable, no
+logging set-up::
+
+    from llmcompressor import oneshot
+
+    oneshot(model="path/or/name", recipe=recipe, dataset=texts, output_dir="smaller")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmcompressor.core.session_functions import (
+        active_session,
+        callbacks,
+        create_session,
+        reset_session,
+    )
+    from llmcompressor.entrypoints.evaluate import evaluate
+    from llmcompressor.entrypoints.oneshot import Oneshot, oneshot
+    from llmcompressor.logger import LoggerConfig, configure_logger
+
+__all__ = [
+    "LoggerConfig",
+    "Oneshot",
+    "__version__",
+    "active_session",
+    "callbacks",
+    "configure_logger",
+    "create_session",
+    "evaluate",
+    "oneshot",
+    "reset_session",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LoggerConfig": "llmcompressor.logger",
+    "Oneshot": "llmcompressor.entrypoints.oneshot",
+    "active_session": "llmcompressor.core.session_functions",
+    "callbacks": "llmcompressor.core.session_functions",
+    "configure_logger": "llmcompressor.logger",
+    "create_session": "llmcompressor.core.session_functions",
+    "evaluate": "llmcompressor.entrypoints.evaluate",
+    "oneshot": "llmcompressor.entrypoints.oneshot",
+    "reset_session": "llmcompressor.core.session_functions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

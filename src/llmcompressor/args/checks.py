@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds that stand on a field: what a value may be, checked when the dataclass is made.
+
+A check takes the field's name and value, raises :class:`~llmcompressor.errors.ArgumentError`,
+and returns the value to store (its canonical spelling, where there are several).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llmcompressor.errors import ArgumentError, did_you_mean
+
+__all__ = [
+    "Check",
+    "about",
+    "anything",
+    "apply_checks",
+    "boolean",
+    "integer",
+    "mapping",
+    "number",
+    "one_of",
+    "optional",
+    "path",
+    "reject",
+    "string",
+    "strings",
+]
+
+Check = Callable[[str, Any], Any]
+
+
+def about(help_text: str, check: Check) -> dict[str, Any]:
+    """The metadata of a field: its help (the command line shows it) and its check."""
+    return {"help": help_text, "check": check}
+
+
+def apply_checks(arguments: Any) -> None:
+    """Run each field's check and store what it returns; for ``__post_init__``."""
+    for field in dataclasses.fields(arguments):
+        check: Check | None = field.metadata.get("check")
+        if check is None:
+            continue
+        value = getattr(arguments, field.name)
+        checked = check(field.name, value)
+        if checked is not value:
+            object.__setattr__(arguments, field.name, checked)  # the dataclasses are frozen
+
+
+def reject(name: str, value: Any, expected: str) -> ArgumentError:
+    """The error for a value of the wrong kind or out of bounds."""
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = f"a {type(value).__name__}"
+    return ArgumentError(f"The argument {name!r} cannot be {shown}.", f"Give {expected}.")
+
+
+def anything(name: str, value: Any) -> Any:
+    """No check: whoever uses the value knows what it may be."""
+    return value
+
+
+def optional(check: Check) -> Check:
+    """``None``, or what ``check`` accepts."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """``True`` or ``False``, nothing that merely counts as one."""
+    if not isinstance(value, bool):
+        raise reject(name, value, "True or False")
+    return value
+
+
+def integer(least: int) -> Check:
+    """A whole number of at least ``least``."""
+
+    def check(name: str, value: Any) -> int:
+        expected = f"a whole number of at least {least}"
+        if isinstance(value, bool):
+            raise reject(name, value, expected)
+        try:
+            whole = operator.index(value)
+        except TypeError:
+            raise reject(name, value, expected) from None
+        if whole < least:
+            raise reject(name, value, expected)
+        return whole
+
+    return check
+
+
+def number(least: float) -> Check:
+    """A number of at least ``least``."""
+
+    def check(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+            raise reject(name, value, f"a number of at least {least}")
+        return value
+
+    return check
+
+
+def string(name: str, value: Any) -> str:
+    """A string that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise reject(name, value, "a string that is not empty")
+    return value
+
+
+def path(name: str, value: Any) -> str:
+    """A path, given as a string or a path object; stored as a string."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise reject(name, value, "a path")
+    return str(os.fspath(value))
+
+
+def strings(name: str, value: Any) -> list[str]:
+    """One string or several; stored as a list of its own."""
+    several = [value] if isinstance(value, str) else value
+    if not isinstance(several, (list, tuple)) or not all(isinstance(s, str) for s in several):
+        raise reject(name, value, "a list of strings")
+    return list(several)
+
+
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """A dict whose keys are strings; stored as a dict of its own."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise reject(name, value, "a dict with string keys")
+    return dict(value)
+
+
+def one_of(options: Mapping[str, str]) -> Check:
+    """One of the names in ``options``, stored as the name it maps to.
+
+    Upper case, ``-`` and spaces are read as in ``options``' lower case and ``_``.
+    """
+
+    def check(name: str, value: Any) -> str:
+        if isinstance(value, str):
+            found = options.get(value.strip().lower().replace("-", "_").replace(" ", "_"))
+            if found is not None:
+                return found
+        problem = f"The argument {name!r} cannot be {value!r}."
+        raise ArgumentError(problem, did_you_mean(str(value), options))
+
+    return check

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which calibration or training data, how it is prepared, and how the model is run over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmcompressor.args.checks import (
+    about,
+    apply_checks,
+    boolean,
+    integer,
+    mapping,
+    number,
+    one_of,
+    optional,
+    path,
+    reject,
+    string,
+    strings,
+)
+
+__all__ = ["COLLATORS", "PIPELINES", "TRACING_IGNORE", "DatasetArguments"]
+
+PIPELINES: Mapping[str, str] = {
+    "basic": "basic",
+    "data_free": "datafree",
+    "datafree": "datafree",
+    "independent": "independent",
+    "layer_sequential": "layer_sequential",
+    "sequential": "sequential",
+}
+"""Pipelines as they may be spelt → as they are stored."""
+
+COLLATORS: Mapping[str, str] = {"padding": "padding", "truncation": "truncation"}
+
+TRACING_IGNORE = (
+    "_update_causal_mask",
+    "create_causal_mask",
+    "_update_mamba_mask",
+    "make_causal_mask",
+    "get_causal_mask",
+    "mask_interface",
+    "mask_function",
+    "_prepare_4d_causal_attention_mask",
+    "_prepare_fsmt_decoder_inputs",
+    "_prepare_4d_causal_attention_mask_with_cache_position",
+    "_update_linear_attn_mask",
+    "project_per_layer_inputs",
+    "_apply_attn_res",
+)
+"""Accepted and reported back, without effect: nothing is traced here."""
+
+
+def _dataset(name: str, value: Any) -> Any:
+    """A name, a path or data; an empty string or a bare number is neither."""
+    if isinstance(value, (str, os.PathLike)):
+        return path(name, value)
+    if isinstance(value, (bool, int, float)):
+        raise reject(name, value, "a name, a path, or data (a Dataset, DataLoader or list)")
+    return value
+
+
+def _splits(name: str, value: Any) -> str | list[str] | dict[str, str]:
+    """One split, several, or one by role; stored as a list or dict of its own."""
+    if isinstance(value, str):
+        return string(name, value)
+    if isinstance(value, Mapping):
+        strings(name, list(value.values()))
+        return dict(mapping(name, value))
+    several = strings(name, value)
+    if not several:
+        raise reject(name, value, "at least one split, for instance 'train[:5%]'")
+    return several
+
+
+def _collator(name: str, value: Any) -> str | Callable[..., Any]:
+    """The name of a collator, or a function from samples to a batch."""
+    if callable(value):
+        collator: Callable[..., Any] = value
+        return collator
+    return str(one_of(COLLATORS)(name, value))
+
+
+def _function(name: str, value: Any) -> str | Callable[..., Any]:
+    """A function, or where one is: ``"path/file.py:function"``."""
+    if callable(value):
+        function: Callable[..., Any] = value
+        return function
+    if not isinstance(value, str) or ".py:" not in value:
+        raise reject(name, value, "a function, or 'path/file.py:function'")
+    return value
+
+
+@dataclass(frozen=True)
+class DatasetArguments:
+    """Which data calibrates (or trains) the model, and how the model is run over it."""
+
+    dataset: Any = field(
+        default=None,
+        metadata=about(
+            "The data: a registered name, a name on the hub, a path, or the data itself.",
+            optional(_dataset),
+        ),
+    )
+    dataset_config_name: str | None = field(
+        default=None, metadata=about("The data set's configuration on the hub.", optional(string))
+    )
+    dataset_path: str | None = field(
+        default=None,
+        metadata=about(
+            "A file (json, jsonl, csv, parquet, txt) or a folder of them.", optional(path)
+        ),
+    )
+    splits: str | list[str] | dict[str, str] | None = field(
+        default=None,
+        metadata=about("The split to use, for instance train[:5%].", optional(_splits)),
+    )
+    batch_size: int = field(default=1, metadata=about("Samples in a batch.", integer(1)))
+    data_collator: str | Callable[..., Any] = field(
+        default="truncation",
+        metadata=about(
+            "How samples become a batch: truncation (cut to the shortest), padding, or a function.",
+            _collator,
+        ),
+    )
+    num_calibration_samples: int | None = field(
+        default=512,
+        metadata=about("Samples to calibrate with; None for all.", optional(integer(1))),
+    )
+    shuffle_calibration_samples: bool = field(
+        default=True, metadata=about("Choose samples at random; False takes the first.", boolean)
+    )
+    max_seq_length: int | None = field(
+        default=None,
+        metadata=about(
+            "Tokens of a sample at most; None for what the model takes.", optional(integer(1))
+        ),
+    )
+    pad_to_max_length: bool = field(
+        default=False, metadata=about("Pad every sample to max_seq_length.", boolean)
+    )
+    text_column: str = field(
+        default="text", metadata=about("The column that holds the text.", string)
+    )
+    concatenate_data: bool = field(
+        default=False,
+        metadata=about("Join the samples and cut them into pieces of max_seq_length.", boolean),
+    )
+    streaming: bool = field(
+        default=False, metadata=about("Read the data set without downloading all of it.", boolean)
+    )
+    overwrite_cache: bool = field(
+        default=False, metadata=about("No effect: prepared data is not cached.", boolean)
+    )
+    preprocessing_num_workers: int | None = field(
+        default=None,
+        metadata=about(
+            "No effect on the result; only what is selected is ever prepared.", optional(integer(0))
+        ),
+    )
+    dataloader_num_workers: int = field(
+        default=0, metadata=about("Processes that make batches.", integer(0))
+    )
+    min_tokens_per_module: float | None = field(
+        default=None,
+        metadata=about(
+            "Warn about modules that see a smaller share of the tokens.", optional(number(0))
+        ),
+    )
+    moe_calibrate_all_experts: bool = field(
+        default=True, metadata=about("Show every expert every token while calibrating.", boolean)
+    )
+    pipeline: str | None = field(
+        default="independent",
+        metadata=about(
+            "Who runs what when: independent, sequential, layer_sequential, basic or "
+            "datafree; None chooses.",
+            optional(one_of(PIPELINES)),
+        ),
+    )
+    tracing_ignore: list[str] = field(
+        default_factory=lambda: list(TRACING_IGNORE),
+        metadata=about("No effect: nothing is traced.", strings),
+    )
+    sequential_targets: list[str] | None = field(
+        default=None,
+        metadata=about(
+            "The blocks to calibrate one after another; not given: the decoder layers.",
+            optional(strings),
+        ),
+    )
+    sequential_offload_device: str = field(
+        default="cpu", metadata=about("Where activations wait between blocks.", string)
+    )
+    quantization_aware_calibration: bool = field(
+        default=True, metadata=about("No effect.", boolean)
+    )
+    sequential_prefetch: bool = field(
+        default=False, metadata=about("Bring the next batch's activations in beforehand.", boolean)
+    )
+    preprocessing_func: str | Callable[..., Any] | None = field(
+        default=None,
+        metadata=about(
+            "A function from a row to a row, or path/file.py:function.", optional(_function)
+        ),
+    )
+    remove_columns: list[str] | None = field(
+        default=None,
+        metadata=about(
+            "Columns to drop; what the processor cannot take is dropped anyway.", optional(strings)
+        ),
+    )
+    raw_kwargs: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=about("Further arguments for loading the data set.", mapping),
+    )
+    dvc_data_repository: str | None = field(
+        default=None,
+        metadata=about("The DVC repository that a dvc:// dataset_path is in.", optional(path)),
+    )
+    sequential_targets_per_subgraph: int = field(
+        default=1, metadata=about("Blocks calibrated together.", integer(1))
+    )
+    propagate_error: bool = field(
+        default=True,
+        metadata=about(
+            "Calibrate each block on the outputs of the compressed ones before it.", boolean
+        ),
+    )
+    use_loss_mask: bool = field(
+        default=False,
+        metadata=about("Count only tokens whose loss_mask is 1.", boolean),
+    )
+    max_train_samples: int | None = field(
+        default=None,
+        metadata=about("Samples to train on; None for all.", optional(integer(1))),
+    )
+    seed: int = field(
+        default=0,
+        metadata=about("Decides the order of the data and everything random.", integer(0)),
+    )
+
+    def __post_init__(self) -> None:
+        apply_checks(self)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which model, in which precision, and how it is saved."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmcompressor.args.checks import (
+    about,
+    anything,
+    apply_checks,
+    boolean,
+    one_of,
+    optional,
+    path,
+    reject,
+    string,
+)
+from llmcompressor.errors import ArgumentError
+
+__all__ = ["ModelArguments"]
+
+_PRECISIONS = {
+    "auto": "auto",
+    "half": "float16",
+    "fp16": "float16",
+    "float16": "float16",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "full": "float32",
+    "fp32": "float32",
+    "float32": "float32",
+}
+
+
+def _precision(name: str, value: Any) -> str:
+    """A precision's name, or a torch dtype; stored as "auto" or the dtype's own name."""
+    return str(one_of(_PRECISIONS)(name, str(value).removeprefix("torch.")))
+
+
+def _model(name: str, value: Any) -> Any:
+    """A path or hub name, or a model that is already loaded."""
+    if isinstance(value, (str, os.PathLike)):
+        return path(name, value)
+    if value is None or isinstance(value, (bool, int, float, list, tuple, dict)):
+        raise reject(name, value, "a path, a model's name on the hub, or a loaded model")
+    return value
+
+
+def _device(name: str, value: Any) -> str:
+    """A device's name, or a torch device; stored as its name."""
+    return string(name, str(value))
+
+
+def _token(name: str, value: Any) -> bool | str:
+    """A token, or whether to use the stored one."""
+    return value if isinstance(value, bool) else string(name, value)
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """Which model is compressed, in which precision it is loaded, and how it is saved.
+
+    ``tokenizer`` is only another spelling of ``processor``: what is given there is moved to
+    ``processor``, and giving both is an error.
+    """
+
+    model: Any = field(
+        metadata=about("The model: a path, a name on the hub, or a loaded model.", _model)
+    )
+    config_name: str | None = field(
+        default=None, metadata=about("A configuration other than the model's own.", optional(path))
+    )
+    tokenizer: Any = field(
+        default=None, metadata=about("The tokenizer: its path, name or object.", anything)
+    )
+    processor: Any = field(
+        default=None, metadata=about("The processor: its path, name or object.", anything)
+    )
+    precision: str = field(
+        default="auto",
+        metadata=about(
+            "The weights' dtype when loaded: auto (as stored), float16, bfloat16 or float32.",
+            _precision,
+        ),
+    )
+    tie_word_embeddings: bool = field(
+        default=True, metadata=about("Keep tied embeddings tied; False unties them.", boolean)
+    )
+    trust_remote_code_model: bool = field(
+        default=False, metadata=about("Run code that the model's folder brings.", boolean)
+    )
+    save_compressed: bool = field(
+        default=True, metadata=about("Save in compressed form, not as dense weights.", boolean)
+    )
+    model_revision: str = field(
+        default="main", metadata=about("Branch, tag or commit on the hub.", string)
+    )
+    overwrite: bool = field(
+        default=False, metadata=about("Replace an output directory that is in use.", boolean)
+    )
+    device: str | None = field(
+        default=None,
+        metadata=about(
+            "Where the model computes, for instance cuda:0; not given: an accelerator if there "
+            "is one, else the CPU.",
+            optional(_device),
+        ),
+    )
+    cache_dir: str | None = field(
+        default=None,
+        metadata=about(
+            "Where models from the hub are kept; not given: the hub's own cache.", optional(path)
+        ),
+    )
+    use_auth_token: bool | str | None = field(
+        default=None,
+        metadata=about("A hub token, or True for the stored one.", optional(_token)),
+    )
+    distill_teacher: Any = field(
+        default=None,
+        metadata=about(
+            "The teacher for distillation: a path, name or loaded model.", optional(_model)
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        apply_checks(self)
+        if self.tokenizer is None:
+            return
+        if self.processor is not None:
+            raise ArgumentError(
+                "The arguments 'tokenizer' and 'processor' mean the same, and both were given.",
+                "Give only one of them.",
+            )
+        object.__setattr__(self, "processor", self.tokenizer)
+        object.__setattr__(self, "tokenizer", None)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keyword arguments of an entrypoint → its argument dataclasses, nothing lost on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from llmcompressor.errors import ArgumentError, did_you_mean
+from llmcompressor.logger import logger
+
+__all__ = ["OLD_NAMES", "parse_arguments"]
+
+
+class _OldName(NamedTuple):
+    """What became of an argument: its new name, or ``None`` and why it has no effect."""
+
+    new: str | None
+    why: str = ""
+
+
+OLD_NAMES: Mapping[str, _OldName] = {
+    "max_calibration_samples": _OldName("num_calibration_samples"),
+    "oneshot_device": _OldName("device"),
+    "overwrite_output_dir": _OldName("overwrite"),
+    "trust_remote_code_data": _OldName(
+        None, "the datasets library no longer runs code that a data set brings"
+    ),
+}
+"""Arguments of earlier releases that are still understood.
+
+``distill_teacher``, ``cache_dir``, ``use_auth_token`` and ``max_train_samples`` are not here:
+they are fields still. ``None`` given under an old name means that it was not given.
+"""
+
+
+def parse_arguments(
+    kwargs: Mapping[str, Any], *classes: type, also_known: Iterable[str] = ()
+) -> tuple[Any, ...]:
+    """Fill one instance of each class from the keyword arguments of an entrypoint.
+
+    An argument goes to every class that has a field of its name (``seed`` is one of
+    :class:`DatasetArguments` and one of :class:`TrainingArguments`).
+
+    Args:
+        kwargs: the arguments by name; not changed.
+        classes: dataclasses; their fields together are all that may be given.
+        also_known: names that the caller takes itself, for the suggestions in an error.
+
+    Returns:
+        The instances, in the order of ``classes``.
+
+    Raises:
+        ArgumentError: for a name that no class has (with the nearest that one has), for a
+            required argument that is missing, and for a value that its field does not accept.
+    """
+    names = {cls: _field_names(cls) for cls in classes}
+    known = set().union(*names.values())
+    given = _with_new_names(kwargs, known)
+    for name in given:
+        if name not in known:
+            raise _unknown(name, known | set(OLD_NAMES) | set(also_known))
+    made = []
+    for cls in classes:
+        own = {name: value for name, value in given.items() if name in names[cls]}
+        _check_required(cls, own)
+        made.append(cls(**own))
+    return tuple(made)
+
+
+def _field_names(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls) if field.init}
+
+
+def _with_new_names(kwargs: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+    """The arguments with old names replaced; one given under both names is an error."""
+    given = {name: value for name, value in kwargs.items() if name not in OLD_NAMES}
+    for name in kwargs.keys() & OLD_NAMES.keys():
+        value, (new, why) = kwargs[name], OLD_NAMES[name]
+        if value is None:
+            continue
+        if new is None:
+            if value:
+                logger.warning(f"The argument {name!r} has no effect: {why}.")
+            continue
+        if new not in known:
+            raise _unknown(name, known)
+        if new in given:
+            raise ArgumentError(
+                f"The arguments {name!r} and {new!r} were both given, and they mean the same.",
+                f"Give only {new!r}.",
+            )
+        logger.warning(f"The argument {name!r} is now called {new!r}.")
+        given[new] = value
+    return given
+
+
+def _unknown(name: str, known: Iterable[str]) -> ArgumentError:
+    suggestion = did_you_mean(name, known)
+    if not suggestion.startswith("Did you mean"):
+        suggestion = "Remove it, or look up the name of the argument that was meant."
+    return ArgumentError(f"There is no argument named {name!r}.", suggestion)
+
+
+def _check_required(cls: type, given: Mapping[str, Any]) -> None:
+    for field in dataclasses.fields(cls):
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        if field.init and required and field.name not in given:
+            raise ArgumentError(f"The argument {field.name!r} is missing.", "It has no default.")

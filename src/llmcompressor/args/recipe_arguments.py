@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which recipe, with which arguments, and which of its stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmcompressor.args.checks import about, apply_checks, boolean, optional, reject, string
+
+__all__ = ["RecipeArguments"]
+
+
+def _recipe(name: str, value: Any) -> Any:
+    """A path, recipe text, a recipe, a modifier or several; the recipe reader knows the rest."""
+    if isinstance(value, (bool, int, float)):
+        raise reject(name, value, "a path, recipe text, a Recipe, or one or several modifiers")
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _recipe_args(name: str, value: Any) -> dict[str, Any] | list[str]:
+    """A dict, or ``"key=value"`` strings; stored as a dict or list of its own."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    several = [value] if isinstance(value, str) else value
+    if not isinstance(several, (list, tuple)) or not all(
+        isinstance(item, str) and "=" in item for item in several
+    ):
+        raise reject(name, value, "a dict, or a list of 'key=value' strings")
+    return list(several)
+
+
+@dataclass(frozen=True)
+class RecipeArguments:
+    """Which recipe is applied, with which arguments, and which of its stages."""
+
+    recipe: Any = field(
+        default=None,
+        metadata=about("The recipe: a path, its text, a Recipe, or modifiers.", optional(_recipe)),
+    )
+    recipe_args: dict[str, Any] | list[str] | None = field(
+        default=None,
+        metadata=about(
+            "Values that override the recipe's own arguments, as key=value.", optional(_recipe_args)
+        ),
+    )
+    clear_sparse_session: bool = field(
+        default=False, metadata=about("Reset the session when done.", boolean)
+    )
+    stage: str | None = field(
+        default=None, metadata=about("Run only this stage of the recipe.", optional(string))
+    )
+    allow_unmatched: bool = field(
+        default=False,
+        metadata=about("Let a target match no module; otherwise that is an error.", boolean),
+    )
+
+    def __post_init__(self) -> None:
+        apply_checks(self)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and shapes of tensors in the checkpoint, where they differ from those in the module tree.
+
+transformers renames, fuses and splits tensors while loading, and does the reverse while saving.
+The tensors of a compressed module can be renamed but not fused or split (packed words and scales
+have no meaning across modules), so they, and the tensors that would be fused with them, keep the
+partition of the module tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+__all__ = ["checkpoint_layout", "checkpoint_names", "owned_by_model"]
+
+
+@dataclass(frozen=True)
+class _Transforms:
+    renamings: list[WeightRenaming]
+    converters: list[WeightConverter]
+
+    def name(self, key: str, *, convert: bool) -> tuple[str, str | None]:
+        converters = self.converters if convert else []
+        renamed, pattern = rename_source_key(key, self.renamings, converters, reverse=True)
+        return str(renamed), pattern
+
+
+def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
+    """Fresh transforms, since some remember what they have matched."""
+    found: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if found is None:
+        found = get_model_conversion_mapping(model, add_legacy=not reverse)
+        if reverse:
+            # a model that was never loaded says nothing about prefixes in its checkpoint
+            found = [entry for entry in found if not isinstance(entry, PrefixChange)]
+    if reverse:
+        found = [entry.reverse_transform() for entry in reversed(found)]
+    return _Transforms(
+        [entry for entry in found if isinstance(entry, WeightRenaming)],
+        [entry for entry in found if isinstance(entry, WeightConverter)],
+    )
+
+
+def checkpoint_names(model: PreTrainedModel, module_names: Iterable[str]) -> dict[str, str]:
+    """Module name → the name under which a checkpoint holds the module's tensors."""
+    transforms = _transforms(model, reverse=True)
+    names = {}
+    for name in module_names:
+        renamed, _ = transforms.name(f"{name}.weight", convert=False)
+        names[name] = renamed.removesuffix(".weight") if renamed.endswith(".weight") else name
+    return names
+
+
+def checkpoint_layout(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], compressed: Iterable[str]
+) -> dict[str, Tensor]:
+    """The tensors that are not compressed, as a checkpoint holds them.
+
+    Args:
+        model: the model they come from.
+        tensors: name in the module tree → tensor, without those of compressed modules.
+        compressed: names of the compressed modules.
+
+    Returns:
+        Name in the checkpoint → tensor.
+    """
+    transforms = _transforms(model, reverse=True)
+    fused_with_compressed = set()
+    for module in compressed:
+        for own in ("weight", "bias"):
+            target, pattern = transforms.name(f"{module}.{own}", convert=True)
+            if pattern is not None:
+                fused_with_compressed.add(target)
+
+    apart, rest = {}, {}
+    for key, tensor in tensors.items():
+        target, pattern = transforms.name(key, convert=True)
+        keep = pattern is not None and target in fused_with_compressed
+        (apart if keep else rest)[key] = tensor
+    result: dict[str, Tensor] = dict(revert_weight_conversion(model, rest))
+    for key, tensor in apart.items():
+        result[transforms.name(key, convert=False)[0]] = tensor
+    return result
+
+
+def owned_by_model(
+    model: PreTrainedModel, keys: Iterable[str], state: Mapping[str, Tensor]
+) -> set[str]:
+    """Those of a checkpoint's tensor names that ``model`` loads.
+
+    Args:
+        model: the model.
+        keys: names in the checkpoint.
+        state: the model's state dict.
+    """
+    transforms = _transforms(model, reverse=False)
+    owned = set()
+    for key in keys:
+        renamed, _ = rename_source_key(
+            key,
+            transforms.renamings,
+            transforms.converters,
+            model.base_model_prefix,
+            state,
+        )
+        if renamed in state or key in state:
+            owned.add(key)
+    return owned

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``quantization_config`` of a written checkpoint.
+
+Readers differ in how they find a module's scheme. compressed-tensors (and so transformers)
+compares class names along the inheritance chain and looks at exact names, then patterns, then
+classes, each alphabetically. vLLM takes groups in their order in the file, compares class names as
+substrings of its own class names, and never looks at classes in ``ignore``. A configuration is
+written only in a form that both read alike: every quantized module matches the targets of its own
+group and of no other, every other module matches none or is ignored by its exact name. Where
+the recipe's own targets do not have this property, exact module names are written instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import compressed_tensors
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+)
+from compressed_tensors.quantization.quant_config import get_vllm_module_type
+from torch.nn import Embedding, Linear, Module
+from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel
+
+from llmcompressor.checkpoint.compress import QuantizedModule
+from llmcompressor.checkpoint.layout import checkpoint_names
+from llmcompressor.logger import logger
+
+__all__ = ["build_quantization_config"]
+
+_INDEXED = re.compile(r"(?:^|\.)([^.\d]+\.\d+\..*)$")
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A module that some reader may quantize.
+
+    Attributes:
+        name: name in the module tree.
+        stored: name in the checkpoint.
+        served: a name as vLLM may have it: like ``stored``, possibly behind other prefixes.
+        classes: class names that compressed-tensors compares.
+        served_class: the class of vLLM that stands for it; empty if only names reach it.
+        group: index of its group, ``None`` if it is not quantized.
+    """
+
+    name: str
+    stored: str
+    served: str
+    classes: frozenset[str]
+    served_class: str
+    group: int | None
+
+
+@dataclass
+class _Group:
+    scheme: QuantizationScheme
+    members: list[QuantizedModule] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+
+
+def build_quantization_config(
+    model: PreTrainedModel,
+    quantized: Sequence[QuantizedModule],
+    *,
+    status: QuantizationStatus,
+    extra_ignore: Iterable[str] = (),
+) -> dict[str, Any] | None:
+    """The configuration as plain JSON data.
+
+    Args:
+        model: the model.
+        quantized: its quantized modules.
+        status: ``COMPRESSED``, or ``FROZEN`` where weights are written dense.
+        extra_ignore: patterns of modules that only the checkpoint holds.
+
+    Returns:
+        The configuration, or ``None`` if nothing is quantized.
+    """
+    if not quantized:
+        return None
+    groups = _group([entry for entry in quantized if not entry.is_attention])
+    attention = _group([entry for entry in quantized if entry.is_attention and entry.has_group])
+    candidates = _candidates(model, groups)
+    ignore = [*_ignore(model, candidates, quantized), *extra_ignore]
+    _choose_targets(groups, candidates, ignore)
+    for group in attention:
+        group.targets = _attention_targets(model, group)
+
+    schemes = [
+        group.scheme.model_copy(update={"targets": group.targets}) for group in [*groups, *attention]
+    ]
+    config = QuantizationConfig(
+        config_groups={f"group_{index}": scheme for index, scheme in enumerate(schemes)},
+        quantization_status=status,
+        kv_cache_scheme=_kv_cache_scheme(quantized),
+        format=_overall_format(groups).value,
+        ignore=list(dict.fromkeys(ignore)),
+    )
+    transform = getattr(model, "transform_config", None)
+    return {
+        **config.model_dump(mode="json"),
+        "quant_method": "compressed-tensors",
+        "sparsity_config": {},
+        "transform_config": transform.model_dump(mode="json") if transform is not None else {},
+        "version": compressed_tensors.__version__,
+    }
+
+
+def _group(entries: Iterable[QuantizedModule]) -> list[_Group]:
+    """Modules with equal arguments and format form one group; targets are united in order."""
+    groups: list[_Group] = []
+    for entry in entries:
+        key = entry.scheme.model_copy(update={"targets": []})
+        group = next((group for group in groups if group.scheme == key), None)
+        if group is None:
+            group = _Group(key)
+            groups.append(group)
+        group.members.append(entry)
+        group.targets += [item for item in entry.scheme.targets if item not in group.targets]
+    return groups
+
+
+def _candidates(model: PreTrainedModel, groups: Sequence[_Group]) -> list[_Candidate]:
+    group_of = {
+        entry.name: index for index, group in enumerate(groups) for entry in group.members
+    }
+    modules = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Linear | Embedding)
+        or name in group_of
+        or get_vllm_module_type(type(module).__name__) == "Linear"
+    }
+    stored = checkpoint_names(model, modules)
+    config = model.config
+    is_wrapped = config.get_text_config() is not config or any(
+        name != other for name, other in stored.items()
+    )
+    head = model.get_output_embeddings()
+    return [
+        _Candidate(
+            name=name,
+            stored=stored[name],
+            served=_served_name(stored[name]) if is_wrapped else stored[name],
+            classes=_class_names(module),
+            served_class="" if module is head else _served_class(module),
+            group=group_of.get(name),
+        )
+        for name, module in modules.items()
+    ]
+
+
+def _served_name(stored: str) -> str:
+    """The name behind a prefix that multimodal models get in vLLM.
+
+    >>> _served_name("model.language_model.layers.3.mlp.up_proj")
+    'language_model.model.layers.3.mlp.up_proj'
+    """
+    match = _INDEXED.search(stored)
+    tail = match.group(1) if match else stored.rpartition(".")[2]
+    return f"language_model.model.{tail}"
+
+
+def _class_names(module: Module) -> frozenset[str]:
+    names = {cls.__name__ for cls in type(module).__mro__ if issubclass(cls, Module)}
+    return frozenset(names - {"Module"})
+
+
+def _served_class(module: Module) -> str:
+    if isinstance(module, Linear):
+        return "Linear"
+    if isinstance(module, Embedding):
+        return "VocabParallelEmbedding"
+    return str(get_vllm_module_type(type(module).__name__))
+
+
+def _matches_name(target: str, name: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], name) is not None
+    return target == name
+
+
+def _writer_matches(target: str, item: _Candidate) -> bool:
+    return _matches_name(target, item.name) or target in item.classes
+
+
+def _server_matches(target: str, item: _Candidate) -> bool:
+    if target.startswith("re:"):
+        return _matches_name(target, item.served) or (
+            bool(item.served_class) and _matches_name(target, item.served_class)
+        )
+    by_name = target in {item.name, item.stored}
+    return by_name or (bool(item.served_class) and target.lower() in item.served_class.lower())
+
+
+def _choose_targets(
+    groups: Sequence[_Group], candidates: Sequence[_Candidate], ignore: Sequence[str]
+) -> None:
+    """Keep the recipe's targets if every reader understands them alike, else write names."""
+    for group in groups:
+        group.targets += [
+            target for target in _head_targets(group, candidates) if target not in group.targets
+        ]
+    if _is_unambiguous(groups, candidates, ignore):
+        return
+    logger.info("Readers would resolve the recipe's targets differently; module names are written.")
+    by_name = {item.name: item for item in candidates}
+    for group in groups:
+        names = []
+        for entry in group.members:
+            item = by_name[entry.name]
+            names += [item.name, item.stored]
+        group.targets = list(dict.fromkeys([*names, *_head_targets(group, candidates)]))
+
+
+def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
+    """vLLM selects an output head by name only, and may have it behind a prefix."""
+    members = {entry.name for entry in group.members if isinstance(entry.module, Linear)}
+    heads = [item for item in candidates if not item.served_class and item.name in members]
+    return [
+        rf"re:(?:.*\.)?{re.escape(item.stored)}$" if "." not in item.stored else item.stored
+        for item in heads
+    ]
+
+
+def _is_unambiguous(
+    groups: Sequence[_Group], candidates: Sequence[_Candidate], ignore: Sequence[str]
+) -> bool:
+    exact = {entry for entry in ignore if not entry.startswith("re:")}
+    patterns = [entry for entry in ignore if entry.startswith("re:")]
+    for item in candidates:
+        is_ignored = item.name in exact or any(
+            _matches_name(pattern, item.name) for pattern in patterns
+        )
+        wanted = set() if item.group is None else {item.group}
+        if is_ignored and item.group is not None:
+            return False
+        for matches in (_writer_matches, _server_matches):
+            hits = {
+                index
+                for index, group in enumerate(groups)
+                if any(matches(target, item) for target in group.targets)
+            }
+            if hits != wanted and not (is_ignored and not wanted):
+                return False
+    return True
+
+
+def _ignore(
+    model: PreTrainedModel,
+    candidates: Sequence[_Candidate],
+    quantized: Sequence[QuantizedModule],
+) -> list[str]:
+    """Exact names of unquantized modules whose class is that of a quantized one.
+
+    Both the name in the module tree (which transformers compares) and the name in the checkpoint
+    (which vLLM compares) are listed where they differ. Routers count as Linear.
+    """
+    quantized_names = {entry.name for entry in quantized}
+    # attention whose cache alone is quantized has no group, so nothing must be kept out of it
+    types = {
+        get_vllm_module_type(type(entry.module).__name__) for entry in quantized if entry.has_group
+    }
+    known = {item.name: item for item in candidates}
+    plain = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        own = {get_vllm_module_type(cls) for cls in _class_names(module)}
+        if name and name not in quantized_names and own & types:
+            plain.append(name)
+    stored = checkpoint_names(model, [name for name in plain if name not in known])
+    stored |= {name: item.stored for name, item in known.items()}
+    taken = {item.stored for item in candidates if item.group is not None}
+    names = [
+        entry
+        for name in plain
+        for entry in dict.fromkeys((name, stored[name]))
+        if entry == name or entry not in taken
+    ]
+    return names + (_fused_experts(model, quantized_names) if "Linear" in types else [])
+
+
+def _fused_experts(model: PreTrainedModel, quantized: set[str]) -> list[str]:
+    """Patterns of experts that are one 3-D parameter here, and Linear modules elsewhere."""
+    patterns = []
+    for name, module in model.named_modules():
+        is_stack = not isinstance(module, _ConvNd) and any(
+            parameter.ndim == 3 for parameter in module.parameters(recurse=False)
+        )
+        if is_stack and not any(other.startswith(f"{name}.") for other in quantized):
+            match = _INDEXED.search(f"{name}.")
+            tail = match.group(1) if match else f"{name}."
+            patterns.append(rf"re:(?:.*\.)?{re.escape(tail)}.*")
+    return patterns
+
+
+def _attention_targets(model: PreTrainedModel, group: _Group) -> list[str]:
+    """One class name where it says it all: vLLM skips a group with one target ``…Attention``."""
+    names = [entry.name for entry in group.members]
+    classes = {type(entry.module).__name__ for entry in group.members}
+    same = [name for name, module in model.named_modules() if type(module).__name__ in classes]
+    if len(classes) == 1 and set(same) == set(names):
+        return list(classes)
+    return names
+
+
+def _kv_cache_scheme(quantized: Sequence[QuantizedModule]) -> QuantizationArgs | None:
+    found: list[QuantizationArgs] = []
+    for entry in quantized:
+        if entry.is_attention and entry.scheme.input_activations not in found:
+            found.append(entry.scheme.input_activations)
+    if len(found) > 1:
+        logger.warning(
+            f"The format holds one scheme for the cache of all layers, the model has {len(found)}; "
+            "the first one is written."
+        )
+    return found[0] if found else None
+
+
+def _overall_format(groups: Sequence[_Group]) -> CompressionFormat:
+    formats = {group.scheme.format for group in groups} - {CompressionFormat.dense.value}
+    if len(formats) > 1:
+        return CompressionFormat.mixed_precision
+    return CompressionFormat(next(iter(formats), CompressionFormat.dense.value))
+

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look at a model's files before anything is loaded.
+
+Only file sizes, JSON and the headers of safetensors files are read, so a folder of any size is
+checked in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from llmcompressor.errors import CheckpointError, did_you_mean
+
+__all__ = [
+    "SourceInfo",
+    "TensorHeader",
+    "inspect_source",
+    "is_hub_id",
+    "local_directory",
+    "quantization_method",
+    "read_header",
+]
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_MAX_HEADER = 100_000_000
+_DOWNLOAD = "Download or copy the file again."
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a safetensors header says about one tensor.
+
+    Attributes:
+        dtype: safetensors' name of the dtype, such as ``"BF16"``.
+        shape: the tensor's shape.
+        file: the file that holds it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """A local folder that holds a model.
+
+    Attributes:
+        directory: the folder.
+        config: the contents of its ``config.json``.
+        tensors: name → header, of all its safetensors files; empty for other formats.
+        size: bytes of all tensors.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorHeader] = field(repr=False)
+    size: int
+
+
+def is_hub_id(model: str | os.PathLike[str]) -> bool:
+    """Whether ``model`` is the form of a hub id and no local path of that name exists.
+
+    >>> is_hub_id("some-owner/some-model"), is_hub_id("./some-model"), is_hub_id("/tmp/a/b")
+    (True, False, False)
+    """
+    if not isinstance(model, str) or Path(model).exists():
+        return False
+    return _HUB_ID.fullmatch(model) is not None
+
+
+def local_directory(
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Path | None:
+    """The folder that ``model`` names: itself, or its snapshot in the hub's cache.
+
+    Nothing is asked of the hub.
+
+    Returns:
+        The folder, or ``None`` if there is none on this machine.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if not is_hub_id(model):
+        return None
+    cached = try_to_load_from_cache(str(model), CONFIG, cache_dir=cache_dir, revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def inspect_source(model: str | os.PathLike[str], *, allow_quantized: bool = False) -> SourceInfo:
+    """Check a local model folder and list its tensors.
+
+    Args:
+        model: the folder.
+        allow_quantized: accept a model whose config says that it is quantized already.
+
+    Returns:
+        What the folder holds.
+
+    Raises:
+        CheckpointError: the folder is not there, lacks something, is damaged, or holds a
+            quantized model.
+    """
+    directory = Path(model).expanduser()
+    if not directory.is_dir():
+        raise _not_a_directory(directory)
+    config_file = directory / CONFIG
+    if not config_file.is_file():
+        raise CheckpointError(
+            f"The folder {directory} holds no model: it has no {CONFIG}.",
+            _models_below(directory) or "Give the folder that holds config.json and the weights.",
+        )
+    config = _read_json(config_file)
+    method = quantization_method(config)
+    if method is not None and not allow_quantized:
+        raise quantized_error(str(directory), method)
+    tensors = _tensors(directory)
+    size = sum(file.stat().st_size for file in {header.file for header in tensors.values()})
+    return SourceInfo(directory.resolve(), config, tensors, size)
+
+
+def quantization_method(config: Mapping[str, Any]) -> str | None:
+    """The name of the method by which ``config.json`` says the model is quantized, if any."""
+    text_config = config.get("text_config")
+    inner = text_config if isinstance(text_config, Mapping) else {}
+    for holder, key in (
+        (config, "quantization_config"),
+        (inner, "quantization_config"),
+        (config, "compression_config"),
+    ):
+        settings = holder.get(key)
+        if settings:
+            return str(settings.get("quant_method") or "an unnamed method")
+    return None
+
+
+def quantized_error(model: str, method: str) -> CheckpointError:
+    """The error for a model that is quantized already."""
+    remedy = "Compress the original, unquantized model"
+    if method in {"compressed-tensors", "compressed_tensors", "fp8", "mxfp4"}:
+        remedy += ", or load this one with transformers and dequantize=True, save it, and use that"
+    return CheckpointError(f"The model {model} is already quantized by {method}.", f"{remedy}.")
+
+
+def read_header(file: Path) -> dict[str, TensorHeader]:
+    """The header of one safetensors file, checked against the file's size.
+
+    A safetensors file is a little-endian 64-bit length ``n``, ``n`` bytes of JSON, and the data.
+
+    Raises:
+        CheckpointError: the file is truncated or is no safetensors file.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start == b"version ":
+            raise CheckpointError(
+                f"The file {file} is a Git LFS pointer, not the weights.", "Run `git lfs pull`."
+            )
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if length == 0 or length > _MAX_HEADER:
+            raise CheckpointError(f"The file {file} is no safetensors file.", _DOWNLOAD)
+        text = stream.read(length)
+    if len(text) < length:
+        raise _truncated(file, size, 8 + length)
+    try:
+        entries = json.loads(text)
+        tensors = {
+            name: (str(entry["dtype"]), tuple(entry["shape"]), int(entry["data_offsets"][1]))
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"The header of {file} cannot be read.", _DOWNLOAD) from error
+    expected = 8 + length + max((end for _, _, end in tensors.values()), default=0)
+    if size < expected:
+        raise _truncated(file, size, expected)
+    return {name: TensorHeader(dtype, shape, file) for name, (dtype, shape, _) in tensors.items()}
+
+
+def _truncated(file: Path, size: int, expected: int) -> CheckpointError:
+    return CheckpointError(
+        f"The file {file} is truncated: it holds {size} of {expected} bytes.", _DOWNLOAD
+    )
+
+
+def _not_a_directory(path: Path) -> CheckpointError:
+    if path.exists():
+        return CheckpointError(
+            f"The model {path} is a file.", "Give the folder that holds config.json."
+        )
+    parent = path.parent
+    siblings = [sibling.name for sibling in parent.iterdir()] if parent.is_dir() else []
+    folders = [name for name in siblings if (parent / name / CONFIG).is_file()]
+    remedy = did_you_mean(path.name, folders) if folders else ""
+    return CheckpointError(
+        f"The model folder {path} does not exist.",
+        remedy or "Give an existing folder or the id of a model on the hub.",
+    )
+
+
+def _models_below(directory: Path) -> str:
+    names = sorted(path.parent.name for path in directory.glob(f"*/{CONFIG}"))
+    return f"It holds folders with models: {', '.join(names[:5])}." if names else ""
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"The file {file} is not valid JSON: {error}.", _DOWNLOAD) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"The file {file} holds no JSON object.", _DOWNLOAD)
+    return content
+
+
+def _tensors(directory: Path) -> dict[str, TensorHeader]:
+    if (directory / SINGLE).is_file():
+        return read_header(directory / SINGLE)
+    if (directory / INDEX).is_file():
+        return _indexed(directory)
+    if any((directory / name).is_file() for name in _OTHER_WEIGHTS):
+        return {}
+    raise CheckpointError(
+        f"The folder {directory} holds a {CONFIG} but no weights.",
+        f"It needs {SINGLE}, or {INDEX} with the files that it names.",
+    )
+
+
+def _indexed(directory: Path) -> dict[str, TensorHeader]:
+    weight_map = _read_json(directory / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"The file {directory / INDEX} has no weight_map.", _DOWNLOAD)
+    files = sorted(set(weight_map.values()))
+    missing = [name for name in files if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"The folder {directory} lacks {len(missing)} of {len(files)} weight files: "
+            f"{', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}.",
+            "Download or copy them.",
+        )
+    headers = {name: read_header(directory / name) for name in files}
+    absent = [name for name, file in weight_map.items() if name not in headers[file]]
+    if absent:
+        raise CheckpointError(
+            f"The index of {directory} places the tensor {absent[0]} in {weight_map[absent[0]]}, "
+            f"which does not hold it ({len(absent)} such tensors).",
+            _DOWNLOAD,
+        )
+    return {name: headers[file][name] for name, file in weight_map.items()}

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An output directory that appears under its name only when it is complete.
+
+Files are written into a sibling (``NAME.partial-…``, hence the same file system), flushed to the
+disk and renamed into place in one step. A run that fails, is interrupted or is killed leaves the
+target as it found it.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+
+from llmcompressor.errors import OutputError
+from llmcompressor.logger import logger
+
+__all__ = ["OnExisting", "check_output_dir", "staged"]
+
+_CHOOSE = "Choose another output directory."
+_WEIGHT_FILE = re.compile(r"(model|pytorch_model).*\.(safetensors|bin|index\.json)")
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_counter = itertools.count()
+
+
+class OnExisting(Enum):
+    """What to do with a target that already holds files."""
+
+    REFUSE = "refuse"
+    REPLACE = "replace"
+    MERGE = "merge"
+
+
+def check_output_dir(
+    output_dir: str | os.PathLike[str],
+    *,
+    source: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Refuse an output directory that could not be written at the end; touches nothing.
+
+    Args:
+        output_dir: where the checkpoint shall appear.
+        source: the local directory the model was read from, if there is one.
+        overwrite: a checkpoint that is already there may be replaced.
+
+    Returns:
+        The absolute path of the output directory.
+
+    Raises:
+        OutputError: it is a file, is in use, overlaps the input, or cannot be created.
+    """
+    target = _absolute(output_dir)
+    if target.exists() and not target.is_dir():
+        raise OutputError(f"The output {target} is a file, not a directory.", _CHOOSE)
+    if source is not None:
+        _check_apart(target, _absolute(source))
+    if target.is_dir() and any(target.iterdir()):
+        _check_replaceable(target, overwrite=overwrite)
+    _check_writable(target)
+    return target
+
+
+@contextmanager
+def staged(
+    output_dir: str | os.PathLike[str], *, on_existing: OnExisting = OnExisting.REFUSE
+) -> Iterator[Path]:
+    """Write a directory elsewhere and move it into place when the block ends without an error.
+
+    Args:
+        output_dir: where the directory shall appear.
+        on_existing: refuse a target that holds files, replace it at the end, or move the new
+            files into it (a ``config.json`` disappears first and is moved last, so a reader never
+            sees the old configuration with new weights).
+
+    Yields:
+        The directory to write into.
+
+    Raises:
+        OutputError: the target holds files and they may not be touched, or the disk is full.
+    """
+    target = _absolute(output_dir)
+    if on_existing is OnExisting.REFUSE and target.is_dir() and any(target.iterdir()):
+        _check_replaceable(target, overwrite=False)
+    created = _make_parents(target.parent)
+    inside = _must_stage_inside(target)
+    folder = target if inside else target.parent
+    _remove_stale(folder, target.name)
+    staging = folder / f"{target.name}.partial-{_owner()}-{next(_counter)}"
+    try:
+        staging.mkdir()
+        yield staging
+        _flush(staging)
+        if inside or (on_existing is OnExisting.MERGE and target.exists()):
+            _move_into(staging, target, purge=on_existing is OnExisting.REPLACE)
+        else:
+            _rename_over(staging, target)
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        for parent in reversed(created):
+            _remove_if_empty(parent)
+        if _is_disk_full(error):
+            raise OutputError(
+                f"The disk that holds {target.parent} is full; nothing was written to {target}.",
+                "Free some space or choose another output directory.",
+            ) from error
+        raise
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+def _check_apart(target: Path, source: Path) -> None:
+    if target == source:
+        raise OutputError(f"The output directory {target} is the input model itself.", _CHOOSE)
+    if target in source.parents:
+        raise OutputError(
+            f"The output directory {target} contains the input model {source}.", _CHOOSE
+        )
+    if source in target.parents and source.is_dir():
+        raise OutputError(
+            f"The output directory {target} lies inside the input model {source}.", _CHOOSE
+        )
+
+
+def _check_replaceable(target: Path, *, overwrite: bool) -> None:
+    if not overwrite:
+        raise OutputError(
+            f"The output directory {target} already holds files.",
+            "Choose another one, or pass overwrite=True (--overwrite) to replace it.",
+        )
+    looks_like_checkpoint = (target / "config.json").is_file() or any(target.glob("*.safetensors"))
+    holds_people = (target / ".git").exists() or target in (Path.cwd(), *Path.cwd().parents)
+    if holds_people or target == Path.home() or not looks_like_checkpoint:
+        raise OutputError(
+            f"The output directory {target} holds files but no checkpoint, so it is not replaced.",
+            "Choose another one, or remove it yourself.",
+        )
+
+
+def _check_writable(target: Path) -> None:
+    existing = next(path for path in (target, *target.parents) if path.exists())
+    if not existing.is_dir():
+        raise OutputError(
+            f"The output directory {target} cannot be created: {existing} is a file.", _CHOOSE
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise OutputError(
+            f"The output directory {target} cannot be written: no permission in {existing}.",
+            _CHOOSE,
+        )
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    """Create missing parents, outermost first; returns the ones that were created."""
+    missing = [path for path in (parent, *parent.parents) if not path.exists()]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"The directory {parent} cannot be created: {error}.", _CHOOSE) from error
+    return missing[::-1]
+
+
+def _must_stage_inside(target: Path) -> bool:
+    """A mount point, or a directory in a read-only parent, cannot be renamed over."""
+    if not target.is_dir():
+        return False
+    return os.path.ismount(target) or not os.access(target.parent, os.W_OK)
+
+
+def _owner() -> str:
+    host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
+    return f"{host}-{os.getpid()}"
+
+
+def _remove_stale(folder: Path, name: str) -> None:
+    """Delete what a killed run of this machine left behind."""
+    host = _owner().rpartition("-")[0]
+    pattern = re.compile(rf"{re.escape(name)}\.partial-{host}-(\d+)-\d+")
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match and not _is_alive(int(match.group(1))):
+            logger.info(f"Removing {path}, left by a run that was killed.")
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _flush(folder: Path) -> None:
+    """Force every file and directory below ``folder`` to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        _flush_one(path)
+
+
+def _flush_one(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _rename_over(staging: Path, target: Path) -> None:
+    """Put ``staging`` at ``target``; what was there goes only once the new one is in place."""
+    aside = target.with_name(f"{target.name}.old-{_owner()}-{next(_counter)}")
+    has_old = target.is_dir() and any(target.iterdir())
+    try:
+        if has_old:
+            target.rename(aside)
+        staging.rename(target)
+    except BaseException:
+        if aside.exists() and not target.exists():
+            aside.rename(target)
+        raise
+    _flush_one(target.parent)
+    if has_old:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _move_into(staging: Path, target: Path, *, purge: bool) -> None:
+    new = {path.name for path in staging.iterdir()}
+    for path in sorted(target.iterdir(), key=lambda path: path.name != "config.json"):
+        stale = purge or path.name == "config.json" or _WEIGHT_FILE.fullmatch(path.name)
+        if path == staging or not (stale or (path.is_dir() and path.name in new)):
+            continue
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
+        path.replace(target / path.name)
+    staging.rmdir()
+    _flush_one(target)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        logger.debug(f"{folder} is kept: it is in use.")
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        # safetensors reports it in the text of an error of its own
+        if "No space left on device" in str(error) or "os error 28" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions, their lifecycle, the state they share and the events they send.
+
+Names are imported when they are first used, so that reading an ``Event`` loads neither torch
+nor the recipe.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmcompressor.core.events.event import Event, EventType
+    from llmcompressor.core.lifecycle import CompressionLifecycle
+    from llmcompressor.core.session import CompressionSession
+    from llmcompressor.core.session_functions import (
+        LifecycleCallbacks,
+        active_session,
+        callbacks,
+        create_session,
+        reset_session,
+    )
+    from llmcompressor.core.state import Data, Hardware, ModifiedState, State
+
+__all__ = [
+    "CompressionLifecycle",
+    "CompressionSession",
+    "Data",
+    "Event",
+    "EventType",
+    "Hardware",
+    "LifecycleCallbacks",
+    "ModifiedState",
+    "State",
+    "active_session",
+    "callbacks",
+    "create_session",
+    "reset_session",
+]
+
+_HOME = {
+    "CompressionLifecycle": "lifecycle",
+    "CompressionSession": "session",
+    "Data": "state",
+    "Event": "events.event",
+    "EventType": "events.event",
+    "Hardware": "state",
+    "LifecycleCallbacks": "session_functions",
+    "ModifiedState": "state",
+    "State": "state",
+    "active_session": "session_functions",
+    "callbacks": "session_functions",
+    "create_session": "session_functions",
+    "reset_session": "session_functions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lifecycle of a run: which calls may come when, and how far the run has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from llmcompressor.core.events import Event, EventType
+from llmcompressor.core.state import Hardware, State
+from llmcompressor.errors import InputError
+from llmcompressor.logger import logger
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.recipe import Recipe
+
+__all__ = ["CompressionLifecycle"]
+
+_BATCH_ORDER = (
+    EventType.BATCH_START,
+    EventType.LOSS_CALCULATED,
+    EventType.OPTIM_PRE_STEP,
+    EventType.OPTIM_POST_STEP,
+    EventType.BATCH_END,
+)
+
+_METHOD_FOR = {EventType.INITIALIZE: "initialize", EventType.FINALIZE: "finalize"}
+
+
+@dataclass
+class CompressionLifecycle:
+    """Takes a recipe's modifiers through one run.
+
+    Attributes:
+        state: the workspace shared with the modifiers.
+        recipe: the recipe being applied.
+        initialized_: whether :meth:`initialize` was called.
+        finalized: whether :meth:`finalize` was called.
+        global_step: optimizer steps taken since the run began.
+        global_batch: batches seen since the run began.
+    """
+
+    state: State = field(default_factory=State)
+    recipe: Recipe = field(default_factory=Recipe)
+    initialized_: bool = False
+    finalized: bool = False
+    global_step: int = 0
+    global_batch: int = 0
+
+    _last: EventType = field(default=EventType.BATCH_END, init=False, repr=False)
+    _seen_event: bool = field(default=False, init=False, repr=False)
+    _seen_batch: bool = field(default=False, init=False, repr=False)
+    # What the recipe was read from, for the next stage of the same recipe.
+    _source: tuple[Any, Any] | None = field(default=None, init=False, repr=False)
+
+    def initialize(
+        self,
+        recipe: Any = None,
+        recipe_stage: str | None = None,
+        recipe_args: Any = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Fill the state, read the recipe and initialize its modifiers.
+
+        While initialized, a further call only updates the state.
+
+        Args:
+            recipe: a recipe in any form; ``None`` for an empty one, or after a reset for
+                another stage for the recipe that stayed.
+            recipe_stage: the stage to take.
+            recipe_args: values for the recipe's arguments.
+            **kwargs: fields of the state; what it does not know goes to the modifiers.
+
+        Returns:
+            What the modifiers returned, without ``None``.
+
+        Raises:
+            InputError: the lifecycle was finalized.
+            RecipeError: the recipe cannot be used.
+        """
+        self._expect_not_finalized("initialize")
+        self.state.hardware = Hardware.detect(kwargs.get("model", self.state.model))
+        unknown = self.state.update(**kwargs)
+        if not self._seen_event:
+            self._place_at_start()
+        if self.initialized_:
+            return []
+        self._read_recipe(recipe, recipe_stage, recipe_args)
+        results = self._call(lambda each: each.initialize(state=self.state, **unknown))
+        self.initialized_ = True
+        return results
+
+    def event(
+        self, event_type: EventType, global_step: int | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Give an event to every modifier, in recipe order.
+
+        Args:
+            event_type: the kind of event.
+            global_step: optimizer steps taken; counted by the lifecycle if not given.
+            **kwargs: goes to the modifiers; ``batch_data`` and ``loss`` also to the state.
+
+        Returns:
+            What the modifiers returned, without ``None``.
+
+        Raises:
+            InputError: the event may not come now; nothing has changed then.
+        """
+        self._validate(event_type, kwargs)
+        self._advance(event_type, global_step)
+        self._note(event_type, kwargs)
+        event = Event(
+            type_=event_type,
+            steps_per_epoch=self.state.steps_per_epoch,
+            batches_per_step=self.state.batches_per_step,
+            global_step=self.global_step,
+            global_batch=self.global_batch,
+        )
+        results = self._call(lambda each: each.update_event(self.state, event, **kwargs))
+        if event_type in (EventType.BATCH_END, EventType.CALIBRATION_EPOCH_END):
+            self.state.batch_data = None
+        return results
+
+    def finalize(self, **kwargs: Any) -> list[Any]:
+        """Finalize every modifier, once.
+
+        Args:
+            **kwargs: goes to the modifiers.
+
+        Returns:
+            What the modifiers returned, without ``None``.
+
+        Raises:
+            InputError: the lifecycle was not initialized, or was finalized before.
+        """
+        self._expect_initialized("finalize")
+        self._expect_not_finalized("finalize")
+        results = self._call(lambda each: each.finalize(state=self.state, **kwargs))
+        self.finalized = True
+        return results
+
+    def reset(self) -> None:
+        """Finalize what is still active and return to the initial state.
+
+        An error in one modifier is logged and does not keep the others from being finalized.
+        """
+        for modifier in self._active():
+            try:
+                modifier.finalize(state=self.state)
+            except Exception as error:
+                logger.warning(f"{type(modifier).__name__} failed to finalize: {error}")
+        for each in fields(self):
+            fresh = each.default if each.default_factory is MISSING else each.default_factory()
+            setattr(self, each.name, fresh)
+
+    def reset_stage(self) -> None:
+        """Get ready for another stage: all is as new but the state and the recipe."""
+        state, recipe, source = self.state, self.recipe, self._source
+        self.reset()
+        self.state, self.recipe, self._source = state, recipe, source
+        self.state.start = self.state.loss = self.state.batch_data = None
+
+    # ---- the recipe
+
+    def _read_recipe(self, recipe: Any, stage: str | None, arguments: Any) -> None:
+        if recipe is None and self._source is not None:
+            recipe, before = self._source
+            arguments = before if arguments is None else arguments
+        # A recipe may be any object; only those that are empty containers count as none.
+        if recipe is None or (isinstance(recipe, str | list | tuple | dict) and not recipe):
+            self.recipe, self._source = Recipe(), None
+            return
+        self.recipe = Recipe.create_instance(recipe, target_stage=stage, recipe_args=arguments)
+        self._source = (recipe, arguments)
+
+    def _call(self, call: Callable[[Modifier], Any]) -> list[Any]:
+        results = [call(modifier) for modifier in list(self.recipe.modifiers)]
+        return [result for result in results if result is not None]
+
+    def _active(self) -> Iterator[Modifier]:
+        for modifier in list(self.recipe.modifiers):
+            if modifier.initialized and not modifier.finalized:
+                yield modifier
+
+    # ---- what may come when
+
+    def _validate(self, event_type: EventType, kwargs: dict[str, Any]) -> None:
+        if event_type in _METHOD_FOR:
+            method = _METHOD_FOR[event_type]
+            raise InputError(
+                f"{event_type.name} is not an event that can be sent.",
+                f"Call session.{method}() instead.",
+            )
+        self._expect_initialized(f"send {event_type.name}")
+        self._expect_not_finalized(f"send {event_type.name}")
+        if event_type is EventType.LOSS_CALCULATED and kwargs.get("loss") is None:
+            raise InputError(
+                "LOSS_CALCULATED came without a loss.",
+                "Call callbacks.loss_calculated(loss=...) with the loss of this batch.",
+            )
+        if event_type in _BATCH_ORDER and not self._is_in_order(event_type):
+            order = " -> ".join(each.name for each in _BATCH_ORDER)
+            raise InputError(
+                f"{event_type.name} cannot come after {self._last.name}.",
+                f"Call the events of a batch in this order: {order}.",
+            )
+
+    def _is_in_order(self, event_type: EventType) -> bool:
+        if event_type is EventType.BATCH_START:
+            return self._last is not EventType.BATCH_START
+        return _BATCH_ORDER.index(self._last) <= _BATCH_ORDER.index(event_type)
+
+    def _expect_initialized(self, what: str) -> None:
+        if not self.initialized_:
+            raise InputError(
+                f"Cannot {what} before the session is initialized.",
+                "Call session.initialize(recipe=..., model=...) first.",
+            )
+
+    def _expect_not_finalized(self, what: str) -> None:
+        if self.finalized:
+            raise InputError(
+                f"Cannot {what} after the session was finalized.",
+                "Call session.reset() for a new run, or session.reset_stage() for another stage.",
+            )
+
+    # ---- progress
+
+    def _place_at_start(self) -> None:
+        """Where a resumed run begins; again with every update, until the first event."""
+        state = self.state
+        here = Event(
+            steps_per_epoch=state.steps_per_epoch, batches_per_step=state.batches_per_step
+        )
+        # Below zero is how a run that is not resumed is marked.
+        here.current_index = max(state.start or 0, 0)
+        self.global_step, self.global_batch = here.global_step, here.global_batch
+
+    def _advance(self, event_type: EventType, global_step: int | None) -> None:
+        if event_type in _BATCH_ORDER:
+            self._last = event_type
+        self._seen_event = True
+        if event_type is EventType.BATCH_START:
+            self.global_batch += self._seen_batch
+            self._seen_batch = True
+        if global_step is not None:
+            self.global_step = global_step
+        elif event_type is EventType.OPTIM_POST_STEP:
+            self.global_step += 1
+
+    def _note(self, event_type: EventType, given: dict[str, Any]) -> None:
+        """Put the current batch and loss where the modifiers find them."""
+        if event_type is EventType.BATCH_START or given.get("batch_data") is not None:
+            self.state.batch_data = given.get("batch_data")
+        if given.get("loss") is not None:
+            self.state.loss = given["loss"]

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The active session, and the events of a training loop sent to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from llmcompressor.core.events import EventType
+from llmcompressor.core.session import CompressionSession
+from llmcompressor.core.state import ModifiedState
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+__all__ = [
+    "LifecycleCallbacks",
+    "active_session",
+    "callbacks",
+    "create_session",
+    "reset_session",
+]
+
+
+class _Stack(threading.local):
+    """The sessions that were opened in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.sessions: tuple[CompressionSession, ...] = ()
+
+
+_default = CompressionSession()
+_stack = _Stack()
+
+
+@contextmanager
+def create_session() -> Iterator[CompressionSession]:
+    """A fresh session, active inside the ``with`` block in this thread.
+
+    The session that was active before is so again afterwards.
+    """
+    before = _stack.sessions
+    session = CompressionSession()
+    _stack.sessions = (*before, session)
+    try:
+        yield session
+    finally:
+        _stack.sessions = before
+
+
+def active_session() -> CompressionSession:
+    """The innermost session of this thread, else the one that the whole process shares."""
+    return _stack.sessions[-1] if _stack.sessions else _default
+
+
+def reset_session() -> None:
+    """Finalize what is still active in the active session and make it as new."""
+    active_session().reset()
+
+
+class LifecycleCallbacks:
+    """Sends the events of a training loop to the active session.
+
+    The events of one batch are, in this order: ``batch_start``, ``loss_calculated``,
+    ``optim_pre_step``, ``optim_post_step``, ``batch_end``. Each takes ``global_step`` from a
+    loop that counts its steps itself; without it the session counts them.
+    """
+
+    @classmethod
+    def event(cls, event_type: EventType, **kwargs: Any) -> ModifiedState:
+        """Send any event.
+
+        Args:
+            event_type: the kind of event.
+            **kwargs: what goes with it.
+
+        Returns:
+            The model, the optimizer and the loss to go on with.
+
+        Raises:
+            InputError: it is ``INITIALIZE`` or ``FINALIZE``, or may not come now.
+        """
+        return active_session().event(event_type, **kwargs)
+
+    @classmethod
+    def batch_start(cls, batch_data: Any = None, **kwargs: Any) -> ModifiedState:
+        """A batch begins."""
+        return cls.event(EventType.BATCH_START, batch_data=batch_data, **kwargs)
+
+    @classmethod
+    def loss_calculated(cls, loss: Any = None, **kwargs: Any) -> ModifiedState:
+        """The loss of the batch is known; go on with the one returned."""
+        return cls.event(EventType.LOSS_CALCULATED, loss=loss, **kwargs)
+
+    @classmethod
+    def optim_pre_step(cls, **kwargs: Any) -> ModifiedState:
+        """The optimizer is about to step."""
+        return cls.event(EventType.OPTIM_PRE_STEP, **kwargs)
+
+    @classmethod
+    def optim_post_step(cls, **kwargs: Any) -> ModifiedState:
+        """The optimizer has stepped."""
+        return cls.event(EventType.OPTIM_POST_STEP, **kwargs)
+
+    @classmethod
+    def batch_end(cls, **kwargs: Any) -> ModifiedState:
+        """The batch is done."""
+        return cls.event(EventType.BATCH_END, **kwargs)
+
+    @classmethod
+    def calibration_epoch_start(cls, **kwargs: Any) -> ModifiedState:
+        """Calibration begins."""
+        return cls.event(EventType.CALIBRATION_EPOCH_START, **kwargs)
+
+    @classmethod
+    def sequential_epoch_end(cls, modules: Iterable[Module], **kwargs: Any) -> ModifiedState:
+        """All calibration batches have run through ``modules``."""
+        return cls.event(EventType.SEQUENTIAL_EPOCH_END, modules=modules, **kwargs)
+
+    @classmethod
+    def calibration_epoch_end(cls, **kwargs: Any) -> ModifiedState:
+        """Calibration is done."""
+        return cls.event(EventType.CALIBRATION_EPOCH_END, **kwargs)
+
+    calibration_start = calibration_epoch_start
+    calibration_end = calibration_epoch_end
+
+
+callbacks = LifecycleCallbacks

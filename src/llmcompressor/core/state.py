@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared workspace that every call of a modifier receives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from llmcompressor.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+
+__all__ = ["Data", "Hardware", "ModifiedState", "State"]
+
+
+@dataclass
+class Data:
+    """The data sets of a run, by what they are for."""
+
+    train: Any = None
+    val: Any = None
+    test: Any = None
+    calib: Any = None
+
+
+@dataclass
+class Hardware:
+    """Where the run takes place.
+
+    Attributes:
+        device: where the model's first parameter lies.
+        devices: every device that holds parameters of the model, in the model's order.
+        rank: this process among all processes of the run.
+        world_size: the number of processes.
+        local_rank: this process among those on the same machine.
+        local_world_size: the number of processes on this machine.
+        distributed: whether a process group is up.
+        distributed_strategy: how the model is spread over the processes: ``"none"``,
+            ``"ddp"``, ``"fsdp"``, or ``"replicated"`` when each process holds its own model.
+    """
+
+    device: torch.device | None = None
+    devices: list[torch.device] | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    distributed: bool | None = None
+    distributed_strategy: str | None = None
+
+    @classmethod
+    def detect(cls, model: Module | None = None) -> Hardware:
+        """Read every field from the running process and from where ``model`` lies."""
+        from torch import distributed as dist
+
+        devices = _devices_of(model)
+        up = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if up else (0, 1)
+        return cls(
+            device=devices[0],
+            devices=devices,
+            rank=rank,
+            world_size=world_size,
+            # Without a launcher that says otherwise all processes are on this machine.
+            local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+            distributed=up,
+            distributed_strategy=_strategy_of(model) if up else "none",
+        )
+
+
+def _devices_of(model: Module | None) -> list[torch.device]:
+    """The devices of the model's parameters, first seen first; never empty."""
+    import torch
+
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    found = dict.fromkeys(parameter.device for parameter in parameters)
+    real = [device for device in found if device.type != "meta"]
+    if real:
+        return real
+    # Nothing is loaded yet: the work will be done on what the machine has.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return [accelerator or torch.device("cpu")]
+
+
+def _strategy_of(model: Module | None) -> str:
+    wrappers = {
+        "FullyShardedDataParallel": "fsdp",
+        "FSDPModule": "fsdp",
+        "DistributedDataParallel": "ddp",
+    }
+    # By name of the class: importing the wrappers would load them into every run.
+    for module in model.modules() if model is not None else ():
+        for ancestor in type(module).__mro__:
+            if ancestor.__name__ in wrappers:
+                return wrappers[ancestor.__name__]
+    return "replicated"
+
+
+@dataclass
+class State:
+    """What a run works on, shared by the session, the pipelines and the modifiers.
+
+    Attributes:
+        model: the model being compressed.
+        teacher_model: the model to learn from, in distillation.
+        optimizer: the optimizer of a training run.
+        optim_wrapped: whether the caller attached the events to its optimizer.
+        loss: the loss last calculated; a modifier may replace it.
+        batch_data: the current batch, between ``BATCH_START`` and ``BATCH_END`` and while
+            calibrating.
+        data: the data sets.
+        hardware: where the run takes place.
+        loggers: the ``LoggerManager`` of the run, if any.
+        model_log_cadence: epochs between two logs of the model's own figures.
+        start: where a resumed run begins, counted as the schedules are.
+        steps_per_epoch: optimizer steps in an epoch.
+        batches_per_step: batches that make up one optimizer step.
+        token_mask: bool ``[batch, tokens]``, true where the current calibration batch has a
+            token and not padding.
+        reference_inputs: for the current calibration batch, what each module gets in the
+            original model.
+        progress: called by long work inside a modifier to say how far it is.
+    """
+
+    model: Any = None
+    teacher_model: Any = None
+    optimizer: Any = None
+    optim_wrapped: bool | None = None
+    loss: Any = None
+    batch_data: Any = None
+    data: Data = field(default_factory=Data)
+    hardware: Hardware = field(default_factory=Hardware)
+    loggers: Any = None
+    model_log_cadence: float | None = None
+    start: float | None = None
+    steps_per_epoch: int | None = None
+    batches_per_step: int | None = None
+    token_mask: Tensor | None = None
+    reference_inputs: Mapping[Module, Tensor] | None = None
+    progress: Callable[..., Any] | None = None
+
+    @property
+    def compression_ready(self) -> bool:
+        """Whether there are a model and, where one was promised, an optimizer.
+
+        Training data or attached optimizer events are the promise of an optimizer.
+        """
+        promised = bool(self.optim_wrapped) or self.data.train is not None
+        return self.model is not None and (self.optimizer is not None or not promised)
+
+    def update(
+        self,
+        model: Any = None,
+        teacher_model: Any = None,
+        optimizer: Any = None,
+        attach_optim_callbacks: bool = True,
+        train_data: Any = None,
+        val_data: Any = None,
+        test_data: Any = None,
+        calib_data: Any = None,
+        copy_data: bool = True,
+        start: float | None = None,
+        steps_per_epoch: int | None = None,
+        batches_per_step: int | None = None,
+        loggers: Any = None,
+        model_log_cadence: float | None = None,
+        device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Replace each field for which something other than ``None`` is given.
+
+        Args:
+            model: the model being compressed.
+            teacher_model: the model to learn from.
+            optimizer: the optimizer of a training run.
+            attach_optim_callbacks: whether the caller fires the optimizer's events.
+            train_data: training data.
+            val_data: validation data.
+            test_data: test data.
+            calib_data: calibration data.
+            copy_data: keep a deep copy of the data rather than the object itself.
+            start: where a resumed run begins.
+            steps_per_epoch: optimizer steps in an epoch.
+            batches_per_step: batches that make up one optimizer step.
+            loggers: the ``LoggerManager`` of the run.
+            model_log_cadence: epochs between two logs of the model's own figures.
+            device: the device to report instead of the one found.
+            **kwargs: anything else.
+
+        Returns:
+            The keyword arguments that the state has no use for.
+        """
+        given = {
+            "model": model,
+            "teacher_model": teacher_model,
+            "optimizer": optimizer,
+            "optim_wrapped": attach_optim_callbacks if optimizer is not None else None,
+            "start": start,
+            "steps_per_epoch": steps_per_epoch,
+            "batches_per_step": batches_per_step,
+            "loggers": loggers,
+            "model_log_cadence": model_log_cadence,
+        }
+        for name, value in given.items():
+            if value is not None:
+                setattr(self, name, value)
+        sets = {"train": train_data, "val": val_data, "test": test_data, "calib": calib_data}
+        for role, value in sets.items():
+            if value is not None:
+                setattr(self.data, role, _copied(role, value) if copy_data else value)
+        if device is not None:
+            self.hardware.device = _as_device(device)
+        return kwargs
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    import torch
+
+    return torch.device(device)
+
+
+def _copied(role: str, value: Any) -> Any:
+    try:
+        return deepcopy(value)
+    except TypeError as error:
+        raise InputError(
+            f"The {role} data ({type(value).__name__}) cannot be copied: {error}.",
+            "Pass copy_data=False to use the object itself.",
+        ) from error
+
+
+@dataclass
+class ModifiedState:
+    """What the caller of a session goes on with.
+
+    Attributes:
+        model: the model, which a modifier may have replaced.
+        optimizer: the optimizer.
+        loss: the loss to differentiate.
+        modifier_data: what the modifiers returned, in recipe order.
+    """
+
+    model: Any = None
+    optimizer: Any = None
+    loss: Any = None
+    modifier_data: list[Any] = field(default_factory=list)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``evaluate``: perplexity of a checkpoint, and its distance from the original."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from llmcompressor.errors import CheckpointError, DatasetError
+from llmcompressor.evaluation.measure import measure
+from llmcompressor.evaluation.report import Report
+from llmcompressor.evaluation.sources import documents_of
+from llmcompressor.evaluation.windows import choose, cut
+from llmcompressor.utils import dispatch_for_generation
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    checkpoint: str | Path | PreTrainedModel,
+    *,
+    reference: str | Path | PreTrainedModel | None = None,
+    tokenizer: Any = None,
+    dataset: Any = None,
+    dataset_config_name: str | None = None,
+    split: str | None = None,
+    text_column: str = "text",
+    max_seq_length: int = 256,
+    num_samples: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    trust_remote_code_model: bool = False,
+) -> Report:
+    """Measure a causal language model on a text, beside the original if it is given.
+
+    The documents are joined and cut into windows of ``max_seq_length`` tokens that do not
+    overlap. Checkpoints are loaded by transformers as any user would load them.
+
+    Args:
+        checkpoint: folder, name or model.
+        reference: the original model; with it the report has its loss, the mean KL divergence
+            from it and how often both prefer the same token.
+        tokenizer: a tokenizer or where one is; that of ``checkpoint``, else that of
+            ``reference``, by default.
+        dataset: a text file, a data file, the name of a dataset, a dataset, a list of strings or
+            rows with ``input_ids``; by default modules of the running Python's standard library
+            (those that the embedded model was not trained on).
+        dataset_config_name: configuration of a named dataset.
+        split: split of a dataset; ``test``, else ``validation``, else ``train`` by default.
+        text_column: the column with the text.
+        max_seq_length: tokens of a window.
+        num_samples: how many windows, drawn at random; all by default.
+        batch_size: windows per forward.
+        seed: which windows.
+        trust_remote_code_model: run code that comes with the checkpoint.
+
+    Returns:
+        The report.
+
+    Raises:
+        CheckpointError: a checkpoint is not there or cannot be loaded.
+        DatasetError: the text is missing, empty, or does not fit the model.
+        ArgumentError: the two models have different vocabularies, or a number is out of range.
+    """
+    model = _load(checkpoint, trust_remote_code_model)
+    original = None if reference is None else _load(reference, trust_remote_code_model)
+    tokenizer = _tokenizer(tokenizer, checkpoint, reference, trust_remote_code_model)
+    documents = documents_of(
+        dataset,
+        tokenizer,
+        text_column=text_column,
+        config_name=dataset_config_name,
+        split=split,
+    )
+    windows = choose(cut(documents, max_seq_length), num_samples, seed)
+    _check_windows(windows, model)
+    return measure(model, windows, reference=original, batch_size=batch_size)
+
+
+def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreTrainedModel:
+    if isinstance(source, PreTrainedModel):
+        return source
+    path = Path(source).expanduser()
+    if not path.is_dir() and (path.is_absolute() or str(source)[:1] in ".~"):
+        raise CheckpointError(f"There is no model folder {source}.", "Check the path.")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path) if path.is_dir() else str(source),
+            dtype="auto",
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"transformers cannot load {source} as a causal language model: {error}",
+            "Give a folder with config.json and weights, or the name of such a model.",
+        ) from error
+    return dispatch_for_generation(model)
+
+
+def _tokenizer(
+    given: Any,
+    checkpoint: str | Path | PreTrainedModel,
+    reference: str | Path | PreTrainedModel | None,
+    trust_remote_code: bool,
+) -> Any:
+    """The tokenizer given, or the first that is found; ``None`` if there is none."""
+    if given is not None and not isinstance(given, str | Path):
+        return given
+    for source in (checkpoint, reference) if given is None else (given,):
+        place = source.name_or_path if isinstance(source, PreTrainedModel) else source
+        if not place:
+            continue
+        try:
+            return AutoTokenizer.from_pretrained(str(place), trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            if given is not None:
+                raise CheckpointError(
+                    f"transformers cannot load a tokenizer from {given}: {error}",
+                    "Give a folder with tokenizer files, or the name of a model.",
+                ) from error
+    return None
+
+
+def _check_windows(windows: Sequence[Sequence[int]], model: PreTrainedModel) -> None:
+    if not windows:
+        raise DatasetError(
+            "The text to evaluate on is empty.", "Give a text with at least two tokens."
+        )
+    known = int(cast(Any, model.get_input_embeddings()).num_embeddings)
+    highest = max(max(window) for window in windows)
+    if highest >= known or min(min(window) for window in windows) < 0:
+        raise DatasetError(
+            f"The text has token {highest} and the model's vocabulary ends at {known - 1}.",
+            "Use the tokenizer that belongs to the model.",
+        )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs models over windows of text and reports how far they are from a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcompressor.errors import ArgumentError, NonFiniteError
+from llmcompressor.evaluation.metrics import Sums, sums_of_batch
+from llmcompressor.evaluation.report import Report
+from llmcompressor.evaluation.windows import Window, batches
+from llmcompressor.progress import progress
+
+__all__ = ["compare", "measure"]
+
+
+def measure(
+    model: nn.Module,
+    windows: Sequence[Window],
+    *,
+    reference: nn.Module | None = None,
+    batch_size: int = 8,
+) -> Report:
+    """One model on ``windows``, beside a reference if there is one.
+
+    Args:
+        model: a causal language model; it stays where and as it is.
+        windows: token ids, each window at least two.
+        reference: the original, with the same vocabulary.
+        batch_size: windows per forward.
+    """
+    return compare({"model": model}, windows, reference=reference, batch_size=batch_size)["model"]
+
+
+def compare(
+    models: Mapping[str, nn.Module],
+    windows: Sequence[Window],
+    *,
+    reference: nn.Module | None = None,
+    batch_size: int = 8,
+) -> dict[str, Report]:
+    """Several models on the same windows; the reference runs once for all of them.
+
+    Each token counts the same, whichever window it stands in: figures are sums over all tokens
+    divided by how many there are, not means of means.
+
+    Args:
+        models: name → causal language model.
+        windows: token ids, each window at least two.
+        reference: the original, with the same vocabulary.
+        batch_size: windows per forward.
+
+    Returns:
+        Name → report.
+
+    Raises:
+        ArgumentError: a model and the reference have different vocabularies.
+        NonFiniteError: a model gave NaN or infinite probabilities to a token of the text.
+    """
+    sums = dict.fromkeys(models, Sums())
+    steps = -(-len(windows) // batch_size)
+    everything = [*models.values(), *([] if reference is None else [reference])]
+    with _evaluating(everything), progress(steps, "Evaluating") as advance:
+        for ids_BT, mask_BT in batches(windows, batch_size):
+            reference_BTV = None if reference is None else _logits(reference, ids_BT, mask_BT)
+            for name, model in models.items():
+                logits_BTV = _logits(model, ids_BT, mask_BT)
+                _check_vocabularies(name, logits_BTV, reference_BTV)
+                sums[name] += sums_of_batch(logits_BTV, ids_BT, mask_BT, reference_BTV)
+            advance()
+    return {name: _report(name, sums[name], len(windows), reference) for name in models}
+
+
+def _report(name: str, sums: Sums, windows: int, reference: nn.Module | None) -> Report:
+    if not sums.tokens:
+        raise ArgumentError("There is no token to predict.", "Give windows of at least two tokens.")
+    if not torch.isfinite(torch.tensor([sums.nll, sums.reference_nll, sums.kl])).all():
+        raise NonFiniteError(
+            f"The probabilities of {name} or of its reference are NaN or zero on this text: "
+            f"loss {sums.nll / sums.tokens}, reference {sums.reference_nll / sums.tokens}, "
+            f"divergence {sums.kl / sums.tokens}. The weights are likely damaged."
+        )
+    loss = sums.nll / sums.tokens
+    if reference is None:
+        return Report(sums.tokens, windows, loss)
+    return Report(
+        sums.tokens,
+        windows,
+        loss,
+        reference_loss=sums.reference_nll / sums.tokens,
+        # Rounding can leave the divergence of equal models a hair below zero.
+        kl_divergence=max(0.0, sums.kl / sums.tokens),
+        top1_agreement=sums.agreed / sums.tokens,
+    )
+
+
+def _logits(model: nn.Module, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    device = _input_device(model)
+    inputs: dict[str, Any] = {"input_ids": ids_BT.to(device), "use_cache": False}
+    if not mask_BT.all():
+        inputs["attention_mask"] = mask_BT.long().to(device)
+    logits: Tensor = model(**inputs).logits
+    return logits
+
+
+def _input_device(model: nn.Module) -> torch.device:
+    """Where the ids go: beside the embedding. A parameter on meta has its data elsewhere."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    parameters = (embedding if embedding is not None else model).parameters()
+    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _check_vocabularies(name: str, logits_BTV: Tensor, reference_BTV: Tensor | None) -> None:
+    if reference_BTV is None or reference_BTV.shape[-1] == logits_BTV.shape[-1]:
+        return
+    raise ArgumentError(
+        f"{name} has a vocabulary of {logits_BTV.shape[-1]} tokens and its reference one of "
+        f"{reference_BTV.shape[-1]}: their probabilities cannot be compared.",
+        "Give the model that was compressed as the reference.",
+    )
+
+
+@contextmanager
+def _evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
+    """No gradients and evaluation mode; each module's own mode is restored."""
+    was_training = [module for model in models for module in model.modules() if module.training]
+    for model in models:
+        nn.Module.eval(model)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in was_training:
+            module.training = True

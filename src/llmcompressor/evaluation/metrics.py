@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over tokens from which the figures are made, a bounded number of rows at a time.
+
+``B`` batch, ``T`` tokens, ``V`` vocabulary, ``N`` tokens predicted. All probabilities are those
+of a float32 log-softmax, whatever the logits' dtype, and sums are kept in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Sums", "predicted_positions", "sums_of_batch"]
+
+# Float32 elements of one chunk of log-probabilities: 32 MiB, and a few such at a time.
+_CHUNK_ELEMENTS = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over predicted tokens; adding two gives those of both sets of tokens.
+
+    Attributes:
+        tokens: how many.
+        nll: negative log-likelihood of the model.
+        reference_nll: negative log-likelihood of the reference, 0 without one.
+        kl: KL(reference || model), 0 without a reference.
+        agreed: tokens where the likeliest token is the same, 0 without a reference.
+    """
+
+    tokens: int = 0
+    nll: float = 0.0
+    reference_nll: float = 0.0
+    kl: float = 0.0
+    agreed: int = 0
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.tokens + other.tokens,
+            self.nll + other.nll,
+            self.reference_nll + other.reference_nll,
+            self.kl + other.kl,
+            self.agreed + other.agreed,
+        )
+
+
+def predicted_positions(mask_BT: Tensor) -> Tensor:
+    """Flat positions that predict a real token from real ones.
+
+    Args:
+        mask_BT: bool ``[B, T]``, true where a real token is.
+
+    Returns:
+        long ``[N]``, indices into the ``B * T`` rows of logits.
+    """
+    predicts_BT = torch.zeros_like(mask_BT)
+    predicts_BT[:, :-1] = mask_BT[:, :-1] & mask_BT[:, 1:]
+    return predicts_BT.flatten().nonzero().squeeze(1)
+
+
+def sums_of_batch(
+    logits_BTV: Tensor,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    reference_BTV: Tensor | None = None,
+) -> Sums:
+    """The sums of one batch.
+
+    With ``p`` the reference's and ``q`` the model's distribution of the next token, a token adds
+    ``-log q(token)`` to ``nll`` and ``sum_v p_v (log p_v - log q_v)`` to ``kl``.
+
+    Args:
+        logits_BTV: the model's logits, any float dtype.
+        ids_BT: token ids, long.
+        mask_BT: bool, true where a real token is.
+        reference_BTV: the reference's logits.
+
+    Returns:
+        Sums over the tokens that :func:`predicted_positions` gives.
+    """
+    vocabulary = logits_BTV.shape[-1]
+    positions_N = predicted_positions(mask_BT)
+    next_N = ids_BT.flatten()[positions_N + 1]
+    rows = max(1, _CHUNK_ELEMENTS // vocabulary)
+    total = Sums()
+    for start in range(0, len(positions_N), rows):
+        chunk = positions_N[start : start + rows]
+        target = next_N[start : start + rows]
+        log_q = _log_probabilities(logits_BTV, chunk)
+        log_p = None if reference_BTV is None else _log_probabilities(reference_BTV, chunk)
+        total += _sums_of_rows(log_q, log_p, target)
+    return total
+
+
+def _log_probabilities(logits_BTV: Tensor, rows_N: Tensor) -> Tensor:
+    """float32 ``[N, V]`` of the chosen rows."""
+    rows_NV = logits_BTV.flatten(0, 1).index_select(0, rows_N.to(logits_BTV.device))
+    return torch.log_softmax(rows_NV.float(), dim=-1)
+
+
+def _sums_of_rows(log_q_NV: Tensor, log_p_NV: Tensor | None, target_N: Tensor) -> Sums:
+    target_N1 = target_N.to(log_q_NV.device)[:, None]
+    nll = -log_q_NV.gather(1, target_N1).sum(dtype=torch.float64).item()
+    if log_p_NV is None:
+        return Sums(len(target_N), nll)
+    log_p_NV = log_p_NV.to(log_q_NV.device)
+    p_NV = log_p_NV.exp()
+    # A token that the reference excludes (p = 0) adds nothing, also where q excludes it too.
+    terms_NV = torch.where(p_NV > 0, p_NV * (log_p_NV - log_q_NV), 0.0)
+    return Sums(
+        len(target_N),
+        nll,
+        -log_p_NV.gather(1, target_N1).sum(dtype=torch.float64).item(),
+        terms_NV.sum(dtype=torch.float64).item(),
+        int((log_p_NV.argmax(-1) == log_q_NV.argmax(-1)).sum()),
+    )

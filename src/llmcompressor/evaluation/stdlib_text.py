@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text that every machine has: the source of the running Python's standard library.
+
+The embedded model was trained on it, except for the modules that a hash of their path holds out
+(see the model's page, ``data/pico-stdlib/README.md``): evaluate on those only, calibrate on the
+others. Which modules exist depends on the Python; which of them are held out does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmcompressor.errors import DatasetError
+
+__all__ = [
+    "SourceFile",
+    "calibration_passages",
+    "calibration_texts",
+    "held_out_texts",
+    "is_held_out",
+    "source_files",
+]
+
+# Folders that are no part of the text: not of the library, or not written as the rest is.
+_EXCLUDED = frozenset(
+    {
+        "dist-packages",
+        "encodings",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "test",
+        "turtledemo",
+    }
+)
+_HELD_OUT_ONE_IN = 20
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of the library.
+
+    Attributes:
+        name: path relative to the library, with slashes.
+        path: where it is.
+        held_out: the embedded model never saw it.
+    """
+
+    name: str
+    path: Path
+    held_out: bool
+
+    def read(self) -> str:
+        """The text; bytes that are not UTF-8 are replaced."""
+        return self.path.read_text(encoding="utf-8", errors="replace")
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the embedded model's training left this file out.
+
+    >>> is_held_out("functools.py"), is_held_out("argparse.py")
+    (True, False)
+    """
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % _HELD_OUT_ONE_IN == 0
+
+
+def source_files(library: Path | None = None) -> list[SourceFile]:
+    """Every file of the text, sorted by path.
+
+    Args:
+        library: the folder; that of the running Python by default.
+
+    Raises:
+        DatasetError: this Python came without its library's source.
+    """
+    root = library or Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if relative.parts[0] not in _EXCLUDED:
+            name = relative.as_posix()
+            files.append(SourceFile(name, path, is_held_out(name)))
+    if not files:
+        raise DatasetError(
+            f"{root} holds no source of the standard library.",
+            "Use a Python that has it, or give a text of your own.",
+        )
+    return files
+
+
+def calibration_texts(library: Path | None = None) -> list[str]:
+    """The files that the embedded model was trained on, whole and sorted by path."""
+    return [file.read() for file in source_files(library) if not file.held_out]
+
+
+def held_out_texts(library: Path | None = None) -> list[str]:
+    """The files that the embedded model never saw, whole and sorted by path."""
+    return [file.read() for file in source_files(library) if file.held_out]
+
+
+def calibration_passages(
+    count: int, *, seed: int = 0, characters: int = 2048, library: Path | None = None
+) -> list[str]:
+    """Passages from random places of the calibration files, each beginning with a line.
+
+    Whole files cut to their first tokens would all be licences and imports. A file is drawn in
+    proportion to its length, so that each line is equally likely to begin a passage.
+
+    Args:
+        count: how many.
+        seed: which.
+        characters: how long each is; 2048 are well over 256 tokens of the embedded model.
+        library: as in :func:`source_files`.
+    """
+    draw = random.Random(seed)
+    texts = [text for text in calibration_texts(library) if len(text) >= characters]
+    if not texts:
+        raise DatasetError(
+            f"No file of the standard library has {characters} characters.", "Ask for fewer."
+        )
+    lengths = [len(text) for text in texts]
+    return [_passage(text, draw, characters) for text in draw.choices(texts, lengths, k=count)]
+
+
+def _passage(text: str, draw: random.Random, characters: int) -> str:
+    """``characters`` of ``text`` from a random place, moved back to the line's beginning."""
+    place = draw.randint(0, len(text) - characters)
+    start = text.rfind("\n", 0, place) + 1
+    return text[start : start + characters]

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is made of: matching of targets, joined Linears, the paused forward.
+
+Names are imported when they are asked for, so that importing this package stays cheap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llmcompressor.registry import resolve
+
+if TYPE_CHECKING:
+    from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets
+    from llmcompressor.modeling.matching import (
+        check_targets,
+        match_modules_set,
+        match_named_modules,
+        matches,
+        unmatched,
+    )
+
+__all__ = [
+    "check_targets",
+    "expert_sets",
+    "fused_partners",
+    "fused_sets",
+    "match_modules_set",
+    "match_named_modules",
+    "matches",
+    "replace_modules_for_calibration",
+    "unmatched",
+]
+
+_HOME = {
+    **dict.fromkeys(("expert_sets", "fused_partners", "fused_sets"), "fused"),
+    **dict.fromkeys(
+        ("check_targets", "match_modules_set", "match_named_modules", "matches", "unmatched"),
+        "matching",
+    ),
+}
+
+_Model = TypeVar("_Model")
+
+
+def replace_modules_for_calibration(model: _Model) -> _Model:
+    """The model, as it is: calibration runs the model's own forward, nothing needs replacing."""
+    return model
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return resolve(f"{__name__}.{_HOME[name]}:{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is made of: its repeated blocks and their parts, found from its structure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from torch.nn import Module, ModuleList
+
+from llmcompressor.errors import TargetError, did_you_mean
+from llmcompressor.modeling.matching import match_named_modules
+
+__all__ = ["block_of", "find_blocks", "sub_blocks"]
+
+
+def find_blocks(model: Module, targets: Sequence[str] | None = None) -> dict[Module, str]:
+    """The repeated blocks of a model (its decoder or encoder layers), in order.
+
+    Args:
+        model: any module.
+        targets: class names, module names or ``re:`` patterns; by default the classes that
+            transformers keeps together (``_no_split_modules``), else the outermost lists of
+            layers.
+
+    Raises:
+        TargetError: if ``targets`` are given and match nothing.
+    """
+    if targets:
+        found = {module: name for name, module in match_named_modules(model, list(targets), [])}
+        if not found:
+            classes = {type(module).__name__ for module in model.modules()}
+            raise TargetError(
+                f"The sequential targets {list(targets)} match no module of "
+                f"{type(model).__name__}.",
+                did_you_mean(targets[0], classes),
+            )
+        return found
+    names = getattr(model, "_no_split_modules", None)
+    blocks = dict(_outermost(model, names)) if names else {}
+    return blocks or dict(_listed_layers(model))
+
+
+def _outermost(model: Module, class_names: Collection[str]) -> Iterator[tuple[Module, str]]:
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if name.startswith(inside) and inside:
+            continue
+        if type(module).__name__ in class_names and any(True for _ in module.children()):
+            inside = (*inside, f"{name}.")
+            yield module, name
+
+
+def _listed_layers(model: Module) -> Iterator[tuple[Module, str]]:
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if isinstance(module, ModuleList) and len(module) > 0:
+            inside = (*inside, f"{name}.")
+            for index, layer in enumerate(module):
+                yield layer, f"{name}.{index}"
+
+
+def sub_blocks(block: Module, name: str, wanted: Collection[Module]) -> dict[Module, str]:
+    """The direct parts of ``block`` that hold ``wanted`` modules (attention, MLP, …)."""
+    parts: dict[Module, str] = {}
+    for child_name, child in block.named_children():
+        if any(module in wanted for module in child.modules()):
+            parts[child] = f"{name}.{child_name}"
+    return parts
+
+
+def block_of(blocks: dict[Module, str], name: str) -> str | None:
+    """The name of the block in which a module of this name lives, or ``None``."""
+    return next((b for b in blocks.values() if name == b or name.startswith(f"{b}.")), None)

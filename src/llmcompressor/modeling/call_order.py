@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules a forward calls, in which order, and which of them get the same tensor.
+
+q, k and v get one tensor, gate and up get one tensor: their statistics are the same and they can
+be solved together. What is shared is not known from names but seen: one small forward is watched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+__all__ = ["CallOrder", "first_tensor", "watch_calls"]
+
+
+@dataclass(frozen=True)
+class CallOrder:
+    """What :func:`watch_calls` saw."""
+
+    groups: tuple[tuple[Module, ...], ...]
+    """Modules with one and the same input, in the order of the first call of each group."""
+    calls: Mapping[Module, int]
+    """How often each module was called."""
+
+    @property
+    def order(self) -> tuple[Module, ...]:
+        """All modules that were called, by the first call of their group."""
+        return tuple(module for group in self.groups for module in group)
+
+    def group_of(self, module: Module) -> tuple[Module, ...]:
+        """The modules that share ``module``'s input, itself included."""
+        return next((group for group in self.groups if module in group), (module,))
+
+
+def first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The input of a Linear-like call: its first tensor argument."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value
+    return None
+
+
+def watch_calls(
+    run: Callable[[], object],
+    modules: Mapping[Module, str],
+    region: Callable[[str], object] = lambda name: name.rpartition(".")[0],
+    also_count: Iterable[Module] = (),
+) -> CallOrder:
+    """Run a forward and record which of ``modules`` share an input.
+
+    Args:
+        run: runs the model once, on something small.
+        modules: module → name.
+        region: modules are grouped only within one region (by default: one parent).
+        also_count: further modules whose calls are counted; they are grouped with none.
+    """
+    groups: list[list[Module]] = []
+    seen: list[tuple[weakref.ref[Tensor], int, object, list[Module]]] = []
+    calls: dict[Module, int] = {}
+
+    def record(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[module] = calls.get(module, 0) + 1
+        tensor = first_tensor(args, kwargs)
+        if calls[module] > 1:
+            _alone(groups, module)
+            return
+        place = region(modules[module])
+        if tensor is not None:
+            for reference, version, other_place, group in reversed(seen):
+                same = reference() is tensor and version == _version(tensor)
+                if same and other_place == place:
+                    group.append(module)
+                    return
+        groups.append([module])
+        if tensor is not None:
+            seen.append((weakref.ref(tensor), _version(tensor), place, groups[-1]))
+            del seen[:-64]  # what is called this much later shares nothing in practice
+
+    def count(module: Module, args: tuple[Any, ...]) -> None:
+        calls[module] = calls.get(module, 0) + 1
+
+    handles = [module.register_forward_pre_hook(count) for module in set(also_count) - set(modules)]
+    handles += [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return CallOrder(tuple(tuple(group) for group in groups if group), calls)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _alone(groups: list[list[Module]], module: Module) -> None:
+    """A module that is called again has several inputs: it shares none of them."""
+    for position, group in enumerate(groups):
+        if module in group and len(group) > 1:
+            group.remove(module)
+            groups.insert(position + 1, [module])
+            return

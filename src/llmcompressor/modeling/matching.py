@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules a target or an ignore entry of a recipe means.
+
+The rule is the one that compressed-tensors, and so every reader of the checkpoint, applies. A
+target matches a module if it is
+
+- ``re:`` and a pattern that matches the module's full name, anchored at its start only, or
+- the module's full name, or
+- the name of the module's class or of any of its base classes (``LinearBase`` counts as
+  ``Linear``).
+
+There is no substring and no glob match. Helper modules of compressed-tensors (observers,
+caches, transforms) never match. A target that matches nothing is an error that lists what it
+may have meant, an ignore entry that matches nothing a warning that does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+from compressed_tensors.utils.internal import InternalModule
+from torch.nn import Module
+
+from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
+
+__all__ = [
+    "as_targets",
+    "check_targets",
+    "common_parent",
+    "match_modules_set",
+    "match_named_modules",
+    "matches",
+    "matches_class",
+    "matches_name",
+    "near_matches",
+    "unmatched",
+]
+
+REGEX = "re:"
+_MOST_SUGGESTIONS = 3
+
+
+def as_targets(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    """One target, several or none, as a tuple.
+
+    >>> as_targets("Linear"), as_targets(["a", "b"]), as_targets(None)
+    (('Linear',), ('a', 'b'), ())
+    """
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise TargetError(
+            f"The pattern '{REGEX}{pattern}' is not a valid regular expression: {error}.",
+            "Correct it; a name that is no pattern is written without 're:'.",
+        ) from error
+
+
+def matches_name(name: str, target: str) -> bool:
+    """Whether ``target`` means the full name ``name``.
+
+    >>> matches_name("model.layers.0.mlp", "re:.*mlp"), matches_name("model.layers.0.mlp", "mlp")
+    (True, False)
+    """
+    if target.startswith(REGEX):
+        return _compiled(target.removeprefix(REGEX)).match(name) is not None
+    return target == name
+
+
+def matches_class(module: Module, target: str) -> bool:
+    """Whether ``target`` is the name of a class that ``module`` is an instance of."""
+    return any(
+        cls.__name__ == target or (cls.__name__ == "LinearBase" and target == "Linear")
+        for cls in type(module).__mro__
+        if issubclass(cls, Module)
+    )
+
+
+def matches(name: str, module: Module, target: str) -> bool:
+    """Whether ``target`` means the module called ``name``; see the module's docstring."""
+    return not isinstance(module, InternalModule) and (
+        matches_name(name, target) or matches_class(module, target)
+    )
+
+
+def _matches_any(name: str, module: Module, targets: Sequence[str]) -> bool:
+    return any(matches(name, module, target) for target in targets)
+
+
+def match_named_modules(
+    model: Module,
+    targets: str | Iterable[str] | None,
+    ignore: str | Iterable[str] | None = None,
+) -> Iterator[tuple[str, Module]]:
+    """The modules that a target matches and no ignore entry does.
+
+    Args:
+        model: where to look.
+        targets: names, ``re:`` patterns or class names.
+        ignore: the same; it always wins.
+
+    Yields:
+        ``(name, module)`` in the order of ``model.named_modules()``, each module once.
+    """
+    wanted, unwanted = as_targets(targets), as_targets(ignore)
+    for name, module in model.named_modules():
+        if _matches_any(name, module, wanted) and not _matches_any(name, module, unwanted):
+            yield name, module
+
+
+def unmatched(model: Module, targets: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Those of ``targets`` that match no module of ``model``, in their order."""
+    left = dict.fromkeys(as_targets(targets))
+    for name, module in model.named_modules():
+        if not left:
+            break
+        for target in [target for target in left if matches(name, module, target)]:
+            del left[target]
+    return tuple(left)
+
+
+def check_targets(
+    model: Module,
+    targets: str | Iterable[str] | None,
+    ignore: str | Iterable[str] | None = None,
+    *,
+    allow_unmatched: bool = False,
+) -> None:
+    """Refuse targets that match nothing and warn about ignore entries that match nothing.
+
+    Args:
+        model: where to look.
+        targets: each must match a module, ignored or not.
+        ignore: recipes carry general ignore lists, so these only warn.
+        allow_unmatched: turn the error into a warning.
+
+    Raises:
+        TargetError: a target matches no module; the message lists near matches.
+    """
+    kind = type(model).__name__
+    missing = unmatched(model, targets)
+    if missing:
+        problem = f"{_listed('target', missing)} no module of {kind}."
+        hints = _hints(model, missing)
+        if not allow_unmatched:
+            remedy = "If that is meant, set allow_unmatched: true."
+            raise TargetError(problem, f"{hints} {remedy}".strip())
+        logger.warning(f"{problem} {hints}".strip())
+    idle = unmatched(model, ignore)
+    if idle:
+        problem = f"{_listed('ignore entry', idle)} no module of {kind}."
+        logger.warning(f"{problem} {_hints(model, idle)}".strip())
+
+
+def _listed(noun: str, targets: Sequence[str]) -> str:
+    quoted = ", ".join(repr(target) for target in targets)
+    if len(targets) == 1:
+        return f"The {noun} {quoted} matches"
+    plural = noun.replace("entry", "entrie") + "s"
+    return f"The {plural} {quoted} match"
+
+
+def _hints(model: Module, targets: Sequence[str]) -> str:
+    index = _Index(model)
+    hints = [(target, index.hint(target)) for target in targets]
+    if len(hints) == 1:
+        return hints[0][1]
+    return " ".join(f"For {target!r}: {hint}" for target, hint in hints if hint)
+
+
+def near_matches(model: Module, target: str) -> str:
+    """A sentence or two on what ``target`` may have meant; empty if nothing is near."""
+    return _Index(model).hint(target)
+
+
+class _Index:
+    """The names of a model in the forms in which targets go wrong."""
+
+    def __init__(self, model: Module) -> None:
+        self._names = [name for name, _ in model.named_modules() if name]
+        # Blocks repeat: one name stands for all that differ in numbers only.
+        self._first: dict[str, str] = {}
+        for name in self._names:
+            self._first.setdefault(re.sub(r"\d+", "0", name), name)
+        self._last = {name.rpartition(".")[2] for name in self._names}
+        self._last = {last for last in self._last if not last.isdigit()}
+        self._classes = {
+            cls.__name__
+            for module in model.modules()
+            for cls in type(module).__mro__
+            if issubclass(cls, Module) and cls is not Module
+        }
+
+    def hint(self, target: str) -> str:
+        if target.startswith(REGEX):
+            return self._pattern_hint(target.removeprefix(REGEX))
+        if re.search(r"[*^$|\\]", target):
+            return f"Patterns begin with 're:', as in {_glob_as_regex(target)!r}."
+        return _question(self._plain_suggestions(target))
+
+    def _plain_suggestions(self, target: str) -> list[str]:
+        tail = target.rpartition(".")[2]
+        owner, _, parameter = target.rpartition(".")
+        if parameter in {"weight", "bias"} and (owner in self._names or owner in self._last):
+            return [owner if owner in self._names else f"{REGEX}.*{owner}$"]
+        if target in self._last:
+            return [f"{REGEX}.*{target}$"]
+        inner = [name for name in self._first.values() if name.endswith(f".{target}")]
+        found = inner or self._near_names(target) if "." in target else []
+        found += _closest(target, self._classes)
+        found += [f"{REGEX}.*{last}$" for last in _closest(tail, self._last)]
+        return found
+
+    def _near_names(self, target: str) -> list[str]:
+        near = _closest(re.sub(r"\d+", "0", target), self._first)
+        return [self._first[name] for name in near]
+
+    def _pattern_hint(self, pattern: str) -> str:
+        of_parameter = re.fullmatch(r"(.+?)\\?\.(?:weight|bias)\$?", pattern)
+        if of_parameter:
+            hint = "Patterns match module names, not parameter names."
+            bare = of_parameter.group(1)
+            return f"{hint} {_question([REGEX + bare])}" if self._any(bare) else hint
+        if any(_compiled(pattern).search(name) for name in self._names):
+            return (
+                "Patterns are anchored at the start of the full name. "
+                f"{_question([f'{REGEX}.*{pattern}'])}"
+            )
+        return _question(self._with_literal(_longest_literal(pattern)))
+
+    def _any(self, pattern: str) -> bool:
+        return any(_compiled(pattern).match(name) for name in self._names)
+
+    def _with_literal(self, literal: str) -> list[str]:
+        if not literal:
+            return []
+        folded = literal.casefold()
+        holding = [name for name in self._first.values() if folded in name.casefold()]
+        if holding:
+            return holding
+        tail = literal.strip(".").rpartition(".")[2]
+        return [f"{REGEX}.*{last}$" for last in _closest(tail, self._last)]
+
+
+def _closest(word: str, options: Iterable[str]) -> list[str]:
+    """The options nearest to ``word``, whatever their case, nearest first."""
+    by_folded = {option.casefold(): option for option in sorted(options)}
+    near = difflib.get_close_matches(word.casefold(), list(by_folded), n=_MOST_SUGGESTIONS)
+    return [by_folded[folded] for folded in near]
+
+
+def _question(suggestions: Iterable[str]) -> str:
+    unique = list(dict.fromkeys(suggestions))[:_MOST_SUGGESTIONS]
+    return f"Did you mean {' or '.join(repr(name) for name in unique)}?" if unique else ""
+
+
+def _glob_as_regex(target: str) -> str:
+    if re.search(r"\.\*|[\^$|\\]", target):
+        return REGEX + target
+    return REGEX + ".*".join(re.escape(part) for part in target.split("*"))
+
+
+def _longest_literal(pattern: str) -> str:
+    r"""The longest part of a pattern that stands for itself.
+
+    >>> _longest_literal(r".*layers\.[0-3]\.mlp_(gate|up)$")
+    'layers'
+    """
+    without_sets = re.sub(r"\[[^\]]*\]", "*", pattern).replace(r"\.", ".")
+    parts = [part.strip(".") for part in re.split(r"[(){}*+?|^$\\]+", without_sets)]
+    return max((part for part in parts if re.search("[A-Za-z]", part)), key=len, default="")
+
+
+def common_parent(first: str, second: str) -> str:
+    """The longest dotted name that both names are or lie below.
+
+    >>> common_parent("layers.0.mlp.up", "layers.0.mlp.down"), common_parent("a.b", "a")
+    ('layers.0.mlp', 'a')
+    """
+    shared: list[str] = []
+    for left, right in zip(first.split("."), second.split("."), strict=False):
+        if left != right:
+            break
+        shared.append(left)
+    return ".".join(shared)
+
+
+def match_modules_set(
+    model: Module,
+    targets: Sequence[str],
+    ignore: str | Iterable[str] | None = None,
+    *,
+    allow_overlap: bool = False,
+) -> Iterator[list[list[tuple[str, Module]]]]:
+    """Sets of modules that belong together, such as one norm and the Linears that read it.
+
+    Walks the modules in order and collects, per target, the modules that match it. Once every
+    target has a match, the set is complete at the first further match that does not lie below
+    the common parent of those found so far. So a block yields one set, and all experts of a
+    block are in the set of that block.
+
+    Args:
+        model: where to look.
+        targets: one per member of the set.
+        ignore: modules never collected.
+        allow_overlap: let one module match several targets.
+
+    Yields:
+        Per target, in the order of ``targets``, its ``(name, module)`` pairs in model order.
+
+    Raises:
+        TargetError: the last set lacks a target, or a module matches two targets.
+    """
+    unwanted = as_targets(ignore)
+    found: dict[str, list[tuple[str, Module]]] = {target: [] for target in targets}
+    parent: str | None = None
+    for name, module in model.named_modules():
+        if _matches_any(name, module, unwanted):
+            continue
+        hits = [target for target in targets if matches(name, module, target)]
+        if len(hits) > 1 and not allow_overlap:
+            raise TargetError(
+                f"The module {name!r} matches {' and '.join(map(repr, hits))}, "
+                "which are to be different modules of one set.",
+                "Make the patterns exclude each other.",
+            )
+        for target in hits:
+            widened = name if parent is None else common_parent(name, parent)
+            if all(found.values()) and widened != parent:
+                yield [found[each] for each in targets]
+                found, widened = {each: [] for each in targets}, name
+            found[target].append((name, module))
+            parent = widened
+    yield from _last_set(found, targets)
+
+
+def _last_set(
+    found: dict[str, list[tuple[str, Module]]], targets: Sequence[str]
+) -> Iterator[list[list[tuple[str, Module]]]]:
+    if not any(found.values()):
+        return
+    missing = [target for target in targets if not found[target]]
+    if missing:
+        there = [pairs[0][0] for pairs in found.values() if pairs]
+        raise TargetError(
+            f"After {', '.join(map(repr, there))} nothing matches "
+            f"{', '.join(map(repr, missing))}, so the last set of this mapping is incomplete.",
+            "Correct the mapping or ignore the modules it should leave out.",
+        )
+    yield [found[target] for target in targets]

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model's own forward, paused at its target modules.
+
+Each batch runs the model in a coroutine (``greenlet``) that can be suspended from any depth. The
+forward of every target module is replaced, for a while, by a stub that suspends the coroutine
+and hands its call to the scheduler::
+
+    scheduler                         pass for batch 0     pass for batch 1   …
+    start every pass            →     embeds … calls L0    embeds … calls L0
+    all wait at L0: calibrate and
+      compress L0
+    run L0 (compressed) per batch →   returns, calls L1    returns, calls L1
+    all wait at L1 …
+
+Nothing is traced and nothing is known of the architecture: masks, rotary tables, encoder outputs
+and whatever else the model computes between two targets is computed by its own code, once.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import greenlet
+from torch.nn import Module
+
+from llmcompressor.errors import TargetError
+from llmcompressor.modeling.torch_state import SuspendedState, TorchState
+
+__all__ = ["Pass", "PausedForward", "Stop", "check_not_nested"]
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward pass of one batch; suspended at a target, or finished."""
+
+    index: int
+    """Which batch this is, in calibration order."""
+    run: Callable[[], object]
+    """Runs the model on the batch."""
+    stream: str = "compressed"
+    """Through which weights: ``"compressed"`` or ``"original"``."""
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """The context variables that the pass sees (disabled hooks, for instance)."""
+    module: Module | None = None
+    """The target it waits at; ``None`` before the start and after the end."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    finished: bool = False
+    _coroutine: greenlet.greenlet | None = None
+    _suspended: SuspendedState | None = None
+
+    @property
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with which the pass called the target it waits at."""
+        return self.args, self.kwargs
+
+    @property
+    def frame(self) -> Any:
+        """The innermost frame of the suspended pass, for those who look for what it holds."""
+        return None if self._coroutine is None else self._coroutine.gr_frame
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Passes that wait at one module."""
+
+    module: Module
+    name: str
+    passes: tuple[Pass, ...]
+
+
+class PausedForward:
+    """Runs passes of a model from target to target.
+
+    Args:
+        targets: module → name, in the order in which they are expected to be called. A call of a
+            target suspends its pass as long as the target is pending; :meth:`release` ends
+            that.
+        passes: the passes to run; :meth:`next_stop` starts those that :meth:`start` did not.
+
+    It is a context manager: leaving it, in whatever way, unwinds every suspended pass and
+    restores every forward.
+    """
+
+    def __init__(self, targets: Mapping[Module, str], passes: Iterable[Pass]) -> None:
+        check_not_nested(targets)
+        self._names = dict(targets)
+        self._order = {module: position for position, module in enumerate(targets)}
+        self._passes = list(passes)
+        self._pending = set(targets)
+        self._saved: dict[Module, Any] = {}
+        self._hub: greenlet.greenlet | None = None
+        self._running: dict[greenlet.greenlet, Pass] = {}
+        self.intercept: Callable[[Pass, Module, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        """Asked at each call of a target that is not pending; runs the module if ``None``."""
+
+    # ------------------------------------------------------------------ context manager
+
+    def __enter__(self) -> PausedForward:
+        self._hub = greenlet.getcurrent()
+        for module in self._names:
+            self._saved[module] = module.__dict__.get("forward")
+            module.forward = self._stub(module, module.forward)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.stop()
+        finally:
+            for module, forward in self._saved.items():
+                if forward is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.forward = forward
+            self._saved.clear()
+
+    # ------------------------------------------------------------------ scheduling
+
+    @property
+    def pending(self) -> Sequence[str]:
+        """Names of the targets that are still to be calibrated, in order."""
+        return [self._names[module] for module in self._order if module in self._pending]
+
+    @property
+    def passes(self) -> Sequence[Pass]:
+        """All passes, in order."""
+        return self._passes
+
+    def release(self, module: Module) -> None:
+        """``module`` is done: later calls of it run it instead of suspending their pass."""
+        self._pending.discard(module)
+
+    def unstarted(self) -> Sequence[Pass]:
+        """Passes that have not begun."""
+        return [one for one in self._passes if one._coroutine is None and not one.finished]
+
+    def start(self, one: Pass) -> None:
+        """Begin ``one``; it runs to its first stop."""
+        coroutine = greenlet.greenlet(lambda: _ignore(one.run()), parent=self._hub)
+        coroutine.gr_context = one.context
+        one._coroutine = coroutine
+        self._running[coroutine] = one
+        self._switch(one, coroutine.switch)
+
+    def next_stop(self) -> Stop | None:
+        """The passes that wait at the earliest target; ``None`` when none waits any more.
+
+        Batches may arrive at different modules (data-dependent routes). Those that wait at the
+        earliest target, by the order given, are served first, so that the others are joined by
+        whoever comes their way.
+        """
+        for one in self.unstarted():
+            self.start(one)
+        waiting = [one for one in self._passes if one.module is not None]
+        if not waiting:
+            return None
+        module = min((one.module for one in waiting if one.module), key=self._order.__getitem__)
+        return Stop(
+            module,
+            self._names[module],
+            tuple(one for one in waiting if one.module is module),
+        )
+
+    def execute(self, one: Pass) -> Any:
+        """Run the module that ``one`` waits at with its own forward; the pass stays suspended."""
+        assert one.module is not None
+        return self._original(one.module)(*one.args, **one.kwargs)
+
+    def resume(self, one: Pass, output: Any) -> None:
+        """Return ``output`` from the call that ``one`` waits in; it runs to its next stop."""
+        assert one._coroutine is not None and one.module is not None
+        one.module, one.args, one.kwargs = None, (), {}
+        self._switch(one, one._coroutine.switch, output)
+
+    def stop(self) -> None:
+        """Unwind every suspended pass: what lies behind the last target is not computed."""
+        for one in self._passes:
+            one.module, one.args, one.kwargs = None, (), {}
+            if one._coroutine is not None and not one._coroutine.dead:
+                # GreenletExit: the model's ``finally`` blocks run, and nothing else does.
+                self._switch(one, one._coroutine.throw)
+            one.finished = True
+
+    # ------------------------------------------------------------------ switching
+
+    def _switch(self, one: Pass, switch: Callable[..., Any], *values: Any) -> None:
+        """Run ``one`` until it waits at a target or ends, each side with its own torch state."""
+        home = TorchState.capture()
+        if one._suspended is not None:
+            one._suspended.give_back()
+        try:
+            switch(*values)
+        finally:
+            one._suspended = SuspendedState(home)
+            if one._coroutine is not None and one._coroutine.dead:
+                self._running.pop(one._coroutine, None)
+                one._coroutine, one._suspended, one.finished = None, None, True
+
+    def _stub(self, module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def paused(*args: Any, **kwargs: Any) -> Any:
+            one = self._running.get(greenlet.getcurrent())
+            if one is None:
+                return forward(*args, **kwargs)
+            if module not in self._pending:
+                answer = self.intercept(one, module, args, kwargs) if self.intercept else None
+                return forward(*args, **kwargs) if answer is None else answer
+            one.module, one.args, one.kwargs = module, args, kwargs
+            assert self._hub is not None
+            return self._hub.switch()
+
+        paused.__wrapped__ = forward  # type: ignore[attr-defined]  # inspect.signature looks through
+        return paused
+
+    def _original(self, module: Module) -> Callable[..., Any]:
+        forward = module.forward
+        return getattr(forward, "__wrapped__", forward)
+
+
+def _ignore(_: object) -> None:
+    """Drop the model's output: nobody reads it, and it can be large."""
+
+
+def check_not_nested(targets: Mapping[Module, str]) -> None:
+    """Refuse targets of which one contains another.
+
+    Raises:
+        TargetError: naming both.
+    """
+    for module, name in targets.items():
+        for inner in module.modules():
+            if inner is not module and inner in targets:
+                raise TargetError(
+                    f"The targets {name!r} and {targets[inner]!r} are nested: the second is a "
+                    "part of the first.",
+                    "Name only one of them.",
+                )

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the name of a modifier in a recipe to the modifier."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from llmcompressor.errors import RecipeError, did_you_mean
+from llmcompressor.logger import logger
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.registry import Table
+
+__all__ = ["ModifierFactory"]
+
+_BUILTIN = Table(
+    "modifier",
+    {
+        "GPTQModifier": "llmcompressor.modifiers.gptq:GPTQModifier",
+        "QuantizationModifier": "llmcompressor.modifiers.quantization:QuantizationModifier",
+    },
+)
+
+_registered: dict[str, type[Modifier]] = {}
+
+
+class ModifierFactory:
+    """Finds modifier classes by name and makes modifiers of them.
+
+    A name is looked for among the registered classes, then among the package's own, then among
+    all subclasses of ``Modifier`` that are imported; a dotted path is imported.
+    """
+
+    @classmethod
+    def create(cls, name: str, *, group: str | None = None, **fields: Any) -> Modifier:
+        """Make a modifier.
+
+        Args:
+            name: the name of its class, or a dotted path to it.
+            group: the recipe's group that it stands in.
+            **fields: its arguments.
+
+        Returns:
+            The modifier, with its fields checked.
+
+        Raises:
+            RecipeError: there is no such class, or it does not take such fields.
+        """
+        if group is not None:
+            fields["group"] = group
+        return cls.find(name)(**fields)
+
+    @classmethod
+    def find(cls, name: str) -> type[Modifier]:
+        """The class called ``name``.
+
+        Raises:
+            RecipeError: there is none; the message suggests the nearest ones.
+        """
+        if name in _registered:
+            return _registered[name]
+        if name in _BUILTIN:
+            found: type[Modifier] = _BUILTIN.load(name)
+            return found
+        imported = _imported(name) or (_by_path(name) if _is_path(name) else None)
+        if imported is None:
+            names = {*_registered, *_BUILTIN, *(each.__name__ for each in _concrete(Modifier))}
+            raise RecipeError(
+                f"There is no modifier named {name!r}.",
+                f"{did_you_mean(name, names)} A modifier of your own is found once the module "
+                "that defines it is imported, or by its dotted path.",
+            )
+        return imported
+
+    @staticmethod
+    def register(
+        name: str | type[Modifier], modifier_class: type[Modifier] | None = None
+    ) -> type[Modifier]:
+        """Make a class known under a name, before every other class of that name.
+
+        Args:
+            name: the name; or the class, to be known under its own name.
+            modifier_class: the class, when a name is given.
+
+        Returns:
+            The class, so that this can be used as a decorator.
+
+        Raises:
+            RecipeError: what was given is not a subclass of ``Modifier``.
+        """
+        found = name if modifier_class is None else modifier_class
+        if not (inspect.isclass(found) and issubclass(found, Modifier)):
+            raise RecipeError(
+                f"{found!r} cannot be registered as a modifier: it is not a subclass of Modifier.",
+                "Give a class that derives from llmcompressor.modifiers.Modifier.",
+            )
+        _registered[name if isinstance(name, str) else found.__name__] = found
+        return found
+
+
+def _concrete(base: type[Modifier]) -> Iterator[type[Modifier]]:
+    """Every imported subclass that can be instantiated, in the order of definition."""
+    for child in base.__subclasses__():
+        if not inspect.isabstract(child):
+            yield child
+        yield from _concrete(child)
+
+
+def _imported(name: str) -> type[Modifier] | None:
+    found = list(dict.fromkeys(each for each in _concrete(Modifier) if each.__name__ == name))
+    modules = sorted({each.__module__ for each in found})
+    if len(modules) > 1:
+        logger.warning(
+            f"Several modifiers are named {name}, in {', '.join(modules)}: the one of "
+            f"{found[-1].__module__} is taken. Give a dotted path to take another."
+        )
+    # A class that is defined again, as in a notebook, replaces the one before.
+    return found[-1] if found else None
+
+
+def _is_path(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split(".")) and "." in name
+
+
+def _by_path(path: str) -> type[Modifier]:
+    module_name, _, class_name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Only when it is this module that is missing; what it needs itself is another matter.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise RecipeError(
+            f"There is no modifier {path!r}: the module {error.name!r} cannot be found.",
+            "Check the path, and that its package is installed or in the working directory.",
+        ) from error
+    found = getattr(module, class_name, None)
+    if not (inspect.isclass(found) and issubclass(found, Modifier)):
+        concrete = _concrete(Modifier)
+        names = [each.__name__ for each in concrete if each.__module__ == module_name]
+        raise RecipeError(
+            f"{path!r} is not a modifier: the module {module_name!r} "
+            + ("has no such name." if found is None else "has something else of that name."),
+            did_you_mean(class_name, names),
+        )
+    return found

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Solves the Linears that share an input: one factorization, one sweep of their stacked rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.asymmetric import corrected_weight
+from llmcompressor.numerics.gptq import ColumnScales, activation_order, sweep
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.hessian import (
+    Damped,
+    SingularHessianError,
+    dead_columns,
+    raise_dampening,
+)
+from llmcompressor.quantization.parameters import WeightParameters
+from llmcompressor.quantization.threads import one_thread
+from llmcompressor.schemes.bridge import grid_of
+
+__all__ = ["Options", "Problem", "Solution", "solve"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices of a GPTQ run that do not depend on the module."""
+
+    block_size: int
+    dampening: float
+    ridge: float | None
+    """λ of asymmetric calibration as a fraction of the mean diagonal; ``None`` without it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Linears with one input."""
+
+    weights: Sequence[Tensor]
+    """Each ``[R_i, C]``, any floating dtype."""
+    parameters: Sequence[WeightParameters]
+    """Of each weight; all on one grid."""
+    gram_CC: Tensor
+    cross_CC: Tensor | None
+    ordered: bool
+    """Whether columns are taken by falling activation (``actorder``)."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of all weights, and columns."""
+        return sum(len(weight) for weight in self.weights), self.gram_CC.shape[-1]
+
+    @property
+    def grid(self) -> Grid:
+        """What the weights are rounded to."""
+        return grid_of(self.parameters[0].args)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What was found for one :class:`Problem`."""
+
+    weights: list[Tensor]
+    """Values on the grid, float32, as :class:`Problem` had them."""
+    loss: float
+    """Error of the outputs, ``tr(D G Dᵀ)``, relative to ``tr(W G Wᵀ)``."""
+    dampening: float | None
+    """The dampening that worked; ``None`` when nothing did and weights were rounded to nearest."""
+
+
+def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
+    """Solve ``problems``; those of equal shape and grid that are small go in one batch."""
+    solutions: dict[int, Solution] = {}
+    for batch in _batches(problems):
+        found = _solve_batch([problems[index] for index in batch], options)
+        solutions.update(zip(batch, found, strict=True))
+    return [solutions[index] for index in range(len(problems))]
+
+
+_BATCH_ELEMENTS = 2**24
+"""Elements of the Gram matrices of one batch: what is gained by batching ends there."""
+
+
+def _batches(problems: Sequence[Problem]) -> Iterator[list[int]]:
+    alike: dict[object, list[int]] = {}
+    for index, problem in enumerate(problems):
+        key = (problem.shape, problem.grid, problem.ordered, problem.cross_CC is None)
+        alike.setdefault(key, []).append(index)
+    for indices in alike.values():
+        columns = problems[indices[0]].shape[1]
+        size = max(1, _BATCH_ELEMENTS // columns**2)
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]
+
+
+def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
+    try:
+        return _swept(problems, options)
+    except SingularHessianError:
+        if len(problems) > 1:
+            return [_solve_batch([problem], options)[0] for problem in problems]
+        return [_rounded(problems[0])]
+
+
+def _rounded(problem: Problem) -> Solution:
+    """Round to nearest: what is left when nothing can be factorized."""
+    pairs = zip(problem.weights, problem.parameters, strict=True)
+    weights = [parameters.round(weight).float() for weight, parameters in pairs]
+    return Solution(weights, _relative_error(problem, weights), None)
+
+
+def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
+    """All of ``problems`` at once; a lone one without a batch dimension."""
+    gram_CC = _stack([problem.gram_CC for problem in problems])
+    weight_RC = _stack([torch.cat([w.float() for w in problem.weights]) for problem in problems])
+    if options.ridge is not None and problems[0].cross_CC is not None:
+        cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
+        weight_RC = corrected_weight(weight_RC, gram_CC, cross_CC, options.ridge)
+    weight_RC = weight_RC.masked_fill(dead_columns(gram_CC).unsqueeze(-2), 0)
+    scales = _columns(problems)
+    if problems[0].ordered:
+        order_C = activation_order(gram_CC)
+        rounded_RC, dampening = _in_order(weight_RC, gram_CC, scales, order_C, problems, options)
+    else:
+        damped = raise_dampening(gram_CC, options.dampening)
+        rounded_RC, dampening = _sweep(weight_RC, damped, scales, problems, options)
+    if len(problems) == 1:
+        rounded_RC = rounded_RC.unsqueeze(0)
+    return [
+        _solution(problem, rounded, dampening)
+        for problem, rounded in zip(problems, rounded_RC, strict=True)
+    ]
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def _in_order(
+    weight_RC: Tensor,
+    gram_CC: Tensor,
+    scales: ColumnScales,
+    order_C: Tensor,
+    problems: Sequence[Problem],
+    options: Options,
+) -> tuple[Tensor, float]:
+    """Permute the columns, sweep, and put them back: the format never knows."""
+    rows, columns = weight_RC.shape[-2:]
+    permuted_CC = gram_CC.gather(-2, order_C.unsqueeze(-1).expand_as(gram_CC))
+    permuted_CC = permuted_CC.gather(-1, order_C.unsqueeze(-2).expand_as(gram_CC))
+    wide_C = order_C.unsqueeze(-2).expand(*order_C.shape[:-1], rows, columns)
+    damped = raise_dampening(permuted_CC, options.dampening)
+    rounded_RC, dampening = _sweep(
+        weight_RC.gather(-1, wide_C), damped, _permuted(scales, order_C), problems, options
+    )
+    return torch.empty_like(rounded_RC).scatter_(-1, wide_C, rounded_RC), dampening
+
+
+def _permuted(scales: ColumnScales, order_C: Tensor) -> ColumnScales:
+    """The scales for columns in another order; with one order per problem, a scale per column."""
+    group_C = scales.group_of_column_C[order_C]
+    if order_C.ndim == 1:
+        return ColumnScales(scales.scale_RG, scales.zero_RG, group_C)
+
+    def spread(values_RG: Tensor) -> Tensor:
+        wide = group_C.unsqueeze(-2).expand(*values_RG.shape[:-1], group_C.shape[-1])
+        return values_RG.gather(-1, wide)
+
+    zero_RC = None if scales.zero_RG is None else spread(scales.zero_RG)
+    own_C = torch.arange(group_C.shape[-1], device=group_C.device)
+    return ColumnScales(spread(scales.scale_RG), zero_RC, own_C)
+
+
+def _columns(problems: Sequence[Problem]) -> ColumnScales:
+    """The scales of stacked rows, and of stacked problems."""
+    stacked = []
+    for problem in problems:
+        each = [
+            parameters.columns(*weight.shape)
+            for weight, parameters in zip(problem.weights, problem.parameters, strict=True)
+        ]
+        groups_C = each[0].group_of_column_C
+        if any(one.scale_RG.shape[-1] != each[0].scale_RG.shape[-1] for one in each):
+            columns = problem.shape[1]
+            each = [_one_per_column(one) for one in each]
+            groups_C = torch.arange(columns, device=groups_C.device)
+        zeros = [one.zero_RG for one in each if one.zero_RG is not None]
+        scale_RG = torch.cat([one.scale_RG for one in each])
+        stacked.append(ColumnScales(scale_RG, torch.cat(zeros) if zeros else None, groups_C))
+    if len(stacked) == 1:
+        return stacked[0]
+    all_zeros = [one.zero_RG for one in stacked if one.zero_RG is not None]
+    return ColumnScales(
+        torch.stack([one.scale_RG for one in stacked]),
+        torch.stack(all_zeros) if all_zeros else None,
+        stacked[0].group_of_column_C,
+    )
+
+
+def _one_per_column(scales: ColumnScales) -> ColumnScales:
+    own_C = torch.arange(len(scales.group_of_column_C), device=scales.scale_RG.device)
+    zero_RC = None if scales.zero_RG is None else scales.zero_RG[:, scales.group_of_column_C]
+    return ColumnScales(scales.scale_RG[:, scales.group_of_column_C], zero_RC, own_C)
+
+
+def _sweep(
+    weight_RC: Tensor,
+    damped: Damped,
+    scales: ColumnScales,
+    problems: Sequence[Problem],
+    options: Options,
+) -> tuple[Tensor, float]:
+    with one_thread(weight_RC.device):
+        result = sweep(
+            weight_RC, damped.factor_CC, scales, problems[0].grid, block=options.block_size
+        )
+    return result.weight_RC, damped.dampening
+
+
+def _solution(problem: Problem, rounded_RC: Tensor, dampening: float) -> Solution:
+    weights = list(rounded_RC.split([len(weight) for weight in problem.weights]))
+    return Solution(weights, _relative_error(problem, weights), dampening)
+
+
+def _relative_error(problem: Problem, rounded: Sequence[Tensor]) -> float:
+    """``tr(D G Dᵀ) / tr(W G Wᵀ)``."""
+    weight_RC = torch.cat([weight.float() for weight in problem.weights])
+    change_RC = torch.cat(list(rounded)) - weight_RC
+    error = torch.sum((change_RC @ problem.gram_CC) * change_RC)
+    signal = torch.sum((weight_RC @ problem.gram_CC) * weight_RC)
+    return float(error / signal.clamp_min(torch.finfo(torch.float32).tiny))

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base class of every technique."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import ConfigDict, PrivateAttr, ValidationError, model_validator
+
+from llmcompressor.core.events import Event, EventType
+from llmcompressor.core.state import State
+from llmcompressor.errors import InputError, LifecycleError, RecipeError, did_you_mean
+from llmcompressor.modeling.hooks import HooksMixin
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+__all__ = ["Granularity", "Modifier", "Phase"]
+
+
+class Phase(Enum):
+    """The stages of a modifier's life, in order."""
+
+    CREATED = "created"
+    INITIALIZED = "initialized"
+    STARTED = "started"
+    ENDED = "ended"
+    FINALIZED = "finalized"
+
+
+class Granularity(StrEnum):
+    """How much of a model a modifier has to see at once, from fine to coarse.
+
+    >>> max(Granularity.BLOCK, Granularity.LINEAR)
+    <Granularity.BLOCK: 'block'>
+    """
+
+    LINEAR = "linear"
+    SUB_BLOCK = "sub_block"
+    BLOCK = "block"
+
+    # All four: a str brings its own, which would go by the alphabet.
+    def __lt__(self, other: str) -> bool:
+        return self._rank < Granularity(other)._rank
+
+    def __le__(self, other: str) -> bool:
+        return self._rank <= Granularity(other)._rank
+
+    def __gt__(self, other: str) -> bool:
+        return self._rank > Granularity(other)._rank
+
+    def __ge__(self, other: str) -> bool:
+        return self._rank >= Granularity(other)._rank
+
+    @property
+    def _rank(self) -> int:
+        return list(Granularity).index(self)
+
+
+class Modifier(HooksMixin):
+    """A technique that changes a model: its fields are its arguments in a recipe.
+
+    A subclass implements :meth:`on_initialize` and whichever of the other ``on_…`` methods it
+    has use for. The lifecycle calls :meth:`initialize`, :meth:`update_event` and
+    :meth:`finalize`; these keep track of the phase and call the ``on_…`` methods.
+
+    What a pipeline has to know about a modifier is declared here, as class data or properties:
+    ``requires_calibration_data``, ``finest_granularity``, ``propagates_error``,
+    ``twin_streams``, ``must_precede`` and :meth:`calibrated_modules`.
+
+    Attributes:
+        index: the place in the recipe, if it is given there.
+        group: the recipe's group that the modifier stands in.
+        start: when to start, in epochs where the run has them, else in optimizer steps.
+        end: when to end, counted in the same way.
+        update: how often to update, counted in the same way.
+        propagates_error: whether what comes later should see this modifier's error.
+        must_precede: names of modifier classes of which one has to come later in the recipe.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    propagates_error: ClassVar[bool] = True
+    must_precede: ClassVar[frozenset[str]] = frozenset()
+
+    index: int | None = None
+    group: str | None = None
+    start: float | None = None
+    end: float | None = None
+    update: float | None = None
+
+    # Every phase that was entered, so that a finalized modifier still knows whether it started.
+    _passed: tuple[Phase, ...] = PrivateAttr((Phase.CREATED,))
+
+    if not TYPE_CHECKING:  # type checkers see the constructor that pydantic derives
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise _as_recipe_error(type(self), error) from error
+
+    @classmethod
+    def model_validate(cls, obj: Any, **kwargs: Any) -> Self:
+        """As in pydantic, but a wrong field is a ``RecipeError``."""
+        try:
+            return super().model_validate(obj, **kwargs)
+        except ValidationError as error:
+            raise _as_recipe_error(cls, error) from error
+
+    @model_validator(mode="after")
+    def _check_window(self) -> Self:
+        if self.start is not None and self.end is not None and self.end < self.start:
+            raise RecipeError(
+                f"end ({self.end:g}) lies before start ({self.start:g})",
+                "Leave out the end for a modifier that never ends by itself.",
+            )
+        return self
+
+    # ---- what pipelines read
+
+    @property
+    def requires_calibration_data(self) -> bool:
+        """Whether calibration data has to run through the model."""
+        return False
+
+    @property
+    def finest_granularity(self) -> Granularity:
+        """The smallest part of a model that this modifier can work on at a time."""
+        return Granularity.BLOCK
+
+    @property
+    def twin_streams(self) -> bool:
+        """Whether inputs of the original model are wanted beside those of the compressed one."""
+        return False
+
+    def calibrated_modules(self, state: State) -> list[Module]:
+        """The modules whose inputs or outputs this modifier collects."""
+        return []
+
+    # ---- phases
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that this modifier is in."""
+        return self._passed[-1]
+
+    @property
+    def initialized(self) -> bool:
+        """Whether it was initialized."""
+        return Phase.INITIALIZED in self._passed
+
+    @property
+    def started(self) -> bool:
+        """Whether it started."""
+        return Phase.STARTED in self._passed
+
+    @property
+    def ended(self) -> bool:
+        """Whether it ended."""
+        return Phase.ENDED in self._passed
+
+    @property
+    def finalized(self) -> bool:
+        """Whether it was finalized."""
+        return Phase.FINALIZED in self._passed
+
+    @property
+    def initialized_(self) -> bool:
+        """The same as ``initialized``."""
+        return self.initialized
+
+    @property
+    def started_(self) -> bool:
+        """The same as ``started``."""
+        return self.started
+
+    @property
+    def ended_(self) -> bool:
+        """The same as ``ended``."""
+        return self.ended
+
+    @property
+    def finalized_(self) -> bool:
+        """The same as ``finalized``."""
+        return self.finalized
+
+    # ---- what the lifecycle calls
+
+    def initialize(self, state: State, **kwargs: Any) -> None:
+        """Prepare for a run, and start where the schedule says so from the first step on.
+
+        Raises:
+            LifecycleError: it was initialized or finalized before, or reports a failure.
+        """
+        self._expect_not(Phase.FINALIZED, "initialized")
+        self._expect_not(Phase.INITIALIZED, "initialized")
+        if not self.on_initialize(state, **kwargs):
+            raise LifecycleError(
+                f"{self._name}.on_initialize did not return true: it reports a failure, or "
+                "lacks a `return True`."
+            )
+        self._enter(Phase.INITIALIZED)
+        event = Event(
+            type_=EventType.INITIALIZE,
+            steps_per_epoch=state.steps_per_epoch,
+            batches_per_step=state.batches_per_step,
+        )
+        if self.should_start(event):
+            self._start(state, event, kwargs)
+
+    def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Take part in an event.
+
+        Raises:
+            LifecycleError: it was not initialized, or was finalized.
+        """
+        self._expect_initialized("updated")
+        self._expect_not(Phase.FINALIZED, "updated")
+        self.on_event(state, event, **kwargs)
+        if not self._calibrate(state, event, kwargs):
+            self._follow_schedule(state, event, kwargs)
+
+    def finalize(self, state: State, **kwargs: Any) -> None:
+        """End if that did not happen yet, clean up, and remove every hook.
+
+        Raises:
+            LifecycleError: it was not initialized, was finalized before, or reports a failure.
+        """
+        self._expect_not(Phase.FINALIZED, "finalized")
+        self._expect_initialized("finalized")
+        try:
+            if self.started and not self.ended:
+                self._end(state, Event(type_=EventType.FINALIZE), kwargs)
+            # Nothing returned is fine: a long run is not thrown away for a forgotten `return`.
+            if self.on_finalize(state, **kwargs) is False:
+                raise LifecycleError(f"{self._name}.on_finalize reports a failure.")
+        finally:
+            self.remove_hooks()
+        self._enter(Phase.FINALIZED)
+
+    def should_start(self, event: Event) -> bool:
+        """Whether the index of ``event`` lies in ``[start, end)``; never without a start."""
+        if self.start is None:
+            return False
+        index = event.current_index
+        return self.start <= index and (self.end is None or index < self.end)
+
+    def should_end(self, event: Event) -> bool:
+        """Whether the index of ``event`` has come to ``end``; never without an end."""
+        return self.end is not None and event.current_index >= self.end
+
+    # ---- what a technique implements
+
+    @abstractmethod
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Prepare for the run.
+
+        Returns:
+            True when the modifier is ready.
+        """
+
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        """Clean up at the end of the run.
+
+        Returns:
+            False only if that failed.
+        """
+        return True
+
+    def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called with every event, before anything else."""
+
+    def on_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called once, when the schedule has come to ``start``."""
+
+    def on_update(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called with every training event from start to end."""
+
+    def on_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called once, when the schedule has come to ``end``, or else on finalizing."""
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called before the first calibration batch."""
+
+    def on_sequential_epoch_end(
+        self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
+    ) -> None:
+        """Called when ``modules`` have seen all calibration batches."""
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Called after the last calibration batch."""
+
+    # ---- inner workings
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in self._passed:
+            self._passed = (*self._passed, phase)
+
+    def _expect_initialized(self, what: str) -> None:
+        if not self.initialized:
+            raise LifecycleError(
+                f"{self._name} cannot be {what}: it is not initialized. Call initialize first."
+            )
+
+    def _expect_not(self, phase: Phase, what: str) -> None:
+        if phase in self._passed:
+            raise LifecycleError(
+                f"{self._name} cannot be {what}: it was {phase.value} before. "
+                "Create a new one for another run."
+            )
+
+    def _calibrate(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> bool:
+        """Pass on a calibration event; false if ``event`` is none."""
+        if event.type_ is EventType.CALIBRATION_EPOCH_START:
+            self.on_calibration_start(state, event, **kwargs)
+            self._enter(Phase.STARTED)
+        elif event.type_ is EventType.SEQUENTIAL_EPOCH_END:
+            self.on_sequential_epoch_end(state, event, **{"modules": [], **kwargs})
+        elif event.type_ is EventType.CALIBRATION_EPOCH_END:
+            self.on_calibration_end(state, event, **kwargs)
+            self._enter(Phase.ENDED)
+        else:
+            return False
+        return True
+
+    def _follow_schedule(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> None:
+        at_start = event.type_ is EventType.BATCH_START
+        at_end = event.type_ is EventType.BATCH_END
+        if at_start and not self.started and self.should_start(event):
+            self._start(state, event, kwargs)
+        elif at_end and self._is_running and self.should_end(event):
+            self._end(state, event, kwargs)
+        elif (at_start or at_end) and self._was_missed(event):
+            self._start(state, event, kwargs)
+            self._end(state, event, kwargs)
+        elif not self._is_running:
+            return
+        self.on_update(state, event, **kwargs)
+
+    @property
+    def _is_running(self) -> bool:
+        return self.started and not self.ended
+
+    def _was_missed(self, event: Event) -> bool:
+        """Whether the whole window lies behind and no batch began inside it."""
+        untouched = not self.started and not self.ended
+        return untouched and self.start is not None and self.should_end(event)
+
+    def _start(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> None:
+        self.on_start(state, event, **kwargs)
+        self._enter(Phase.STARTED)
+
+    def _end(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> None:
+        self.on_end(state, event, **kwargs)
+        self._enter(Phase.ENDED)
+
+
+def _as_recipe_error(cls: type[Modifier], error: ValidationError) -> RecipeError:
+    """Every complaint of pydantic, by field, with the nearest names for an unknown one."""
+    problems: dict[str, list[str]] = {}
+    remedies: list[str] = []
+    for detail in error.errors(include_url=False):
+        field = str(detail["loc"][0]) if detail["loc"] else ""
+        cause = detail.get("ctx", {}).get("error")
+        if detail["type"] == "extra_forbidden":
+            reason = "it has no such field"
+            remedies.append(_nearest_fields(cls, field))
+        elif detail["type"] == "missing":
+            reason = "it is required"
+        elif isinstance(cause, InputError):
+            reason = cause.problem.rstrip(".")
+            remedies.append(cause.remedy)
+        else:
+            reason = str(cause or detail["msg"]).rstrip(".")
+            if field:
+                reason += f" (given: {detail['input']!r})"
+        problems.setdefault(field, []).append(reason)
+    told = [
+        (f"field {field!r}: " if field else "") + ", or ".join(dict.fromkeys(reasons))
+        for field, reasons in problems.items()
+    ]
+    return RecipeError(f"{cls.__name__}: {'; '.join(told)}.", " ".join(filter(None, remedies)))
+
+
+def _nearest_fields(cls: type[Modifier], field: str) -> str:
+    fields = sorted(cls.model_fields)
+    hint = did_you_mean(field, fields)
+    return hint if hint.startswith("Choose") else f"{hint} The fields are: {', '.join(fields)}."

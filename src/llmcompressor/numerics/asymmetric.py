@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Asymmetric calibration: what a Linear should do, given what it gets.
+
+In the original model a Linear sees X; in the compressed one, whose earlier parts are already
+rounded, it sees Y. What it should still do is W X. Minimizing
+
+.. math:: \lVert Y Q^\top - X W^\top \rVert_F^2  \qquad (\text{rows of } X, Y \text{ are tokens})
+
+over real-valued Q, with a ridge towards W, gives the weight to round instead of W:
+
+.. math:: W^* = W + W \left[ (G + \lambda I)^{-1} C \right]^\top,
+          \qquad G = Y^\top Y,\; C = Y^\top (X - Y),\;
+          \lambda = \text{ridge} \cdot \operatorname{mean}(\operatorname{diag} G).
+
+The ordinary sweep of W* on G then does the rest. Compare GPTAQ (arXiv:2504.02692, Eq. 9) and
+Qronos (arXiv:2505.11695); the difference X − Y is accumulated, and not YᵀX, because it is small
+and YᵀX − YᵀY would cancel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.hessian import SingularHessianError, damp
+
+__all__ = ["corrected_weight"]
+
+
+def corrected_weight(weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float) -> Tensor:
+    """The weight W* that answers to Y as W answers to X.
+
+    Args:
+        weight_RC: W, float32 ``[..., R, C]``.
+        gram_CC: ``G = YᵀY``, float32 ``[..., C, C]``.
+        cross_CC: ``C = Yᵀ(X − Y)``, float32 ``[..., C, C]``; rows belong to Y.
+        ridge: λ as a fraction of the mean of the diagonal of G, more than 0.
+
+    Raises:
+        SingularHessianError: if ``G + λI`` is not positive definite.
+
+    With X = Y nothing is to be corrected:
+
+    >>> W, Y = torch.ones(1, 2), torch.eye(2)
+    >>> corrected_weight(W, Y.T @ Y, Y.T @ (Y - Y), 0.01)
+    tensor([[1., 1.]])
+    """
+    lower_CC, info = torch.linalg.cholesky_ex(damp(gram_CC, ridge))
+    if bool((info != 0).any()):
+        raise SingularHessianError("The Gram matrix with its ridge is not positive definite.")
+    # R right-hand sides instead of C: (G + λ)⁻¹ C Wᵀ, the product first.
+    rhs_CR = cross_CC @ weight_RC.mT
+    return weight_RC + torch.cholesky_solve(rhs_CR, lower_CC).mT

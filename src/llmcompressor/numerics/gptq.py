@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""GPTQ: round columns one by one, moving each error onto the columns still to come.
+
+For a weight W (R rows, C columns) and inputs with Hessian ``H = XᵀX``, GPTQ (arXiv:2210.17323,
+Alg. 1) lowers the error of the output, ``tr((Q − W) H (Q − W)ᵀ)``. With U upper triangular,
+``UᵀU = H⁻¹`` (see :mod:`llmcompressor.numerics.hessian`), for every column c from left to right
+
+.. math::
+    q_c = \operatorname{round}(w_c), \qquad
+    e_c = (w_c - q_c) / U_{cc}, \qquad
+    w_j \leftarrow w_j - e_c\,U_{cj} \quad (j > c) .
+
+The updates are delayed, as in the paper, but at two levels, because a rank-one update of a wide
+block moves far more memory than it computes::
+
+    columns   |--- block (128) -----------------------------|--- the rest ---|
+              |-- strip (16) --|-- strip --|  ...           |                |
+    per column: rank-one update of the rest of its strip
+    per strip:  one product for the rest of its block
+    per block:  one product for the rest of the weight
+
+Inside, the weight is transposed (``[C, R]``): a column of W is then contiguous memory. Rows do
+not see each other, so several Linears with one input are stacked and solved at once; a leading
+batch dimension solves many small weights with their own Hessians in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.grid import Grid
+
+__all__ = ["ColumnScales", "GptqResult", "activation_order", "sweep"]
+
+RoundColumn = Callable[[Tensor, int], Tensor]
+
+
+class ColumnScales(NamedTuple):
+    """The scales of a weight as a column sweep sees them: one per row and group of columns.
+
+    tensor: G = 1, equal rows. channel: G = 1. group: G = C / group size. block: rows repeated.
+    """
+
+    scale_RG: Tensor
+    """float32 ``[..., R, G]``."""
+    zero_RG: Tensor | None
+    """Zero points as float32 ``[..., R, G]``, or ``None`` for a symmetric grid."""
+    group_of_column_C: Tensor
+    """int64 ``[C]``: which group a column belongs to."""
+
+
+class GptqResult(NamedTuple):
+    """What :func:`sweep` returns."""
+
+    weight_RC: Tensor
+    """Rounded and dequantized, float32 ``[..., R, C]``."""
+    loss_R: Tensor
+    """½ Σ_c (w_c − q_c)² / U_cc², float32 ``[..., R]`` (arXiv:2210.17323, Alg. 1)."""
+
+
+def activation_order(hessian_CC: Tensor) -> Tensor:
+    """Columns by falling diagonal of the Hessian: int64 ``[..., C]``; ties keep their order."""
+    return hessian_CC.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
+
+
+def sweep(
+    weight_RC: Tensor,
+    factor_CC: Tensor,
+    scales: ColumnScales,
+    grid: Grid,
+    *,
+    block: int = 128,
+    strip: int = 16,
+) -> GptqResult:
+    """Round the columns of ``weight_RC`` in order.
+
+    Nothing is mutated. The result does not depend on ``block`` and ``strip`` but for rounding.
+
+    Args:
+        weight_RC: float32 ``[..., R, C]``, its columns in the order in which to round them.
+        factor_CC: upper triangular U with ``UᵀU = (H + λI)⁻¹``, float32 ``[..., C, C]``.
+        scales: scale and zero point of every row and column (columns in the same order).
+        grid: the numbers that a weight may become.
+        block: columns whose updates to the rest of the weight are gathered into one product.
+        strip: columns whose updates to the rest of the block are gathered into one product.
+    """
+    work_CR = weight_RC.mT.float().contiguous().clone()
+    rounded_CR = torch.empty_like(work_CR)
+    error_CR = torch.empty_like(work_CR)
+    round_column = _column_rounder(scales, grid)
+    inverse_diagonal_C = factor_CC.diagonal(dim1=-2, dim2=-1).reciprocal()
+    columns = work_CR.shape[-2]
+    for lo in range(0, columns, block):
+        hi = min(lo + block, columns)
+        for slo in range(lo, hi, strip):
+            shi = min(slo + strip, hi)
+            for c in range(slo, shi):
+                column_R = work_CR[..., c, :]
+                quantized_R = round_column(column_R, c)
+                rounded_CR[..., c, :] = quantized_R
+                error_R = torch.sub(column_R, quantized_R).mul_(inverse_diagonal_C[..., c, None])
+                error_CR[..., c, :] = error_R
+                _subtract_outer(work_CR[..., c + 1 : shi, :], factor_CC[..., c, c + 1 : shi], error_R)
+            _subtract_product(work_CR, factor_CC, error_CR, (slo, shi), (shi, hi))
+        _subtract_product(work_CR, factor_CC, error_CR, (lo, hi), (hi, columns))
+    loss_R = error_CR.square_().sum(dim=-2).mul_(0.5)
+    return GptqResult(rounded_CR.mT.contiguous(), loss_R)
+
+
+def _column_rounder(scales: ColumnScales, grid: Grid) -> RoundColumn:
+    """One indexed lookup answers "which scale does this column use?" for every strategy."""
+    scale_GR = scales.scale_RG.mT.float().contiguous()
+    inverse_GR = scale_GR.reciprocal()
+    zero_GR = None if scales.zero_RG is None else scales.zero_RG.mT.float().contiguous()
+    group_of_column = scales.group_of_column_C.tolist()
+
+    def round_int(w_R: Tensor, c: int) -> Tensor:
+        g = group_of_column[c]
+        q_R = torch.mul(w_R, inverse_GR[..., g, :])
+        if zero_GR is None:
+            return q_R.round_().clamp_(grid.qmin, grid.qmax).mul_(scale_GR[..., g, :])
+        zero_R = zero_GR[..., g, :]
+        q_R = q_R.add_(zero_R).round_().clamp_(grid.qmin, grid.qmax)
+        return q_R.sub_(zero_R).mul_(scale_GR[..., g, :])
+
+    def round_float(w_R: Tensor, c: int) -> Tensor:
+        g = group_of_column[c]
+        return grid.round(torch.mul(w_R, inverse_GR[..., g, :])).mul_(scale_GR[..., g, :])
+
+    return round_int if grid.kind == "int" else round_float
+
+
+def _subtract_outer(target_KR: Tensor, factor_K: Tensor, error_R: Tensor) -> None:
+    if target_KR.ndim == 2:
+        target_KR.addr_(factor_K, error_R, alpha=-1)
+    else:
+        target_KR.sub_(factor_K.unsqueeze(-1) * error_R.unsqueeze(-2))
+
+
+def _subtract_product(
+    work_CR: Tensor, factor_CC: Tensor, error_CR: Tensor, done: tuple[int, int], rest: tuple[int, int]
+) -> None:
+    """``work[rest] -= U[done, rest]ᵀ error[done]``."""
+    if rest[0] >= rest[1]:
+        return
+    factor_KM = factor_CC[..., done[0] : done[1], rest[0] : rest[1]]
+    error_KR = error_CR[..., done[0] : done[1], :]
+    target_MR = work_CR[..., rest[0] : rest[1], :]
+    if target_MR.ndim == 2:
+        target_MR.addmm_(factor_KM.T, error_KR, alpha=-1)
+    else:
+        target_MR.sub_(factor_KM.mT @ error_KR)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number grids that quantized values live on, and rounding to them.
+
+With scale s and zero point z (absent on symmetric grids), for grid G with ends ``qmin``, ``qmax``::
+
+    code(x)    q  = round_G(clamp(x / s + z, qmin, qmax))
+    value(q)   x' = (q - z) * s
+
+======================  ==================================  ======================
+grid                    values                              ends
+======================  ==================================  ======================
+``int``, b bits         all integers                        -2^(b-1), 2^(b-1) - 1
+``float``, 8 bits       e4m3fn (OCP, no infinity)           -448, 448
+``float``, 4 bits       e2m1: 0, .5, 1, 1.5, 2, 3, 4, 6     -6, 6
+======================  ==================================  ======================
+
+Ties go to the even code. Each arithmetic step rounds to the dtype of its operands, in the order
+written above: the readers of a checkpoint do the same, so results agree with theirs in every bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmcompressor.errors import InputError
+
+__all__ = ["FloatLayout", "Grid", "float_layout"]
+
+_FP4_LARGEST = 6.0
+_FP8_LARGEST = 448.0
+
+
+class FloatLayout(NamedTuple):
+    """How a floating dtype is laid out in bits.
+
+    Attributes:
+        integer: the signed integer dtype of the same width.
+        mantissa: number of mantissa bits.
+        exponent_mask: the exponent bits, in place.
+    """
+
+    integer: torch.dtype
+    mantissa: int
+    exponent_mask: int
+
+
+_LAYOUTS = {
+    torch.bfloat16: FloatLayout(torch.int16, 7, 0x7F80),
+    torch.float16: FloatLayout(torch.int16, 10, 0x7C00),
+    torch.float32: FloatLayout(torch.int32, 23, 0x7F80_0000),
+    torch.float64: FloatLayout(torch.int64, 52, 0x7FF0_0000_0000_0000),
+}
+
+
+def float_layout(dtype: torch.dtype) -> FloatLayout:
+    """The bit layout of ``dtype``.
+
+    Raises:
+        InputError: ``dtype`` is not bfloat16, float16, float32 or float64.
+    """
+    if dtype not in _LAYOUTS:
+        raise InputError(
+            f"Values of {dtype} cannot be rounded to a grid.",
+            "Convert them to bfloat16, float16, float32 or float64.",
+        )
+    return _LAYOUTS[dtype]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A finite set of numbers with evenly or exponentially spaced members.
+
+    Args:
+        kind: ``"int"`` or ``"float"``.
+        bits: 1 to 16 for integers; 8 (e4m3fn) or 4 (e2m1) for floats.
+        symmetric: whether values are quantized without a zero point.
+
+    >>> Grid("int", 4).qmin, Grid("int", 4).qmax
+    (-8.0, 7.0)
+    >>> Grid("float", 4).round(torch.tensor([0.25, 0.75, 2.5, 5.0, -9.0])).tolist()
+    [0.0, 1.0, 2.0, 4.0, -6.0]
+    >>> Grid("int", 8).fake_quantize(torch.tensor([0.26, 99.0]), torch.tensor(0.5)).tolist()
+    [0.5, 63.5]
+    """
+
+    kind: Literal["int", "float"]
+    bits: int
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        allowed = range(1, 17) if self.kind == "int" else (4, 8)
+        if self.kind not in ("int", "float") or self.bits not in allowed:
+            raise InputError(
+                f"There is no grid of {self.bits}-bit {self.kind} values.",
+                "Use int with 1 to 16 bits, or float with 4 or 8 bits.",
+            )
+        if self.kind == "float" and self.bits == 4 and not self.symmetric:
+            raise InputError("4-bit floats have no zero point.", "Set symmetric to true.")
+
+    @property
+    def qmin(self) -> float:
+        """The least member."""
+        if self.kind == "int":
+            return -(2.0 ** (self.bits - 1))
+        return -self.qmax
+
+    @property
+    def qmax(self) -> float:
+        """The greatest member."""
+        if self.kind == "int":
+            return 2.0 ** (self.bits - 1) - 1
+        return _FP8_LARGEST if self.bits == 8 else _FP4_LARGEST
+
+    def round(self, x: Tensor) -> Tensor:
+        """The member nearest to each x, ties to even; beyond the ends, the end.
+
+        Args:
+            x: values already divided by their scale, any shape, floating dtype.
+
+        Returns:
+            New tensor of the shape and dtype of ``x``. NaN stays NaN.
+        """
+        return self._round_(x.clone())
+
+    def quantize(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+        """Codes q = round(clamp(x / scale + zero)), held as floating values.
+
+        Args:
+            x: values, any shape, floating dtype.
+            scale: effective scale, broadcastable to ``x``.
+            zero: zero point of any dtype, broadcastable to ``x``; ``None`` for none.
+
+        Returns:
+            New tensor of the shape of ``x``, in the dtype that ``x / scale`` promotes to.
+        """
+        codes = torch.div(x, scale)
+        if zero is not None:
+            codes.add_(zero.to(x.dtype))
+        return self._round_(codes)
+
+    def dequantize(self, q: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+        """Values x' = (q - zero) * scale.
+
+        Args:
+            q: codes, any shape and dtype.
+            scale: effective scale, broadcastable to ``q``; its dtype is that of the result.
+            zero: zero point of any dtype, broadcastable to ``q``; ``None`` for none.
+
+        Returns:
+            New tensor of the shape of ``q`` and the dtype of ``scale``.
+        """
+        values = q.to(scale.dtype)
+        if zero is None:
+            return values * scale
+        return (values - zero.to(scale.dtype)).mul_(scale)
+
+    def fake_quantize(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+        """Each x replaced by the value its code stands for, in the dtype of ``x``.
+
+        One temporary of the size of ``x`` (two on float grids), which becomes the result.
+
+        Args:
+            x: values, any shape, floating dtype.
+            scale: effective scale, broadcastable to ``x``.
+            zero: zero point of any dtype, broadcastable to ``x``; ``None`` for none.
+
+        Returns:
+            New tensor of the shape and dtype of ``x``.
+        """
+        values = self.quantize(x, scale, zero).to(scale.dtype)
+        if zero is not None:
+            values.sub_(zero.to(scale.dtype))
+        return values.mul_(scale).to(x.dtype)
+
+    def _round_(self, x: Tensor) -> Tensor:
+        """Clamp and round ``x`` in place where the grid allows; ``x`` must not be used again."""
+        x.clamp_(self.qmin, self.qmax)
+        if self.kind == "int":
+            return x.round_()
+        if self.bits == 8:
+            return _round_to_float_(x, mantissa=3, smallest=2.0**-6, largest=256.0)
+        x.add_(0.0)  # readers take the sign of -0.0 to be 0; what rounds to zero keeps its sign
+        return _round_to_float_(x, mantissa=1, smallest=1.0, largest=4.0)
+
+
+def _round_to_float_(x: Tensor, *, mantissa: int, smallest: float, largest: float) -> Tensor:
+    """Round ``x`` in place to floats of ``mantissa`` bits, half to even.
+
+    Members are spaced by 2^-mantissa times the power of two at or below abs(x), and evenly under
+    the smallest normal member. That power of two is the exponent field alone, so x / spacing is
+    exact, its last bit is that of the code, and one half-to-even rounding of integers does it.
+
+    Args:
+        x: within the ends of the grid, or NaN.
+        mantissa: bits after the leading one.
+        smallest: the smallest normal member, a power of two.
+        largest: the power of two at or below the largest member.
+    """
+    layout = float_layout(x.dtype)
+    spacing = x.view(layout.integer).bitwise_and(layout.exponent_mask).view(x.dtype)
+    spacing.clamp_(smallest, largest).mul_(2.0**-mantissa)
+    return x.div_(spacing).round_().mul_(spacing)

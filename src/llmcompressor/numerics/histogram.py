@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Histograms of values that are seen once, and the clipping ranges they suggest.
+
+Bin j of a histogram covers [j w, (j + 1) w) with w a power of two, the same lattice for whatever
+data. When a value does not fit, w doubles and neighbours merge: j becomes floor(j / 2). So counts
+are exact, and do not depend on the order of the data nor on how it was split: merging the
+histograms of two halves gives the histogram of the whole.
+
+Shapes: S scales (one histogram each), N values, B bins on each side of zero (2 B in all),
+L clipping ranges that are tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompressor.errors import InputError
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.scales import scales_from_range
+
+__all__ = ["Histogram", "entropy_range", "mse_range", "percentile_range"]
+
+_LEAST_EXPONENT = -126
+_CHUNK_ELEMENTS = 1 << 22
+_RANGES_TRIED = 160
+_LEAST_FRACTION = 2.0**-7
+_FLOOR_OF_MASS = 1e-4
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of values per scale.
+
+    Attributes:
+        counts_SB: int64 [S, 2 B]; column B + j counts values in [j w, (j + 1) w).
+        exponent_S: int64 [S]; w = 2^exponent.
+        low_S: float32 [S], the least value seen.
+        high_S: float32 [S], the greatest value seen.
+    """
+
+    counts_SB: Tensor
+    exponent_S: Tensor
+    low_S: Tensor
+    high_S: Tensor
+
+    @classmethod
+    def of(cls, values_SN: Tensor, bins: int = 2048) -> Histogram:
+        """The histogram of each row.
+
+        Args:
+            values_SN: finite values, floating dtype, not empty.
+            bins: bins on each side of zero; at least half of them are in use on the side with the
+                largest value.
+
+        >>> Histogram.of(torch.tensor([[0.0, 1.0, 2.5, -1.0]]), bins=4).counts_SB.tolist()
+        [[0, 0, 0, 1, 1, 1, 1, 0]]
+        """
+        if values_SN.numel() == 0 or bins < 2:
+            raise InputError(
+                f"No histogram of {tuple(values_SN.shape)} values in {bins} bins can be made.",
+                "Give at least one value per scale and two bins.",
+            )
+        low_S, high_S = values_SN.amin(1).float(), values_SN.amax(1).float()
+        exponent_S = _exponent_for(torch.maximum(-low_S, high_S), bins)
+        return cls(_count(values_SN, exponent_S, bins), exponent_S, low_S, high_S)
+
+    @property
+    def bins(self) -> int:
+        """Bins on each side of zero."""
+        return self.counts_SB.shape[1] // 2
+
+    @property
+    def width_S(self) -> Tensor:
+        """Width of the bins of each scale, float32 [S]."""
+        return torch.ldexp(torch.ones_like(self.low_S), self.exponent_S)
+
+    @property
+    def centers_SB(self) -> Tensor:
+        """The middle of each bin, float32 [S, 2 B]."""
+        index = torch.arange(-self.bins, self.bins, device=self.low_S.device)
+        return (index + 0.5) * self.width_S[:, None]
+
+    def add(self, values_SN: Tensor) -> Histogram:
+        """This histogram with more values, [S, N], counted in."""
+        return self.merge(Histogram.of(values_SN, self.bins))
+
+    def merge(self, other: Histogram) -> Histogram:
+        """The histogram of the values of both."""
+        if self.counts_SB.shape != other.counts_SB.shape:
+            raise InputError(
+                f"Histograms of {tuple(self.counts_SB.shape)} and "
+                f"{tuple(other.counts_SB.shape)} cannot be merged.",
+                "Give them the same scales and bins.",
+            )
+        exponent_S = torch.maximum(self.exponent_S, other.exponent_S)
+        return Histogram(
+            self._coarsened(exponent_S) + other._coarsened(exponent_S),
+            exponent_S,
+            torch.minimum(self.low_S, other.low_S),
+            torch.maximum(self.high_S, other.high_S),
+        )
+
+    def _coarsened(self, exponent_S: Tensor) -> Tensor:
+        """Counts on the lattice of ``exponent_S``, which is not below this one's."""
+        shift_S = (exponent_S - self.exponent_S).clamp(max=62)
+        if not bool(shift_S.any()):
+            return self.counts_SB
+        index = torch.arange(-self.bins, self.bins, device=self.counts_SB.device)
+        target_SB = (index >> shift_S[:, None]) + self.bins
+        return torch.zeros_like(self.counts_SB).scatter_add_(1, target_SB, self.counts_SB)
+
+
+def percentile_range(
+    histogram: Histogram, percentile: float, *, symmetric: bool
+) -> tuple[Tensor, Tensor]:
+    """The range that holds ``percentile`` percent of the values.
+
+    Args:
+        histogram: of S scales.
+        percentile: above 0, up to 100.
+        symmetric: take the same bound on both sides, for a percentile of absolute values;
+            otherwise cut half of the rest off at each end.
+
+    Returns:
+        Bounds, float32 [S] each, linear within a bin and never beyond the extremes seen.
+
+    >>> h = Histogram.of(torch.arange(-50.0, 50.0)[None], bins=64)
+    >>> percentile_range(h, 90, symmetric=True)
+    (tensor([-45.]), tensor([45.]))
+    """
+    if not 0 < percentile <= 100:
+        raise InputError(f"The percentile is {percentile}.", "Give a number above 0, up to 100.")
+    if percentile == 100:
+        return histogram.low_S, histogram.high_S
+    counts_SB = histogram.counts_SB.double()
+    B = histogram.bins
+    if symmetric:
+        magnitude_SB = counts_SB[:, B:] + counts_SB[:, :B].flip(1)
+        bound_S = _quantile(magnitude_SB, percentile / 100) * histogram.width_S
+        low_S, high_S = -bound_S, bound_S
+    else:
+        tail = (1 - percentile / 100) / 2
+        low_S = (_quantile(counts_SB, tail) - B) * histogram.width_S
+        high_S = (_quantile(counts_SB, 1 - tail) - B) * histogram.width_S
+    return torch.maximum(low_S, histogram.low_S), torch.minimum(high_S, histogram.high_S)
+
+
+def mse_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The shrunk range with the least mean square error of rounding.
+
+    p* = argmin_p sum_b n_b (c_b - Q_p(c_b))^2 over the bins' counts n and centres c, for fractions
+    p of the range of values seen.
+
+    Args:
+        histogram: of S scales.
+        grid: what values will be rounded to.
+
+    Returns:
+        Bounds, float32 [S] each.
+    """
+
+    def error(rounded_SB: Tensor, low_S: Tensor, high_S: Tensor) -> Tensor:
+        del low_S, high_S
+        return (histogram.counts_SB * (histogram.centers_SB - rounded_SB).square()).sum(1)
+
+    return _best_range(histogram, grid, error, least=_LEAST_FRACTION)
+
+
+def entropy_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The shrunk range whose rounded values are distributed most like the values.
+
+    As in NVIDIA's calibration by entropy (Migacz, 2017): P is the histogram within the range, with
+    all that lies beyond moved to the outermost bins; Q spreads the counts of each code (of what
+    lies within) evenly over the non-empty bins that round to it; the range minimizes
+    KL(P || Q) = sum_b P_b log(P_b / Q_b). Instead of integer levels, any grid will do.
+
+    Args:
+        histogram: of S scales.
+        grid: what values will be rounded to.
+
+    Returns:
+        Bounds, float32 [S] each.
+    """
+
+    def divergence(rounded_SB: Tensor, low_S: Tensor, high_S: Tensor) -> Tensor:
+        return _divergence(histogram, rounded_SB, low_S, high_S)
+
+    return _best_range(histogram, grid, divergence, least=min(0.5, 2.0**grid.bits / histogram.bins))
+
+
+def _best_range(
+    histogram: Histogram,
+    grid: Grid,
+    error: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    least: float,
+) -> tuple[Tensor, Tensor]:
+    """The fraction of the range, from 1 down to ``least``, with the least error for each scale.
+
+    ``error(rounded_SB, low_S, high_S)`` gives one number per scale.
+    """
+    best_S = torch.full_like(histogram.low_S, torch.inf, dtype=torch.float64)
+    low_S, high_S = histogram.low_S.clamp(max=0.0), histogram.high_S.clamp(min=0.0)
+    if grid.symmetric:
+        high_S = torch.maximum(-low_S, high_S)
+        low_S = -high_S
+    best_p_S = torch.ones_like(low_S)
+    for p in torch.logspace(0.0, math.log2(least), _RANGES_TRIED, base=2.0).tolist():
+        scale_S, zero_S = scales_from_range(p * low_S, p * high_S, grid)
+        zero = None if grid.symmetric else zero_S[:, None]
+        rounded_SB = grid.fake_quantize(histogram.centers_SB, scale_S[:, None], zero)
+        error_S = error(rounded_SB, p * low_S, p * high_S).double()
+        better_S = error_S < best_S
+        best_S = torch.where(better_S, error_S, best_S)
+        best_p_S = torch.where(better_S, p, best_p_S)
+    bounds = best_p_S * low_S, best_p_S * high_S
+    return torch.maximum(bounds[0], histogram.low_S), torch.minimum(bounds[1], histogram.high_S)
+
+
+def _divergence(histogram: Histogram, rounded_SB: Tensor, low_S: Tensor, high_S: Tensor) -> Tensor:
+    """KL(P || Q) of each scale, float64 [S]; see :func:`entropy_range`."""
+    counts_SB, width_S = histogram.counts_SB.double(), histogram.width_S
+    B = histogram.bins
+    index_B = torch.arange(-B, B, device=counts_SB.device)
+    first_S1 = (low_S / width_S).floor().clamp(min=-B)[:, None]
+    last_S1 = ((high_S / width_S).ceil() - 1).clamp(max=B - 1).maximum(first_S1[:, 0])[:, None]
+    within_SB = (index_B >= first_S1) & (index_B <= last_S1)
+
+    inner_SB = counts_SB * within_SB
+    moved_SB = torch.minimum(torch.maximum(index_B.float(), first_S1), last_S1).long() + B
+    P_SB = torch.zeros_like(counts_SB).scatter_add_(1, moved_SB, counts_SB)
+
+    # rounding is monotone, so the bins of one code are neighbours
+    code_SB = (rounded_SB.diff(dim=1) != 0).cumsum(1)
+    code_SB = torch.cat([torch.zeros_like(code_SB[:, :1]), code_SB], 1)
+    filled_SB = (inner_SB > 0).double()
+    of_code = torch.zeros_like(counts_SB)
+    mass = of_code.scatter_add(1, code_SB, inner_SB).gather(1, code_SB)
+    number = of_code.scatter_add(1, code_SB, filled_SB).gather(1, code_SB)
+    Q_SB = filled_SB * mass / number.clamp(min=1.0)
+
+    P_SB = P_SB / P_SB.sum(1, keepdim=True)
+    Q_SB = Q_SB / Q_SB.sum(1, keepdim=True).clamp(min=1.0)
+    # a little everywhere within, or an empty outermost bin would make any clipping infinitely bad
+    even_SB = within_SB / within_SB.sum(1, keepdim=True)
+    Q_SB = torch.lerp(Q_SB, even_SB.double(), _FLOOR_OF_MASS)
+    return torch.special.xlogy(P_SB, P_SB / Q_SB.clamp(min=1e-300)).sum(1)
+
+
+def _exponent_for(amax_S: Tensor, bins: int) -> Tensor:
+    """The least exponents with amax < bins * 2^exponent."""
+    mantissa_S, exponent_S = torch.frexp(amax_S / bins)
+    del mantissa_S  # in [0.5, 1), so 2^exponent is strictly above amax / bins
+    return exponent_S.long().clamp(min=_LEAST_EXPONENT)
+
+
+def _count(values_SN: Tensor, exponent_S: Tensor, bins: int) -> Tensor:
+    """Counts [S, 2 B] of ``values_SN`` on the lattice of ``exponent_S``."""
+    S, N = values_SN.shape
+    offset_S1 = torch.arange(S, device=values_SN.device)[:, None] * (2 * bins) + bins
+    total = torch.zeros(S * 2 * bins, dtype=torch.int64, device=values_SN.device)
+    step = max(1, _CHUNK_ELEMENTS // S)
+    for start in range(0, N, step):
+        part = values_SN[:, start : start + step].float()
+        index = torch.ldexp(part, -exponent_S[:, None]).floor_().long().add_(offset_S1)
+        total += torch.bincount(index.flatten(), minlength=len(total))
+    return total.view(S, 2 * bins)
+
+
+def _quantile(counts_SB: Tensor, level: float) -> Tensor:
+    """Where the cumulated counts reach ``level``, in bins from the left edge; float32 [S]."""
+    cumulated_SB = counts_SB.cumsum(1)
+    wanted_S1 = level * cumulated_SB[:, -1:]
+    bin_S1 = torch.searchsorted(cumulated_SB, wanted_S1).clamp(max=counts_SB.shape[1] - 1)
+    inside_S1 = counts_SB.gather(1, bin_S1)
+    missing_S1 = wanted_S1 - (cumulated_SB.gather(1, bin_S1) - inside_S1)
+    share_S1 = (missing_S1 / inside_S1.clamp(min=math.ulp(1.0))).clamp(0.0, 1.0)
+    place_S: Tensor = (bin_S1 + share_S1)[:, 0].float()
+    return place_S

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranges that lose less than the extremes do: a search over shrunk ranges.
+
+Clamping a few large values lets all the others be rounded more finely. With a cell's extremes
+[a, b], the fractions p_i = 1 - i / resolution and Q_p rounding with the scale of [p a, p b]::
+
+    p* = argmin_p  sum_n m_n |x_n - Q_p(x_n)|^norm
+
+separately for each cell. m weights the error of each element, by the mean square of the input
+that will meet it; without it all count the same. The fractions go down from 1 and the search ends
+after ``patience`` of them in a row that improved no cell at all.
+
+Shapes: S cells (one scale each), N elements of a cell, P period of the weights, K fractions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompressor.errors import InputError
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.scales import ScaleFormat, scales_from_range
+
+__all__ = ["ShrinkSearch", "search_range"]
+
+_CHUNK_ELEMENTS = 1 << 18
+_FRACTIONS_AT_ONCE = 5
+
+
+@dataclass(frozen=True)
+class ShrinkSearch:
+    """Which fractions of the range are tried, and what is minimized.
+
+    Args:
+        maxshrink: the smallest fraction is about 1 - maxshrink; 0 to 1.
+        patience: stop after this many fractions in a row without any improvement; 0 for never.
+        resolution: number of fractions between 1 and 0.
+        norm: the error's exponent.
+        expand: the range that counts as fraction 1, relative to the extremes.
+        inclusive: also try the fraction 1 - maxshrink itself.
+
+    >>> ShrinkSearch(maxshrink=0.3, resolution=10).fractions()
+    [1.0, 0.9, 0.8]
+    >>> ShrinkSearch(maxshrink=0.3, resolution=10, inclusive=True).fractions()
+    [1.0, 0.9, 0.8, 0.7]
+    """
+
+    maxshrink: float = 0.2
+    patience: int = 5
+    resolution: int = 100
+    norm: float = 2.4
+    expand: float = 1.0
+    inclusive: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.maxshrink <= 1:
+            raise InputError(f"maxshrink is {self.maxshrink}.", "Give a number from 0 to 1.")
+        if self.patience < 0:
+            raise InputError(f"patience is {self.patience}.", "Give 0 or more.")
+        for name in ("resolution", "norm", "expand"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InputError(f"{name} is {getattr(self, name)}.", "Give a number above 0.")
+
+    def fractions(self) -> list[float]:
+        """The fractions of the range to try, in order; never none, and none below zero."""
+        steps = max(1, int(self.maxshrink * self.resolution)) + int(self.inclusive)
+        return [1 - i / self.resolution for i in range(min(steps, self.resolution + 1))]
+
+
+def search_range(
+    values_SN: Tensor,
+    grid: Grid,
+    search: ShrinkSearch,
+    *,
+    importance_PN: Tensor | None = None,
+    scale_format: ScaleFormat = ScaleFormat.PLAIN,
+    scale_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The shrunk range of each cell with the least error.
+
+    Besides ``values_SN``, memory for a chunk of it and for S * K numbers is used.
+
+    Args:
+        values_SN: elements of each cell, floating dtype; zeros may pad them.
+        grid: what values are rounded to.
+        search: fractions and error.
+        importance_PN: weight of each element's error, not negative; cell s uses row s mod P.
+        scale_format: how scales will be stored. Scales under a global scale (``E4M3``) are
+            searched without it and without their rounding: the global scale depends on the result.
+        scale_dtype: floating dtype that plain scales are rounded to.
+
+    Returns:
+        Least and greatest value of each range, [S], in the dtype of ``values_SN``.
+
+    >>> x = torch.tensor([[0.9, 1.0, 1.1, 2.0, 3.9]])
+    >>> search_range(x, Grid("int", 3), ShrinkSearch(maxshrink=0.5, patience=0, norm=2.0))
+    (tensor([0.9000]), tensor([3.9000]))
+    """
+    if values_SN.numel() == 0:
+        raise InputError("There are no values to search a range for.", "Observe some first.")
+    if importance_PN is not None:
+        _check_importance(importance_PN, values_SN)
+    plain = scale_format is ScaleFormat.E4M3
+    rounding = _Rounding(grid, ScaleFormat.PLAIN if plain else scale_format, scale_dtype)
+    lowest_S, highest_S = values_SN.amin(1) * search.expand, values_SN.amax(1) * search.expand
+    best = _Best(lowest_S, highest_S)
+    fractions = search.fractions()
+    for start in range(0, len(fractions), _FRACTIONS_AT_ONCE):
+        tried = fractions[start : start + _FRACTIONS_AT_ONCE]
+        low_KS = torch.stack([p * lowest_S for p in tried])
+        high_KS = torch.stack([p * highest_S for p in tried])
+        error_KS = _errors(values_SN, low_KS, high_KS, rounding, search.norm, importance_PN)
+        if not best.take(low_KS, high_KS, error_KS, search.patience):
+            break
+    return best.low_S, best.high_S
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    grid: Grid
+    scale_format: ScaleFormat
+    scale_dtype: torch.dtype | None
+
+    def scales(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
+        scale, zero = scales_from_range(
+            low, high, self.grid, scale_format=self.scale_format, scale_dtype=self.scale_dtype
+        )
+        return scale, None if self.grid.symmetric else zero
+
+
+class _Best:
+    """The best range of each cell so far, and how long ago any of them improved."""
+
+    def __init__(self, lowest_S: Tensor, highest_S: Tensor) -> None:
+        self.low_S, self.high_S = lowest_S.clone(), highest_S.clone()
+        self._error_S = torch.full_like(lowest_S, torch.inf, dtype=torch.float32)
+        self._idle = 0
+
+    def take(self, low_KS: Tensor, high_KS: Tensor, error_KS: Tensor, patience: int) -> bool:
+        """Compare fractions one after another; False once the search has run out of patience."""
+        for low_S, high_S, error_S in zip(low_KS, high_KS, error_KS, strict=True):
+            better_S = error_S < self._error_S
+            self._idle = 0 if bool(better_S.any()) else self._idle + 1
+            if patience and self._idle >= patience:
+                return False
+            self._error_S = torch.where(better_S, error_S, self._error_S)
+            self.low_S = torch.where(better_S, low_S, self.low_S)
+            self.high_S = torch.where(better_S, high_S, self.high_S)
+        return True
+
+
+def _errors(
+    values_SN: Tensor,
+    low_KS: Tensor,
+    high_KS: Tensor,
+    rounding: _Rounding,
+    norm: float,
+    importance_PN: Tensor | None,
+) -> Tensor:
+    """Sum of weighted errors of each cell [K, S] under each of K ranges, in float32.
+
+    Chunks are small enough to stay in a cache while all K ranges are tried on them.
+    """
+    scale_KS, zero_KS = rounding.scales(low_KS, high_KS)
+    error_KS = torch.zeros_like(scale_KS, dtype=torch.float32)
+    period = 1 if importance_PN is None else len(importance_PN)
+    S, N = values_SN.shape
+    for rows, columns in _chunks(S, N, period):
+        part = values_SN[rows, columns]
+        exact = part.float()
+        weight = None if importance_PN is None else importance_PN[:, columns].float()
+        for k, error_S in enumerate(error_KS):
+            zero = None if zero_KS is None else zero_KS[k, rows, None]
+            rounded = rounding.grid.fake_quantize(part, scale_KS[k, rows, None], zero)
+            loss = _power_(rounded.to(torch.float32).sub_(exact).abs_(), norm)
+            if weight is not None:
+                loss.unflatten(0, (-1, period)).mul_(weight)  # type: ignore[no-untyped-call]
+            error_S[rows] += loss.sum(1)
+    return error_KS
+
+
+def _power_(x: Tensor, norm: float) -> Tensor:
+    """``x ** norm`` in place for x not negative; twice as fast as ``pow`` for fractional exponents."""
+    return x.pow_(norm) if float(norm).is_integer() else x.log2_().mul_(norm).exp2_()
+
+
+def _chunks(S: int, N: int, period: int) -> Iterator[tuple[slice, slice]]:
+    """Rectangles that cover [S, N], whole periods of rows high, of about the chunk's size."""
+    width = min(N, max(1, _CHUNK_ELEMENTS // period))
+    height = max(1, _CHUNK_ELEMENTS // (width * period)) * period
+    for top in range(0, S, height):
+        for left in range(0, N, width):
+            yield slice(top, top + height), slice(left, left + width)
+
+
+def _check_importance(importance_PN: Tensor, values_SN: Tensor) -> None:
+    S, N = values_SN.shape
+    if importance_PN.ndim != 2 or importance_PN.shape[1] != N or S % importance_PN.shape[0]:
+        raise InputError(
+            f"Importance of shape {tuple(importance_PN.shape)} does not fit cells [{S}, {N}].",
+            f"Give rows of {N} whose number divides {S}.",
+        )

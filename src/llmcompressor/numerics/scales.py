@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From ranges of values to scales and zero points.
+
+With a grid from ``qmin`` to ``qmax`` and a range [a, b] widened so that it contains zero::
+
+    symmetric     s = max(-a, b) / ((qmax - qmin) / 2)
+    asymmetric    s = (b - a) / (qmax - qmin),    z = round(clamp(qmin - a / s))
+
+Scales are stored in one of three ways (:class:`ScaleFormat`). All arithmetic is done in the dtype
+of the range, so that the results equal those of the checkpoint's readers in every bit.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.grid import Grid, float_layout
+
+__all__ = [
+    "ScaleFormat",
+    "default_zero_dtype",
+    "effective_scale",
+    "global_scale_from_amax",
+    "parameter_dtype",
+    "scales_from_range",
+]
+
+_E4M3_LARGEST = 448.0
+_E2M1_LARGEST = 6.0
+_E4M3_SUBSTITUTE = 0.125
+_E8M0_BIAS = 127
+_PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class ScaleFormat(enum.Enum):
+    """How scales are stored.
+
+    PLAIN: floating numbers of the weight's dtype, or of a given one.
+    E4M3: 8-bit floats per group under one float32 scale per tensor (NVFP4).
+    E8M0: powers of two, kept as their 8-bit biased exponents (OCP MX).
+    """
+
+    PLAIN = "plain"
+    E4M3 = "e4m3"
+    E8M0 = "e8m0"
+
+
+def scales_from_range(
+    minimum: Tensor,
+    maximum: Tensor,
+    grid: Grid,
+    *,
+    scale_format: ScaleFormat = ScaleFormat.PLAIN,
+    global_scale: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
+    zero_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The scale and zero point of each range.
+
+    Args:
+        minimum: least values, any shape, floating dtype.
+        maximum: greatest values, shape and dtype of ``minimum``.
+        grid: what the values will be rounded to.
+        scale_format: how scales are stored; they are rounded to what can be stored.
+        global_scale: float32, shape [1]; scales are multiplied by it before they are rounded.
+        scale_dtype: for ``PLAIN``, a floating dtype that scales are rounded to.
+        zero_dtype: dtype of the zero point; by default :func:`default_zero_dtype`.
+
+    Returns:
+        scale: shape of ``minimum`` (at least [1]), never zero; float32 if ``global_scale`` is
+            given, else the dtype of ``minimum``. An E8M0 scale is the power of two, not its
+            exponent.
+        zero_point: same shape, ``zero_dtype``; all zero on symmetric grids.
+
+    >>> one = torch.ones(1)
+    >>> scales_from_range(-one, 127.5 * one, Grid("int", 8))
+    (tensor([1.]), tensor([0], dtype=torch.int8))
+    >>> scales_from_range(-one, 14 * one, Grid("int", 4, symmetric=False))
+    (tensor([1.]), tensor([-7], dtype=torch.int8))
+    """
+    minimum, maximum = minimum.clamp(max=0.0), maximum.clamp(min=0.0)
+    if minimum.ndim == 0:
+        minimum, maximum = minimum.reshape(1), maximum.reshape(1)
+    zero_dtype = zero_dtype or default_zero_dtype(grid)
+    if scale_format is ScaleFormat.E8M0:
+        scale = _power_of_two_scale(torch.maximum(-minimum, maximum), grid)
+        return scale, torch.zeros(scale.shape, dtype=zero_dtype, device=scale.device)
+    scale, zero = _plain_scale(minimum, maximum, grid)
+    if global_scale is not None:
+        scale = global_scale * scale
+    stored_dtype = torch.float8_e4m3fn if scale_format is ScaleFormat.E4M3 else scale_dtype
+    scale = _rounded_to(scale, stored_dtype).to(scale.dtype) if stored_dtype else scale
+    scale = torch.where(scale == 0, _substitute(stored_dtype or scale.dtype), scale)
+    return scale, _rounded_to(zero, zero_dtype)
+
+
+def global_scale_from_amax(amax: Tensor) -> Tensor:
+    """NVFP4's scale per tensor: 448 * 6 / amax, so that the largest group scale becomes 448.
+
+    Args:
+        amax: absolute maximum, any shape (its greatest entry counts), floating dtype.
+
+    Returns:
+        float32, shape [1]. 1 where amax is zero, so small that the quotient overflows, or NaN.
+
+    >>> global_scale_from_amax(torch.tensor([1.0, 2688.0]))
+    tensor([1.])
+    """
+    amax = amax.abs().max()
+    amax = amax.clamp(min=torch.finfo(amax.dtype).tiny)
+    scale = _E4M3_LARGEST * _E2M1_LARGEST / amax
+    return scale.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0).to(torch.float32).reshape(1)
+
+
+def effective_scale(scale: Tensor, global_scale: Tensor | None = None) -> Tensor:
+    """The scale that values are divided by: ``scale``, over ``global_scale`` if there is one."""
+    return scale if global_scale is None else scale / global_scale
+
+
+def default_zero_dtype(grid: Grid) -> torch.dtype:
+    """The dtype that zero points of ``grid`` are kept in."""
+    if grid.kind == "float":
+        return torch.float8_e4m3fn
+    return torch.int8 if grid.bits <= 8 else torch.int16
+
+
+def parameter_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a scale that stands beside a tensor of ``dtype``: that, or float16 if exotic."""
+    return dtype if dtype in _PLAIN_DTYPES else torch.float16
+
+
+def _plain_scale(minimum: Tensor, maximum: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Scale and unrounded zero point; a scale may be zero."""
+    steps = grid.qmax - grid.qmin
+    if grid.symmetric:
+        scale = torch.maximum(-minimum, maximum) / (steps / 2)
+        return scale, torch.zeros_like(scale)
+    scale = (maximum - minimum) / steps
+    zero = grid.qmin - minimum / scale
+    # an empty range has 0 / 0 here; code 0 stands for it
+    return scale, zero.nan_to_num(nan=0.0).clamp(grid.qmin, grid.qmax)
+
+
+def _power_of_two_scale(amax: Tensor, grid: Grid) -> Tensor:
+    """2^(floor(log2 amax') - floor(log2 qmax)), where amax' is amax rounded to a power of two.
+
+    OCP Microscaling Formats v1.0, section 6.3, with amax rounded up when its mantissa is 1.75 or
+    more: values up to there lose less by being clamped than all would by doubling the scale.
+    """
+    layout = float_layout(amax.dtype)
+    quarter = 1 << (layout.mantissa - 2)
+    bits = (amax.contiguous().view(layout.integer) + quarter).bitwise_and(layout.exponent_mask)
+    exponent = torch.floor(torch.log2(bits.view(amax.dtype))) - math.floor(math.log2(grid.qmax))
+    biased = (exponent + _E8M0_BIAS).clamp(0, 255)
+    scale = torch.exp2(biased.float() - _E8M0_BIAS).to(amax.dtype)
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def _rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``, saturating; half to even."""
+    if dtype.is_floating_point:
+        info = torch.finfo(dtype)
+        return x.clamp(info.min, info.max).to(dtype)
+    limits = torch.iinfo(dtype)
+    return x.clamp(limits.min, limits.max).round().to(dtype)
+
+
+def _substitute(dtype: torch.dtype) -> float:
+    """What a scale of zero becomes, so that nothing is divided by zero."""
+    return _E4M3_SUBSTITUTE if dtype is torch.float8_e4m3fn else torch.finfo(dtype).eps

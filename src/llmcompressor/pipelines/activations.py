@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the activations of suspended passes wait: in place, on another device, or in files.
+
+A suspended pass holds tensors in its frames (the residual stream, rotary tables, masks) and in
+the call that it waits with. They are moved by exchanging their storage, so that every reference
+to them stays valid: the frames of the model's own code never notice.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from llmcompressor.modeling.paused_forward import Pass
+
+__all__ = ["ActivationStore", "held_tensors"]
+
+_SMALLEST = 64 * 1024
+"""Bytes below which a storage is not worth moving."""
+_DEPTH = 4
+
+
+def held_tensors(one: Pass) -> list[Tensor]:
+    """The tensors that a suspended pass refers to: in its call and in its frames' variables."""
+    found: dict[int, Tensor] = {}
+    for tensor in _tensors_in((one.args, one.kwargs), _DEPTH):
+        found[id(tensor)] = tensor
+    frame: FrameType | None = one.frame
+    while frame is not None:
+        for tensor in _tensors_in(frame.f_locals, _DEPTH):
+            found[id(tensor)] = tensor
+        frame = frame.f_back
+    return list(found.values())
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if not isinstance(value, Parameter):
+            yield value
+    elif isinstance(value, Module | str | bytes | int | float) or value is None or depth == 0:
+        return
+    elif isinstance(value, Mapping):
+        for item in list(value.values()):
+            yield from _tensors_in(item, depth - 1)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _tensors_in(item, depth - 1)
+
+
+@dataclass
+class _Parked:
+    bytes: int
+    file: Path | None = None
+
+
+class ActivationStore:
+    """Keeps what suspended passes hold within a budget.
+
+    Args:
+        device: where the passes run.
+        budget: bytes that may stay in main memory; what exceeds it goes to memory-mapped files.
+        keep: tensors that are never moved (the model's parameters and buffers).
+
+    Attributes:
+        peak: the most bytes that were held at once.
+        spilled: bytes written to files, in sum.
+    """
+
+    def __init__(self, device: torch.device, budget: int, keep: Iterable[Tensor] = ()) -> None:
+        self._device = device
+        self._budget = budget
+        self._keep = {tensor.untyped_storage().data_ptr() for tensor in keep}
+        self._parked: dict[Pass, list[_Parked]] = {}
+        self._held = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._files = 0
+        self.peak = 0
+        self.spilled = 0
+
+    def park(self, one: Pass) -> None:
+        """Put away what ``one``, now suspended, holds."""
+        if one.finished:
+            return
+        storages = self._storages(one)
+        size = sum(tensors[0].untyped_storage().nbytes() for tensors in storages.values())
+        records = []
+        if self._device.type != "cpu":
+            for tensors in storages.values():
+                _exchange(tensors, torch.device("cpu"))
+        in_files = self._held + size > self._budget
+        for tensors in storages.values():
+            nbytes = tensors[0].untyped_storage().nbytes()
+            file = self._spill(tensors, nbytes) if in_files else None
+            records.append(_Parked(nbytes, file))
+        self._parked[one] = records
+        self._held += sum(record.bytes for record in records if record.file is None)
+        self.peak = max(self.peak, self._held)
+
+    def fetch(self, one: Pass) -> None:
+        """Bring back what ``one`` holds: it is about to run."""
+        records = self._parked.pop(one, [])
+        self._held -= sum(record.bytes for record in records if record.file is None)
+        files = [record.file for record in records if record.file is not None]
+        if self._device.type != "cpu" or files:
+            for tensors in self._storages(one).values():
+                _exchange(tensors, self._device)
+        for file in files:
+            file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the files."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _storages(self, one: Pass) -> dict[int, list[Tensor]]:
+        """Tensors by storage: views of one storage move together."""
+        storages: dict[int, list[Tensor]] = {}
+        for tensor in held_tensors(one):
+            if tensor.is_inference() or tensor.layout is not torch.strided or tensor.is_meta:
+                continue
+            storage = tensor.untyped_storage()
+            if storage.nbytes() >= _SMALLEST and storage.data_ptr() not in self._keep:
+                storages.setdefault(storage.data_ptr(), []).append(tensor)
+        return storages
+
+    def _spill(self, tensors: list[Tensor], nbytes: int) -> Path:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="llmcompressor-activations-")
+        file = Path(self._folder.name) / f"{self._files}.bin"
+        self._files += 1
+        self.spilled += nbytes
+        mapped = torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
+        storage = tensors[0].untyped_storage()
+        mapped.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)))
+        _point(tensors, mapped.untyped_storage())
+        return file
+
+
+def _exchange(tensors: list[Tensor], device: torch.device) -> None:
+    """Move the storage that ``tensors`` share to ``device`` (or out of a file)."""
+    old = tensors[0].untyped_storage()
+    bytes_ = torch.empty(0, dtype=torch.uint8, device=old.device).set_(old, 0, (old.nbytes(),), (1,))
+    new = bytes_.to(device) if device != old.device else bytes_.clone()
+    _point(tensors, new.untyped_storage())
+
+
+def _point(tensors: list[Tensor], storage: torch.UntypedStorage) -> None:
+    for tensor in tensors:
+        view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        tensor.data = view

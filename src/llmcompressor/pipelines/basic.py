@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two pipelines that do not pause: a plain forward per batch, and none at all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+from llmcompressor.core.session_functions import LifecycleCallbacks, active_session
+from llmcompressor.pipelines.batches import calibrating
+from llmcompressor.pipelines.model_runs import calibration_mode
+from llmcompressor.progress import progress
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from llmcompressor.args import DatasetArguments
+
+__all__ = ["BasicPipeline", "DataFreePipeline"]
+
+
+class BasicPipeline:
+    """Every batch through the whole model, then all modules at once.
+
+    Nothing propagates: all statistics are those of the original model. It needs one forward, and
+    the memory for the statistics of all modules together.
+    """
+
+    def __call__(
+        self, model: Module, dataloader: DataLoader[Any], dataset_args: DatasetArguments
+    ) -> None:
+        """Run all modifiers of the active session over the calibration data."""
+        state = active_session().state
+        with calibrating(
+            model, dataloader, state, use_loss_mask=getattr(dataset_args, "use_loss_mask", False)
+        ) as batches:
+            LifecycleCallbacks.calibration_epoch_start()
+            with progress(len(batches), "Calibrating") as advance:
+                for index, batch in enumerate(batches):
+                    state.batch_data, state.token_mask = batch, batches.mask(index)
+                    batches.run(batch)
+                    advance(1)
+            LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))
+            LifecycleCallbacks.calibration_epoch_end()
+
+
+class DataFreePipeline:
+    """For recipes that need no data: the calibration events, and no forward."""
+
+    def __call__(
+        self,
+        model: Module,
+        dataloader: DataLoader[Any] | None,
+        dataset_args: DatasetArguments | None = None,
+    ) -> None:
+        """Fire the calibration events for all modifiers of the active session."""
+        with calibration_mode(model):
+            LifecycleCallbacks.calibration_epoch_start()
+            LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))
+            LifecycleCallbacks.calibration_epoch_end()

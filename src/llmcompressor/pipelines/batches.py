@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calibration batches of a run, and which of their positions are real tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.errors import DatasetError
+from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.pipelines.model_runs import calibration_mode, model_inputs, token_mask
+
+if TYPE_CHECKING:
+    from llmcompressor.core.state import State
+
+__all__ = ["CalibrationBatches", "calibrating"]
+
+
+class CalibrationBatches(Sequence[Mapping[str, Any]]):
+    """Batches as given, the masks of their real tokens, and how the model is run on one.
+
+    Args:
+        model: what runs on them.
+        batches: mappings of the model's arguments.
+        use_loss_mask: count only the tokens of each batch's ``loss_mask``.
+    """
+
+    def __init__(
+        self, model: Module, batches: Iterable[Mapping[str, Any]], *, use_loss_mask: bool = False
+    ) -> None:
+        self._model = model
+        self._batches = list(batches)
+        if not self._batches:
+            raise DatasetError(
+                "The calibration data holds no batch.", "Give at least one sample to calibrate on."
+            )
+        self._masks = [self._mask(batch, use_loss_mask) for batch in self._batches]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:  # type: ignore[override]
+        return self._batches[index]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def tokens(self) -> int:
+        """Positions of all batches, padding included: what activations take memory for."""
+        return sum(_positions(batch) for batch in self._batches)
+
+    def mask(self, index: int) -> Tensor | None:
+        """Bool ``[batch, tokens]`` of the real tokens of a batch; ``None`` where all are."""
+        return self._masks[index]
+
+    def run(self, batch: Mapping[str, Any]) -> object:
+        """The model's own forward on a batch."""
+        return self._model(**model_inputs(self._model, batch))
+
+    def runner(self, batch: Mapping[str, Any]) -> Callable[[], object]:
+        """:meth:`run` with its batch bound, to be called later."""
+        return lambda: self.run(batch)
+
+    @staticmethod
+    def _mask(batch: Mapping[str, Any], use_loss_mask: bool) -> Tensor | None:
+        mask = token_mask(batch)
+        loss_mask = batch.get("loss_mask") if use_loss_mask else None
+        if isinstance(loss_mask, Tensor):
+            return loss_mask.bool() if mask is None else mask & loss_mask.bool()
+        return mask
+
+
+def _positions(batch: Mapping[str, Any]) -> int:
+    """Tokens of a batch; for other inputs the positions of their last but one dimension."""
+    ids = batch.get("input_ids")
+    if isinstance(ids, Tensor):
+        return ids.numel()
+    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1]
+    return max((tensor.shape[0] * tensor.shape[-1] for tensor in tensors), default=1)
+
+
+@contextlib.contextmanager
+def calibrating(
+    model: Module,
+    dataloader: Iterable[Mapping[str, Any]] | None,
+    state: State,
+    *,
+    use_loss_mask: bool = False,
+) -> Iterator[CalibrationBatches]:
+    """The model in calibration mode and its batches; the state is as before afterwards."""
+    if dataloader is None:
+        raise DatasetError(
+            "The recipe needs calibration data and none was given.",
+            "Pass dataset=..., or use a scheme that needs none, such as FP8_DYNAMIC.",
+        )
+    batches = CalibrationBatches(model, dataloader, use_loss_mask=use_loss_mask)
+    with calibration_mode(model), _two_masks(model, batches, state):
+        try:
+            yield batches
+        finally:
+            state.batch_data = state.token_mask = state.reference_inputs = None
+
+
+@contextlib.contextmanager
+def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iterator[None]:
+    """In an encoder-decoder, tell hooks the mask of whichever half their input comes from.
+
+    A module of the encoder counts the encoder's tokens, one of the decoder the decoder's, but
+    for the keys and values of cross attention, which see what the encoder returned.
+    """
+    encoder = _encoder_of(model)
+    if encoder is None:
+        yield
+        return
+    inside = set(encoder.modules())
+    returned: dict[str, Tensor | None] = {}
+
+    def remember(module: Module, args: tuple[Any, ...], output: Any) -> None:
+        values = output.values() if isinstance(output, Mapping) else (output,)
+        returned["tensor"] = first_tensor(tuple(values), {})
+
+    def choose(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = state.batch_data
+        if batch is None:
+            return
+        seen, encoded = first_tensor(args, kwargs), returned.get("tensor")
+        crossed = seen is not None and encoded is not None and seen.data_ptr() == encoded.data_ptr()
+        key = "attention_mask" if module in inside or crossed else "decoder_attention_mask"
+        state.token_mask = token_mask(batch, key)
+
+    leaves = [module for module in model.modules() if not any(True for _ in module.children())]
+    handles = [encoder.register_forward_hook(remember)]
+    handles += [
+        leaf.register_forward_pre_hook(choose, with_kwargs=True, prepend=True) for leaf in leaves
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _encoder_of(model: Module) -> Module | None:
+    config = getattr(model, "config", None)
+    if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
+        return None
+    encoder = model.get_encoder()
+    return encoder if isinstance(encoder, Module) and encoder is not model else None

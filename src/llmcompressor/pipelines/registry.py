@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipelines by name, and which one a recipe needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.registry import Table
+
+__all__ = ["PIPELINES", "infer_pipeline"]
+
+PIPELINES = Table(
+    "pipeline",
+    {
+        "basic": "llmcompressor.pipelines.basic:BasicPipeline",
+        "datafree": "llmcompressor.pipelines.basic:DataFreePipeline",
+        "data_free": "llmcompressor.pipelines.basic:DataFreePipeline",
+        "independent": "llmcompressor.pipelines.independent:IndependentPipeline",
+        "sequential": "llmcompressor.pipelines.sequential:SequentialPipeline",
+        "layer_sequential": "llmcompressor.pipelines.sequential:LayerSequentialPipeline",
+    },
+)
+
+
+def infer_pipeline(modifiers: Sequence[Modifier]) -> str:
+    """``"sequential"`` if any of ``modifiers`` needs calibration data, else ``"datafree"``."""
+    needs_data = any(modifier.requires_calibration_data for modifier in modifiers)
+    return "sequential" if needs_data else "datafree"

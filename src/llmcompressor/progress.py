@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a long job is, on a terminal as a bar and elsewhere as a line of log now and then.
+
+::
+
+    with progress(len(blocks), "Compressing") as advance:
+        for block in blocks:
+            advance(0, note=block.name)  # the block now at work, not yet counted
+            compress(block)
+            advance()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from llmcompressor.logger import logger
+
+__all__ = ["Advance", "progress"]
+
+_LOG_EVERY_S = 10.0
+
+# The display already on screen: a job within a job adds a line to it instead of a second display.
+_shown: ContextVar[Progress | None] = ContextVar("llmcompressor_progress", default=None)
+
+
+class Advance(Protocol):
+    """What the body of :func:`progress` calls: count ``by`` steps, and show ``note``."""
+
+    def __call__(self, by: int = 1, note: str | None = None) -> None:
+        """Count ``by`` steps as done; ``note`` replaces the note, none keeps it."""
+
+
+class _LogLines:
+    """Progress where nobody watches a bar: at most one line of log every ten seconds."""
+
+    def __init__(self, total: int, description: str, clock: Callable[[], float]) -> None:
+        self._total = total
+        self._description = description
+        self._clock = clock
+        self._start = self._last = clock()
+        self._done = 0
+        self._note = ""
+
+    def __call__(self, by: int = 1, note: str | None = None) -> None:
+        self._done += by
+        self._note = self._note if note is None else note
+        now = self._clock()
+        if now - self._last < _LOG_EVERY_S:
+            return
+        self._last = now
+        elapsed = now - self._start
+        left = elapsed / self._done * (self._total - self._done) if self._done else None
+        logger.info(
+            "{}: {}/{}{}, {} elapsed, {} left",
+            self._description,
+            self._done,
+            self._total,
+            f" ({self._note})" if self._note else "",
+            _minutes(elapsed),
+            "?" if left is None else _minutes(left),
+        )
+
+
+def _minutes(seconds: float) -> str:
+    """Seconds as minutes and seconds.
+
+    >>> _minutes(83.4)
+    '1:23'
+    """
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _display() -> Progress:
+    """A display on standard error: what, bar, count, time gone, time left, the module at work."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[note]}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+@contextmanager
+def progress(
+    total: int,
+    description: str,
+    *,
+    terminal: bool | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Advance]:
+    """Show how far a job of ``total`` steps is while the body runs.
+
+    Args:
+        total: how many steps there are.
+        description: what the job is, a word or two.
+        terminal: a bar (true) or lines of log (false); by default a bar where standard error is
+            a terminal.
+        clock: seconds, for the lines of log.
+
+    Yields:
+        ``advance(by=1, note=None)``: counts ``by`` steps as done and shows ``note``, which is
+        usually the name of the module at work.
+    """
+    display = _shown.get()
+    if display is None:
+        terminal = Console(stderr=True).is_terminal if terminal is None else terminal
+        if not terminal:
+            yield _LogLines(total, description, clock)
+            return
+        display = _display()
+        with display:
+            _shown.set(display)
+            try:
+                yield _Line(display, total, description)
+            finally:
+                _shown.set(None)
+        return
+    line = _Line(display, total, description)
+    try:
+        yield line
+    finally:
+        line.remove()
+
+
+class _Line:
+    """One line of a display."""
+
+    def __init__(self, display: Progress, total: int, description: str) -> None:
+        self._display = display
+        self._id = display.add_task(description, total=total, note="")
+
+    def __call__(self, by: int = 1, note: str | None = None) -> None:
+        if note is not None:
+            self._display.update(self._id, note=note)
+        self._display.advance(self._id, by)
+
+    def remove(self) -> None:
+        """Take the line off the display."""
+        self._display.remove_task(self._id)

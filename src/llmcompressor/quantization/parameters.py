@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantization parameters of a weight: found by an observer, used by solvers and readers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+
+from llmcompressor.numerics.gptq import ColumnScales
+from llmcompressor.numerics.partition import dequantize_matrix, quantize_matrix
+from llmcompressor.numerics.scales import effective_scale
+from llmcompressor.observers.base import Observer
+from llmcompressor.schemes.bridge import default_observer, grid_of, needs_global_scale, partition_of
+
+__all__ = ["WeightParameters", "observe_weight", "weight_amax"]
+
+
+@dataclass(frozen=True)
+class WeightParameters:
+    """Scale, zero point and global scale of a weight, as they will be stored.
+
+    Attributes:
+        args: how the weight is quantized.
+        scale: of the shape that the strategy gives, in the weight's dtype.
+        zero_point: same shape, integer; all zero on symmetric grids.
+        global_scale: float32 ``[1]``, or ``None`` where the format has none.
+    """
+
+    args: QuantizationArgs
+    scale: Tensor
+    zero_point: Tensor
+    global_scale: Tensor | None = None
+
+    @property
+    def _zero(self) -> Tensor | None:
+        return None if self.args.symmetric else self.zero_point
+
+    @property
+    def effective_scale(self) -> Tensor:
+        """What values are divided by."""
+        return effective_scale(self.scale, self.global_scale)
+
+    def round(self, weight_RC: Tensor) -> Tensor:
+        """The weight as a reader of the checkpoint will decode it, in the weight's dtype.
+
+        Bit for bit what compressed-tensors makes of the packed file, so that the model in memory
+        and the model on disk are one and the same.
+        """
+        grid, partition = grid_of(self.args), partition_of(self.args)
+        scale = self.effective_scale
+        codes = quantize_matrix(weight_RC, scale, self._zero, grid, partition)
+        if grid.kind == "float" and grid.bits == 8 and scale.dtype != weight_RC.dtype:
+            codes = codes.to(weight_RC.dtype)
+        values = dequantize_matrix(codes, scale, self._zero, grid, partition)
+        if grid.kind == "float" and grid.bits == 4:
+            values = values.to(torch.bfloat16)  # what the readers decode 4-bit floats to
+        return values.to(weight_RC.dtype)
+
+    def columns(self, rows: int, columns: int) -> ColumnScales:
+        """The scales as a column sweep over a ``rows`` by ``columns`` weight sees them."""
+        partition = partition_of(self.args)
+        scale_RG, group_of_column_C = partition.per_column(self.effective_scale, rows, columns)
+        zero_RG = None
+        if self._zero is not None:
+            zero_RG = partition.per_column(self._zero, rows, columns)[0].float()
+        return ColumnScales(scale_RG.float(), zero_RG, group_of_column_C)
+
+
+def weight_amax(weight_RC: Tensor) -> Tensor:
+    """The absolute maximum of a weight, float32 ``[1]``."""
+    least, greatest = weight_RC.aminmax()
+    return torch.maximum(-least, greatest).float().reshape(1)
+
+
+def observe_weight(
+    weight_RC: Tensor,
+    args: QuantizationArgs,
+    *,
+    global_scale: Tensor | None = None,
+    importance_C: Tensor | None = None,
+) -> WeightParameters:
+    """Find the parameters of a weight by the observer that its arguments name.
+
+    Args:
+        weight_RC: the weight, ``[R, C]``.
+        args: how to quantize it.
+        global_scale: of the fused set that it belongs to; its own if ``None``.
+        importance_C: mean square of the inputs per column, for observers that weigh errors.
+    """
+    name = default_observer(args, "weight")
+    assert name is not None, "weights are never quantized dynamically"
+    observer = Observer.load_from_registry(
+        name, base_name="weight", args=args, **(args.observer_kwargs or {})
+    )
+    if importance_C is not None and hasattr(observer, "importance"):
+        observer.importance = importance_C
+    observer.observe(weight_RC)
+    if needs_global_scale(args) and global_scale is None:
+        global_scale = observer.global_scale()
+    scale, zero_point = observer.qparams(global_scale)
+    return WeightParameters(args, scale, zero_point, global_scale)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe's arguments: their declaration, overrides, and ``eval(...)`` in its strings.
+
+A string that is one ``eval(EXPR)`` becomes the expression's value, type and all; within a longer
+string each ``eval(EXPR)`` is replaced by its value's text. Arguments may use each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import yaml
+
+from llmcompressor.errors import RecipeError, did_you_mean
+from llmcompressor.recipe.document import RecipeLoader
+from llmcompressor.recipe.expressions import evaluate, is_expression, names_in
+
+__all__ = [
+    "Arguments",
+    "RecipeArgs",
+    "escape",
+    "names_used",
+    "parse_overrides",
+    "reject_unknown_overrides",
+]
+
+RecipeArgs: TypeAlias = "Mapping[str, Any] | Iterable[str] | str | None"
+"""Overrides of a recipe's ``args``: a mapping, or ``"name=value"`` texts."""
+
+_OPENING = re.compile(r"(?<!\w)eval\(")
+
+
+@dataclass(frozen=True)
+class _Expression:
+    """The inside of one ``eval(...)``."""
+
+    source: str
+
+
+class Arguments(Mapping[str, object]):
+    """Names and their values, resolved when first asked for.
+
+    >>> Arguments({"first": 2, "last": "eval(first + 10)"})["last"]
+    12
+    """
+
+    def __init__(self, declared: Mapping[str, object]) -> None:
+        self._declared = dict(declared)
+        self._resolved: dict[str, object] = {}
+        self._pending: list[str] = []
+
+    def __getitem__(self, name: str) -> object:
+        if name in self._resolved:
+            return self._resolved[name]
+        value = self._declared[name]
+        if name in self._pending:
+            cycle = " → ".join([*self._pending[self._pending.index(name) :], name])
+            raise RecipeError(
+                f"The recipe's arguments need each other: {cycle}.",
+                "Give one of them a value that does not depend on the others.",
+            )
+        self._pending.append(name)
+        try:
+            self._resolved[name] = self.resolve(value)
+        finally:
+            self._pending.pop()
+        return self._resolved[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._declared
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._declared)
+
+    def __len__(self) -> int:
+        return len(self._declared)
+
+    @property
+    def used(self) -> dict[str, object]:
+        """The arguments that were asked for so far, with their values."""
+        return dict(self._resolved)
+
+    def resolve(self, value: Any) -> Any:
+        """The value with every ``eval(...)`` in its strings replaced; the original is kept."""
+        if isinstance(value, str):
+            return self._resolve_text(value)
+        if isinstance(value, Mapping):
+            return {key: self.resolve(item) for key, item in value.items()}
+        if type(value) in (list, tuple):  # a named tuple is a value of its own
+            return type(value)([self.resolve(item) for item in value])
+        return value
+
+    def _resolve_text(self, text: str) -> object:
+        parts = _split(text)
+        if all(isinstance(part, str) for part in parts):
+            return text
+        spoken = [part for part in parts if not isinstance(part, str) or part.strip()]
+        if len(spoken) == 1 and isinstance(spoken[0], _Expression):
+            return evaluate(spoken[0].source, self)
+        return "".join(
+            part if isinstance(part, str) else str(evaluate(part.source, self)) for part in parts
+        )
+
+
+def parse_overrides(recipe_args: RecipeArgs) -> dict[str, object]:
+    """Overrides by name; values of ``"name=value"`` texts are read as YAML.
+
+    >>> parse_overrides(["bits=4", "scheme=W4A16", "ignore=[lm_head]"])
+    {'bits': 4, 'scheme': 'W4A16', 'ignore': ['lm_head']}
+
+    Args:
+        recipe_args: a mapping, one ``"name=value"`` or several of them.
+
+    Raises:
+        RecipeError: one has no ``=`` or no name.
+    """
+    if recipe_args is None:
+        return {}
+    if isinstance(recipe_args, Mapping):
+        pairs: list[tuple[Any, Any]] = list(recipe_args.items())
+    else:
+        texts = [recipe_args] if isinstance(recipe_args, str) else recipe_args
+        pairs = [_parse_pair(text) for text in texts]
+    for name, _ in pairs:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise RecipeError(
+                f"{name!r} is not the name of a recipe argument.",
+                "recipe_args takes a dict or a list of texts such as 'bits=4'.",
+            )
+    return dict(pairs)
+
+
+def _parse_pair(text: object) -> tuple[str, object]:
+    if not isinstance(text, str) or "=" not in text:
+        raise RecipeError(
+            f"{text!r} in recipe_args is not of the form 'name=value'.",
+            "recipe_args takes a dict or a list of texts such as 'bits=4'.",
+        )
+    name, _, written = text.partition("=")
+    if not written.strip():
+        return name.strip(), ""
+    try:
+        return name.strip(), yaml.load(written, RecipeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return name.strip(), written  # a text such as "a: b: c"
+
+
+def names_used(value: object) -> frozenset[str]:
+    """Names that the ``eval(...)`` expressions anywhere in the value ask for."""
+    if isinstance(value, str):
+        expressions = [part for part in _split(value) if isinstance(part, _Expression)]
+        return frozenset().union(*(names_in(part.source) for part in expressions))
+    if isinstance(value, Mapping):
+        return frozenset().union(*(names_used(item) for item in value.values()))
+    if isinstance(value, (list, tuple)):
+        return frozenset().union(*(names_used(item) for item in value))
+    return frozenset()
+
+
+def reject_unknown_overrides(overrides: Mapping[str, object], known: Iterable[str]) -> None:
+    """Raise for an override that no argument declares and no expression uses.
+
+    Raises:
+        RecipeError: names the override and what could have been meant.
+    """
+    names = set(known) | names_used(overrides)
+    for name in overrides:
+        if name not in names:
+            raise RecipeError(
+                f"recipe_args sets {name!r}, which the recipe neither declares in `args` "
+                "nor uses in an eval(...) expression.",
+                did_you_mean(name, names) or "The recipe has no arguments: leave it out.",
+            )
+
+
+def escape(text: str) -> str:
+    """A text that reads back as itself, also when it contains ``eval(``.
+
+    >>> escape("plain"), escape("eval(x)")
+    ('plain', "eval('eval(x)')")
+    """
+    return f"eval({text!r})" if _OPENING.search(text) else text
+
+
+def _split(text: str) -> list[str | _Expression]:
+    """Cut a text at its ``eval(...)`` expressions.
+
+    An expression ends at the first closing parenthesis up to which it can be parsed, so that
+    parentheses and quotes inside it need no rules of their own.
+    """
+    parts: list[str | _Expression] = []
+    position = 0
+    while opening := _OPENING.search(text, position):
+        end = _closing(text, opening.end())
+        parts += [text[position : opening.start()], _Expression(text[opening.end() : end])]
+        position = end + 1
+    parts.append(text[position:])
+    return [part for part in parts if part != ""]
+
+
+def _closing(text: str, start: int) -> int:
+    end = text.find(")", start)
+    while end >= 0:
+        if is_expression(text[start:end]):
+            return end
+        end = text.find(")", end + 1)
+    raise RecipeError(
+        f"{text[start - 5 :]!r:.90} in the recipe is not a valid expression.",
+        "Write eval(EXPRESSION), e.g. eval(start + 2); for the literal text write "
+        f"{'eval(' + repr(text) + ')':.120}.",
+    )

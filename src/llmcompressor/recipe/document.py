@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a recipe's text: files, front matter, JSON and YAML, into plain mappings.
+
+YAML is read as YAML 1.1 by a safe loader with four differences, all towards what people mean in a
+recipe: ``1e-5`` is a number, ``2:4`` and ``2024-01-01`` are texts, and a key that stands twice in
+one mapping is an error rather than a silent loss.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmcompressor.errors import RecipeError
+
+__all__ = [
+    "RecipeLoader",
+    "add_number_resolvers",
+    "copy_document",
+    "looks_like_path",
+    "parse_text",
+    "read_file",
+]
+
+MAX_VALUES = 100_000
+"""Most values in one recipe; aliases of aliases can spell billions in a few lines."""
+MAX_DEPTH = 64
+
+_INT = re.compile(
+    r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$",
+)
+_FLOAT = re.compile(
+    r"""(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+        |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
+        |[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
+        |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
+    re.VERBOSE,
+)
+_YAML = "tag:yaml.org,2002:"
+_REPLACED_TAGS = {f"{_YAML}{name}" for name in ("int", "float", "timestamp", "value")}
+_EXTENSIONS = (".yaml", ".yml", ".json", ".md")
+_FENCES = ("---", "+++")
+
+
+class _DuplicateKeyError(ValueError):
+    """A key stands twice in one mapping."""
+
+    def __init__(self, key: str, line: int | None = None) -> None:
+        where = "" if line is None else f" (line {line})"
+        super().__init__(f"{key!r} stands twice in one mapping{where}")
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """The safe loader, for recipes; see the module's text for what differs."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own attribute)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED_TAGS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Compose a mapping whose keys must differ; before merge keys are filled in."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_YAML}merge":
+                continue
+            if key.value in seen:
+                raise _DuplicateKeyError(key.value, key.start_mark.line + 1)
+            seen.add(key.value)
+        return node
+
+
+def add_number_resolvers(target: type[Any]) -> None:
+    """Make a loader or dumper class see as numbers what recipes see as numbers."""
+    target.add_implicit_resolver(f"{_YAML}int", _INT, list("-+0123456789"))
+    target.add_implicit_resolver(f"{_YAML}float", _FLOAT, list("-+.0123456789"))
+
+
+def _enum_value(loader: RecipeLoader, suffix: str, node: yaml.Node) -> object:
+    """The value of a pickled enum member, as recipes saved by other tools contain them.
+
+    ``!!python/object/apply:compressed_tensors...QuantizationType [int]`` reads as ``int``: the
+    class is neither imported nor called.
+    """
+    items = loader.construct_sequence(node) if isinstance(node, yaml.SequenceNode) else []
+    if len(items) != 1 or not isinstance(items[0], (str, int, float)):
+        raise yaml.constructor.ConstructorError(
+            None, None, f"could not read a Python object of {suffix!r}", node.start_mark
+        )
+    return items[0]
+
+
+def _tuple_items(loader: RecipeLoader, node: yaml.Node) -> list[Any]:
+    """The items of a Python tuple, as recipes saved by other tools contain them."""
+    items: list[Any] = loader.construct_sequence(node, deep=True)  # type: ignore[arg-type]
+    return items
+
+
+add_number_resolvers(RecipeLoader)
+RecipeLoader.add_multi_constructor(
+    f"{_YAML}python/object/apply:compressed_tensors.quantization.", _enum_value
+)
+RecipeLoader.add_constructor(f"{_YAML}python/tuple", _tuple_items)
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether a text can only have been meant as a path.
+
+    >>> looks_like_path("recipes/w4a16.yaml"), looks_like_path("modifiers: {A: {path: a/b}}")
+    (True, False)
+    """
+    text = text.strip()
+    if not text or "\n" in text or text[0] in "{[" or ": " in text or text.endswith(":"):
+        return False
+    return text.lower().endswith(_EXTENSIONS) or "/" in text or os.sep in text
+
+
+def read_file(path: str | os.PathLike[str]) -> Any:
+    """The document in a file: by extension, or JSON, then YAML.
+
+    Args:
+        path: ``.yaml``, ``.yml``, ``.json``, ``.md`` with front matter, or anything else.
+
+    Raises:
+        RecipeError: there is no such file, or it cannot be read.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise _no_such_file(file)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"The recipe {file} cannot be read: {error}.") from error
+    if not text.strip():
+        raise RecipeError(
+            f"The recipe {file} is empty.", "Write `modifiers: {}` if it is meant to be."
+        )
+    return parse_text(text, source=f"The recipe {file}", extension=file.suffix.lower())
+
+
+def parse_text(text: str, *, source: str = "The recipe", extension: str = "") -> Any:
+    """The document in a text; ``{}`` for a blank text.
+
+    Args:
+        text: YAML, JSON, or either of them as front matter.
+        source: what an error calls it.
+        extension: ``.yaml``, ``.json``, ``.md`` settle the form, anything else is tried out.
+
+    Raises:
+        RecipeError: the text cannot be parsed, has a key twice or nests without end.
+    """
+    if not text.strip():
+        return {}
+    if extension not in (".yaml", ".yml", ".json"):
+        text = _front_matter(text, source, required=extension == ".md")
+    try:
+        document = _load(text, extension)
+        return copy_document(document)
+    except _DuplicateKeyError as error:
+        raise RecipeError(
+            f"{source} cannot be read: {error}, and only one of the two would count.",
+            "For two modifiers of one class write a list: `modifiers: [{A: {…}}, {A: {…}}]`.",
+        ) from None
+    except json.JSONDecodeError as error:
+        problem = f"{error.msg} (line {error.lineno}, column {error.colno})"
+        raise RecipeError(f"{source} is not valid JSON: {problem}.") from None
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        raise RecipeError(f"{source} is not valid YAML: {_yaml_problem(error)}.") from None
+    except RecursionError:
+        raise RecipeError(f"{source} is nested too deeply.") from None
+
+
+def _load(text: str, extension: str) -> Any:
+    if extension == ".json":
+        return json.loads(text, object_pairs_hook=_unique)
+    if extension not in (".yaml", ".yml") and text.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(text, object_pairs_hook=_unique)
+        except json.JSONDecodeError:
+            pass  # YAML has mappings in braces too, with fewer quotes
+    return yaml.load(text, RecipeLoader)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _DuplicateKeyError(next(name for name in names if names.count(name) > 1))
+    return mapping
+
+
+def _front_matter(text: str, source: str, *, required: bool) -> str:
+    """What stands between two lines of ``---`` or ``+++`` at the beginning, if anything does."""
+    lines = text.strip().splitlines()
+    fence = lines[0].strip()
+    if fence in _FENCES:
+        for end, line in enumerate(lines[1:], start=1):
+            if line.rstrip() == fence:
+                return "\n".join(lines[1:end])
+    if required:
+        raise RecipeError(
+            f"{source} has no front matter.",
+            "In Markdown a recipe stands at the beginning, between two lines of `---`.",
+        )
+    return text
+
+
+def _yaml_problem(error: Exception) -> str:
+    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    mark = getattr(error, "problem_mark", None)
+    return (
+        problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+    )
+
+
+def copy_document(document: Any) -> Any:
+    """A document with mappings and lists of its own.
+
+    Raises:
+        RecipeError: it is too large, or contains itself.
+    """
+    return _Copier().copy(document)
+
+
+class _Copier:
+    """Counts while it copies."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def copy(self, value: Any, depth: int = 0) -> Any:
+        self._count += 1
+        if depth > MAX_DEPTH:
+            raise RecipeError(f"The recipe is nested more than {MAX_DEPTH} deep.")
+        if self._count > MAX_VALUES:
+            raise RecipeError(f"The recipe has more than {MAX_VALUES} values.")
+        if isinstance(value, Mapping):
+            return {key: self.copy(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.copy(item, depth + 1) for item in value]
+        return value
+
+
+def _no_such_file(file: Path) -> RecipeError:
+    if file.is_dir():
+        names = sorted(entry.name for entry in file.iterdir() if entry.suffix in _EXTENSIONS)
+        hint = f"It holds {', '.join(names[:8])}." if names else "Name a file in it."
+        return RecipeError(f"The recipe {file} is a folder, not a file.", hint)
+    folder = file.parent
+    if not folder.is_dir():
+        return RecipeError(
+            f"There is no such file: {file}.", f"There is no folder {folder} either."
+        )
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    near = difflib.get_close_matches(file.name, names, n=3, cutoff=0.5)
+    near = near or [name for name in names if name.endswith(_EXTENSIONS)][:8]
+    hint = f"In {folder} there is: {', '.join(near)}." if near else ""
+    return RecipeError(f"There is no such file: {file}.", hint)

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a recipe's mapping to stages of modifiers.
+
+::
+
+    recipe    := { args?, stages?, NAME_stage*, GROUP_modifiers*, modifiers?, metadata* }
+    stages    := { NAME: stage }
+    stage     := { args?, run_type?, GROUP_modifiers*, modifiers?, metadata* }
+    modifiers := { CLASS: fields } | [ { CLASS: fields } ]
+    fields    := { FIELD: value } | null
+
+Groups outside a stage belong to the stage ``default``. The list form may hold several modifiers of
+one class. Metadata, which is read over: ``version``, ``metadata``, ``name``, ``title``,
+``description``, ``author``, ``authors``, ``license``, ``date`` and ``tags``. Every other key is
+an error. A recipe or stage without modifiers is one too, unless one of its ``modifiers`` says so
+with ``{}`` or ``[]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmcompressor.errors import RecipeError, did_you_mean
+from llmcompressor.modifiers.factory import ModifierFactory
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.recipe.arguments import Arguments, names_used
+from llmcompressor.recipe.stages import DEFAULT_STAGE, Stage, parse_run_type, stage_name
+
+__all__ = ["Document", "declared_names", "read_document"]
+
+METADATA_KEYS = frozenset(
+    {"author", "authors", "date", "description", "license"}
+    | {"metadata", "name", "tags", "title", "version"}
+)
+TOP_KEYS = frozenset({"args", "stages", "modifiers"})
+STAGE_KEYS = frozenset({"args", "run_type", "modifiers"})
+DERIVED_FIELDS = frozenset({"requires_calibration_data"})
+"""What other tools write among the fields although it follows from them."""
+
+_GROUP_KEY = re.compile(r"(?P<name>.+)_modifiers(?:_\d+)?$")
+_STAGE_KEY = re.compile(r".+_stage(_\d+)?$")
+_EXPECTED = (
+    "A recipe has `modifiers`, `GROUP_modifiers`, `NAME_stage` or `stages`, and `args`; "
+    "under `modifiers` stand class names with their fields."
+)
+_EXPECTED_IN_STAGE = "A stage has `modifiers` or `GROUP_modifiers`, `run_type` and `args`."
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a mapping says.
+
+    Args:
+        stages: in order.
+        args: the values of the arguments that were used or overridden, of all stages.
+    """
+
+    stages: tuple[Stage, ...]
+    args: Mapping[str, object]
+
+
+@dataclass
+class _Draft:
+    """A stage while it is read."""
+
+    name: str
+    run_type: Any = None
+    modifiers: list[Modifier] = field(default_factory=list)
+    empty_on_purpose: bool = False
+
+    def finish(self) -> Stage:
+        return Stage(self.name, tuple(self.modifiers), parse_run_type(self.run_type, self.name))
+
+
+def _is_stage_key(key: str) -> bool:
+    return bool(_STAGE_KEY.match(key))
+
+
+def _is_group_key(key: str) -> bool:
+    return key == "modifiers" or bool(_GROUP_KEY.match(key))
+
+
+def declared_names(document: object) -> frozenset[str]:
+    """The arguments that a document declares or uses, on whatever level."""
+    if not isinstance(document, Mapping):
+        return frozenset()
+    names = names_used(document)
+    bodies = [document, *document.values()]
+    bodies += [body for value in document.values() for body in _values(value)]
+    for body in bodies:
+        if isinstance(body, Mapping) and isinstance(body.get("args"), Mapping):
+            names |= frozenset(body["args"])
+    return names
+
+
+def read_document(document: Any, overrides: Mapping[str, object], source: str) -> Document:
+    """Build the modifiers that a document describes.
+
+    Args:
+        document: a mapping, as read from text or given by the user; it is not changed.
+        overrides: values that win over ``args``.
+        source: what an error calls the document.
+
+    Raises:
+        RecipeError: the document does not follow the grammar, a modifier or field is unknown, or
+            there is no modifier in it.
+    """
+    if document in ({}, []):
+        return Document((), {})
+    _require_mapping(document, source)
+    return _Reader(overrides, source).read(document)
+
+
+class _Reader:
+    """Reads one document; ``args`` holds what its expressions may use."""
+
+    def __init__(self, overrides: Mapping[str, object], source: str) -> None:
+        self._overrides = overrides
+        self._source = source
+        self._top: Mapping[str, object] = {}
+        self._drafts: dict[str, _Draft] = {}
+        self._args: list[Arguments] = []
+
+    def read(self, document: Mapping[str, Any]) -> Document:
+        _check_keys(document, TOP_KEYS, f"{self._source} has", _EXPECTED)
+        self._top = self._mapping(document.get("args"), "args")
+        args = self._arguments({})
+        for key, value in document.items():
+            if _is_group_key(key):
+                draft = self._drafts.setdefault(DEFAULT_STAGE, _Draft(DEFAULT_STAGE))
+                self._read_group(draft, key, value, args)
+            elif _is_stage_key(key):
+                self._read_stage(key, value)
+            elif key == "stages":
+                for name, body in self._mapping(value, "stages").items():
+                    self._read_stage(name, body)
+        self._require_modifiers(document)
+        stages = tuple(draft.finish() for draft in self._drafts.values())
+        used = {name: value for args in self._args for name, value in args.used.items()}
+        return Document(stages, {**used, **self._overrides})
+
+    def _read_stage(self, key: Any, value: Any) -> None:
+        name = stage_name(key) if isinstance(key, str) else ""
+        where = f"the stage {key!r} of the recipe"
+        if not name or name in self._drafts:
+            problem = "stands there twice" if name else "needs a text for its name"
+            raise RecipeError(f"{where[0].upper()}{where[1:]} {problem}.", _EXPECTED)
+        body = self._mapping(value, where)
+        _check_keys(body, STAGE_KEYS, f"{where[0].upper()}{where[1:]} has", _EXPECTED_IN_STAGE)
+        args = self._arguments(self._mapping(body.get("args"), f"`args` of {where}"))
+        draft = self._drafts[name] = _Draft(name, args.resolve(body.get("run_type")))
+        for group, modifiers in body.items():
+            if _is_group_key(group):
+                self._read_group(draft, group, modifiers, args)
+        if not draft.modifiers and not draft.empty_on_purpose:
+            raise RecipeError(
+                f"{where[0].upper()}{where[1:]} has no modifiers.",
+                f"{_EXPECTED_IN_STAGE} Write `modifiers: {{}}` if it is meant to have none.",
+            )
+
+    def _arguments(self, own: Mapping[str, object]) -> Arguments:
+        self._args.append(Arguments({**self._top, **own, **self._overrides}))
+        return self._args[-1]
+
+    def _read_group(self, draft: _Draft, key: str, value: Any, args: Arguments) -> None:
+        match = _GROUP_KEY.match(key)
+        group = match["name"] if match else draft.name
+        for class_name, fields in self._entries(key, value):
+            draft.modifiers.append(_create(class_name, args.resolve(fields), group))
+        if value in ({}, []):
+            draft.empty_on_purpose = True
+
+    def _entries(self, key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The (class name, fields) pairs of a group, whether it is a mapping or a list."""
+        if not isinstance(value, (Mapping, list, tuple)):
+            raise RecipeError(
+                f"`{key}` in the recipe is {_shown(value)} where modifiers are expected.",
+                "Write class names with their fields below it, indented; or `{}` for none.",
+            )
+        for item in [value] if isinstance(value, Mapping) else value:
+            if not isinstance(item, Mapping):
+                raise RecipeError(
+                    f"An item of `{key}` in the recipe is {_shown(item)}, not a modifier.",
+                    "Write each as `- ClassName: {field: value}`.",
+                )
+            for class_name, fields in item.items():
+                if not isinstance(class_name, str):
+                    raise RecipeError(
+                        f"{class_name!r} under `{key}` in the recipe is no class name.", _EXPECTED
+                    )
+                yield class_name, self._mapping(fields, f"the modifier {class_name}")
+
+    def _mapping(self, value: Any, what: str) -> Mapping[Any, Any]:
+        """A mapping as given; ``{}`` for null."""
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise RecipeError(
+                f"In the recipe, {what} is {_shown(value)} where a mapping is expected.",
+                "Write `name: value` lines below it, indented.",
+            )
+        return value
+
+    def _require_modifiers(self, document: Mapping[str, Any]) -> None:
+        drafts = self._drafts.values()
+        if any(draft.modifiers or draft.empty_on_purpose for draft in drafts):
+            return
+        raise RecipeError(
+            f"{self._source} has no modifiers: its keys are {_listed(document)}.",
+            f"{_EXPECTED} Write `modifiers: {{}}` for a recipe that does nothing.",
+        )
+
+
+def _create(class_name: str, fields: Mapping[str, Any], group: str) -> Modifier:
+    derived = DERIVED_FIELDS - set(ModifierFactory.find(class_name).model_fields)
+    given = {key: value for key, value in fields.items() if key not in derived}
+    for key in given:
+        if not isinstance(key, str):
+            raise RecipeError(f"{key!r} is no field of the modifier {class_name}.")
+    group = given.pop("group", None) or group
+    return ModifierFactory.create(class_name, group=group, **given)
+
+
+def _require_mapping(document: Any, source: str) -> None:
+    if isinstance(document, Mapping):
+        return
+    if isinstance(document, list):
+        raise RecipeError(
+            f"{source} is a list.", "Put the list under the key `modifiers`: `modifiers: [...]`."
+        )
+    what = "neither a recipe nor a file" if isinstance(document, str) else "not a recipe"
+    raise RecipeError(f"{source} is {_shown(document)}: {what}.", _EXPECTED)
+
+
+def _check_keys(body: Mapping[Any, Any], known: frozenset[str], has: str, expected: str) -> None:
+    """Raise for keys that are none of the grammar's, with what they could have been."""
+    top = known is TOP_KEYS
+    unknown = [key for key in body if not _is_known(key, known, top=top)]
+    if unknown:
+        keys = "an unrecognized key" if len(unknown) == 1 else "unrecognized keys"
+        hints = [hint for key in unknown if (hint := _suggest(str(key), known, top=top))]
+        raise RecipeError(f"{has} {keys}: {_listed(unknown)}.", " ".join([*hints, expected]))
+
+
+def _is_known(key: object, known: frozenset[str], *, top: bool) -> bool:
+    if not isinstance(key, str):
+        return False
+    named = key in known or key in METADATA_KEYS
+    return named or _is_group_key(key) or (top and _is_stage_key(key))
+
+
+def _suggest(key: str, known: frozenset[str], *, top: bool) -> str:
+    if _is_modifier(key):
+        return f"Put {key} under `modifiers`."
+    prefix = key.rpartition("_")[0]
+    options = {*known, *METADATA_KEYS}
+    if prefix:
+        options |= {f"{prefix}_modifiers", *([f"{prefix}_stage"] if top else [])}
+    hint = did_you_mean(key, options)
+    return hint if hint.startswith("Did") else ""
+
+
+def _is_modifier(name: str) -> bool:
+    try:
+        ModifierFactory.find(name)
+    except RecipeError:
+        return name.endswith("Modifier")
+    return True
+
+
+def _values(value: object) -> list[object]:
+    return list(value.values()) if isinstance(value, Mapping) else []
+
+
+def _listed(keys: Any) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+def _shown(value: object) -> str:
+    kinds = {str: "the text", list: "the list", int: "the number", float: "the number"}
+    return "empty" if value is None else f"{kinds.get(type(value), 'the value')} {value!r:.60}"

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe: what is to be done to a model, read, checked and ready to be applied."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from llmcompressor.errors import OutputError, RecipeError
+from llmcompressor.logger import logger
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.recipe.arguments import RecipeArgs, parse_overrides, reject_unknown_overrides
+from llmcompressor.recipe.document import copy_document, looks_like_path, parse_text, read_file
+from llmcompressor.recipe.grammar import declared_names, read_document
+from llmcompressor.recipe.stages import (
+    DEFAULT_STAGE,
+    Stage,
+    check_order,
+    combine,
+    number_clashes,
+    select_stage,
+    stage_name,
+)
+from llmcompressor.recipe.writing import modifier_fields, to_yaml
+
+__all__ = ["Recipe", "RecipeInput"]
+
+RecipeInput: TypeAlias = (
+    "Recipe | Modifier | Mapping[str, Any] | str | os.PathLike[str] | Iterable[RecipeInput] | None"
+)
+"""All that a recipe can be made of."""
+
+
+class Recipe:
+    """Stages of modifiers, in order. Equal recipes do the same to a model.
+
+    A recipe is not changed once it is built. Two are equal when their stages have the same names
+    and run types and their modifiers the same classes and field values; ``group``, which only
+    says under which key a modifier stands, does not count.
+
+    Args:
+        stages: each with a name of its own.
+        args: the values of the arguments it was built with.
+
+    Raises:
+        RecipeError: a modifier stands after one that it must precede.
+    """
+
+    __hash__ = None  # type: ignore[assignment]  # compared by content, which may be large
+
+    def __init__(
+        self, stages: Iterable[Stage] = (), *, args: Mapping[str, object] | None = None
+    ) -> None:
+        self._stages = tuple(stages)
+        self._args = dict(args or {})
+        check_order(self._stages)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, in order."""
+        return self._stages
+
+    @property
+    def modifiers(self) -> list[Modifier]:
+        """The modifiers of all stages, in order."""
+        return [modifier for stage in self._stages for modifier in stage.modifiers]
+
+    @property
+    def args(self) -> dict[str, object]:
+        """The recipe's arguments, with the values that it was built with."""
+        return dict(self._args)
+
+    def stage(self, name: str) -> Stage:
+        """The stage of that name, with or without ``_stage``.
+
+        Raises:
+            RecipeError: there is none; lists those there are.
+        """
+        return select_stage(self._stages, name)
+
+    @classmethod
+    def create_instance(
+        cls,
+        path_or_modifiers: RecipeInput = None,
+        modifier_group_name: str | None = None,
+        target_stage: str | None = None,
+        recipe_args: RecipeArgs = None,
+    ) -> Recipe:
+        """A recipe from whatever describes one.
+
+        Args:
+            path_or_modifiers: a recipe, modifiers, a mapping, a path, a text in YAML, JSON or
+                front matter, or a list of any of these, nested as may be. Nothing (``None``,
+                ``""``, ``{}``, ``[]``) is an empty recipe.
+            modifier_group_name: the stage of modifiers that are given as objects.
+            target_stage: keep only this stage.
+            recipe_args: values for the recipe's ``args``: a mapping or ``"name=value"`` texts.
+
+        Raises:
+            RecipeError: names what is wrong and where, before any work is done.
+        """
+        overrides = parse_overrides(recipe_args)
+        pieces = list(_pieces(path_or_modifiers))
+        reject_unknown_overrides(overrides, _known_names(pieces))
+        parts = [_build(piece, modifier_group_name, overrides) for piece in pieces]
+        if len(parts) == 1 and target_stage is None:
+            return parts[0]
+        stages = combine(part.stages for part in parts)
+        args = {name: value for part in parts for name, value in part.args.items()}
+        if target_stage is not None:
+            check_order(stages)
+            stages = (select_stage(stages, target_stage),)
+        return cls(stages, args=args)
+
+    @classmethod
+    def from_modifiers(
+        cls,
+        modifiers: Modifier | Iterable[Any],
+        modifier_group_name: str | None = None,
+    ) -> Recipe:
+        """A recipe of one stage.
+
+        Args:
+            modifiers: one or several modifiers; lists in lists are flattened.
+            modifier_group_name: the stage's name; ``oneshot`` or ``train`` in it says how it
+                runs. Default: ``default``.
+
+        Raises:
+            RecipeError: one of them is no modifier.
+        """
+        flat = list(_flatten(modifiers))
+        for modifier in flat:
+            if not isinstance(modifier, Modifier):
+                raise RecipeError(
+                    f"{modifier!r:.80} is no modifier.",
+                    "Recipe.from_modifiers takes modifiers; Recipe.create_instance takes paths, "
+                    "texts and mappings too.",
+                )
+        name = stage_name(modifier_group_name or DEFAULT_STAGE)
+        return cls([Stage(name, tuple(flat))] if flat else [])
+
+    @classmethod
+    def from_dict(cls, recipe: Mapping[str, Any], recipe_args: RecipeArgs = None) -> Recipe:
+        """A recipe from a mapping, as its YAML would be read."""
+        return cls.create_instance(recipe, recipe_args=recipe_args)
+
+    def yaml(
+        self,
+        file_path: str | os.PathLike[str] | None = None,
+        existing_recipe_path: str | os.PathLike[str] | None = None,
+    ) -> str:
+        """The recipe as YAML that loads back to an equal recipe.
+
+        Args:
+            file_path: also write it there.
+            existing_recipe_path: a recipe that was applied before; its stages come first.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        stages = self._stages
+        if existing_recipe_path is not None:
+            stages = number_clashes([*_earlier_stages(existing_recipe_path), *stages])
+        text = to_yaml(stages)
+        if file_path is not None:
+            try:
+                Path(file_path).write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise OutputError(f"The recipe cannot be written: {error}.") from error
+        return text
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Recipe):
+            return NotImplemented
+        mine, theirs = _content(self), _content(other)
+        return mine == theirs or repr(mine) == repr(theirs)  # NaN differs from itself
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return any(stage.modifiers for stage in self._stages)
+
+    def __repr__(self) -> str:
+        stages = ", ".join(
+            f"{stage.name}: [{', '.join(type(item).__name__ for item in stage.modifiers)}]"
+            for stage in self._stages
+        )
+        return f"Recipe({stages})"
+
+
+class _Text:
+    """A document that was read, and what an error calls it."""
+
+    def __init__(self, document: Any, source: str) -> None:
+        self.document = document
+        self.source = source
+
+
+def _pieces(given: Any) -> Iterator[Recipe | Modifier | _Text]:
+    """The parts of what the user gave, in order, with files and texts read."""
+    if given is None:
+        return
+    if isinstance(given, (Recipe, Modifier)):
+        yield given
+    elif isinstance(given, Mapping):
+        yield _Text(copy_document(given), "The recipe")
+    elif isinstance(given, os.PathLike):
+        yield _Text(read_file(given), f"The recipe {os.fspath(given)}")
+    elif isinstance(given, str):
+        yield _read_string(given)
+    elif isinstance(given, Iterable) and not isinstance(given, (bytes, bytearray)):
+        for item in given:
+            yield from _pieces(item)
+    else:
+        raise RecipeError(
+            f"A recipe cannot be made of {given!r:.80}.",
+            "Give a path, a text in YAML or JSON, a mapping, modifiers, or a list of these.",
+        )
+
+
+def _read_string(text: str) -> _Text:
+    if looks_like_path(text) or ("\n" not in text and os.path.isfile(text)):
+        return _Text(read_file(text.strip()), f"The recipe {text.strip()}")
+    return _Text(parse_text(text), "The recipe")
+
+
+def _known_names(pieces: Iterable[Recipe | Modifier | _Text]) -> set[str]:
+    names: set[str] = set()
+    for piece in pieces:
+        if isinstance(piece, Recipe):
+            names |= set(piece.args)
+        elif isinstance(piece, _Text):
+            names |= declared_names(piece.document)
+    return names
+
+
+def _build(
+    piece: Recipe | Modifier | _Text, group: str | None, overrides: Mapping[str, object]
+) -> Recipe:
+    if isinstance(piece, Modifier):
+        return Recipe.from_modifiers(piece, group)
+    if isinstance(piece, _Text):
+        document = read_document(piece.document, overrides, piece.source)
+        return Recipe(document.stages, args=document.args)
+    for name, value in overrides.items():
+        if name in piece.args and piece.args[name] != value:
+            raise RecipeError(
+                f"recipe_args sets {name!r} of a recipe that is built already.",
+                "Give them together with its text or path: "
+                "Recipe.create_instance(text, recipe_args=...).",
+            )
+    return piece
+
+
+def _flatten(modifiers: Any) -> Iterator[Any]:
+    if isinstance(modifiers, (list, tuple)):
+        for item in modifiers:
+            yield from _flatten(item)
+    else:
+        yield modifiers
+
+
+def _earlier_stages(path: str | os.PathLike[str]) -> tuple[Stage, ...]:
+    """The stages of a recipe that was applied before; none, said aloud, if it cannot be read."""
+    try:
+        return Recipe.create_instance(Path(path)).stages
+    except RecipeError as error:
+        logger.warning(f"What was applied before is not part of recipe.yaml. {error}")
+        return ()
+
+
+def _content(recipe: Recipe) -> list[Any]:
+    return [
+        (stage.name, stage.run_type, [(type(m), modifier_fields(m)) for m in stage.modifiers])
+        for stage in recipe.stages
+    ]

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of a recipe: named runs of modifiers, in order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, cast, get_args
+
+from llmcompressor.errors import RecipeError, did_you_mean
+from llmcompressor.modifiers.modifier import Modifier
+
+__all__ = [
+    "DEFAULT_STAGE",
+    "RunType",
+    "Stage",
+    "check_order",
+    "combine",
+    "free_name",
+    "infer_run_type",
+    "number_clashes",
+    "parse_run_type",
+    "select_stage",
+    "stage_name",
+]
+
+RunType: TypeAlias = Literal["oneshot", "train"]
+DEFAULT_STAGE = "default"
+
+_STAGE_KEY = re.compile(r"(?P<name>.+)_stage(?P<number>_\d+)?$")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run: its modifiers in order, and how it runs.
+
+    Args:
+        name: without the ``_stage`` of its key.
+        modifiers: in the order in which they act.
+        run_type: ``"oneshot"`` or ``"train"``; ``None``, where not even the name says it.
+    """
+
+    name: str
+    modifiers: tuple[Modifier, ...]
+    run_type: RunType | None = None
+
+    def __post_init__(self) -> None:
+        if self.run_type is None:
+            object.__setattr__(self, "run_type", infer_run_type(self.name))
+
+
+def stage_name(key: str) -> str:
+    """A stage's name, given its name or its key.
+
+    >>> stage_name("sparsity_stage"), stage_name("sparsity"), stage_name("default_stage_1")
+    ('sparsity', 'sparsity', 'default_1')
+    """
+    match = _STAGE_KEY.match(key)
+    return match["name"] + (match["number"] or "") if match else key
+
+
+def infer_run_type(name: str) -> RunType | None:
+    """How a stage runs, if its name says so.
+
+    >>> infer_run_type("oneshot_pruning"), infer_run_type("finetrain"), infer_run_type("first")
+    ('oneshot', 'train', None)
+    """
+    return next((kind for kind in get_args(RunType) if kind in name.lower()), None)
+
+
+def parse_run_type(value: object, name: str) -> RunType | None:
+    """A stage's ``run_type`` as written.
+
+    Raises:
+        RecipeError: it is neither ``oneshot`` nor ``train``.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value.lower() in get_args(RunType):
+        return cast("RunType", value.lower())
+    raise RecipeError(
+        f"The stage {name!r} of the recipe has the run_type {value!r}.",
+        did_you_mean(str(value), get_args(RunType)),
+    )
+
+
+def combine(parts: Iterable[Sequence[Stage]]) -> tuple[Stage, ...]:
+    """The stages of several recipes, one after another.
+
+    Neighbours of one name and run type become one stage; a name that comes again later gets a
+    number, so that the order of the modifiers stays and a saved recipe has each key once.
+    """
+    stages: list[Stage] = []
+    for stage in (stage for part in parts for stage in part):
+        last = stages[-1] if stages else None
+        if last and (last.name, last.run_type) == (stage.name, stage.run_type):
+            stages[-1] = replace(last, modifiers=last.modifiers + stage.modifiers)
+        else:
+            stages.append(replace(stage, name=free_name(stage.name, _names(stages))))
+    return tuple(stages)
+
+
+def number_clashes(stages: Iterable[Stage]) -> tuple[Stage, ...]:
+    """The same stages, each with a name of its own; none are joined."""
+    named: list[Stage] = []
+    for stage in stages:
+        named.append(replace(stage, name=free_name(stage.name, _names(named))))
+    return tuple(named)
+
+
+def _names(stages: Iterable[Stage]) -> set[str]:
+    return {stage.name for stage in stages}
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """The name, with a number if it is taken.
+
+    >>> free_name("quant", {"quant", "quant_1"})
+    'quant_2'
+    """
+    free, number = name, 0
+    while free in taken:
+        number += 1
+        free = f"{name}_{number}"
+    return free
+
+
+def select_stage(stages: Sequence[Stage], wanted: str) -> Stage:
+    """The stage called ``wanted`` or ``wanted`` without its ``_stage``.
+
+    Raises:
+        RecipeError: there is none; lists those there are.
+    """
+    for stage in stages:
+        if stage.name in (wanted, stage_name(wanted)):
+            return stage
+    names = [stage.name for stage in stages]
+    listed = f"It has: {', '.join(names)}." if names else "It has no stages."
+    raise RecipeError(f"The recipe has no stage {wanted!r}.", listed)
+
+
+def check_order(stages: Iterable[Stage]) -> None:
+    """Check what modifiers declare about their order.
+
+    Raises:
+        RecipeError: a modifier stands after one that it declares in ``must_precede``.
+    """
+    before: set[str] = set()
+    for modifier in (modifier for stage in stages for modifier in stage.modifiers):
+        name = type(modifier).__name__
+        late = sorted(before & type(modifier).must_precede)
+        if late:
+            raise RecipeError(
+                f"In the recipe {name} stands after {late[0]}, which undoes what it prepares.",
+                f"Put {name} before {late[0]}.",
+            )
+        before |= {parent.__name__ for parent in type(modifier).__mro__}

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a recipe as YAML that any YAML reader gives back unchanged.
+
+Only plain types are written. Every field with a value is, not only those that differ from their
+default, so that a later change of a default does not change what a saved recipe means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from llmcompressor.logger import logger
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.recipe.arguments import escape
+from llmcompressor.recipe.document import add_number_resolvers
+from llmcompressor.recipe.stages import Stage, free_name, infer_run_type
+
+__all__ = ["modifier_fields", "to_mapping", "to_yaml"]
+
+WIDTH = 88
+_LABELS = frozenset({"group"})
+
+
+class _RecipeDumper(yaml.SafeDumper):
+    """The safe dumper; quotes whatever either YAML 1.1 or our loader would take for a number."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own attribute)
+        first: list(resolvers)
+        for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write each value out; anchors are for machines."""
+        return True
+
+
+add_number_resolvers(_RecipeDumper)
+
+
+def to_yaml(stages: Iterable[Stage]) -> str:
+    """The stages as YAML text.
+
+    Args:
+        stages: with names of their own.
+    """
+    mapping = _escaped(to_mapping(stages))
+    text: str = yaml.dump(
+        mapping, Dumper=_RecipeDumper, width=WIDTH, sort_keys=False, allow_unicode=True
+    )
+    return text
+
+
+def to_mapping(stages: Iterable[Stage]) -> dict[str, Any]:
+    """``{NAME_stage: {run_type?, GROUP_modifiers: {CLASS: fields}}}`` of plain types."""
+    return {f"{stage.name}_stage": _stage_mapping(stage) for stage in stages}
+
+
+def modifier_fields(modifier: Modifier) -> dict[str, Any]:
+    """The fields of a modifier in plain types, as a recipe holds them; without its group.
+
+    A field that is ``None`` is left out where ``None`` is what it is anyway.
+    """
+    owner = type(modifier).__name__
+
+    def as_text(value: Any) -> str | None:
+        if type(value).__module__ == "torch":  # a dtype or a device
+            return str(value).removeprefix("torch.")
+        logger.warning(
+            f"A field of {owner} holds {value!r:.80}, which no recipe can hold: recipe.yaml is "
+            "written without it."
+        )
+        return None
+
+    dumped = modifier.model_dump(mode="json", fallback=as_text)
+    fields: dict[str, Any] = _plain(modifier, dumped)
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in _LABELS and not name.endswith("_")
+    }
+
+
+def _stage_mapping(stage: Stage) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
+    if stage.run_type != infer_run_type(stage.name):
+        mapping["run_type"] = stage.run_type
+    for group, modifiers in _groups(stage).items():
+        entries = [(type(modifier).__name__, modifier_fields(modifier)) for modifier in modifiers]
+        repeated = len({name for name, _ in entries}) < len(entries)
+        key = f"{group}_modifiers"
+        mapping[key] = [{name: fields} for name, fields in entries] if repeated else dict(entries)
+    return mapping or {f"{stage.name}_modifiers": {}}
+
+
+def _groups(stage: Stage) -> dict[str, list[Modifier]]:
+    """Runs of modifiers of one group, in order; a group that comes again gets a number."""
+    runs: dict[str, list[Modifier]] = {}
+    current = None
+    for modifier in stage.modifiers:
+        group = modifier.group or stage.name
+        if group != current:
+            current = group
+            run = runs[free_name(group, runs)] = []
+        run.append(modifier)
+    return runs
+
+
+def _plain(value: Any, dumped: Any) -> Any:
+    """``dumped`` corrected by what it was made of.
+
+    Models lose their empty fields, sets get an order, and infinities within untyped values, which
+    pydantic drops, come back.
+    """
+    if isinstance(value, BaseModel) and isinstance(dumped, dict):
+        known = type(value).model_fields
+        return {
+            name: _plain(getattr(value, name), item)
+            for name, item in dumped.items()
+            if name in known and not (item is None and _is_null_by_default(known[name]))
+        }
+    if isinstance(value, float) and dumped is None:
+        return value
+    if isinstance(value, (set, frozenset)):
+        return sorted(dumped, key=repr)
+    if isinstance(value, Mapping) and isinstance(dumped, dict) and len(value) == len(dumped):
+        return {
+            name: _plain(item, plain)
+            for item, (name, plain) in zip(value.values(), dumped.items(), strict=True)
+        }
+    if isinstance(value, (list, tuple)) and isinstance(dumped, list) and len(value) == len(dumped):
+        return [_plain(item, plain) for item, plain in zip(value, dumped, strict=True)]
+    return dumped
+
+
+def _is_null_by_default(info: FieldInfo) -> bool:
+    return not info.is_required() and info.default_factory is None and info.default is None
+
+
+def _escaped(value: Any) -> Any:
+    """Texts that look like expressions, written as expressions of themselves."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return value

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization schemes: presets, a modifier's fields resolved, checks against a model.
+
+Names are imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llmcompressor.registry import resolve
+
+if TYPE_CHECKING:
+    from llmcompressor.schemes.checks import check_schemes
+    from llmcompressor.schemes.presets import PRESETS, format_of, is_preset, preset_scheme
+    from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
+
+__all__ = [
+    "PRESETS",
+    "ResolvedSchemes",
+    "check_schemes",
+    "format_of",
+    "is_preset",
+    "preset_scheme",
+    "resolve_schemes",
+]
+
+_HOME = {
+    "PRESETS": "presets",
+    "ResolvedSchemes": "resolve",
+    "check_schemes": "checks",
+    "format_of": "presets",
+    "is_preset": "presets",
+    "preset_scheme": "presets",
+    "resolve_schemes": "resolve",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return resolve(f"{__name__}.{_HOME[name]}:{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which module of a model gets which scheme.
+
+The matching itself is compressed-tensors' own, because what reads the checkpoint decides by it.
+Around it, four decisions keep the checkpoint servable. Each is logged once, with names:
+
+- **Router gates stay out.** A class target such as ``Linear`` does not reach the gate of a
+  mixture of experts: engines build gates unquantized. Naming a gate still quantizes it.
+- **A tied head stays out.** A class target does not reach an output head whose weight is the
+  input embedding's: packed, it could no longer be shared. Naming the head asks for it, and then
+  the weights must be untied first (``tied_weights`` in :mod:`llmcompressor.schemes.checks`).
+- **An untied head is targeted by name.** Engines do not find heads by ``Linear``. Where a class
+  target reaches the head, a pattern for its name is added to the group's targets.
+- **Narrow matrices get narrow groups.** A matrix with fewer columns than an integer group has
+  one group, as wide as the matrix. It is a scheme of its own, targeted by the full names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from compressed_tensors.offload import disable_onloading
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    is_cached_attention_module,
+)
+from compressed_tensors.utils.match import is_match, is_narrow_match, match_name, match_targets
+from torch.nn import Embedding, Linear, Module
+
+from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
+
+__all__ = ["assign_schemes", "is_empty", "is_router", "listed", "weight_of"]
+
+_ROUTER = re.compile(r"(?:.*\.)?(?:gate|router|router\..+|shared_expert_gate)")
+_ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
+_MOST_LISTED = 6
+
+
+def is_empty(scheme: QuantizationScheme) -> bool:
+    """Whether ``scheme`` quantizes nothing, as ``UNQUANTIZED`` does."""
+    return not (scheme.weights or scheme.input_activations or scheme.output_activations)
+
+
+def is_router(name: str, module: Module) -> bool:
+    """Whether a module decides which expert a token goes to, by its name or its class."""
+    return bool(_ROUTER.fullmatch(name) or _ROUTER_CLASS.search(type(module).__name__))
+
+
+def weight_of(module: Module) -> torch.Tensor | None:
+    """The module's weight where it lies, without moving an offloaded one."""
+    with disable_onloading():
+        weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else None
+
+
+def listed(names: Iterable[str]) -> str:
+    """Some names for a message: all of a few, the first and the number of many.
+
+    >>> listed("abcdefgh")
+    'a, b, c, d, e, f and 2 more'
+    """
+    every = list(names)
+    shown = ", ".join(every[:_MOST_LISTED])
+    rest = len(every) - _MOST_LISTED
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def assign_schemes(
+    model: Module,
+    groups: Iterable[QuantizationScheme],
+    ignore: Sequence[str] = (),
+    *,
+    may_be_empty: bool = False,
+    allow_unquantizable: bool = False,
+) -> dict[str, QuantizationScheme]:
+    """The scheme of each module to quantize, by full name, in model order.
+
+    Args:
+        model: the model; nothing in it is changed.
+        groups: the schemes with their targets.
+        ignore: names, ``re:`` patterns or class names; they win over every target.
+        may_be_empty: accept that no module is left to quantize.
+        allow_unquantizable: accept targets that match only modules that cannot be quantized.
+
+    Raises:
+        TargetError: a target reaches only modules that cannot be quantized, or none is left.
+    """
+    schemes = list(groups)
+    by_target = {target: scheme for scheme in schemes for target in scheme.targets}
+    found = _Walk(model, by_target, list(ignore)).run()
+    if not allow_unquantizable:
+        _refuse_useless(found)
+    _report(found)
+    if not found.schemes and not may_be_empty and not all(map(is_empty, schemes)):
+        raise TargetError(
+            f"No module of {type(model).__name__} is left to quantize: the targets "
+            f"{', '.join(map(repr, by_target))} match only what is ignored or cannot be.",
+            "Correct targets or ignore; Linear and Embedding modules can be quantized.",
+        )
+    return _fitted(model, _with_named_heads(found))
+
+
+@dataclass
+class _Walk:
+    """One walk over a model, and what it found, for the log and the errors."""
+
+    model: Module
+    by_target: Mapping[str, QuantizationScheme]
+    ignore: list[str]
+    schemes: dict[str, QuantizationScheme] = field(default_factory=dict)
+    routers: list[str] = field(default_factory=list)
+    tied_heads: list[str] = field(default_factory=list)
+    heads: dict[str, QuantizationScheme] = field(default_factory=dict)
+    contested: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    useful: set[str] = field(default_factory=set)
+    useless: dict[str, set[str]] = field(default_factory=dict)
+
+    def run(self) -> _Walk:
+        modules = dict(self.model.named_modules())
+        self._embedded = {id(weight_of(m)) for m in modules.values() if isinstance(m, Embedding)}
+        self._head = _output_head(self.model)
+        for name, module in modules.items():
+            matched = match_targets(name, module, self.by_target)
+            if not matched:
+                continue
+            if is_match(name, module, self.ignore):
+                self.useful.update(matched)
+            elif self._can_carry(name, module, self.by_target[matched[0]]):
+                self.useful.update(matched)
+                self._assign(name, module, matched)
+            else:
+                for target in matched:
+                    self.useless.setdefault(target, set()).add(type(module).__name__)
+        return self
+
+    def _can_carry(self, name: str, module: Module, scheme: QuantizationScheme) -> bool:
+        """Linears and embeddings carry any scheme; attention carries one for its inputs only."""
+        if isinstance(module, Linear | Embedding):
+            return True
+        for_inputs = scheme.input_activations is not None and scheme.weights is None
+        return (
+            for_inputs
+            and is_cached_attention_module(module)
+            and is_narrow_match(self.model, scheme.targets, name, module)
+        )
+
+    def _assign(self, name: str, module: Module, matched: list[str]) -> None:
+        scheme = self.by_target[matched[0]]
+        if is_empty(scheme):
+            return
+        by_name = [target for target in matched if match_name(name, target)]
+        if len({id(self.by_target[target]) for target in by_name}) > 1:
+            self.contested[name] = tuple(by_name)
+        # A class of its own, such as Llama4Router, names the module as well as its name does.
+        own_class = type(module).__name__ in set(matched) - {"Linear"}
+        if isinstance(module, Linear) and not by_name and not own_class:
+            if is_router(name, module):
+                self.routers.append(name)
+                return
+            if id(weight_of(module)) in self._embedded:
+                self.tied_heads.append(name)
+                return
+            if module is self._head or name.rpartition(".")[2] == "lm_head":
+                self.heads[name] = scheme
+        self.schemes[name] = scheme
+
+
+def _output_head(model: Module) -> Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        head = getter() if callable(getter) else None
+        return head if isinstance(head, Module) else None
+    return None
+
+
+def _refuse_useless(found: _Walk) -> None:
+    for target, classes in found.useless.items():
+        if target not in found.useful:
+            raise TargetError(
+                f"The target {target!r} matches only modules of class "
+                f"{', '.join(sorted(classes))}, which its scheme cannot be applied to.",
+                "Linear and Embedding modules can be quantized, and attention modules by a scheme "
+                "with input_activations alone; for the Linears inside, end the pattern with '.*'.",
+            )
+
+
+def _report(found: _Walk) -> None:
+    if found.routers:
+        logger.info(
+            f"Left unquantized: {len(found.routers)} router gate(s), which engines serve "
+            f"unquantized ({listed(found.routers)}). To quantize one, target it by name."
+        )
+    if found.tied_heads:
+        logger.warning(
+            f"Left unquantized: {listed(found.tied_heads)}, whose weight is the input "
+            "embedding's. Add it to ignore, or pass tie_word_embeddings=False to quantize it."
+        )
+    if found.contested:
+        name, targets = next(iter(found.contested.items()))
+        logger.warning(
+            f"{len(found.contested)} module(s) match targets of different schemes; {name}, for "
+            f"one, matches {' and '.join(map(repr, targets))} and gets the scheme of "
+            f"{targets[0]!r}. An engine takes the first in the file's order, which may be "
+            "another. Make the patterns exclude each other."
+        )
+
+
+def _with_named_heads(found: _Walk) -> dict[str, QuantizationScheme]:
+    """The schemes, where those that reach a head by class also target it by name."""
+    patterns: dict[int, list[str]] = {}
+    for name, scheme in found.heads.items():
+        patterns.setdefault(id(scheme), []).append(f"re:.*{re.escape(name.rpartition('.')[2])}$")
+    named = {
+        id(scheme): scheme.model_copy(update={"targets": [*scheme.targets, *patterns[id(scheme)]]})
+        for scheme in found.heads.values()
+    }
+    return {name: named.get(id(scheme), scheme) for name, scheme in found.schemes.items()}
+
+
+def _fitted(
+    model: Module, schemes: Mapping[str, QuantizationScheme]
+) -> dict[str, QuantizationScheme]:
+    """The schemes, where matrices narrower than their group have one of their own."""
+    narrowed: dict[tuple[int, int], QuantizationScheme] = {}
+    fitted: dict[str, QuantizationScheme] = {}
+    for name, scheme in schemes.items():
+        columns = _columns(model.get_submodule(name))
+        if columns is None or not any(_is_narrow(args, columns) for _, args in _grouped(scheme)):
+            fitted[name] = scheme
+            continue
+        key = (id(scheme), columns)
+        if key not in narrowed:
+            narrowed[key] = _narrow(scheme, columns)
+        narrowed[key].targets.append(name)
+        fitted[name] = narrowed[key]
+    for (_, columns), scheme in narrowed.items():
+        logger.info(
+            f"{listed(scheme.targets)}: {columns} columns are fewer than a group has; each row "
+            "is one group there."
+        )
+    return fitted
+
+
+def _columns(module: Module) -> int | None:
+    weight = weight_of(module)
+    return weight.shape[-1] if weight is not None and weight.dim() == 2 else None
+
+
+def _grouped(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
+    for field_name in ("weights", "input_activations"):
+        args = getattr(scheme, field_name)
+        if args is not None and args.strategy == "group" and args.group_size:
+            yield field_name, args
+
+
+def _is_narrow(args: QuantizationArgs, columns: int) -> bool:
+    # The group of an MX format is part of the format.
+    return bool(columns < args.group_size and args.scale_dtype != torch.uint8)
+
+
+def _narrow(scheme: QuantizationScheme, columns: int) -> QuantizationScheme:
+    update: dict[str, object] = {
+        name: args.model_copy(update={"group_size": columns})
+        for name, args in _grouped(scheme)
+        if _is_narrow(args, columns)
+    }
+    return scheme.model_copy(update={**update, "targets": []})

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where compressed-tensors' ``QuantizationArgs`` become numerics.
+
+Above here are configurations, below are grids, partitions and scale formats.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from compressed_tensors.quantization import (
+    DynamicType,
+    QuantizationArgs,
+    QuantizationStrategy,
+    QuantizationType,
+)
+
+from llmcompressor.errors import InputError
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.partition import Partition
+from llmcompressor.numerics.scales import ScaleFormat, default_zero_dtype
+
+__all__ = [
+    "default_observer",
+    "grid_of",
+    "needs_global_scale",
+    "partition_of",
+    "scale_dtype_of",
+    "scale_format_of",
+    "zero_dtype_of",
+]
+
+_GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+_MX_GROUP = 32
+
+
+def grid_of(args: QuantizationArgs) -> Grid:
+    """The numbers that ``args`` rounds to."""
+    kind: Literal["int", "float"] = "int" if args.type == QuantizationType.INT else "float"
+    return Grid(kind, args.num_bits, args.symmetric)
+
+
+def partition_of(args: QuantizationArgs) -> Partition:
+    """How ``args`` cuts a weight [R, C] into cells that share a scale.
+
+    Raises:
+        InputError: the strategy is not one for weights (``token``, ``attn_head``).
+    """
+    if args.strategy == QuantizationStrategy.TENSOR:
+        return Partition(0, 0)
+    if args.strategy == QuantizationStrategy.CHANNEL:
+        return Partition(1, 0)
+    if args.strategy in _GROUPED and args.group_size is not None:
+        return Partition(1, args.group_size)
+    if args.strategy == QuantizationStrategy.BLOCK and args.block_structure is not None:
+        return Partition(*args.block_structure)
+    raise InputError(
+        f"The strategy {args.strategy!r} does not apply to weights.",
+        "Use tensor, channel, group, tensor_group or block.",
+    )
+
+
+def scale_format_of(args: QuantizationArgs) -> ScaleFormat:
+    """How scales of ``args`` are stored.
+
+    Raises:
+        InputError: integer scales outside the MX formats, which have no meaning.
+    """
+    dtype = args.scale_dtype
+    if dtype is None or (dtype.is_floating_point and dtype is not torch.float8_e4m3fn):
+        return ScaleFormat.PLAIN
+    if dtype is torch.float8_e4m3fn:
+        return ScaleFormat.E4M3
+    is_mx = args.type == QuantizationType.FLOAT and args.group_size == _MX_GROUP
+    if dtype is torch.uint8 and is_mx and args.symmetric:
+        return ScaleFormat.E8M0
+    raise InputError(
+        f"Scales of {dtype} are exponents, which only symmetric 4- and 8-bit floats in groups of "
+        f"{_MX_GROUP} have.",
+        f"Set type float and group_size {_MX_GROUP}, or leave scale_dtype out.",
+    )
+
+
+def scale_dtype_of(args: QuantizationArgs) -> torch.dtype | None:
+    """The floating dtype that plain scales of ``args`` are rounded to, if it names one."""
+    dtype: torch.dtype | None = args.scale_dtype
+    return dtype if scale_format_of(args) is ScaleFormat.PLAIN else None
+
+
+def zero_dtype_of(args: QuantizationArgs) -> torch.dtype:
+    """The dtype of zero points of ``args``."""
+    return args.zp_dtype or default_zero_dtype(grid_of(args))
+
+
+def needs_global_scale(args: QuantizationArgs) -> bool:
+    """Whether the scales of ``args`` stand under one scale for the whole tensor."""
+    return bool(args.strategy == QuantizationStrategy.TENSOR_GROUP)
+
+
+def default_observer(args: QuantizationArgs, base_name: str) -> str | None:
+    """The name of the observer that calibrates a tensor.
+
+    Args:
+        args: how the tensor is quantized; an observer that it names is taken.
+        base_name: ``"weight"``, or what is quantized else: ``"input"``, ``"output"``, ``"q"``, …
+
+    Returns:
+        The observer's registry name; ``None`` for values whose scales are all found at run time.
+    """
+    if args.dynamic is True:
+        return None
+    if args.observer is not None:
+        return str(args.observer)
+    if base_name == "weight":
+        return "memoryless_minmax"
+    return "static_minmax" if args.dynamic == DynamicType.LOCAL else "minmax"

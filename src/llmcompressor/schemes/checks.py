@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the schemes against the weights they are for, before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from torch.nn import Embedding, Linear, Module
+
+from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
+from llmcompressor.schemes.assign import listed, weight_of
+from llmcompressor.schemes.presets import format_of
+
+__all__ = [
+    "check_divisible",
+    "check_schemes",
+    "check_tied",
+    "check_weights_quantizable",
+    "describe",
+    "indivisible",
+    "tied_weights",
+    "warn_mixed_sets",
+]
+
+Schemes = Mapping[str, QuantizationScheme]
+
+
+def check_schemes(
+    model: Module,
+    schemes: Schemes,
+    *,
+    joined: Iterable[Sequence[str]] = (),
+    bypass_divisibility: bool = False,
+) -> None:
+    """Every check of this module.
+
+    Args:
+        model: the model, with its weights.
+        schemes: module name to scheme.
+        joined: sets of names that are served as one matrix or one set of experts.
+        bypass_divisibility: leave out :func:`check_divisible`.
+
+    Raises:
+        TargetError: from the single checks.
+    """
+    check_weights_quantizable(model, schemes)
+    check_tied(model, schemes)
+    if not bypass_divisibility:
+        check_divisible(model, schemes)
+    warn_mixed_sets(schemes, joined)
+
+
+def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
+    """Refuse modules whose weight is no float matrix with values.
+
+    Raises:
+        TargetError: lists every such module and what its weight is.
+    """
+    wrong = []
+    for name, scheme in schemes.items():
+        module = model.get_submodule(name)
+        if scheme.weights is None:
+            continue
+        reason = _why_not(module)
+        if reason:
+            wrong.append(f"{name} ({type(module).__name__}: {reason})")
+    if wrong:
+        raise TargetError(
+            f"These modules cannot be quantized: {listed(wrong)}.",
+            "Ignore them, or load the model with its weights in floating point.",
+        )
+
+
+def _why_not(module: Module) -> str:
+    weight = weight_of(module)
+    if not isinstance(module, Linear | Embedding) or weight is None:
+        return "no Linear or Embedding with a weight"
+    if weight.dim() != 2:
+        return f"the weight has {weight.dim()} dimensions"
+    if not weight.is_floating_point():
+        return f"the weight is {str(weight.dtype).removeprefix('torch.')}"
+    # accelerate keeps the weights of an offloaded module elsewhere and puts meta tensors here.
+    if weight.is_meta and not hasattr(module, "_hf_hook"):
+        return "the weight has no values, it is on the meta device"
+    return ""
+
+
+def indivisible(model: Module, schemes: Schemes) -> list[tuple[str, int, int]]:
+    """The modules whose columns are not a whole number of groups.
+
+    Blocks are padded, so they always fit. Narrower matrices than the group were given a group
+    of their own width; what is still too narrow here is of a format that fixes its group.
+
+    Returns:
+        ``(name, columns, group size)`` of each, in order.
+    """
+    misfits = []
+    for name, scheme in schemes.items():
+        weight = weight_of(model.get_submodule(name))
+        if weight is None or weight.dim() != 2:
+            continue
+        columns = weight.shape[-1]
+        sizes = {_group(args) for args in (scheme.weights, scheme.input_activations)}
+        size = max((size for size in sizes if size and columns % size), default=0)
+        if size:
+            misfits.append((name, columns, size))
+    return misfits
+
+
+def _group(args: QuantizationArgs | None) -> int:
+    if args is None or args.strategy not in ("group", "tensor_group"):
+        return 0
+    return int(args.group_size)
+
+
+def check_divisible(model: Module, schemes: Schemes) -> None:
+    """Refuse columns that are not a whole number of groups, which no reader takes.
+
+    Raises:
+        TargetError: lists every such module with its columns and its group size.
+    """
+    misfits = indivisible(model, schemes)
+    if misfits:
+        lines = "\n".join(
+            f"  {name}: {columns} columns, groups of {size}" for name, columns, size in misfits
+        )
+        raise TargetError(
+            "The columns of these modules are not a whole number of groups, so their weights "
+            f"cannot be stored:\n{lines}\n",
+            "Choose a group size that divides them, add them to ignore, or set "
+            "bypass_divisibility_checks: true.",
+        )
+
+
+def tied_weights(model: Module, schemes: Schemes) -> list[tuple[str, ...]]:
+    """The sets of modules that share one weight and of which at least one is to be quantized.
+
+    The modifier unties them before it changes a weight; a quantized weight cannot be shared.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = weight_of(module)
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(name)
+    weighty = {name for name, scheme in schemes.items() if scheme.weights is not None}
+    return [tuple(names) for names in owners.values() if len(names) > 1 and weighty & set(names)]
+
+
+def check_tied(model: Module, schemes: Schemes) -> None:
+    """Refuse to quantize one of several modules that share a weight.
+
+    Raises:
+        TargetError: names the modules.
+    """
+    for names in tied_weights(model, schemes):
+        raise TargetError(
+            f"{' and '.join(names)} share one weight, and "
+            f"{' and '.join(name for name in names if name in schemes)} is to be quantized.",
+            "Pass tie_word_embeddings=False to give each its own weight, or ignore it.",
+        )
+
+
+def warn_mixed_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> None:
+    """Warn about modules that are served as one but quantized differently.
+
+    Engines look up one scheme for the joined matrix: some refuse a mixture, others load the
+    wrong one of the two. Transformers reads it as it is, so this is no error.
+    """
+    mixed = []
+    for names in joined:
+        kinds = {name: describe(schemes.get(name)) for name in names}
+        if len({_serving_key(schemes.get(name)) for name in names}) > 1:
+            mixed.append(_mixture(kinds))
+    if mixed:
+        logger.warning(
+            "These modules are served as one but would be quantized differently, which vLLM "
+            f"refuses or reads wrongly: {'; '.join(mixed[:4])}"
+            f"{f'; and {len(mixed) - 4} more sets' if len(mixed) > 4 else ''}. "
+            "Give all members of a set one scheme, or ignore all of them."
+        )
+
+
+def _mixture(kinds: Mapping[str, str]) -> str:
+    by_kind: dict[str, list[str]] = {}
+    for name, kind in kinds.items():
+        by_kind.setdefault(kind, []).append(name)
+    return ", ".join(f"{listed(names)} {kind}" for kind, names in by_kind.items())
+
+
+def _serving_key(scheme: QuantizationScheme | None) -> str:
+    """What of a scheme a reader sees: neither its targets nor how its scales were found."""
+    if scheme is None:
+        return ""
+    hidden = {"observer", "observer_kwargs", "actorder", "zp_dtype"}
+    fields = ("weights", "input_activations", "output_activations")
+    exclude = dict.fromkeys(fields, hidden)
+    seen = scheme.model_dump(mode="json", include=set(fields), exclude=exclude)
+    return f"{format_of(scheme)} {seen}"
+
+
+def describe(scheme: QuantizationScheme | None) -> str:
+    """A scheme in a few words.
+
+    >>> from llmcompressor.schemes.presets import preset_scheme
+    >>> describe(preset_scheme("W4A8")), describe(None)
+    ('in int4 group 128 with int8 token inputs', 'not quantized')
+    """
+    if scheme is None:
+        return "not quantized"
+    weights = f"in {_words(scheme.weights)}" if scheme.weights else "in full"
+    inputs = f" with {_words(scheme.input_activations)} inputs" if scheme.input_activations else ""
+    return weights + inputs
+
+
+def _words(args: QuantizationArgs) -> str:
+    # Enum members where a default was taken, their values where a user wrote one.
+    kind, strategy = (str(getattr(each, "value", each)) for each in (args.type, args.strategy))
+    size = args.group_size or args.block_structure or ""
+    asymmetric = "" if args.symmetric else " asymmetric"
+    return f"{kind}{args.num_bits} {strategy} {size}".strip() + asymmetric

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a recipe says to compressed-tensors' configuration classes.
+
+The classes forbid unknown keys, but answer in the language of their validator. Here each wrong
+key is an error that says where it stands and which key was meant.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from pydantic import BaseModel, ValidationError
+
+from llmcompressor.errors import InputError, RecipeError, did_you_mean
+from llmcompressor.logger import logger
+from llmcompressor.schemes.presets import is_preset, preset_scheme
+
+__all__ = ["check_actorder", "names_list", "parse_args", "parse_group", "parse_scheme"]
+
+ARGUMENT_FIELDS = ("weights", "input_activations", "output_activations")
+_WEIGHT_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+
+
+def names_list(value: Any, where: str) -> list[str]:
+    """One name or a list of names, as a list.
+
+    Raises:
+        RecipeError: it is something else, or empty.
+    """
+    names = [value] if isinstance(value, str) else value
+    is_list = isinstance(names, Sequence | set | frozenset) and bool(names)
+    if not is_list or not all(isinstance(name, str) and name for name in names):
+        raise RecipeError(
+            f"{where} is {value!r}, but must name modules.",
+            "Give a name, a class name such as Linear, a 're:' pattern, or a list of these.",
+        )
+    return list(names)
+
+
+def check_actorder(value: Any, where: str) -> None:
+    """Refuse the activation orders that no reader of a checkpoint knows any more.
+
+    Raises:
+        RecipeError: ``group``, ``dynamic`` or ``True``.
+    """
+    text = str(getattr(value, "value", value)).lower()
+    if value is True or text in {"group", "dynamic"}:
+        raise RecipeError(
+            f"{where} is {text}, which stores an index of each column's group. "
+            "compressed-tensors, and so every engine that reads its files, dropped that index.",
+            "Use actorder: static (its other name is weight): columns are quantized in order of "
+            "their activations and stored in their own.",
+        )
+
+
+def parse_args(value: Any, where: str) -> QuantizationArgs:
+    """Quantization arguments from a mapping, or the object itself.
+
+    Raises:
+        RecipeError: an unknown key, or values that do not go together.
+    """
+    if isinstance(value, QuantizationArgs):
+        return value
+    _check_keys(value, QuantizationArgs, where)
+    check_actorder(value.get("actorder"), f"{where}.actorder")
+    return _validated(QuantizationArgs, dict(value), where)
+
+
+def parse_scheme(value: Mapping[str, Any], where: str) -> QuantizationScheme:
+    """A scheme from a mapping with the keys of ``QuantizationScheme``.
+
+    Raises:
+        RecipeError: an unknown key, no targets, or values that do not go together.
+    """
+    _check_keys(value, QuantizationScheme, where)
+    fields = dict(value)
+    if fields.get("targets") is None:
+        raise RecipeError(f"{where} has no targets.", "Say which modules it is for: targets: [...]")
+    fields["targets"] = names_list(fields["targets"], f"{where}.targets")
+    for name in ARGUMENT_FIELDS:
+        if fields.get(name) is not None:
+            fields[name] = parse_args(fields[name], f"{where}.{name}")
+    return _checked(_validated(QuantizationScheme, fields, where), where)
+
+
+def parse_group(name: str, value: Any, where: str) -> QuantizationScheme:
+    """One entry of ``config_groups``: a scheme, a mapping, or targets under a preset's name."""
+    if isinstance(value, QuantizationScheme):
+        return _checked(value, where)
+    if isinstance(value, Mapping):
+        return parse_scheme(value, where)
+    if not is_preset(name):
+        _refuse_group(name, value, where)
+    return preset_scheme(name, names_list(value, where))
+
+
+def _refuse_group(name: str, value: Any, where: str) -> None:
+    if isinstance(value, str | Sequence):
+        try:
+            preset_scheme(name)
+        except InputError as error:
+            raise RecipeError(
+                f"{where} is a list of targets, so {name!r} should be a preset.", error.remedy
+            ) from error
+    raise RecipeError(
+        f"{where} is {value!r}, but must be a mapping.",
+        "Give targets, weights and input_activations, or a list of targets under a preset's name.",
+    )
+
+
+def _checked(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
+    """Refuse what the classes let through but no weight can be."""
+    weights = scheme.weights
+    if weights is None:
+        return scheme
+    if weights.dynamic:
+        raise RecipeError(
+            f"{where}.weights is dynamic, but weights are stored once.", "Leave dynamic out."
+        )
+    if weights.strategy not in _WEIGHT_STRATEGIES:
+        raise RecipeError(
+            f"{where}.weights has the strategy {str(weights.strategy)!r}, which weights cannot.",
+            did_you_mean(str(weights.strategy), _WEIGHT_STRATEGIES),
+        )
+    return scheme
+
+
+def _check_keys(value: Any, cls: type[BaseModel], where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise RecipeError(
+            f"{where} is {value!r}, but must be a mapping.",
+            f"Its keys are: {', '.join(cls.model_fields)}.",
+        )
+    for key in value:
+        if key not in cls.model_fields:
+            raise RecipeError(
+                f"{where} has no field {key!r}.", did_you_mean(str(key), cls.model_fields)
+            )
+
+
+def _validated(cls: Any, fields: dict[str, Any], where: str) -> Any:
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = cls(**fields)
+    except ValidationError as error:
+        raise RecipeError(f"{where} is not valid: {_reasons(error)}.") from error
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise RecipeError(f"{where} is not valid: {_sentence(error)}.") from error
+    for warning in caught:
+        logger.warning(f"{where}: {warning.message}")
+    return made
+
+
+def _reasons(error: ValidationError) -> str:
+    return "; ".join(
+        ": ".join([*map(str, each["loc"]), _sentence(each["msg"].removeprefix("Value error, "))])
+        for each in error.errors(include_url=False, include_context=False)
+    )
+
+
+def _sentence(message: object) -> str:
+    """The first line of a message, without its full stop: the rest repeats the whole object."""
+    return str(message).strip().partition("\n")[0].rstrip(".")

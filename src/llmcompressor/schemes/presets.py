@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The preset schemes by name, and the format in which a scheme is written.
+
+A preset is data: the arguments of the weights and of the input activations. ``W4A16`` reads
+"weights in 4 bits, activations in 16", so only the weights are quantized; ``_ASYM`` gives them
+a zero point. All presets are symmetric otherwise.
+
+===================  ====================================  ===================================
+preset               weights                               input activations
+===================  ====================================  ===================================
+``W{2…8}A16[_ASYM]`` n-bit int, groups of 128              none
+``W8A8``, ``INT8``   8-bit int, channel                    8-bit int, token, dynamic
+``W{2…7}A8``         n-bit int, groups of 128              8-bit int, token, dynamic
+``W{2,3,4}A4``       n-bit int, groups of 128              4-bit int, token, dynamic
+``W4AFP8``           4-bit int, groups of 128              8-bit float, token, dynamic
+``FP8``              8-bit float, tensor                   8-bit float, tensor, static
+``FP8_DYNAMIC``      8-bit float, channel                  8-bit float, token, dynamic
+``FP8_BLOCK``        8-bit float, blocks of 128 x 128      8-bit float, groups of 128, dynamic
+``NVFP4[A16]``       4-bit float, two-level groups of 16   the same, local scales dynamic
+``MXFP4[A16]``       4-bit float, groups of 32, 2^k        the same, dynamic
+``MXFP8[A16]``       8-bit float, groups of 32, 2^k        the same, dynamic
+``UNQUANTIZED``      none                                  none
+===================  ====================================  ===================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+from llmcompressor.errors import InputError, did_you_mean
+
+__all__ = [
+    "PRESETS",
+    "Preset",
+    "format_of",
+    "is_packed",
+    "is_preset",
+    "preset_scheme",
+    "with_format",
+]
+
+Arguments = Mapping[str, Any]
+
+_PACKED = "pack-quantized"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a preset's name stands for: keyword arguments of two ``QuantizationArgs``.
+
+    Attributes:
+        weights: of the weights; ``None`` leaves them alone.
+        input_activations: of the inputs; ``None`` leaves them alone.
+    """
+
+    weights: Arguments | None = None
+    input_activations: Arguments | None = None
+
+    def scheme(self, targets: Iterable[str]) -> QuantizationScheme:
+        """A new scheme of this preset for ``targets``, with its format if it needs one."""
+        scheme = QuantizationScheme(
+            targets=list(targets),
+            weights=self.weights and QuantizationArgs(**self.weights),
+            input_activations=self.input_activations and QuantizationArgs(**self.input_activations),
+        )
+        return with_format(scheme)
+
+
+def _int_groups(bits: int, *, symmetric: bool = True) -> Arguments:
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 128,
+        "symmetric": symmetric,
+    }
+
+
+def _tokens(bits: int, kind: str) -> Arguments:
+    return {"num_bits": bits, "type": kind, "strategy": "token", "dynamic": True}
+
+
+_FP8_TENSOR: Arguments = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+_FP8_BLOCK = Preset(
+    {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+    {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True},
+)
+_NVFP4: Arguments = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "scale_dtype": torch.float8_e4m3fn,
+    "zp_dtype": torch.float8_e4m3fn,
+}
+
+
+def _mx(bits: int) -> Arguments:
+    """The block formats of the Open Compute Project: 32 values share a power of two."""
+    return {
+        "num_bits": bits,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 32,
+        "scale_dtype": torch.uint8,
+        "zp_dtype": torch.uint8,
+    }
+
+
+def _build() -> dict[str, Preset]:
+    w8a8 = Preset({"num_bits": 8, "type": "int", "strategy": "channel"}, _tokens(8, "int"))
+    presets = {"UNQUANTIZED": Preset(), "W8A8": w8a8, "INT8": w8a8}
+    for bits in range(2, 9):
+        presets[f"W{bits}A16"] = Preset(_int_groups(bits))
+        presets[f"W{bits}A16_ASYM"] = Preset(_int_groups(bits, symmetric=False))
+    for bits in range(2, 8):
+        presets[f"W{bits}A8"] = Preset(_int_groups(bits), _tokens(8, "int"))
+    for bits in range(2, 5):
+        presets[f"W{bits}A4"] = Preset(_int_groups(bits), _tokens(4, "int"))
+    presets |= {
+        "W4AFP8": Preset(_int_groups(4), _tokens(8, "float")),
+        "FP8": Preset(_FP8_TENSOR, {**_FP8_TENSOR, "observer": "static_minmax"}),
+        "FP8_DYNAMIC": Preset({**_FP8_TENSOR, "strategy": "channel"}, _tokens(8, "float")),
+        "FP8_BLOCK": _FP8_BLOCK,
+        "NVFP4A16": Preset(_NVFP4),
+        "NVFP4": Preset(_NVFP4, {**_NVFP4, "dynamic": "local", "observer": "static_minmax"}),
+        "MXFP4A16": Preset(_mx(4)),
+        "MXFP4": Preset(_mx(4), {**_mx(4), "dynamic": True}),
+        "MXFP8A16": Preset(_mx(8)),
+        "MXFP8": Preset(_mx(8), {**_mx(8), "dynamic": True}),
+    }
+    return presets
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(_build())
+"""Every preset by its name in capitals."""
+
+
+def is_preset(name: str) -> bool:
+    """Whether ``name`` is a preset, in any case.
+
+    >>> is_preset("w4a16"), is_preset("W4A17")
+    (True, False)
+    """
+    return name.upper() in PRESETS
+
+
+def preset_scheme(name: str, targets: str | Iterable[str] = ("Linear",)) -> QuantizationScheme:
+    """A new scheme of the preset ``name``, in any case, for ``targets``.
+
+    Raises:
+        InputError: there is no such preset; the message lists all of them.
+
+    >>> preset_scheme("w4a16", "Linear").weights.group_size
+    128
+    """
+    preset = PRESETS.get(name.upper())
+    if preset is None:
+        near = did_you_mean(name, PRESETS)
+        every = f"The presets are: {', '.join(sorted(PRESETS))}."
+        raise InputError(
+            f"There is no preset scheme named {name!r}.",
+            f"{near} {every}" if near.startswith("Did") else every,
+        )
+    return preset.scheme([targets] if isinstance(targets, str) else targets)
+
+
+def is_packed(scheme: QuantizationScheme) -> bool:
+    """Whether integers are written bit-packed although activations are quantized too.
+
+    The writer's own order of formats stores every integer weight with quantized activations
+    as one byte each, so W4A8 would be as large as W8A8. Packed, such a weight takes its
+    ``num_bits``, and it is what CUDA engines read: vLLM's schemes for int weights with dynamic
+    int8 or fp8 activations expect ``weight_packed``. (Its CPU kernel for W4A8 reads
+    ``int-quantized``: state that as the group's ``format``.) Eight bits gain nothing.
+    """
+    weights = scheme.weights
+    activations = scheme.input_activations or scheme.output_activations
+    return bool(weights and activations and weights.type == "int" and weights.num_bits < 8)
+
+
+def with_format(scheme: QuantizationScheme) -> QuantizationScheme:
+    """The scheme, stating its format where the writer would choose another by itself."""
+    if scheme.format is None and is_packed(scheme):
+        return scheme.model_copy(update={"format": _PACKED})
+    return scheme
+
+
+def format_of(scheme: QuantizationScheme) -> str:
+    """The format in which a module of ``scheme`` is written.
+
+    The scheme's own ``format`` first; then bit-packed where :func:`is_packed`; then the order
+    in which compressed-tensors tries its formats.
+
+    >>> format_of(preset_scheme("W4A8")), format_of(preset_scheme("W8A8"))
+    ('pack-quantized', 'int-quantized')
+    """
+    if scheme.format is not None:
+        return str(CompressionFormat(scheme.format).value)
+    if scheme.weights is None:
+        return "dense"
+    if scheme.weights.type == "float":
+        return _float_format(scheme)
+    if is_packed(scheme):
+        return _PACKED
+    if scheme.input_activations is not None:
+        return "int-quantized"
+    return _PACKED if scheme.weights.num_bits <= 8 else "naive-quantized"
+
+
+def _float_format(scheme: QuantizationScheme) -> str:
+    weights = scheme.weights
+    if weights.group_size == 32 and weights.num_bits == 4:
+        return "mxfp4-pack-quantized"
+    if weights.group_size == 32 and weights.scale_dtype == torch.uint8:
+        return "mxfp8-quantized"
+    if weights.group_size == 16 and weights.num_bits == 4:
+        return "nvfp4-pack-quantized"
+    return "naive-quantized" if scheme.input_activations is None else "float-quantized"

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the fields of a quantizing modifier to its schemes.
+
+:func:`resolve_schemes` needs no model: it reads the fields, refuses what contradicts itself and
+fills in formats and observers, so a recipe is checked before anything is loaded.
+:meth:`ResolvedSchemes.schemes_by_module` then says which module gets which scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from torch.nn import Module
+
+from llmcompressor.errors import RecipeError, did_you_mean
+from llmcompressor.logger import logger
+from llmcompressor.schemes.assign import assign_schemes, is_empty
+from llmcompressor.schemes.bridge import default_observer
+from llmcompressor.schemes.parse import (
+    ARGUMENT_FIELDS,
+    names_list,
+    parse_args,
+    parse_group,
+    parse_scheme,
+)
+from llmcompressor.schemes.presets import is_preset, preset_scheme, with_format
+
+__all__ = ["ResolvedSchemes", "resolve_schemes"]
+
+_BASE_NAMES = {"weights": "weight", "input_activations": "input", "output_activations": "output"}
+_OBSERVER_KEYS = {
+    "weights": "weights",
+    "input": "input_activations",
+    "output": "output_activations",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSchemes:
+    """The schemes of one modifier, complete with formats and observers.
+
+    Attributes:
+        groups: schemes by the name of their group, in the recipe's order.
+        ignore: modules that no scheme applies to, whatever targets them.
+        kv_cache_scheme: how keys and values are cached, or ``None``.
+        bypass_divisibility_checks: the user's word that ragged groups are meant.
+        allow_unmatched: the user's word that targets may match nothing.
+    """
+
+    groups: Mapping[str, QuantizationScheme]
+    ignore: tuple[str, ...] = ()
+    kv_cache_scheme: QuantizationArgs | None = None
+    bypass_divisibility_checks: bool = False
+    allow_unmatched: bool = False
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Every target of every group, once, in order."""
+        every = (target for scheme in self.groups.values() for target in scheme.targets)
+        return tuple(dict.fromkeys(every))
+
+    @property
+    def requires_calibration_data(self) -> bool:
+        """Whether a scale or an observer depends on activations."""
+        cache = self.kv_cache_scheme
+        return (cache is not None and cache.dynamic is not True) or any(
+            _needs_data(scheme) for scheme in self.groups.values()
+        )
+
+    def schemes_by_module(self, model: Module) -> dict[str, QuantizationScheme]:
+        """The scheme of each module to quantize, by full name, in model order.
+
+        Of the targets that match a module the first counts in this order: those that match its
+        name, then those that match its class, names before ``re:`` patterns, alphabetically.
+        Modules of one group share one scheme object, except where a matrix is narrower than
+        the group (see :mod:`llmcompressor.schemes.assign`).
+
+        Raises:
+            TargetError: a target matches only modules that cannot be quantized, or nothing is
+                left to quantize; not with ``allow_unmatched``.
+        """
+        return assign_schemes(
+            model,
+            self.groups.values(),
+            self.ignore,
+            may_be_empty=self.allow_unmatched or self.kv_cache_scheme is not None,
+            allow_unquantizable=self.allow_unmatched,
+        )
+
+
+def resolve_schemes(
+    *,
+    config_groups: Mapping[str, Any] | None = None,
+    targets: str | Iterable[str] = "Linear",
+    ignore: str | Iterable[str] | None = None,
+    scheme: str | Mapping[str, Any] | QuantizationScheme | None = None,
+    kv_cache_scheme: QuantizationArgs | Mapping[str, Any] | None = None,
+    weight_observer: str | None = None,
+    input_observer: str | None = None,
+    output_observer: str | None = None,
+    observer: Mapping[str, str] | None = None,
+    bypass_divisibility_checks: bool = False,
+    allow_unmatched: bool = False,
+) -> ResolvedSchemes:
+    """Read the quantization fields of a modifier.
+
+    Args:
+        config_groups: group name to a scheme, to a mapping of its fields, or, under a preset's
+            name, to a list of targets.
+        targets: what ``scheme`` applies to; without meaning for ``config_groups``.
+        ignore: modules to leave out.
+        scheme: a preset's name, a mapping from presets to targets, or one scheme's fields.
+        kv_cache_scheme: arguments for the cache of keys and values.
+        weight_observer: observer of all weights.
+        input_observer: observer of all inputs that are not fully dynamic.
+        output_observer: observer of all outputs that are not fully dynamic.
+        observer: the same three, under ``weights``, ``input`` and ``output``.
+        bypass_divisibility_checks: passed through.
+        allow_unmatched: passed through.
+
+    Returns:
+        The schemes, independent of any model.
+
+    Raises:
+        RecipeError: the fields are wrong or contradict each other.
+        InputError: there is no preset of that name.
+    """
+    groups = _groups(config_groups, scheme, targets)
+    if not groups and kv_cache_scheme is None:
+        raise RecipeError(
+            "Nothing says how to quantize: scheme, config_groups, kv_cache_scheme are all unset.",
+            "Set one of them, for example scheme: W4A16.",
+        )
+    _check_shared_targets(groups)
+    overrides = _Overrides.from_fields(weight_observer, input_observer, output_observer, observer)
+    complete = {name: overrides.applied(with_format(group)) for name, group in groups.items()}
+    overrides.warn_unused()
+    return ResolvedSchemes(
+        groups=complete,
+        ignore=tuple(names_list(ignore, "ignore")) if ignore else (),
+        kv_cache_scheme=_cache_arguments(kv_cache_scheme),
+        bypass_divisibility_checks=bypass_divisibility_checks,
+        allow_unmatched=allow_unmatched,
+    )
+
+
+def _groups(
+    config_groups: Mapping[str, Any] | None,
+    scheme: str | Mapping[str, Any] | QuantizationScheme | None,
+    targets: str | Iterable[str],
+) -> dict[str, QuantizationScheme]:
+    if scheme is not None and config_groups is not None:
+        raise RecipeError(
+            "scheme and config_groups are both set.",
+            "Keep one: a preset in config_groups is its name with a list of targets.",
+        )
+    if scheme is not None:
+        return _groups_of_scheme(scheme, targets)
+    if not isinstance(config_groups or {}, Mapping):
+        raise RecipeError(
+            f"config_groups is {config_groups!r}, but must be a mapping.",
+            "Give each group a name, with its targets, weights and input_activations below it.",
+        )
+    return {
+        name: parse_group(name, value, f"config_groups.{name}")
+        for name, value in (config_groups or {}).items()
+    }
+
+
+def _groups_of_scheme(
+    scheme: str | Mapping[str, Any] | QuantizationScheme, targets: str | Iterable[str]
+) -> dict[str, QuantizationScheme]:
+    if isinstance(scheme, QuantizationScheme):
+        return {"group_0": scheme}
+    if isinstance(scheme, str):
+        return {"group_0": preset_scheme(scheme, names_list(targets, "targets"))}
+    if not isinstance(scheme, Mapping) or not scheme:
+        raise RecipeError(
+            f"scheme is {scheme!r}.",
+            "Give a preset's name, or a mapping from presets to their targets.",
+        )
+    if not any(is_preset(str(key)) for key in scheme) and set(scheme) & set(_SCHEME_FIELDS):
+        fields = {"targets": names_list(targets, "targets"), **scheme}
+        return {"group_0": parse_scheme(fields, "scheme")}
+    return {
+        f"group_{index}": preset_scheme(str(name), names_list(value, f"scheme.{name}"))
+        for index, (name, value) in enumerate(scheme.items())
+    }
+
+
+_SCHEME_FIELDS = tuple(QuantizationScheme.model_fields)
+
+
+def _check_shared_targets(groups: Mapping[str, QuantizationScheme]) -> None:
+    """Refuse one target in two groups: readers of the file keep only one of them, silently."""
+    owner: dict[str, str] = {}
+    for name, scheme in groups.items():
+        for target in scheme.targets:
+            first = owner.setdefault(target, name)
+            if first != name:
+                raise RecipeError(
+                    f"The target {target!r} stands in {first!r} and in {name!r}.",
+                    "Keep it in one of them.",
+                )
+
+
+def _cache_arguments(value: QuantizationArgs | Mapping[str, Any] | None) -> QuantizationArgs | None:
+    if value is None:
+        return None
+    return _observed(parse_args(value, "kv_cache_scheme"), "k")
+
+
+def _observed(
+    args: QuantizationArgs, base_name: str, override: str | None = None
+) -> QuantizationArgs:
+    """A copy of ``args`` with its observer: none where every scale is computed on the fly."""
+    chosen = default_observer(args, base_name)
+    return args.model_copy(update={"observer": chosen and (override or chosen)})
+
+
+@dataclass
+class _Overrides:
+    """Observers that a modifier sets for all its schemes, and which of them had an effect."""
+
+    by_field: Mapping[str, str]
+    used: set[str] = field(default_factory=set)
+
+    @classmethod
+    def from_fields(
+        cls,
+        weight_observer: str | None,
+        input_observer: str | None,
+        output_observer: str | None,
+        observer: Mapping[str, str] | None,
+    ) -> _Overrides:
+        given = (weight_observer, input_observer, output_observer)
+        pairs = zip(ARGUMENT_FIELDS, given, strict=True)
+        single = {name: value for name, value in pairs if value is not None}
+        if observer is None:
+            return cls(single)
+        if single:
+            raise RecipeError(
+                "observer is set, and so is weight_observer, input_observer or output_observer.",
+                "Keep either observer, with its keys weights, input and output, or the others.",
+            )
+        return cls(_observer_fields(observer))
+
+    def applied(self, scheme: QuantizationScheme) -> QuantizationScheme:
+        """A copy of ``scheme`` in which all arguments have their observer."""
+        update: dict[str, QuantizationArgs] = {}
+        for name in ARGUMENT_FIELDS:
+            args = getattr(scheme, name)
+            if args is not None:
+                update[name] = _observed(args, _BASE_NAMES[name], self.by_field.get(name))
+                if args.dynamic is not True:
+                    self.used.add(name)
+        return scheme.model_copy(update=update)
+
+    def warn_unused(self) -> None:
+        """Tell which observers were set for arguments that no scheme has or that are dynamic."""
+        unused = [name for name in self.by_field if name not in self.used]
+        if unused:
+            logger.warning(
+                f"An observer is set for {', '.join(unused)}, but no scheme here has a static "
+                "scale for them; it has no effect."
+            )
+
+
+def _observer_fields(observer: Any) -> dict[str, str]:
+    if not isinstance(observer, Mapping):
+        raise RecipeError(
+            f"observer is {observer!r}, but must be a mapping.",
+            "Its keys are weights, input and output; or set weight_observer.",
+        )
+    fields: dict[str, str] = {}
+    for key, value in observer.items():
+        if key not in _OBSERVER_KEYS:
+            raise RecipeError(
+                f"observer has no key {key!r}.", did_you_mean(str(key), _OBSERVER_KEYS)
+            )
+        if not isinstance(value, str):
+            raise RecipeError(f"observer.{key} is {value!r}.", "Give the name of an observer.")
+        fields[_OBSERVER_KEYS[key]] = value
+    return fields
+
+
+def _needs_data(scheme: QuantizationScheme) -> bool:
+    if is_empty(scheme):
+        return False
+    activations = (scheme.input_activations, scheme.output_activations)
+    from_inputs = scheme.weights is not None and "imatrix" in (scheme.weights.observer or "")
+    return from_inputs or any(args is not None and args.dynamic is not True for args in activations)

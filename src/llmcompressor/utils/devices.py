@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model goes: onto one accelerator if it fits, over several if not, or where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import (
+    dispatch_model,
+    infer_auto_device_map,
+    init_empty_weights,
+)
+from accelerate.hooks import remove_hook_from_submodules
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from llmcompressor.logger import logger
+
+__all__ = ["best_device", "calculate_offload_device_map", "dispatch_for_generation"]
+
+# What generating needs beside the weights: the cache, the activations and the allocator's slack.
+_SHARE_FOR_WEIGHTS = 0.8
+
+
+def best_device() -> torch.device:
+    """The accelerator with the most free memory, or the processor.
+
+    The memory is asked for only where there is a choice.
+    """
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None  # there is one: it is available
+    count = torch.accelerator.device_count()
+    if count == 1:
+        return torch.device(kind.type, 0)
+    return torch.device(kind.type, max(range(count), key=_free_bytes))
+
+
+def dispatch_for_generation(
+    model: PreTrainedModel, *, no_split_modules: list[str] | None = None
+) -> PreTrainedModel:
+    """Make a model ready to generate: on the best device, in evaluation mode.
+
+    A model that fits one accelerator goes there whole. One that does not is spread over all of
+    them, and over the processor's memory for what is left. Without an accelerator it stays.
+
+    Args:
+        model: the model; it is moved in place.
+        no_split_modules: classes of modules that must stay on one device; the model's own list
+            by default.
+
+    Returns:
+        The same model.
+    """
+    nn.Module.eval(model)
+    target = best_device()
+    if target.type == "cpu":
+        return model
+    remove_hook_from_submodules(model)
+    free = {index: _free_bytes(index) for index in range(torch.accelerator.device_count())}
+    if target.type == "mps" or _bytes_of(model) <= _SHARE_FOR_WEIGHTS * free[target.index]:
+        nn.Module.to(model, target)
+        return model
+    keep_whole = no_split_modules or sorted(model._no_split_modules or ())
+    memory: dict[int | str, int | str] = {
+        index: int(_SHARE_FOR_WEIGHTS * free_bytes) for index, free_bytes in free.items()
+    }
+    memory["cpu"] = _bytes_of(model)
+    device_map = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=keep_whole)
+    logger.info(
+        "The model does not fit {}: it is spread over {}.", target, set(device_map.values())
+    )
+    dispatch_model(model, device_map=device_map)
+    return model
+
+
+def calculate_offload_device_map(
+    model_stub: str,
+    reserve_for_hessians: bool = False,
+    num_gpus: int = 1,
+    torch_dtype: torch.dtype = torch.float16,
+    model_cls: Any = AutoModelForCausalLM,
+    **model_kwargs: Any,
+) -> dict[str, int | str]:
+    """A ``device_map`` for ``from_pretrained`` that leaves room to calibrate.
+
+    Calibrating here needs no such map, since blocks come to the accelerator one at a time;
+    scripts written for one go on working.
+
+    Args:
+        model_stub: name or folder of the model.
+        reserve_for_hessians: leave room for one Gram matrix (float32, inputs by inputs) for each
+            Linear of one block, as GPTQ keeps them.
+        num_gpus: how many accelerators to use.
+        torch_dtype: the dtype in which the weights will be loaded.
+        model_cls: the class that will load them.
+        **model_kwargs: for reading the configuration.
+
+    Returns:
+        Name of a module → index of an accelerator, or ``"cpu"``.
+    """
+    available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if not available:
+        return {"": "cpu"}
+    config = AutoConfig.from_pretrained(model_stub, **model_kwargs)
+    with init_empty_weights():
+        model = model_cls.from_config(config, dtype=torch_dtype)
+    reserved = _gram_bytes(model) if reserve_for_hessians else 0
+    memory: dict[int | str, int | str] = {
+        index: max(0, int(_SHARE_FOR_WEIGHTS * _free_bytes(index)) - reserved)
+        for index in range(min(num_gpus, available))
+    }
+    memory["cpu"] = _bytes_of(model)
+    return dict(
+        infer_auto_device_map(
+            model, max_memory=memory, no_split_module_classes=sorted(model._no_split_modules or ())
+        )
+    )
+
+
+def _free_bytes(index: int) -> int:
+    return int(torch.accelerator.get_memory_info(index)[0])
+
+
+def _bytes_of(model: nn.Module) -> int:
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.nbytes for t in tensors.values())
+
+
+def _gram_bytes(model: nn.Module) -> int:
+    """Bytes of the Gram matrices of one block's Linears; blocks are taken to be alike."""
+    by_block: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            block = ".".join(name.split(".")[:3])
+            by_block[block] = by_block.get(block, 0) + 4 * module.in_features**2
+    return max(by_block.values(), default=0)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Argument dataclasses: defaults, bounds, and that the user's objects stay the user's."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from llmcompressor.args import (
+    DatasetArguments,
+    DataTrainingArguments,
+    ModelArguments,
+    RecipeArguments,
+)
+from llmcompressor.errors import ArgumentError
+
+DEFAULTS = {
+    ModelArguments: {
+        "config_name": None,
+        "tokenizer": None,
+        "processor": None,
+        "precision": "auto",
+        "tie_word_embeddings": True,
+        "trust_remote_code_model": False,
+        "save_compressed": True,
+        "model_revision": "main",
+        "overwrite": False,
+    },
+    RecipeArguments: {
+        "recipe": None,
+        "recipe_args": None,
+        "clear_sparse_session": False,
+        "stage": None,
+    },
+    DatasetArguments: {
+        "dataset": None,
+        "dataset_config_name": None,
+        "dataset_path": None,
+        "splits": None,
+        "batch_size": 1,
+        "data_collator": "truncation",
+        "num_calibration_samples": 512,
+        "shuffle_calibration_samples": True,
+        "max_seq_length": None,
+        "pad_to_max_length": False,
+        "text_column": "text",
+        "concatenate_data": False,
+        "streaming": False,
+        "overwrite_cache": False,
+        "preprocessing_num_workers": None,
+        "dataloader_num_workers": 0,
+        "min_tokens_per_module": None,
+        "moe_calibrate_all_experts": True,
+        "pipeline": "independent",
+        "sequential_targets": None,
+        "sequential_offload_device": "cpu",
+        "quantization_aware_calibration": True,
+        "sequential_prefetch": False,
+        "preprocessing_func": None,
+        "remove_columns": None,
+        "raw_kwargs": {},
+        "dvc_data_repository": None,
+        "sequential_targets_per_subgraph": 1,
+        "propagate_error": True,
+        "use_loss_mask": False,
+        "seed": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("cls", DEFAULTS)
+def test_defaults_are_those_that_users_know(cls):
+    made = cls(model="m") if cls is ModelArguments else cls()
+    for name, default in DEFAULTS[cls].items():
+        assert getattr(made, name) == default, name
+
+
+@pytest.mark.parametrize("cls", DEFAULTS)
+def test_every_field_has_help_and_a_check(cls):
+    for field in dataclasses.fields(cls):
+        assert field.metadata["help"].endswith("."), field.name
+        assert callable(field.metadata["check"]), field.name
+
+
+def test_thirteen_names_are_ignored_in_tracing():
+    assert len(DatasetArguments().tracing_ignore) == 13
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_calibration_samples", 0),
+        ("num_calibration_samples", -4),
+        ("num_calibration_samples", 2.5),
+        ("num_calibration_samples", True),
+        ("batch_size", 0),
+        ("batch_size", None),
+        ("max_seq_length", 0),
+        ("max_seq_length", "512"),
+        ("seed", -1),
+        ("streaming", "yes"),
+        ("shuffle_calibration_samples", 1),
+        ("data_collator", "truncate"),
+        ("pipeline", "sequental"),
+        ("splits", []),
+        ("splits", {"calibration": 3}),
+        ("preprocessing_func", "no_such_form"),
+        ("sequential_targets", [3]),
+        ("min_tokens_per_module", float("nan")),
+        ("raw_kwargs", []),
+        ("dataset", 7),
+        ("dataset", ""),
+    ],
+)
+def test_values_out_of_bounds_name_the_argument(name, value):
+    with pytest.raises(ArgumentError, match=name):
+        DatasetArguments(**{name: value})
+
+
+@pytest.mark.parametrize("value", [None, "", 3, ["m"]])
+def test_a_model_must_be_a_path_a_name_or_an_object(value):
+    with pytest.raises(ArgumentError, match="model"):
+        ModelArguments(model=value)
+
+
+def test_a_misspelt_pipeline_gets_a_suggestion():
+    with pytest.raises(ArgumentError, match="Did you mean sequential"):
+        DatasetArguments(pipeline="sequental")
+
+
+@pytest.mark.parametrize("spelling", ["datafree", "data_free", "data-free", "DataFree"])
+def test_a_pipeline_has_one_stored_name(spelling):
+    assert DatasetArguments(pipeline=spelling).pipeline == "datafree"
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ("auto", "auto"),
+        ("half", "float16"),
+        ("torch.float16", "float16"),
+        ("bfloat16", "bfloat16"),
+        (torch.bfloat16, "bfloat16"),
+        ("full", "float32"),
+        (torch.float32, "float32"),
+    ],
+)
+def test_a_precision_has_one_stored_name(given, stored):
+    assert ModelArguments(model="m", precision=given).precision == stored
+
+
+def test_an_unknown_precision_is_an_error():
+    with pytest.raises(ArgumentError, match="bfloat16"):
+        ModelArguments(model="m", precision="bfloat61")
+
+
+def test_the_tokenizer_is_moved_to_the_processor():
+    tokenizer = object()
+    arguments = ModelArguments(model="m", tokenizer=tokenizer)
+    assert arguments.processor is tokenizer
+    assert arguments.tokenizer is None
+
+
+def test_tokenizer_and_processor_together_are_an_error():
+    with pytest.raises(ArgumentError, match="only one"):
+        ModelArguments(model="m", tokenizer="a", processor="b")
+
+
+def test_the_users_lists_and_dicts_are_copied():
+    raw, splits, recipe_args = {"field": "data"}, ["train"], {"k": 1}
+    arguments = DatasetArguments(raw_kwargs=raw, splits=splits)
+    recipe = RecipeArguments(recipe_args=recipe_args)
+    raw["more"], recipe_args["k"] = 1, 2
+    splits.append("test")
+    assert arguments.raw_kwargs == {"field": "data"}
+    assert arguments.splits == ["train"]
+    assert recipe.recipe_args == {"k": 1}
+
+
+def test_arguments_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DatasetArguments().seed = 3  # type: ignore[misc]
+
+
+def test_whole_numbers_of_other_libraries_are_accepted():
+    assert DatasetArguments(batch_size=np.int64(4)).batch_size == 4
+
+
+def test_paths_are_stored_as_strings():
+    assert ModelArguments(model=pathlib.Path("a/b")).model == "a/b"
+    assert DatasetArguments(dataset_path=pathlib.Path("a")).dataset_path == "a"
+
+
+@pytest.mark.parametrize("value", ["k", ["k"], 3, [1]])
+def test_recipe_args_are_pairs(value):
+    with pytest.raises(ArgumentError, match="recipe_args"):
+        RecipeArguments(recipe_args=value)
+
+
+def test_one_recipe_arg_need_not_be_a_list():
+    assert RecipeArguments(recipe_args="bits=4").recipe_args == ["bits=4"]
+
+
+def test_an_old_name_of_the_class():
+    assert DataTrainingArguments is DatasetArguments
+
+
+def test_importing_loads_neither_torch_nor_transformers():
+    code = (
+        "import sys, llmcompressor.args as a; a.ModelArguments(model='m'); a.DatasetArguments(); "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'datasets')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

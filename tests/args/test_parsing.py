@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""parse_arguments: every key finds its class or is an error; old names are understood."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmcompressor.args import (
+    DatasetArguments,
+    ModelArguments,
+    RecipeArguments,
+    parse_arguments,
+)
+from llmcompressor.args.parsing import OLD_NAMES
+from llmcompressor.errors import ArgumentError
+
+CLASSES = (ModelArguments, DatasetArguments, RecipeArguments)
+
+
+def test_each_argument_reaches_its_class():
+    model, dataset, recipe = parse_arguments(
+        {"model": "m", "batch_size": 4, "recipe": "r.yaml", "seed": 3}, *CLASSES
+    )
+    assert (model.model, dataset.batch_size, dataset.seed, recipe.recipe) == ("m", 4, 3, "r.yaml")
+
+
+def test_a_misspelt_argument_gets_the_nearest_of_all_classes():
+    with pytest.raises(ArgumentError, match=r"'num_calibration_sample'.*num_calibration_samples"):
+        parse_arguments({"model": "m", "num_calibration_sample": 3}, *CLASSES)
+    with pytest.raises(ArgumentError, match="Did you mean recipe_args"):
+        parse_arguments({"model": "m", "recipe_arg": []}, *CLASSES)
+
+
+def test_names_that_the_caller_takes_are_suggested():
+    with pytest.raises(ArgumentError, match="output_dir"):
+        parse_arguments({"model": "m", "outputdir": "o"}, *CLASSES, also_known=["output_dir"])
+
+
+def test_a_name_far_from_all_is_an_error_without_a_long_list():
+    with pytest.raises(ArgumentError) as caught:
+        parse_arguments({"model": "m", "zzzzzz": 1}, *CLASSES)
+    assert "Choose one of" not in str(caught.value)
+
+
+def test_a_missing_model_is_named():
+    with pytest.raises(ArgumentError, match="'model' is missing"):
+        parse_arguments({}, *CLASSES)
+
+
+def test_the_callers_dict_is_not_changed():
+    given = {"model": "m", "tokenizer": "t", "oneshot_device": "cpu"}
+    before = dict(given)
+    parse_arguments(given, *CLASSES)
+    assert given == before
+
+
+def test_old_names_mean_their_new_ones():
+    model, dataset, _ = parse_arguments(
+        {
+            "model": "m",
+            "oneshot_device": "cuda:0",
+            "max_calibration_samples": 7,
+            "overwrite_output_dir": True,
+            "trust_remote_code_data": True,
+            "distill_teacher": "t",
+            "cache_dir": "c",
+            "use_auth_token": True,
+            "max_train_samples": 5,
+        },
+        *CLASSES,
+    )
+    assert (model.device, model.overwrite, model.distill_teacher) == ("cuda:0", True, "t")
+    assert (model.cache_dir, model.use_auth_token) == ("c", True)
+    assert (dataset.num_calibration_samples, dataset.max_train_samples) == (7, 5)
+
+
+def test_an_old_name_and_its_new_one_together_are_an_error():
+    with pytest.raises(ArgumentError, match="only 'device'"):
+        parse_arguments({"model": "m", "oneshot_device": "cpu", "device": "cpu"}, *CLASSES)
+
+
+def test_every_new_name_is_a_field():
+    fields = {name for cls in CLASSES for name in cls.__dataclass_fields__}
+    assert {old.new for old in OLD_NAMES.values() if old.new} <= fields
+    assert not fields & set(OLD_NAMES)
+
+
+def test_training_arguments_extend_transformers(tmp_path):
+    import transformers
+
+    from llmcompressor.args import TrainingArguments
+
+    dataset, training = parse_arguments(
+        {"seed": 5, "learning_rate": 1e-3}, DatasetArguments, TrainingArguments
+    )
+    assert isinstance(training, transformers.TrainingArguments)
+    assert (training.output_dir, training.do_oneshot, training.run_stages) == (
+        "./output",
+        False,
+        False,
+    )
+    assert dataset.seed == training.seed == 5
+    assert training.learning_rate == 1e-3
+    assert not training.place_model_on_device
