@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.modeling import IMPL_ATTR
 from compressed_tensors.quantization import (
@@ -20,8 +19,8 @@ from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
     QuantizationStrategy,
-    QuantizationType,
 )
+from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
 from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor
@@ -34,11 +33,11 @@ from llmcompressor.errors import (
     did_you_mean,
 )
 from llmcompressor.logger import logger
+from llmcompressor.schemes.presets import format_of
 
 __all__ = [
     "QuantizedModule",
     "compress",
-    "keep_dense",
     "parse_format",
     "quantized_modules",
 ]
@@ -113,30 +112,12 @@ def quantized_modules(
 def _format(
     scheme: QuantizationScheme, forced: CompressionFormat | None, name: str
 ) -> CompressionFormat:
-    if scheme.weights is None:
-        return CompressionFormat.dense
-    natural = _natural_format(scheme)
-    if forced is not None:
-        if forced is not natural:
-            logger.warning(f"{name} is written as {forced.value}; {natural.value} fits its scheme.")
-        return forced
-    return CompressionFormat(scheme.format) if scheme.format else natural
-
-
-def _natural_format(scheme: QuantizationScheme) -> CompressionFormat:
-    """The smallest format that readers take for ``scheme``.
-
-    compressed-tensors would store integer weights below 8 bits one per byte as soon as
-    activations are quantized too; packed, they are as small as their bits say and are read alike.
-    """
-    weights = scheme.weights
-    if (
-        weights.type == QuantizationType.INT.value
-        and weights.num_bits < 8
-        and weights.strategy != QuantizationStrategy.BLOCK.value
-    ):
-        return CompressionFormat.pack_quantized
-    return infer_module_format(Linear, scheme)
+    if forced is None or scheme.weights is None:
+        return CompressionFormat(format_of(scheme))
+    natural = format_of(scheme.model_copy(update={"format": None}))
+    if forced.value not in {natural, CompressionFormat.dense.value}:
+        logger.warning(f"{name} is written as {forced.value}; {natural} fits its scheme.")
+    return forced
 
 
 def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -158,22 +139,58 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
     own = {key: tensor for key, tensor in tensors.items() if key in expected or not _is_qparam(key)}
     _check_scales(entry, own, expected)
     if not entry.is_attention and entry.scheme.weights is not None:
-        compressor = BaseCompressor.get_value_from_registry(entry.scheme.format)
-        own = compressor.compress(own, entry.scheme)
+        own = _pack(entry, own)
     return {key: tensor.reshape(1) if tensor.ndim == 0 else tensor for key, tensor in own.items()}
 
 
-def keep_dense(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A module's own tensors, dense, with a zero point beside every scale that is stored.
+def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Let compressed-tensors pack a module, given its weight and scales in float32.
 
-    Readers of a checkpoint that is not compressed create zero points for symmetric schemes too.
+    A weight that lies on its grid was rounded to the model's dtype. Divided by its scale in that
+    dtype again, half a unit is lost twice: in bfloat16 some 8-bit codes come out one off.
+    In float32 the quotient is within half a code of the code it came from.
     """
-    own = dict(tensors)
-    for base, args in _arguments(entry).items():
-        scale = own.get(f"{base}_scale")
-        if scale is not None and f"{base}_zero_point" not in own and base not in "kvq":
-            own[f"{base}_zero_point"] = torch.zeros(scale.shape, dtype=args.zp_dtype)
-    return own
+    wide = {
+        name: tensor.to(torch.float32) if name == "weight" or name.endswith("_scale") else tensor
+        for name, tensor in own.items()
+    }
+    weights = entry.scheme.weights
+    if not weights.symmetric and weights.num_bits > 6 and own["weight"].dtype is torch.bfloat16:
+        wide["weight"] = _settle_codes(own, weights)
+    compressor = BaseCompressor.get_value_from_registry(entry.scheme.format)
+    packed: dict[str, Tensor] = compressor.compress(wide, entry.scheme)
+    for name, tensor in own.items():
+        if name in packed and packed[name].dtype is torch.float32:
+            packed[name] = tensor
+    return packed
+
+
+def _settle_codes(own: Mapping[str, Tensor], weights: QuantizationArgs) -> Tensor:
+    """Values in float32 that quantize to codes which decode to exactly the given weight.
+
+    With a zero point, code minus zero point needs more bits than bfloat16 has, so neighbouring
+    codes share a value, and next to a power of two the nearest code may decode to another one.
+
+    Args:
+        own: ``weight`` [rows, columns], ``weight_scale`` and ``weight_zero_point``.
+        weights: how the weight is quantized.
+
+    Returns:
+        float32 [rows, columns].
+    """
+    weight, scale, zero = own["weight"], own["weight_scale"], own["weight_zero_point"]
+    wide = scale.to(torch.float32)
+    codes = quantize(weight.to(torch.float32), wide, zero, weights)
+    low, high = -(2 ** (weights.num_bits - 1)), 2 ** (weights.num_bits - 1) - 1
+    for step in (-1, 1):
+        is_off = dequantize(codes, scale, zero, weights) != weight
+        if not bool(is_off.any()):
+            break
+        near = (codes + step).clamp(low, high)
+        helps = is_off & (dequantize(near, scale, zero, weights) == weight)
+        codes = torch.where(helps, near, codes)
+    settled: Tensor = dequantize(codes, wide, zero, weights)
+    return settled
 
 
 def _is_qparam(key: str) -> bool:

@@ -25,11 +25,13 @@ def is_finite(tensor: torch.Tensor) -> bool:
         tensor = tensor.to(torch.float32)
     if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
         return True
-    return all(bool(torch.isfinite(part).all()) for part in tensor.reshape(-1).split(_CHUNK))
+    return all(bool(torch.isfinite(part).all()) for part in torch.split(tensor.reshape(-1), _CHUNK))
 
 
 @torch.no_grad()
-def first_nonfinite(model: torch.nn.Module, module_names: Iterable[str] | None = None) -> str | None:
+def first_nonfinite(
+    model: torch.nn.Module, module_names: Iterable[str] | None = None
+) -> str | None:
     """The name of the first parameter that holds NaN or infinity.
 
     Args:

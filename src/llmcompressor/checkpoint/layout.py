@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -24,7 +25,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-__all__ = ["checkpoint_layout", "checkpoint_names", "owned_by_model"]
+__all__ = ["checkpoint_layout", "checkpoint_names", "embeddings", "owned_by_model"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,18 @@ def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
         [entry for entry in found if isinstance(entry, WeightRenaming)],
         [entry for entry in found if isinstance(entry, WeightConverter)],
     )
+
+
+def embeddings(model: PreTrainedModel) -> tuple[Module | None, Module | None]:
+    """The modules of the input and of the output embeddings, ``None`` where there are none."""
+    found: list[Module | None] = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            module = getattr(model, getter)()
+        except (NotImplementedError, AttributeError):
+            module = None
+        found.append(module if isinstance(module, Module) else None)
+    return found[0], found[1]
 
 
 def checkpoint_names(model: PreTrainedModel, module_names: Iterable[str]) -> dict[str, str]:
@@ -85,7 +98,8 @@ def checkpoint_layout(
             if pattern is not None:
                 fused_with_compressed.add(target)
 
-    apart, rest = {}, {}
+    apart: dict[str, Tensor] = {}
+    rest: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         target, pattern = transforms.name(key, convert=True)
         keep = pattern is not None and target in fused_with_compressed
@@ -107,6 +121,7 @@ def owned_by_model(
         state: the model's state dict.
     """
     transforms = _transforms(model, reverse=False)
+    own_names = dict(state)
     owned = set()
     for key in keys:
         renamed, _ = rename_source_key(
@@ -114,7 +129,7 @@ def owned_by_model(
             transforms.renamings,
             transforms.converters,
             model.base_model_prefix,
-            state,
+            own_names,
         )
         if renamed in state or key in state:
             owned.add(key)

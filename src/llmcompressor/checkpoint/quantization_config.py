@@ -31,7 +31,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.compress import QuantizedModule
-from llmcompressor.checkpoint.layout import checkpoint_names
+from llmcompressor.checkpoint.layout import checkpoint_names, embeddings
 from llmcompressor.logger import logger
 
 __all__ = ["build_quantization_config"]
@@ -79,7 +79,7 @@ def build_quantization_config(
     Args:
         model: the model.
         quantized: its quantized modules.
-        status: ``COMPRESSED``, or ``FROZEN`` where weights are written dense.
+        status: ``COMPRESSED``, or ``DECOMPRESSED`` where weights are written dense.
         extra_ignore: patterns of modules that only the checkpoint holds.
 
     Returns:
@@ -96,7 +96,8 @@ def build_quantization_config(
         group.targets = _attention_targets(model, group)
 
     schemes = [
-        group.scheme.model_copy(update={"targets": group.targets}) for group in [*groups, *attention]
+        group.scheme.model_copy(update={"targets": group.targets})
+        for group in [*groups, *attention]
     ]
     config = QuantizationConfig(
         config_groups={f"group_{index}": scheme for index, scheme in enumerate(schemes)},
@@ -130,9 +131,7 @@ def _group(entries: Iterable[QuantizedModule]) -> list[_Group]:
 
 
 def _candidates(model: PreTrainedModel, groups: Sequence[_Group]) -> list[_Candidate]:
-    group_of = {
-        entry.name: index for index, group in enumerate(groups) for entry in group.members
-    }
+    group_of = {entry.name: index for index, group in enumerate(groups) for entry in group.members}
     modules = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -145,7 +144,7 @@ def _candidates(model: PreTrainedModel, groups: Sequence[_Group]) -> list[_Candi
     is_wrapped = config.get_text_config() is not config or any(
         name != other for name, other in stored.items()
     )
-    head = model.get_output_embeddings()
+    _, head = embeddings(model)
     return [
         _Candidate(
             name=name,
@@ -223,7 +222,7 @@ def _choose_targets(
 
 
 def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
-    """vLLM selects an output head by name only, and may have it behind a prefix."""
+    """Names of output heads: vLLM selects them by name only, perhaps behind a prefix."""
     members = {entry.name for entry in group.members if isinstance(entry.module, Linear)}
     heads = [item for item in candidates if not item.served_class and item.name in members]
     return [
@@ -290,16 +289,20 @@ def _ignore(
 
 def _fused_experts(model: PreTrainedModel, quantized: set[str]) -> list[str]:
     """Patterns of experts that are one 3-D parameter here, and Linear modules elsewhere."""
+    stacks = [
+        name
+        for name, module in model.named_modules()
+        if not isinstance(module, _ConvNd)
+        and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        and not any(other.startswith(f"{name}.") for other in quantized)
+    ]
+    stored = checkpoint_names(model, stacks)
     patterns = []
-    for name, module in model.named_modules():
-        is_stack = not isinstance(module, _ConvNd) and any(
-            parameter.ndim == 3 for parameter in module.parameters(recurse=False)
-        )
-        if is_stack and not any(other.startswith(f"{name}.") for other in quantized):
-            match = _INDEXED.search(f"{name}.")
-            tail = match.group(1) if match else f"{name}."
-            patterns.append(rf"re:(?:.*\.)?{re.escape(tail)}.*")
-    return patterns
+    for name in stacks:
+        for path in (f"{name}.", f"{stored[name]}."):
+            match = _INDEXED.search(path)
+            patterns.append(rf"re:(?:.*\.)?{re.escape(match.group(1) if match else path)}.*")
+    return list(dict.fromkeys(patterns))
 
 
 def _attention_targets(model: PreTrainedModel, group: _Group) -> list[str]:
@@ -330,4 +333,3 @@ def _overall_format(groups: Sequence[_Group]) -> CompressionFormat:
     if len(formats) > 1:
         return CompressionFormat.mixed_precision
     return CompressionFormat(next(iter(formats), CompressionFormat.dense.value))
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -83,8 +83,8 @@ class ShardWriter:
             return
         file = self._folder / f"shard-{len(self._files):05d}.safetensors"
         save_file(self._open, str(file), metadata={"format": "pt"})
-        # world-readable as the umask says: safetensors creates files for the owner only
-        file.chmod(0o666 & ~_umask())
+        # safetensors creates files for the owner only; the folder shows what the umask grants
+        file.chmod(self._folder.stat().st_mode & 0o666)
         self._files.append((file, list(self._open)))
         self._open, self._open_size = {}, 0
 
@@ -95,7 +95,7 @@ class ShardWriter:
         if count == 1:
             self._files[0][0].rename(self._folder / SINGLE)
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, (file, names) in enumerate(self._files, start=1):
             final = f"model-{number:05d}-of-{count:05d}.safetensors"
             file.rename(self._folder / final)
@@ -103,14 +103,6 @@ class ShardWriter:
         index = {"metadata": {"total_size": self.total_size}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (self._folder / INDEX).write_text(text, encoding="utf-8")
-
-
-def _umask() -> int:
-    import os
-
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _storable(tensor: Tensor) -> Tensor:

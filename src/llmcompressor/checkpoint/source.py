@@ -100,7 +100,8 @@ def local_directory(
         return path.resolve()
     if not is_hub_id(model):
         return None
-    cached = try_to_load_from_cache(str(model), CONFIG, cache_dir=cache_dir, revision=revision)
+    cache = None if cache_dir is None else Path(cache_dir)
+    cached = try_to_load_from_cache(str(model), CONFIG, cache_dir=cache, revision=revision)
     return Path(cached).parent if isinstance(cached, str) else None
 
 

@@ -12,7 +12,8 @@ from llmcompressor.core.state import Hardware, State
 from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.recipe import Recipe
+from llmcompressor.recipe.arguments import RecipeArgs
+from llmcompressor.recipe.recipe import Recipe, RecipeInput
 
 __all__ = ["CompressionLifecycle"]
 
@@ -51,13 +52,13 @@ class CompressionLifecycle:
     _seen_event: bool = field(default=False, init=False, repr=False)
     _seen_batch: bool = field(default=False, init=False, repr=False)
     # What the recipe was read from, for the next stage of the same recipe.
-    _source: tuple[Any, Any] | None = field(default=None, init=False, repr=False)
+    _source: tuple[RecipeInput, RecipeArgs] | None = field(default=None, init=False, repr=False)
 
     def initialize(
         self,
-        recipe: Any = None,
+        recipe: RecipeInput = None,
         recipe_stage: str | None = None,
-        recipe_args: Any = None,
+        recipe_args: RecipeArgs = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Fill the state, read the recipe and initialize its modifiers.
@@ -162,13 +163,12 @@ class CompressionLifecycle:
 
     # ---- the recipe
 
-    def _read_recipe(self, recipe: Any, stage: str | None, arguments: Any) -> None:
+    def _read_recipe(self, recipe: RecipeInput, stage: str | None, arguments: RecipeArgs) -> None:
         if recipe is None and self._source is not None:
             recipe, before = self._source
             arguments = before if arguments is None else arguments
-        # A recipe may be any object; only those that are empty containers count as none.
-        if recipe is None or (isinstance(recipe, str | list | tuple | dict) and not recipe):
-            self.recipe, self._source = Recipe(), None
+        if recipe is None:
+            self.recipe = Recipe()
             return
         self.recipe = Recipe.create_instance(recipe, target_stage=stage, recipe_args=arguments)
         self._source = (recipe, arguments)
@@ -229,9 +229,7 @@ class CompressionLifecycle:
     def _place_at_start(self) -> None:
         """Where a resumed run begins; again with every update, until the first event."""
         state = self.state
-        here = Event(
-            steps_per_epoch=state.steps_per_epoch, batches_per_step=state.batches_per_step
-        )
+        here = Event(steps_per_epoch=state.steps_per_epoch, batches_per_step=state.batches_per_step)
         # Below zero is how a run that is not resumed is marked.
         here.current_index = max(state.start or 0, 0)
         self.global_step, self.global_batch = here.global_step, here.global_batch

@@ -9,6 +9,8 @@ from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.lifecycle import CompressionLifecycle
 from llmcompressor.core.state import ModifiedState, State
 from llmcompressor.metrics import LoggerManager
+from llmcompressor.recipe.arguments import RecipeArgs
+from llmcompressor.recipe.recipe import RecipeInput
 
 __all__ = ["CompressionSession"]
 
@@ -31,9 +33,9 @@ class CompressionSession:
 
     def initialize(
         self,
-        recipe: Any = None,
+        recipe: RecipeInput = None,
         recipe_stage: str | None = None,
-        recipe_args: Any = None,
+        recipe_args: RecipeArgs = None,
         model: Any = None,
         teacher_model: Any = None,
         optimizer: Any = None,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared workspace that every call of a modifier receives."""
+"""The shared workspace that every call of a modifier receives.
+
+It is read wherever events are, so torch is imported only where something is asked of it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ class Hardware:
     @classmethod
     def detect(cls, model: Module | None = None) -> Hardware:
         """Read every field from the running process and from where ``model`` lies."""
-        from torch import distributed as dist
+        from torch import distributed as dist  # noqa: PLC0415
 
         devices = _devices_of(model)
         up = dist.is_available() and dist.is_initialized()
@@ -77,7 +80,7 @@ class Hardware:
 
 def _devices_of(model: Module | None) -> list[torch.device]:
     """The devices of the model's parameters, first seen first; never empty."""
-    import torch
+    import torch  # noqa: PLC0415
 
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
     found = dict.fromkeys(parameter.device for parameter in parameters)
@@ -126,6 +129,8 @@ class State:
             token and not padding.
         reference_inputs: for the current calibration batch, what each module gets in the
             original model.
+        call_order: which modules a forward calls when, and which of them get the same tensor
+            (``llmcompressor.modeling.call_order.CallOrder``).
         progress: called by long work inside a modifier to say how far it is.
     """
 
@@ -144,6 +149,7 @@ class State:
     batches_per_step: int | None = None
     token_mask: Tensor | None = None
     reference_inputs: Mapping[Module, Tensor] | None = None
+    call_order: Any = None
     progress: Callable[..., Any] | None = None
 
     @property
@@ -221,7 +227,7 @@ class State:
 
 
 def _as_device(device: torch.device | str) -> torch.device:
-    import torch
+    import torch  # noqa: PLC0415
 
     return torch.device(device)
 

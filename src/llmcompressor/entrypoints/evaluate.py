@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.errors import CheckpointError, DatasetError
 from llmcompressor.evaluation.measure import measure
 from llmcompressor.evaluation.report import Report
@@ -49,7 +50,7 @@ def evaluate(
             rows with ``input_ids``; by default modules of the running Python's standard library
             (those that the embedded model was not trained on).
         dataset_config_name: configuration of a named dataset.
-        split: split of a dataset; ``test``, else ``validation``, else ``train`` by default.
+        split: split of a dataset; the only one, or ``train``, by default.
         text_column: the column with the text.
         max_seq_length: tokens of a window.
         num_samples: how many windows, drawn at random; all by default.
@@ -84,7 +85,7 @@ def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreT
     if isinstance(source, PreTrainedModel):
         return source
     path = Path(source).expanduser()
-    if not path.is_dir() and (path.is_absolute() or str(source)[:1] in ".~"):
+    if not path.is_dir() and not is_hub_id(str(source)):
         raise CheckpointError(f"There is no model folder {source}.", "Check the path.")
     try:
         model = AutoModelForCausalLM.from_pretrained(

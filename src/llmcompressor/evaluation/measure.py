@@ -62,6 +62,8 @@ def compare(
         ArgumentError: a model and the reference have different vocabularies.
         NonFiniteError: a model gave NaN or infinite probabilities to a token of the text.
     """
+    if batch_size < 1:
+        raise ArgumentError(f"batch_size is {batch_size}.", "Give 1 or more.")
     sums = dict.fromkeys(models, Sums())
     steps = -(-len(windows) // batch_size)
     everything = [*models.values(), *([] if reference is None else [reference])]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from pydantic import BaseModel, PrivateAttr
 from torch import Tensor
 from torch.nn import Module
@@ -73,6 +72,7 @@ def _is_foreign_thread() -> bool:
 class HooksMixin(BaseModel):
     """Registers hooks, remembers them, and removes them.
 
+    >>> import torch
     >>> class Counter(HooksMixin):
     ...     calls: int = 0
     ...     def watch(self, module):
@@ -164,7 +164,7 @@ def _register_function(target: Module | Tensor, kind: str) -> Callable[..., Remo
 
 def _tap_function(module: Module, kind: str) -> Callable[..., RemovableHandle]:
     # Only attention needs these, and loading them takes transformers with them.
-    from compressed_tensors import modeling
+    from compressed_tensors import modeling  # noqa: PLC0415
 
     if not hasattr(module, _TAPS[kind]):
         raise LifecycleError(
@@ -199,19 +199,19 @@ def run_input_hooks(
     Returns:
         The arguments as the hooks left them: a hook may return new ones, as in torch.
     """
-    kwargs = dict(kwargs or {})
+    named = dict(kwargs or {})
     for key, hook in list(module._forward_pre_hooks.items()):
         if not isinstance(hook, _Hook) or not hook.enabled:
             continue
         if key in module._forward_pre_hooks_with_kwargs:
-            changed = hook(module, args, kwargs)
+            changed = hook(module, args, named)
             if changed is not None:
-                args, kwargs = changed
+                args, named = changed
         else:
             changed = hook(module, args)
             if changed is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
-    return args, kwargs
+    return args, named
 
 
 def has_output_hooks(module: Module) -> bool:

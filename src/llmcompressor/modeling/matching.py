@@ -153,13 +153,18 @@ def check_targets(
         problem = f"{_listed('target', missing)} no module of {kind}."
         hints = _hints(model, missing)
         if not allow_unmatched:
-            remedy = "If that is meant, set allow_unmatched: true."
-            raise TargetError(problem, f"{hints} {remedy}".strip())
+            hints = hints or f"It has weights in modules of class {_weighty_classes(model)}."
+            raise TargetError(problem, f"{hints} If that is meant, set allow_unmatched: true.")
         logger.warning(f"{problem} {hints}".strip())
     idle = unmatched(model, ignore)
     if idle:
         problem = f"{_listed('ignore entry', idle)} no module of {kind}."
         logger.warning(f"{problem} {_hints(model, idle)}".strip())
+
+
+def _weighty_classes(model: Module) -> str:
+    owners = (each for each in model.modules() if any(True for _ in each.parameters(recurse=False)))
+    return ", ".join(sorted({type(each).__name__ for each in owners}))
 
 
 def _listed(noun: str, targets: Sequence[str]) -> str:
@@ -194,6 +199,7 @@ class _Index:
             self._first.setdefault(re.sub(r"\d+", "0", name), name)
         self._last = {name.rpartition(".")[2] for name in self._names}
         self._last = {last for last in self._last if not last.isdigit()}
+        self._words = {part for name in self._first for part in name.split(".")} - {"0"}
         self._classes = {
             cls.__name__
             for module in model.modules()
@@ -212,14 +218,17 @@ class _Index:
         tail = target.rpartition(".")[2]
         owner, _, parameter = target.rpartition(".")
         if parameter in {"weight", "bias"} and (owner in self._names or owner in self._last):
-            return [owner if owner in self._names else f"{REGEX}.*{owner}$"]
+            return [owner if owner in self._names else self._by_last(owner)]
         if target in self._last:
-            return [f"{REGEX}.*{target}$"]
+            return [self._by_last(target)]
         inner = [name for name in self._first.values() if name.endswith(f".{target}")]
         found = inner or self._near_names(target) if "." in target else []
         found += _closest(target, self._classes)
-        found += [f"{REGEX}.*{last}$" for last in _closest(tail, self._last)]
+        found += [self._by_last(last) for last in _closest(tail, self._last)]
         return found
+
+    def _by_last(self, last: str) -> str:
+        return last if last in self._names else f"{REGEX}.*{last}$"
 
     def _near_names(self, target: str) -> list[str]:
         near = _closest(re.sub(r"\d+", "0", target), self._first)
@@ -231,31 +240,42 @@ class _Index:
             hint = "Patterns match module names, not parameter names."
             bare = of_parameter.group(1)
             return f"{hint} {_question([REGEX + bare])}" if self._any(bare) else hint
-        if any(_compiled(pattern).search(name) for name in self._names):
+        floating = pattern.removeprefix("^")
+        if any(_compiled(floating).search(name) for name in self._names):
             return (
                 "Patterns are anchored at the start of the full name. "
-                f"{_question([f'{REGEX}.*{pattern}'])}"
+                f"{_question([f'{REGEX}.*{floating}'])}"
             )
-        return _question(self._with_literal(_longest_literal(pattern)))
+        return _question(self._repaired(pattern) or self._with_literal(_longest_literal(pattern)))
 
     def _any(self, pattern: str) -> bool:
         return any(_compiled(pattern).match(name) for name in self._names)
 
+    def _repaired(self, pattern: str) -> list[str]:
+        """The pattern with each word that no name has replaced by the nearest that one has."""
+        repaired = pattern
+        for word in re.findall(r"(?<!\\)[A-Za-z_][A-Za-z0-9_]+", pattern):
+            if not any(word in known for known in self._words):
+                near = _closest(word, self._words)
+                repaired = repaired.replace(word, near[0]) if near else repaired
+        return [REGEX + repaired] if repaired != pattern and self._any(repaired) else []
+
     def _with_literal(self, literal: str) -> list[str]:
-        if not literal:
-            return []
-        folded = literal.casefold()
-        holding = [name for name in self._first.values() if folded in name.casefold()]
-        if holding:
-            return holding
-        tail = literal.strip(".").rpartition(".")[2]
-        return [f"{REGEX}.*{last}$" for last in _closest(tail, self._last)]
+        parts = sorted(literal.split("."), key=len, reverse=True)
+        for part in [literal, *parts] if literal else []:
+            folded = part.casefold()
+            holding = [name for name in self._first.values() if folded in name.casefold()]
+            if holding:
+                return holding
+        return []
 
 
 def _closest(word: str, options: Iterable[str]) -> list[str]:
     """The options nearest to ``word``, whatever their case, nearest first."""
     by_folded = {option.casefold(): option for option in sorted(options)}
-    near = difflib.get_close_matches(word.casefold(), list(by_folded), n=_MOST_SUGGESTIONS)
+    near = difflib.get_close_matches(
+        word.casefold(), list(by_folded), n=_MOST_SUGGESTIONS, cutoff=0.7
+    )
     return [by_folded[folded] for folded in near]
 
 

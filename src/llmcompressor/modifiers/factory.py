@@ -50,7 +50,14 @@ class ModifierFactory:
         """
         if group is not None:
             fields["group"] = group
-        return cls.find(name)(**fields)
+        found = cls.find(name)
+        if inspect.isabstract(found):
+            lacking = ", ".join(sorted(found.__abstractmethods__))
+            raise RecipeError(
+                f"The modifier {name!r} cannot be used: {found.__qualname__} lacks {lacking}.",
+                "Implement it; on_initialize(state, **kwargs) is to return True.",
+            )
+        return found(**fields)
 
     @classmethod
     def find(cls, name: str) -> type[Modifier]:
@@ -66,7 +73,7 @@ class ModifierFactory:
             return found
         imported = _imported(name) or (_by_path(name) if _is_path(name) else None)
         if imported is None:
-            names = {*_registered, *_BUILTIN, *(each.__name__ for each in _concrete(Modifier))}
+            names = {*_registered, *_BUILTIN, *(each.__name__ for each in _subclasses())}
             raise RecipeError(
                 f"There is no modifier named {name!r}.",
                 f"{did_you_mean(name, names)} A modifier of your own is found once the module "
@@ -100,16 +107,15 @@ class ModifierFactory:
         return found
 
 
-def _concrete(base: type[Modifier]) -> Iterator[type[Modifier]]:
-    """Every imported subclass that can be instantiated, in the order of definition."""
+def _subclasses(base: type[Any] = Modifier) -> Iterator[type[Modifier]]:
+    """Every modifier class that is imported; children of one class by age."""
     for child in base.__subclasses__():
-        if not inspect.isabstract(child):
-            yield child
-        yield from _concrete(child)
+        yield child
+        yield from _subclasses(child)
 
 
 def _imported(name: str) -> type[Modifier] | None:
-    found = list(dict.fromkeys(each for each in _concrete(Modifier) if each.__name__ == name))
+    found = list(dict.fromkeys(each for each in _subclasses() if each.__name__ == name))
     modules = sorted({each.__module__ for each in found})
     if len(modules) > 1:
         logger.warning(
@@ -138,8 +144,7 @@ def _by_path(path: str) -> type[Modifier]:
         ) from error
     found = getattr(module, class_name, None)
     if not (inspect.isclass(found) and issubclass(found, Modifier)):
-        concrete = _concrete(Modifier)
-        names = [each.__name__ for each in concrete if each.__module__ == module_name]
+        names = [each.__name__ for each in _subclasses() if each.__module__ == module_name]
         raise RecipeError(
             f"{path!r} is not a modifier: the module {module_name!r} "
             + ("has no such name." if found is None else "has something else of that name."),

@@ -137,6 +137,11 @@ class Modifier(HooksMixin):
         """Whether inputs of the original model are wanted beside those of the compressed one."""
         return False
 
+    @property
+    def runs_to_end(self) -> bool:
+        """Whether it watches modules beyond those it calibrates, to the end of the forward."""
+        return False
+
     def calibrated_modules(self, state: State) -> list[Module]:
         """The modules whose inputs or outputs this modifier collects."""
         return []

@@ -12,6 +12,7 @@ L clipping ranges that are tried.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,16 +38,16 @@ class Histogram:
     """Counts of values per scale.
 
     Attributes:
-        counts_SB: int64 [S, 2 B]; column B + j counts values in [j w, (j + 1) w).
-        exponent_S: int64 [S]; w = 2^exponent.
-        low_S: float32 [S], the least value seen.
-        high_S: float32 [S], the greatest value seen.
+        counts: int64 [S, 2 B]; column B + j counts values in [j w, (j + 1) w).
+        exponent: int64 [S]; w = 2^exponent.
+        low: float32 [S], the least value seen.
+        high: float32 [S], the greatest value seen.
     """
 
-    counts_SB: Tensor
-    exponent_S: Tensor
-    low_S: Tensor
-    high_S: Tensor
+    counts: Tensor
+    exponent: Tensor
+    low: Tensor
+    high: Tensor
 
     @classmethod
     def of(cls, values_SN: Tensor, bins: int = 2048) -> Histogram:
@@ -57,7 +58,7 @@ class Histogram:
             bins: bins on each side of zero; at least half of them are in use on the side with the
                 largest value.
 
-        >>> Histogram.of(torch.tensor([[0.0, 1.0, 2.5, -1.0]]), bins=4).counts_SB.tolist()
+        >>> Histogram.of(torch.tensor([[0.0, 1.0, 2.5, -1.0]]), bins=4).counts.tolist()
         [[0, 0, 0, 1, 1, 1, 1, 0]]
         """
         if values_SN.numel() == 0 or bins < 2:
@@ -72,47 +73,53 @@ class Histogram:
     @property
     def bins(self) -> int:
         """Bins on each side of zero."""
-        return self.counts_SB.shape[1] // 2
+        return self.counts.shape[1] // 2
 
     @property
-    def width_S(self) -> Tensor:
+    def width(self) -> Tensor:
         """Width of the bins of each scale, float32 [S]."""
-        return torch.ldexp(torch.ones_like(self.low_S), self.exponent_S)
+        return torch.ldexp(torch.ones_like(self.low), self.exponent)
 
     @property
-    def centers_SB(self) -> Tensor:
+    def centers(self) -> Tensor:
         """The middle of each bin, float32 [S, 2 B]."""
-        index = torch.arange(-self.bins, self.bins, device=self.low_S.device)
-        return (index + 0.5) * self.width_S[:, None]
+        index = torch.arange(-self.bins, self.bins, device=self.low.device)
+        return (index + 0.5) * self.width[:, None]
 
     def add(self, values_SN: Tensor) -> Histogram:
-        """This histogram with more values, [S, N], counted in."""
+        """The histogram with more values, [S, N], counted in."""
         return self.merge(Histogram.of(values_SN, self.bins))
 
     def merge(self, other: Histogram) -> Histogram:
         """The histogram of the values of both."""
-        if self.counts_SB.shape != other.counts_SB.shape:
+        if self.counts.shape != other.counts.shape:
             raise InputError(
-                f"Histograms of {tuple(self.counts_SB.shape)} and "
-                f"{tuple(other.counts_SB.shape)} cannot be merged.",
+                f"Histograms of {tuple(self.counts.shape)} and "
+                f"{tuple(other.counts.shape)} cannot be merged.",
                 "Give them the same scales and bins.",
             )
-        exponent_S = torch.maximum(self.exponent_S, other.exponent_S)
+        exponent_S = torch.maximum(self.exponent, other.exponent)
         return Histogram(
             self._coarsened(exponent_S) + other._coarsened(exponent_S),
             exponent_S,
-            torch.minimum(self.low_S, other.low_S),
-            torch.maximum(self.high_S, other.high_S),
+            torch.minimum(self.low, other.low),
+            torch.maximum(self.high, other.high),
         )
+
+    def without_zeros(self, number_S: Tensor) -> Histogram:
+        """The histogram less ``number_S`` zeros, int64 [S], that padded its values."""
+        counts_SB = self.counts.clone()
+        counts_SB[:, self.bins] -= number_S
+        return dataclasses.replace(self, counts=counts_SB)
 
     def _coarsened(self, exponent_S: Tensor) -> Tensor:
         """Counts on the lattice of ``exponent_S``, which is not below this one's."""
-        shift_S = (exponent_S - self.exponent_S).clamp(max=62)
+        shift_S = (exponent_S - self.exponent).clamp(max=62)
         if not bool(shift_S.any()):
-            return self.counts_SB
-        index = torch.arange(-self.bins, self.bins, device=self.counts_SB.device)
+            return self.counts
+        index = torch.arange(-self.bins, self.bins, device=self.counts.device)
         target_SB = (index >> shift_S[:, None]) + self.bins
-        return torch.zeros_like(self.counts_SB).scatter_add_(1, target_SB, self.counts_SB)
+        return torch.zeros_like(self.counts).scatter_add_(1, target_SB, self.counts)
 
 
 def percentile_range(
@@ -136,25 +143,25 @@ def percentile_range(
     if not 0 < percentile <= 100:
         raise InputError(f"The percentile is {percentile}.", "Give a number above 0, up to 100.")
     if percentile == 100:
-        return histogram.low_S, histogram.high_S
-    counts_SB = histogram.counts_SB.double()
+        return histogram.low, histogram.high
+    counts_SB = histogram.counts.double()
     B = histogram.bins
     if symmetric:
         magnitude_SB = counts_SB[:, B:] + counts_SB[:, :B].flip(1)
-        bound_S = _quantile(magnitude_SB, percentile / 100) * histogram.width_S
+        bound_S = _quantile(magnitude_SB, percentile / 100) * histogram.width
         low_S, high_S = -bound_S, bound_S
     else:
         tail = (1 - percentile / 100) / 2
-        low_S = (_quantile(counts_SB, tail) - B) * histogram.width_S
-        high_S = (_quantile(counts_SB, 1 - tail) - B) * histogram.width_S
-    return torch.maximum(low_S, histogram.low_S), torch.minimum(high_S, histogram.high_S)
+        low_S = (_quantile(counts_SB, tail) - B) * histogram.width
+        high_S = (_quantile(counts_SB, 1 - tail) - B) * histogram.width
+    return torch.maximum(low_S, histogram.low), torch.minimum(high_S, histogram.high)
 
 
 def mse_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The shrunk range with the least mean square error of rounding.
+    """The clipping range with the least mean square error of rounding.
 
-    p* = argmin_p sum_b n_b (c_b - Q_p(c_b))^2 over the bins' counts n and centres c, for fractions
-    p of the range of values seen.
+    t* = argmin_t sum_b n_b (c_b - Q_t(c_b))^2 over the bins' counts n and centres c, where t
+    bounds absolute values.
 
     Args:
         histogram: of S scales.
@@ -166,13 +173,13 @@ def mse_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
 
     def error(rounded_SB: Tensor, low_S: Tensor, high_S: Tensor) -> Tensor:
         del low_S, high_S
-        return (histogram.counts_SB * (histogram.centers_SB - rounded_SB).square()).sum(1)
+        return (histogram.counts * (histogram.centers - rounded_SB).square()).sum(1)
 
     return _best_range(histogram, grid, error, least=_LEAST_FRACTION)
 
 
 def entropy_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The shrunk range whose rounded values are distributed most like the values.
+    """The clipping range whose rounded values are distributed most like the values.
 
     As in NVIDIA's calibration by entropy (Migacz, 2017): P is the histogram within the range, with
     all that lies beyond moved to the outermost bins; Q spreads the counts of each code (of what
@@ -200,35 +207,37 @@ def _best_range(
     *,
     least: float,
 ) -> tuple[Tensor, Tensor]:
-    """The fraction of the range, from 1 down to ``least``, with the least error for each scale.
+    """The clipping range with the least error for each scale.
+
+    Bounds p max(-a, b) on absolute values are tried, p from 1 down to ``least``, for values from a
+    to b. An outlier on one side thus costs nothing on the other.
 
     ``error(rounded_SB, low_S, high_S)`` gives one number per scale.
     """
-    best_S = torch.full_like(histogram.low_S, torch.inf, dtype=torch.float64)
-    low_S, high_S = histogram.low_S.clamp(max=0.0), histogram.high_S.clamp(min=0.0)
-    if grid.symmetric:
-        high_S = torch.maximum(-low_S, high_S)
-        low_S = -high_S
-    best_p_S = torch.ones_like(low_S)
+    floor_S, ceiling_S = histogram.low.clamp(max=0.0), histogram.high.clamp(min=0.0)
+    amax_S = torch.maximum(-floor_S, ceiling_S)
+    best_S = torch.full_like(amax_S, torch.inf, dtype=torch.float64)
+    best_low_S, best_high_S = floor_S, ceiling_S
     for p in torch.logspace(0.0, math.log2(least), _RANGES_TRIED, base=2.0).tolist():
-        scale_S, zero_S = scales_from_range(p * low_S, p * high_S, grid)
+        low_S, high_S = torch.maximum(-p * amax_S, floor_S), torch.minimum(p * amax_S, ceiling_S)
+        scale_S, zero_S = scales_from_range(low_S, high_S, grid)
         zero = None if grid.symmetric else zero_S[:, None]
-        rounded_SB = grid.fake_quantize(histogram.centers_SB, scale_S[:, None], zero)
-        error_S = error(rounded_SB, p * low_S, p * high_S).double()
+        rounded_SB = grid.fake_quantize(histogram.centers, scale_S[:, None], zero)
+        error_S = error(rounded_SB, low_S, high_S).double()
         better_S = error_S < best_S
         best_S = torch.where(better_S, error_S, best_S)
-        best_p_S = torch.where(better_S, p, best_p_S)
-    bounds = best_p_S * low_S, best_p_S * high_S
-    return torch.maximum(bounds[0], histogram.low_S), torch.minimum(bounds[1], histogram.high_S)
+        best_low_S = torch.where(better_S, low_S, best_low_S)
+        best_high_S = torch.where(better_S, high_S, best_high_S)
+    return best_low_S, best_high_S
 
 
 def _divergence(histogram: Histogram, rounded_SB: Tensor, low_S: Tensor, high_S: Tensor) -> Tensor:
     """KL(P || Q) of each scale, float64 [S]; see :func:`entropy_range`."""
-    counts_SB, width_S = histogram.counts_SB.double(), histogram.width_S
+    counts_SB, width_S = histogram.counts.double(), histogram.width
     B = histogram.bins
     index_B = torch.arange(-B, B, device=counts_SB.device)
     first_S1 = (low_S / width_S).floor().clamp(min=-B)[:, None]
-    last_S1 = ((high_S / width_S).ceil() - 1).clamp(max=B - 1).maximum(first_S1[:, 0])[:, None]
+    last_S1 = (high_S / width_S).floor().clamp(max=B - 1)[:, None]
     within_SB = (index_B >= first_S1) & (index_B <= last_S1)
 
     inner_SB = counts_SB * within_SB
@@ -249,14 +258,15 @@ def _divergence(histogram: Histogram, rounded_SB: Tensor, low_S: Tensor, high_S:
     # a little everywhere within, or an empty outermost bin would make any clipping infinitely bad
     even_SB = within_SB / within_SB.sum(1, keepdim=True)
     Q_SB = torch.lerp(Q_SB, even_SB.double(), _FLOOR_OF_MASS)
-    return torch.special.xlogy(P_SB, P_SB / Q_SB.clamp(min=1e-300)).sum(1)
+    divergence_S: Tensor = torch.special.xlogy(P_SB, P_SB / Q_SB.clamp(min=1e-300)).sum(1)
+    return divergence_S
 
 
 def _exponent_for(amax_S: Tensor, bins: int) -> Tensor:
-    """The least exponents with amax < bins * 2^exponent."""
-    mantissa_S, exponent_S = torch.frexp(amax_S / bins)
-    del mantissa_S  # in [0.5, 1), so 2^exponent is strictly above amax / bins
-    return exponent_S.long().clamp(min=_LEAST_EXPONENT)
+    """The least exponents with amax < bins * 2^exponent; 2^-126 is the finest lattice."""
+    # the mantissa is in [0.5, 1), so 2^exponent is strictly above amax / bins
+    exponent_S = torch.frexp(amax_S / bins).exponent.long()
+    return exponent_S.masked_fill(amax_S == 0, _LEAST_EXPONENT).clamp(min=_LEAST_EXPONENT)
 
 
 def _count(values_SN: Tensor, exponent_S: Tensor, bins: int) -> Tensor:

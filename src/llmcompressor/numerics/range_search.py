@@ -113,7 +113,9 @@ def search_range(
         tried = fractions[start : start + _FRACTIONS_AT_ONCE]
         low_KS = torch.stack([p * lowest_S for p in tried])
         high_KS = torch.stack([p * highest_S for p in tried])
-        error_KS = _errors(values_SN, low_KS, high_KS, rounding, search.norm, importance_PN)
+        error_KS = _errors(
+            values_SN, low_KS, high_KS, rounding, norm=search.norm, importance_PN=importance_PN
+        )
         if not best.take(low_KS, high_KS, error_KS, search.patience):
             break
     return best.low_S, best.high_S
@@ -158,6 +160,7 @@ def _errors(
     low_KS: Tensor,
     high_KS: Tensor,
     rounding: _Rounding,
+    *,
     norm: float,
     importance_PN: Tensor | None,
 ) -> Tensor:
@@ -184,7 +187,7 @@ def _errors(
 
 
 def _power_(x: Tensor, norm: float) -> Tensor:
-    """``x ** norm`` in place for x not negative; twice as fast as ``pow`` for fractional exponents."""
+    """``x ** norm`` in place for x not negative; ``pow`` is slow at fractional exponents."""
     return x.pow_(norm) if float(norm).is_integer() else x.log2_().mul_(norm).exp2_()
 
 

@@ -1,1 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Statistics of tensors, and the scales and zero points that follow from them."""
+
+from __future__ import annotations
+
+from llmcompressor.observers.base import Observer, ObserverOptions, fused_global_scale
+from llmcompressor.observers.histogram import (
+    EntropyObserver,
+    HistogramObserver,
+    PercentileObserver,
+)
+from llmcompressor.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
+from llmcompressor.observers.min_max import (
+    MemorylessMinMaxObserver,
+    MinMaxObserver,
+    StaticMinMaxObserver,
+)
+from llmcompressor.observers.mse import (
+    MemorylessMSEObserver,
+    MSEObserver,
+    NVFP4ExpandedMSEObserver,
+)
+
+__all__ = [
+    "EntropyObserver",
+    "HistogramObserver",
+    "IMatrixMSEObserver",
+    "MSEObserver",
+    "MemorylessMSEObserver",
+    "MemorylessMinMaxObserver",
+    "MinMaxObserver",
+    "NVFP4ExpandedIMatrixObserver",
+    "NVFP4ExpandedMSEObserver",
+    "Observer",
+    "ObserverOptions",
+    "PercentileObserver",
+    "StaticMinMaxObserver",
+    "fused_global_scale",
+]

@@ -122,7 +122,16 @@ def _prepare(
         budget=_budget(dataset_args),
     )
     state.call_order = order
-    return _SequentialRun(model, batches, state, plan, order, streams, _budget(dataset_args))
+    return _SequentialRun(
+        model,
+        batches,
+        state,
+        plan,
+        order,
+        streams,
+        budget=_budget(dataset_args),
+        to_end=any(modifier.runs_to_end for modifier in modifiers),
+    )
 
 
 def _budget(dataset_args: DatasetArguments) -> int:
@@ -141,6 +150,7 @@ class _SequentialRun:
     order: CallOrder
     streams: int
     budget: int
+    to_end: bool
 
     def go(self, advance: Advance) -> None:
         """Take every unit of the plan in turn."""
@@ -160,7 +170,7 @@ class _SequentialRun:
                     forward.release(member)
             stepper = _Stepper(self, forward, store, originals)
             try:
-                while forward.pending and (stop := stepper.next_stop()) is not None:
+                while (forward.pending or self.to_end) and (stop := stepper.next_stop()):
                     unit = units[stop.module]
                     advance(note=unit.name)
                     stepper.serve(stop, unit)
@@ -213,8 +223,8 @@ class _Stepper:
         modules = tuple(unit.stop.modules()) if unit.runs_twice else unit.modules
         LifecycleCallbacks.sequential_epoch_end(modules)
         self.forward.release(unit.stop)
-        if not self.forward.pending:
-            return
+        if not self.forward.pending and not self.run.to_end:
+            return  # nobody needs what lies behind the last stop, the head for instance
         for one in stop.passes:
             if one.module is not None:
                 self._send_on(one)

@@ -92,13 +92,10 @@ def observe_weight(
     """
     name = default_observer(args, "weight")
     assert name is not None, "weights are never quantized dynamically"
-    observer = Observer.load_from_registry(
-        name, base_name="weight", args=args, **(args.observer_kwargs or {})
-    )
-    if importance_C is not None and hasattr(observer, "importance"):
-        observer.importance = importance_C
+    observer = Observer.load_from_registry(name, base_name="weight", args=args)
+    observer.importance = importance_C
     observer.observe(weight_RC)
     if needs_global_scale(args) and global_scale is None:
         global_scale = observer.global_scale()
-    scale, zero_point = observer.qparams(global_scale)
+    scale, zero_point = observer.qparams(global_scale, dtype=weight_RC.dtype)
     return WeightParameters(args, scale, zero_point, global_scale)

@@ -209,6 +209,7 @@ def _closing(text: str, start: int) -> int:
         end = text.find(")", end + 1)
     raise RecipeError(
         f"{text[start - 5 :]!r:.90} in the recipe is not a valid expression.",
-        "Write eval(EXPRESSION), e.g. eval(start + 2); for the literal text write "
+        "Write eval(EXPRESSION), e.g. eval(start + 2), in quotes if it has a comma, colon or "
+        "bracket; for the literal text write "
         f"{'eval(' + repr(text) + ')':.120}.",
     )

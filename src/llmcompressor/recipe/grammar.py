@@ -87,7 +87,7 @@ def declared_names(document: object) -> frozenset[str]:
     """The arguments that a document declares or uses, on whatever level."""
     if not isinstance(document, Mapping):
         return frozenset()
-    names = names_used(document)
+    names = names_used({k: v for k, v in document.items() if k not in METADATA_KEYS})
     bodies = [document, *document.values()]
     bodies += [body for value in document.values() for body in _values(value)]
     for body in bodies:
@@ -215,8 +215,7 @@ class _Reader:
 
 
 def _create(class_name: str, fields: Mapping[str, Any], group: str) -> Modifier:
-    derived = DERIVED_FIELDS - set(ModifierFactory.find(class_name).model_fields)
-    given = {key: value for key, value in fields.items() if key not in derived}
+    given = {key: value for key, value in fields.items() if key not in DERIVED_FIELDS}
     for key in given:
         if not isinstance(key, str):
             raise RecipeError(f"{key!r} is no field of the modifier {class_name}.")

@@ -91,26 +91,23 @@ def combine(parts: Iterable[Sequence[Stage]]) -> tuple[Stage, ...]:
     Neighbours of one name and run type become one stage; a name that comes again later gets a
     number, so that the order of the modifiers stays and a saved recipe has each key once.
     """
-    stages: list[Stage] = []
+    joined: list[Stage] = []
     for stage in (stage for part in parts for stage in part):
-        last = stages[-1] if stages else None
+        last = joined[-1] if joined else None
         if last and (last.name, last.run_type) == (stage.name, stage.run_type):
-            stages[-1] = replace(last, modifiers=last.modifiers + stage.modifiers)
+            joined[-1] = replace(last, modifiers=last.modifiers + stage.modifiers)
         else:
-            stages.append(replace(stage, name=free_name(stage.name, _names(stages))))
-    return tuple(stages)
+            joined.append(stage)
+    return number_clashes(joined)
 
 
 def number_clashes(stages: Iterable[Stage]) -> tuple[Stage, ...]:
     """The same stages, each with a name of its own; none are joined."""
-    named: list[Stage] = []
+    named: dict[str, Stage] = {}
     for stage in stages:
-        named.append(replace(stage, name=free_name(stage.name, _names(named))))
-    return tuple(named)
-
-
-def _names(stages: Iterable[Stage]) -> set[str]:
-    return {stage.name for stage in stages}
+        name = free_name(stage.name, named)
+        named[name] = replace(stage, name=name)
+    return tuple(named.values())
 
 
 def free_name(name: str, taken: Collection[str]) -> str:

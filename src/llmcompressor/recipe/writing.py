@@ -23,6 +23,7 @@ from llmcompressor.recipe.stages import Stage, free_name, infer_run_type
 __all__ = ["modifier_fields", "to_mapping", "to_yaml"]
 
 WIDTH = 88
+_BREAKS = frozenset("\t\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\ufeff")
 _LABELS = frozenset({"group"})
 
 
@@ -39,7 +40,15 @@ class _RecipeDumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: _RecipeDumper, text: str) -> yaml.ScalarNode:
+    """A text; in double quotes where it has line breaks, the rarer of which other styles lose."""
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"' if _BREAKS.intersection(text) else None
+    )
+
+
 add_number_resolvers(_RecipeDumper)
+_RecipeDumper.add_representer(str, _represent_text)
 
 
 def to_yaml(stages: Iterable[Stage]) -> str:
@@ -68,8 +77,9 @@ def modifier_fields(modifier: Modifier) -> dict[str, Any]:
     owner = type(modifier).__name__
 
     def as_text(value: Any) -> str | None:
-        if type(value).__module__ == "torch":  # a dtype or a device
-            return str(value).removeprefix("torch.")
+        text = _spelled(value)
+        if text is not None:
+            return str(text)
         logger.warning(
             f"A field of {owner} holds {value!r:.80}, which no recipe can hold: recipe.yaml is "
             "written without it."
@@ -94,7 +104,9 @@ def _stage_mapping(stage: Stage) -> dict[str, Any]:
         repeated = len({name for name, _ in entries}) < len(entries)
         key = f"{group}_modifiers"
         mapping[key] = [{name: fields} for name, fields in entries] if repeated else dict(entries)
-    return mapping or {f"{stage.name}_modifiers": {}}
+    if not stage.modifiers:
+        mapping[f"{stage.name}_modifiers"] = {}
+    return mapping
 
 
 def _groups(stage: Stage) -> dict[str, list[Modifier]]:
@@ -113,18 +125,22 @@ def _groups(stage: Stage) -> dict[str, list[Modifier]]:
 def _plain(value: Any, dumped: Any) -> Any:
     """``dumped`` corrected by what it was made of.
 
-    Models lose their empty fields, sets get an order, and infinities within untyped values, which
-    pydantic drops, come back.
+    Models lose their empty fields, sets get an order, and what a serializer dropped comes back
+    where it has a spelling: infinities within untyped values, dtypes that a format does not store.
     """
     if isinstance(value, BaseModel) and isinstance(dumped, dict):
         known = type(value).model_fields
         return {
-            name: _plain(getattr(value, name), item)
+            name: plain
             for name, item in dumped.items()
-            if name in known and not (item is None and _is_null_by_default(known[name]))
+            if name in known
+            and not (
+                (plain := _plain(getattr(value, name), item)) is None
+                and _is_null_by_default(known[name])
+            )
         }
-    if isinstance(value, float) and dumped is None:
-        return value
+    if dumped is None and value is not None:
+        return _spelled(value)
     if isinstance(value, (set, frozenset)):
         return sorted(dumped, key=repr)
     if isinstance(value, Mapping) and isinstance(dumped, dict) and len(value) == len(dumped):
@@ -135,6 +151,14 @@ def _plain(value: Any, dumped: Any) -> Any:
     if isinstance(value, (list, tuple)) and isinstance(dumped, list) and len(value) == len(dumped):
         return [_plain(item, plain) for item, plain in zip(value, dumped, strict=True)]
     return dumped
+
+
+def _spelled(value: Any) -> str | float | None:
+    """How a recipe spells a value that pydantic has no plain form for; ``None`` if in no way."""
+    kind = type(value)
+    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
+        return str(value).removeprefix("torch.")
+    return value if isinstance(value, float) else None
 
 
 def _is_null_by_default(info: FieldInfo) -> bool:

@@ -99,11 +99,11 @@ def assign_schemes(
     _report(found)
     if not found.schemes and not may_be_empty and not all(map(is_empty, schemes)):
         raise TargetError(
-            f"No module of {type(model).__name__} is left to quantize: the targets "
-            f"{', '.join(map(repr, by_target))} match only what is ignored or cannot be.",
+            f"No module of {type(model).__name__} is left to quantize by "
+            f"{', '.join(map(repr, by_target))}: what matches is ignored or cannot be quantized.",
             "Correct targets or ignore; Linear and Embedding modules can be quantized.",
         )
-    return _fitted(model, _with_named_heads(found))
+    return _with_named_heads(_fitted(model, found.schemes), found.heads)
 
 
 @dataclass
@@ -121,11 +121,13 @@ class _Walk:
     useful: set[str] = field(default_factory=set)
     useless: dict[str, set[str]] = field(default_factory=dict)
 
-    def run(self) -> _Walk:
-        modules = dict(self.model.named_modules())
-        self._embedded = {id(weight_of(m)) for m in modules.values() if isinstance(m, Embedding)}
+    def __post_init__(self) -> None:
+        embeddings = (each for each in self.model.modules() if isinstance(each, Embedding))
+        self._embedded = {id(weight_of(each)) for each in embeddings}
         self._head = _output_head(self.model)
-        for name, module in modules.items():
+
+    def run(self) -> _Walk:
+        for name, module in self.model.named_modules():
             matched = match_targets(name, module, self.by_target)
             if not matched:
                 continue
@@ -166,7 +168,7 @@ class _Walk:
             if id(weight_of(module)) in self._embedded:
                 self.tied_heads.append(name)
                 return
-            if module is self._head or name.rpartition(".")[2] == "lm_head":
+            if module is self._head or _last(name) == "lm_head":
                 self.heads[name] = scheme
         self.schemes[name] = scheme
 
@@ -211,16 +213,25 @@ def _report(found: _Walk) -> None:
         )
 
 
-def _with_named_heads(found: _Walk) -> dict[str, QuantizationScheme]:
+def _with_named_heads(
+    schemes: Mapping[str, QuantizationScheme], heads: Mapping[str, QuantizationScheme]
+) -> dict[str, QuantizationScheme]:
     """The schemes, where those that reach a head by class also target it by name."""
     patterns: dict[int, list[str]] = {}
-    for name, scheme in found.heads.items():
-        patterns.setdefault(id(scheme), []).append(f"re:.*{re.escape(name.rpartition('.')[2])}$")
+    for name, scheme in heads.items():
+        if schemes[name] is scheme:
+            patterns.setdefault(id(scheme), []).append(f"re:.*{re.escape(_last(name))}$")
+    # Names stand before classes: readers report a target as unmatched if another came first.
     named = {
-        id(scheme): scheme.model_copy(update={"targets": [*scheme.targets, *patterns[id(scheme)]]})
-        for scheme in found.heads.values()
+        id(scheme): scheme.model_copy(update={"targets": [*patterns[id(scheme)], *scheme.targets]})
+        for scheme in heads.values()
+        if id(scheme) in patterns
     }
-    return {name: named.get(id(scheme), scheme) for name, scheme in found.schemes.items()}
+    return {name: named.get(id(scheme), scheme) for name, scheme in schemes.items()}
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _fitted(

@@ -55,8 +55,9 @@ def partition_of(args: QuantizationArgs) -> Partition:
         return Partition(1, args.group_size)
     if args.strategy == QuantizationStrategy.BLOCK and args.block_structure is not None:
         return Partition(*args.block_structure)
+    name = QuantizationStrategy(args.strategy).value if args.strategy else "None"
     raise InputError(
-        f"The strategy {args.strategy!r} does not apply to weights.",
+        f"The strategy {name} does not apply to weights.",
         "Use tensor, channel, group, tensor_group or block.",
     )
 

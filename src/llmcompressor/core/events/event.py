@@ -103,9 +103,7 @@ class Event:
         if self.batches_per_step is not None and self.batches_per_step >= 2:
             self.global_batch *= self.batches_per_step
 
-    def should_update(
-        self, start: float | None, end: float | None, update: float | None
-    ) -> bool:
+    def should_update(self, start: float | None, end: float | None, update: float | None) -> bool:
         """Whether a schedule that repeats every ``update`` within ``[start, end]`` is due.
 
         Args:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.asymmetric import corrected_weight
-from llmcompressor.numerics.gptq import ColumnScales, activation_order, sweep
+from llmcompressor.numerics.gptq import ColumnScales, GptqResult, activation_order, sweep
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import (
     Damped,
@@ -33,6 +33,8 @@ class Options:
     dampening: float
     ridge: float | None
     """λ of asymmetric calibration as a fraction of the mean diagonal; ``None`` without it."""
+    batched: bool = True
+    """Whether small problems of equal shape are solved in one call."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Solution:
     weights: list[Tensor]
     """Values on the grid, float32, as :class:`Problem` had them."""
     loss: float
-    """Error of the outputs, ``tr(D G Dᵀ)``, relative to ``tr(W G Wᵀ)``."""
+    """``½ tr(D H Dᵀ)``, D the change of the weight and H the damped Gram matrix."""
     dampening: float | None
     """The dampening that worked; ``None`` when nothing did and weights were rounded to nearest."""
 
@@ -74,7 +76,8 @@ class Solution:
 def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
     """Solve ``problems``; those of equal shape and grid that are small go in one batch."""
     solutions: dict[int, Solution] = {}
-    for batch in _batches(problems):
+    alone = [[index] for index in range(len(problems))]
+    for batch in _batches(problems) if options.batched else alone:
         found = _solve_batch([problems[index] for index in batch], options)
         solutions.update(zip(batch, found, strict=True))
     return [solutions[index] for index in range(len(problems))]
@@ -109,7 +112,10 @@ def _rounded(problem: Problem) -> Solution:
     """Round to nearest: what is left when nothing can be factorized."""
     pairs = zip(problem.weights, problem.parameters, strict=True)
     weights = [parameters.round(weight).float() for weight, parameters in pairs]
-    return Solution(weights, _relative_error(problem, weights), None)
+    original_RC = torch.cat([weight.float() for weight in problem.weights])
+    change_RC = torch.cat(weights) - original_RC
+    loss = 0.5 * float(((change_RC @ problem.gram_CC) * change_RC).sum())
+    return Solution(weights, loss, None)
 
 
 def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
@@ -123,15 +129,17 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
     scales = _columns(problems)
     if problems[0].ordered:
         order_C = activation_order(gram_CC)
-        rounded_RC, dampening = _in_order(weight_RC, gram_CC, scales, order_C, problems, options)
+        result, dampening = _in_order(weight_RC, gram_CC, scales, order_C, problems, options)
     else:
         damped = raise_dampening(gram_CC, options.dampening)
-        rounded_RC, dampening = _sweep(weight_RC, damped, scales, problems, options)
+        result = _sweep(weight_RC, damped, scales, problems, options)
+        dampening = damped.dampening
+    rounded_RC, loss_R = result
     if len(problems) == 1:
-        rounded_RC = rounded_RC.unsqueeze(0)
+        rounded_RC, loss_R = rounded_RC.unsqueeze(0), loss_R.unsqueeze(0)
     return [
-        _solution(problem, rounded, dampening)
-        for problem, rounded in zip(problems, rounded_RC, strict=True)
+        _solution(problem, rounded, loss, dampening)
+        for problem, rounded, loss in zip(problems, rounded_RC, loss_R, strict=True)
     ]
 
 
@@ -146,17 +154,18 @@ def _in_order(
     order_C: Tensor,
     problems: Sequence[Problem],
     options: Options,
-) -> tuple[Tensor, float]:
+) -> tuple[GptqResult, float]:
     """Permute the columns, sweep, and put them back: the format never knows."""
     rows, columns = weight_RC.shape[-2:]
     permuted_CC = gram_CC.gather(-2, order_C.unsqueeze(-1).expand_as(gram_CC))
     permuted_CC = permuted_CC.gather(-1, order_C.unsqueeze(-2).expand_as(gram_CC))
     wide_C = order_C.unsqueeze(-2).expand(*order_C.shape[:-1], rows, columns)
     damped = raise_dampening(permuted_CC, options.dampening)
-    rounded_RC, dampening = _sweep(
+    result = _sweep(
         weight_RC.gather(-1, wide_C), damped, _permuted(scales, order_C), problems, options
     )
-    return torch.empty_like(rounded_RC).scatter_(-1, wide_C, rounded_RC), dampening
+    rounded_RC = torch.empty_like(result.weight_RC).scatter_(-1, wide_C, result.weight_RC)
+    return GptqResult(rounded_RC, result.loss_R), damped.dampening
 
 
 def _permuted(scales: ColumnScales, order_C: Tensor) -> ColumnScales:
@@ -212,23 +221,15 @@ def _sweep(
     scales: ColumnScales,
     problems: Sequence[Problem],
     options: Options,
-) -> tuple[Tensor, float]:
+) -> GptqResult:
     with one_thread(weight_RC.device):
-        result = sweep(
+        return sweep(
             weight_RC, damped.factor_CC, scales, problems[0].grid, block=options.block_size
         )
-    return result.weight_RC, damped.dampening
 
 
-def _solution(problem: Problem, rounded_RC: Tensor, dampening: float) -> Solution:
+def _solution(
+    problem: Problem, rounded_RC: Tensor, loss_R: Tensor, dampening: float
+) -> Solution:
     weights = list(rounded_RC.split([len(weight) for weight in problem.weights]))
-    return Solution(weights, _relative_error(problem, weights), dampening)
-
-
-def _relative_error(problem: Problem, rounded: Sequence[Tensor]) -> float:
-    """``tr(D G Dᵀ) / tr(W G Wᵀ)``."""
-    weight_RC = torch.cat([weight.float() for weight in problem.weights])
-    change_RC = torch.cat(list(rounded)) - weight_RC
-    error = torch.sum((change_RC @ problem.gram_CC) * change_RC)
-    signal = torch.sum((weight_RC @ problem.gram_CC) * weight_RC)
-    return float(error / signal.clamp_min(torch.finfo(torch.float32).tiny))
+    return Solution(weights, float(loss_R.sum()), dampening)

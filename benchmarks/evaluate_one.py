@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure checkpoints on token ids with transformers alone, in a process of its own.
+
+The checkpoint is read the way a user reads it.  Nothing that wrote it is imported, so what is
+measured is what was saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import AutoModelForCausalLM
+
+
+def load(path: str) -> torch.nn.Module:
+    """The model in the data type of its checkpoint, ready to evaluate."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+
+
+def log_probabilities(model: torch.nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
+    """``[B, T - 1, V]`` float32: of each token but the first, given those before it."""
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
+    return logits_BTV.float().log_softmax(-1)
+
+
+@torch.no_grad()
+def evaluate(checkpoint: str, dense: str | None, ids_NT: torch.Tensor, batch: int) -> dict:
+    """Loss, and where the dense model is given the distance from it, per predicted token."""
+    model, reference = load(checkpoint), load(dense) if dense else None
+    loss = divergence = agreed = 0.0
+    for ids_BT in ids_NT.split(batch):
+        target_B = ids_BT[:, 1:].flatten()
+        found_BV = log_probabilities(model, ids_BT).flatten(0, 1)
+        loss += cross_entropy(found_BV, target_B, reduction="sum").item()
+        if reference is not None:
+            right_BV = log_probabilities(reference, ids_BT).flatten(0, 1)
+            divergence += kl_div(found_BV, right_BV, reduction="sum", log_target=True).item()
+            agreed += (found_BV.argmax(-1) == right_BV.argmax(-1)).sum().item()
+    tokens = ids_NT[:, 1:].numel()
+    result = {"tokens": tokens, "loss": loss / tokens, "perplexity": math.exp(loss / tokens)}
+    if reference is not None:
+        result |= {"divergence": divergence / tokens, "agreement": agreed / tokens}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint")
+    parser.add_argument("tokens", type=Path, help="JSON file with lists of token ids")
+    parser.add_argument("report", type=Path, help="JSON file to write")
+    parser.add_argument("--dense", help="the original, to compare with")
+    parser.add_argument("--batch", type=int, default=4)
+    given = parser.parse_args()
+    ids_NT = torch.tensor(json.loads(given.tokens.read_text()))
+    report = evaluate(given.checkpoint, given.dense, ids_NT, given.batch)
+    given.report.write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs in processes of their own: compress with one of the two tools, then evaluate."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REFERENCE = "llmcompressor==0.14.0.1"
+REFERENCE_VARIABLE = "LLMCOMPRESSOR_REFERENCE_PYTHON"
+
+
+class JobError(RuntimeError):
+    """A measured process failed; the message ends with what it wrote."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One compression, for ``run_one.py``.
+
+    Attributes:
+        model: Folder of the dense checkpoint.
+        modifier: Class name of the modifier.
+        fields: Its fields.
+        tokens: JSON file with calibration token ids, or nothing for a data-free job.
+        output: Folder to write.
+    """
+
+    model: str
+    modifier: str
+    fields: dict
+    tokens: str | None
+    output: str
+
+
+def compress(python: Path | str, job: Job) -> dict:
+    """Run a job under an interpreter; its report, with the seconds of the whole process."""
+    with _scratch() as scratch:
+        job_file, report_file = scratch / "job.json", scratch / "report.json"
+        job_file.write_text(json.dumps(asdict(job)))
+        started = time.perf_counter()
+        _run([str(python), str(HERE / "run_one.py"), str(job_file), str(report_file)])
+        seconds = time.perf_counter() - started
+        return json.loads(report_file.read_text()) | {"process_seconds": seconds}
+
+
+def evaluate(checkpoint: str, tokens: Path, dense: str | None = None) -> dict:
+    """Loss of a checkpoint and its distance from the dense model, by transformers alone."""
+    with _scratch() as scratch:
+        report_file = scratch / "report.json"
+        command = [sys.executable, str(HERE / "evaluate_one.py"), checkpoint, str(tokens)]
+        _run([*command, str(report_file), *(["--dense", dense] if dense else [])])
+        return json.loads(report_file.read_text())
+
+
+def compress_and_evaluate(
+    python: Path | str, model: str, recipe: tuple[str, dict], tokens: Path | None, held_out: Path
+) -> dict:
+    """Both, on an output folder that is removed afterwards.
+
+    Args:
+        python: Interpreter of the tool.
+        model: Folder of the dense checkpoint.
+        recipe: Class name of a modifier and its fields.
+        tokens: Calibration token ids, or nothing for a data-free job.
+        held_out: Token ids to evaluate on.
+    """
+    with _scratch() as scratch:
+        output = str(scratch / "compressed")
+        job = Job(model, *recipe, tokens=str(tokens) if tokens else None, output=output)
+        cost = compress(python, job)
+        size = sum(file.stat().st_size for file in Path(output).glob("*.safetensors"))
+        return cost | {"bytes": size, "quality": evaluate(output, held_out, dense=model)}
+
+
+def reference_python(given: str | None) -> Path:
+    """Interpreter of the reference's environment, which is made if none is named.
+
+    Args:
+        given: What the command line names; the environment variable comes next.
+    """
+    named = given or os.environ.get(REFERENCE_VARIABLE)
+    if named:
+        return Path(named)
+    python = HERE / ".reference" / "bin" / "python"
+    if not python.exists():
+        print(f"Making an environment for {REFERENCE} in {HERE / '.reference'} ...", flush=True)
+        pins = [f"{name}=={_release(name)}" for name in ("torch", "transformers")]
+        _run([sys.executable, "-m", "venv", str(HERE / ".reference")])
+        try:
+            _run([str(python), "-m", "pip", "install", "--quiet", *pins, REFERENCE])
+        except JobError:
+            shutil.rmtree(HERE / ".reference")
+            raise
+    return python
+
+
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    """Keep one of the cores busy with another process for as long as the block runs."""
+    core = max(os.sched_getaffinity(0))
+    code = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _release(name: str) -> str:
+    """Installed version without its local part (``2.13.0+cpu`` is ``2.13.0`` on an index)."""
+    return importlib.metadata.version(name).split("+")[0]
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder on the disk of the project: ``/tmp`` may be memory, and would count as such."""
+    (HERE / ".models").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=HERE / ".models", prefix="run-") as folder:
+        yield Path(folder)
+
+
+def _run(command: list[str]) -> None:
+    """Run to the end without network; what it prints is shown only if it fails."""
+    offline = {} if "pip" in command else {"HF_HUB_OFFLINE": "1"}
+    quiet = {"TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        command,
+        env=os.environ | offline | quiet,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode:
+        tail = "\n".join(done.stdout.splitlines()[-30:])
+        raise JobError(f"{' '.join(command[:3])} failed with code {done.returncode}:\n{tail}")

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a source folder holds besides the model: draft heads, tokenizer, templates, code."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmcompressor.checkpoint.layout import owned_by_model
+from llmcompressor.checkpoint.source import TensorHeader
+
+__all__ = ["copy_side_files", "extra_ignore", "extra_tensors", "load_tensors"]
+
+_RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
+_EXPERT = re.compile(r"^(.*\.experts)\.\d+\.")
+_COPIED_SUFFIXES = {
+    ".json",
+    ".jinja",
+    ".txt",
+    ".model",
+    ".py",
+    ".tiktoken",
+    ".vocab",
+    ".bpe",
+    ".spm",
+}
+_COPIED_STEMS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+_COPIED_FOLDERS = ("additional_chat_templates",)
+_WRITTEN_HERE = {"config.json", "recipe.yaml", "compression_report.json"}
+
+
+def extra_tensors(
+    model: PreTrainedModel,
+    source: Mapping[str, TensorHeader],
+    state: Mapping[str, Tensor],
+    written: set[str],
+) -> list[str]:
+    """Names of the source's tensors that the model class does not own, such as draft heads.
+
+    Args:
+        model: the loaded model.
+        source: the source's tensors.
+        state: the model's state dict.
+        written: tensor names that are in the output already.
+
+    Returns:
+        The names, in the source's order. Caches that readers compute themselves, and tensors of
+        experts that were removed from the model, are not among them.
+    """
+    candidates = [name for name in source if name not in written]
+    owned = owned_by_model(model, candidates, state)
+    written_modules = {name.rpartition(".")[0] for name in written}
+    expert_lists = {
+        match.group(1) for match in (_EXPERT.match(name) for name in written) if match is not None
+    }
+    extras = []
+    for name in candidates:
+        expert = _EXPERT.match(name)
+        if not (
+            name in owned
+            or name.rpartition(".")[0] in written_modules - {""}
+            or _RECOMPUTED.search(name)
+            or (expert is not None and expert.group(1) in expert_lists)
+        ):
+            extras.append(name)
+    return extras
+
+
+def extra_ignore(extras: Sequence[str], written: set[str], quantized: Sequence[str]) -> list[str]:
+    """Patterns that keep the modules of ``extras`` unquantized in every reader.
+
+    Args:
+        extras: tensor names that were carried over.
+        written: all other tensor names of the output.
+        quantized: names of quantized modules, in the module tree and in the checkpoint.
+
+    Returns:
+        One pattern per outermost module that holds nothing but extras: it matches behind any
+        prefix unless that would reach a quantized module.
+    """
+    taken = {prefix for name in written for prefix in _prefixes(name)}
+    roots: dict[str, None] = {}
+    for name in extras:
+        root = next((prefix for prefix in _prefixes(name) if prefix not in taken), None)
+        if root is not None:
+            roots[root] = None
+    return [_pattern(root, quantized) for root in roots]
+
+
+def load_tensors(
+    names: Sequence[str], source: Mapping[str, TensorHeader]
+) -> Iterator[dict[str, Tensor]]:
+    """The named tensors, unchanged, one at a time."""
+    for name in names:
+        with safe_open(str(source[name].file), framework="pt") as reader:
+            yield {name: reader.get_tensor(name)}
+
+
+def copy_side_files(source: Path, target: Path, *, without: set[str] | None = None) -> None:
+    """Copy what belongs to a model besides weights and configuration, byte by byte.
+
+    Args:
+        source: the folder of the original model.
+        target: the folder to copy into.
+        without: file names that are not copied.
+    """
+    skipped = _WRITTEN_HERE | (without or set())
+    for path in sorted(source.iterdir()):
+        if path.is_dir() and path.name in _COPIED_FOLDERS and path.name not in skipped:
+            shutil.copytree(path, target / path.name)
+        elif path.is_file() and path.name not in skipped and _belongs(path.name):
+            shutil.copyfile(path, target / path.name)
+
+
+def _belongs(name: str) -> bool:
+    if name.startswith(".") or name.endswith(".index.json"):
+        return False
+    return Path(name).suffix in _COPIED_SUFFIXES or name.startswith(_COPIED_STEMS)
+
+
+def _prefixes(name: str) -> list[str]:
+    """All modules above a tensor, outermost first.
+
+    >>> _prefixes("mtp.fc.weight")
+    ['mtp', 'mtp.fc']
+    """
+    parts = name.split(".")[:-1]
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+
+
+def _pattern(root: str, quantized: Sequence[str]) -> str:
+    parts = root.split(".")
+    tail = ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
+    loose = rf"(?:.*\.)?{re.escape(tail)}(?:\..*)?$"
+    if any(re.match(loose, name) for name in quantized):
+        return rf"re:{re.escape(root)}(?:\..*)?$"
+    return f"re:{loose}"

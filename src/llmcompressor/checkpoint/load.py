@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load a model for compression: the class its checkpoint names, complete or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from llmcompressor.checkpoint.layout import embeddings
+from llmcompressor.checkpoint.source import (
+    inspect_source,
+    is_hub_id,
+    quantization_method,
+    quantized_error,
+)
+from llmcompressor.errors import CheckpointError
+from llmcompressor.logger import logger
+
+__all__ = ["check_unquantized", "load_model", "parse_precision", "untie_embeddings"]
+
+_PRECISIONS = {
+    "half": torch.float16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "full": torch.float32,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+_AUTO_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForMaskedLM",
+    "AutoModel",
+)
+
+
+def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | str:
+    """The dtype that ``precision`` names; ``"auto"`` (the checkpoint's own) for anything else.
+
+    >>> parse_precision("torch.bfloat16"), parse_precision("full"), parse_precision("mixed")
+    (torch.bfloat16, torch.float32, 'auto')
+    """
+    if isinstance(precision, torch.dtype):
+        return precision
+    return _PRECISIONS.get(str(precision).strip().lower().removeprefix("torch."), "auto")
+
+
+def load_model(
+    model: str | os.PathLike[str],
+    *,
+    config_name: str | os.PathLike[str] | None = None,
+    precision: str | torch.dtype = "auto",
+    tie_word_embeddings: bool = True,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    token: str | bool | None = None,
+) -> PreTrainedModel:
+    """Load a model from a folder or the hub, in evaluation mode.
+
+    Args:
+        model: a folder, or the id of a model on the hub.
+        config_name: where to take the configuration from, if not from ``model``.
+        precision: the dtype of the weights; see :func:`parse_precision`.
+        tie_word_embeddings: ``False`` gives the output head weights of its own.
+        trust_remote_code: run modelling code that comes with the checkpoint.
+        revision: the hub's revision, ``"main"`` if ``None``.
+        cache_dir: the hub's cache.
+        token: the hub's token.
+
+    Returns:
+        The model, on the device that transformers put it on.
+
+    Raises:
+        CheckpointError: the model is not there, is damaged, incomplete or quantized already.
+    """
+    if not is_hub_id(model):
+        inspect_source(model)
+    hub = {
+        "revision": revision or "main",
+        "cache_dir": cache_dir,
+        "token": token,
+        "trust_remote_code": trust_remote_code,
+    }
+    place = str(Path(model).expanduser()) if Path(model).expanduser().exists() else str(model)
+    try:
+        config = AutoConfig.from_pretrained(str(config_name or place), **hub)
+        check_config_unquantized(config, place)
+        loader = _loader(config, trust_remote_code=trust_remote_code)
+        loaded: PreTrainedModel
+        loaded, info = loader.from_pretrained(
+            place, config=config, dtype=parse_precision(precision), output_loading_info=True, **hub
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise _loading_error(place, error) from error
+    _check_complete(place, info)
+    if not tie_word_embeddings:
+        untie_embeddings(loaded)
+    loaded.train(mode=False)
+    return loaded
+
+
+def check_unquantized(model: PreTrainedModel) -> None:
+    """Refuse a model object whose weights are quantized already.
+
+    Raises:
+        CheckpointError: it was loaded from a quantized checkpoint and not dequantized.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        method = getattr(quantizer.quantization_config, "quant_method", "an unnamed method")
+        name = model.config.name_or_path or type(model).__name__
+        raise quantized_error(name, str(getattr(method, "value", method)))
+
+
+def check_config_unquantized(config: PretrainedConfig, name: str) -> None:
+    """Refuse a configuration that says its weights are quantized.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    method = quantization_method(config.to_dict())
+    if method is not None:
+        raise quantized_error(name, method)
+
+
+def untie_embeddings(model: PreTrainedModel) -> bool:
+    """Give the output head weights of its own and say so in the configuration.
+
+    Returns:
+        Whether the embeddings were tied.
+    """
+    inputs, outputs = embeddings(model)
+    if inputs is None or outputs is None or inputs is outputs:
+        return False
+    was_tied = getattr(outputs, "weight", None) is getattr(inputs, "weight", None)
+    if was_tied:
+        weight = outputs.get_parameter("weight")
+        copy = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        outputs.register_parameter("weight", copy)
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", None):
+            config.tie_word_embeddings = False
+    if hasattr(model, "all_tied_weights_keys"):
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return was_tied
+
+
+def _loader(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
+    """The class that ``config.architectures`` names, else the first auto class that fits."""
+    remote = getattr(config, "auto_map", None) or {}
+    if trust_remote_code:
+        for name in _AUTO_CLASSES:
+            if name in remote:
+                return getattr(transformers, name)
+    architectures = list(config.architectures or ())
+    mapped = []
+    for name in _AUTO_CLASSES:
+        auto = getattr(transformers, name)
+        found = auto._model_mapping.get(type(config), None)
+        classes = found if isinstance(found, tuple | list) else [found]
+        mapped += [(auto, cls) for cls in classes if cls is not None]
+    for _, cls in mapped:
+        if cls.__name__ in architectures:
+            return cls
+    for name in architectures:
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+            return cls
+    if mapped:
+        return mapped[0][0]
+    raise CheckpointError(
+        f"No model class for {' or '.join(architectures) or config.model_type} is known.",
+        "If the checkpoint brings its own code, pass trust_remote_code_model=True.",
+    )
+
+
+def _check_complete(place: str, info: Mapping[str, Any]) -> None:
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint {place} lacks {len(missing)} of the model's tensors, which would be "
+            f"random: {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}.",
+            "Check that config.json belongs to these weights.",
+        )
+    unexpected = sorted(info["unexpected_keys"])
+    if unexpected:
+        logger.info(
+            f"{len(unexpected)} tensors of {place} are not part of the model: "
+            f"{', '.join(unexpected[:5])}."
+        )
+
+
+def _loading_error(place: str, error: BaseException) -> CheckpointError:
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return CheckpointError(
+            f"The model {place} brings its own code.",
+            "Pass trust_remote_code_model=True to run it.",
+        )
+    remedy = "Check the name, the folder and (for a model on the hub) the connection and token."
+    return CheckpointError(f"The model {place} cannot be loaded: {text}", remedy)

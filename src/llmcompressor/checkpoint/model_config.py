@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``config.json`` of a written checkpoint: the original, with what changed patched in."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from llmcompressor.logger import logger
+
+__all__ = ["checkpoint_config", "write_json"]
+
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_RUN_TIME = {
+    *_QUANTIZATION_KEYS,
+    *_DTYPE_KEYS,
+    "_name_or_path",
+    "architectures",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "tie_word_embeddings",
+    "transformers_version",
+    "use_cache",
+}
+
+
+def checkpoint_config(
+    model: PreTrainedModel,
+    source: Path | None,
+    *,
+    tied: bool | None,
+    quantization: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The configuration to write.
+
+    Args:
+        model: the model; its configuration is only read.
+        source: the folder of the original model. Its ``config.json`` is the base, so that keys
+            which transformers does not know, or leaves out because they are defaults, survive.
+        tied: whether input and output embeddings are one tensor in the output; ``None`` if the
+            model has no pair of them.
+        quantization: the ``quantization_config``, or ``None``.
+    """
+    original = _read(source)
+    if original is None:
+        config: dict[str, Any] = json.loads(model.config.to_json_string())
+    else:
+        config = copy.deepcopy(original)
+        _patch_changes(config, model.config, original)
+    config.setdefault("architectures", [type(model).__name__])
+    for holder in (config, config.get("text_config")):
+        if isinstance(holder, dict):
+            for key in _QUANTIZATION_KEYS:
+                holder.pop(key, None)
+    _patch_dtype(config, str(model.dtype).removeprefix("torch."))
+    if tied is not None:
+        _patch_tie(config, model.config, tied=tied)
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
+    return config
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON the way all our files are written: indented, keys in their given order."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _read(source: Path | None) -> dict[str, Any] | None:
+    file = source / "config.json" if source is not None else None
+    if file is None or not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else None
+
+
+def _patch_changes(
+    config: dict[str, Any], current: PretrainedConfig, original: Mapping[str, Any]
+) -> None:
+    """Bring over what was changed in memory (such as the number of experts).
+
+    The model's configuration is compared with a fresh reading of the original file, not with
+    the file, because reading alone already normalizes values.
+    """
+    plain = {key: value for key, value in original.items() if key not in _QUANTIZATION_KEYS}
+    try:
+        fresh = type(current).from_dict(copy.deepcopy(plain))
+    except Exception as error:  # configuration classes may be anybody's code
+        logger.debug(f"The original config.json is kept as it is: {error}")
+        return
+    _patch_level(config, current, fresh)
+
+
+def _patch_level(
+    config: dict[str, Any], current: PretrainedConfig, fresh: PretrainedConfig
+) -> None:
+    for key, value in current.to_dict().items():
+        now, before = getattr(current, key, value), getattr(fresh, key, None)
+        if key in _RUN_TIME or key.startswith("_"):
+            continue
+        if isinstance(now, PretrainedConfig):
+            if isinstance(before, PretrainedConfig) and isinstance(config.get(key), dict):
+                _patch_level(config[key], now, before)
+        elif isinstance(now, bool | int | float | str) and now != before:
+            logger.info(f"config.json: {key} becomes {now} (was {before}).")
+            config[key] = now
+
+
+def _patch_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Write the dtype where the file has one, at every level that says the same as the top."""
+    keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
+    before = config.get(keys[0])
+    for key in keys:
+        config[key] = dtype
+    for value in config.values():
+        if isinstance(value, dict):
+            for key in _DTYPE_KEYS:
+                if before is not None and value.get(key) == before:
+                    value[key] = dtype
+
+
+def _patch_tie(config: dict[str, Any], current: PretrainedConfig, *, tied: bool) -> None:
+    """Set ``tie_word_embeddings`` at every level that has it, if it says something else."""
+    text = current.get_text_config()
+    levels = [config]
+    if text is not current and isinstance(config.get("text_config"), dict):
+        levels.append(config["text_config"])
+    effective = getattr(text, "tie_word_embeddings", getattr(current, "tie_word_embeddings", None))
+    for level in levels:
+        if "tie_word_embeddings" in level or effective != tied or len(levels) == 1:
+            level["tie_word_embeddings"] = tied

@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a compressed model as a checkpoint that transformers and vLLM read.
+
+The model in memory stays as it is: modules are compressed one at a time on their way to the
+file. Nothing is asked of any hub.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from accelerate.utils.modeling import get_state_dict_offloaded_model
+from compressed_tensors.quantization import QuantizationStatus
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from llmcompressor.checkpoint.compress import (
+    QuantizedModule,
+    compress,
+    parse_format,
+    quantized_modules,
+)
+from llmcompressor.checkpoint.extras import (
+    copy_side_files,
+    extra_ignore,
+    extra_tensors,
+    load_tensors,
+)
+from llmcompressor.checkpoint.layout import checkpoint_layout, checkpoint_names, embeddings
+from llmcompressor.checkpoint.model_config import checkpoint_config, write_json
+from llmcompressor.checkpoint.processor import PROCESSOR_FILES, processor_directory
+from llmcompressor.checkpoint.quantization_config import build_quantization_config
+from llmcompressor.checkpoint.shards import ShardWriter, natural_key, parse_size
+from llmcompressor.checkpoint.source import (
+    TensorHeader,
+    inspect_source,
+    local_directory,
+)
+from llmcompressor.checkpoint.staging import OnExisting, check_output_dir, staged
+from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
+from llmcompressor.logger import logger
+
+__all__ = ["SaveOptions", "modify_save_pretrained", "save_checkpoint"]
+
+RECIPE_FILE = "recipe.yaml"
+REPORT_FILE = "compression_report.json"
+DEFAULT_SHARD_SIZE = "20GB"
+_OPTIONS = "_llmcompressor_save_options"
+_HUB_ARGUMENTS = (
+    "commit_description",
+    "commit_message",
+    "create_pr",
+    "private",
+    "repo_id",
+    "revision",
+    "tags",
+    "token",
+)
+
+Text = str | Callable[[], str | None] | None
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a model is written.
+
+    Attributes:
+        save_compressed: pack the weights; otherwise write them dense with their scales.
+        quantization_format: one format for all modules instead of the one that fits each.
+        max_shard_size: the most bytes of tensors in one file.
+        processor: the tokenizer or processor to write; the source's files if ``None``.
+        recipe: the text of ``recipe.yaml``, or a function that gives it when saving.
+        source: the original model's folder or hub id; where the model was loaded from if ``None``.
+        report: decisions and figures to keep beside the weights, as JSON data.
+    """
+
+    save_compressed: bool = True
+    quantization_format: str | None = None
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE
+    processor: Any | None = None
+    recipe: Text = None
+    source: str | os.PathLike[str] | None = None
+    report: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What goes into the weight files."""
+
+    plain: dict[str, Tensor]
+    compressed: dict[str, tuple[QuantizedModule, dict[str, Tensor]]]
+    state: Mapping[str, Tensor]
+    tied: bool | None
+
+
+def save_checkpoint(
+    model: PreTrainedModel,
+    output_dir: str | os.PathLike[str],
+    *,
+    save_compressed: bool = True,
+    quantization_format: str | None = None,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    processor: Any | None = None,
+    recipe_yaml: Text = None,
+    source: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    report: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write ``model`` to ``output_dir``, which appears only when it is complete.
+
+    Args:
+        model: the model, with dense weights that lie on their grids; it is not changed.
+        output_dir: must be free, or hold a checkpoint and ``overwrite`` be given.
+        save_compressed: see :class:`SaveOptions`, like all others.
+        quantization_format: see there.
+        max_shard_size: see there.
+        processor: see there.
+        recipe_yaml: see there (``recipe``).
+        source: see there.
+        overwrite: replace the checkpoint that ``output_dir`` holds.
+        report: see there.
+
+    Returns:
+        The absolute path of the directory.
+
+    Raises:
+        OutputError: the directory may not be written, or the disk is full.
+        NonFiniteError: a scale is not finite.
+    """
+    options = SaveOptions(
+        save_compressed=save_compressed,
+        quantization_format=quantization_format,
+        max_shard_size=max_shard_size,
+        processor=processor,
+        recipe=recipe_yaml,
+        source=source,
+        report=report,
+    )
+    target = check_output_dir(
+        output_dir, source=_source_directory(model, options), overwrite=overwrite
+    )
+    on_existing = OnExisting.REPLACE if overwrite else OnExisting.REFUSE
+    with staged(target, on_existing=on_existing) as folder:
+        _write(model, folder, options)
+    logger.info(f"Saved {target}.")
+    return target
+
+
+def modify_save_pretrained(
+    model: PreTrainedModel,
+    *,
+    recipe: Text = None,
+    source: str | os.PathLike[str] | None = None,
+    processor: Any | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> None:
+    """Make ``model.save_pretrained`` write compressed checkpoints.
+
+    Calling it again only replaces what is remembered. A deep copy of the model saves itself.
+
+    Args:
+        model: the model.
+        recipe: the text of ``recipe.yaml``, or a function that gives it when saving.
+        source: the original model's folder or hub id; where the model was loaded from if ``None``.
+        processor: written too if given; ``save_pretrained`` of a model writes none by itself.
+        report: as in :class:`SaveOptions`.
+    """
+    options = SaveOptions(recipe=recipe, source=source, processor=processor, report=report)
+    object.__setattr__(model, _OPTIONS, options)
+    object.__setattr__(model, "save_pretrained", MethodType(_save_pretrained, model))
+
+
+def _save_pretrained(
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Tensor] | None = None,
+    *,
+    push_to_hub: bool = False,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    save_compressed: bool = True,
+    quantization_format: str | None = None,
+    sparsity_config: None = None,
+    skip_sparsity_compression_stats: bool = True,
+    disable_sparse_compression: bool = False,
+    safe_serialization: bool = True,
+    **hub_arguments: Any,
+) -> None:
+    """Save this model compressed; see :func:`modify_save_pretrained`.
+
+    Files that the directory holds already (a tokenizer, say) stay; weights and configuration are
+    replaced once the new ones are complete. The sparsity arguments have no effect: the format
+    holds pruned weights densely.
+
+    Args:
+        model: the model.
+        save_directory: where to write.
+        is_main_process: other processes write nothing.
+        state_dict: tensors to write instead of the model's own.
+        push_to_hub: upload to ``repo_id`` after writing.
+        max_shard_size: the most bytes of tensors in one file.
+        save_compressed: pack the weights; otherwise write them dense with their scales.
+        quantization_format: one format for all modules.
+        sparsity_config: accepted for old scripts.
+        skip_sparsity_compression_stats: accepted for old scripts.
+        disable_sparse_compression: accepted for old scripts.
+        safe_serialization: accepted for old scripts; only safetensors is written.
+        hub_arguments: ``repo_id``, ``token``, … for ``push_to_hub``.
+    """
+    unknown = [key for key in hub_arguments if key not in _HUB_ARGUMENTS]
+    if unknown:
+        raise ArgumentError(
+            f"save_pretrained has no argument {unknown[0]!r}.",
+            did_you_mean(unknown[0], [*_HUB_ARGUMENTS, "save_compressed", "quantization_format"]),
+        )
+    if not safe_serialization or sparsity_config is not None:
+        logger.warning("Only dense safetensors are written: the arguments for others do nothing.")
+    if not is_main_process:
+        return
+    options = replace(
+        getattr(model, _OPTIONS),
+        save_compressed=save_compressed,
+        quantization_format=quantization_format,
+        max_shard_size=max_shard_size,
+    )
+    _save_into(model, Path(save_directory), options, state_dict)
+    if push_to_hub:
+        repo = hub_arguments.pop("repo_id", Path(save_directory).name)
+        model.push_to_hub(repo, max_shard_size=max_shard_size, **hub_arguments)
+
+
+def _save_into(
+    model: PreTrainedModel,
+    directory: Path,
+    options: SaveOptions,
+    state_dict: Mapping[str, Tensor] | None,
+) -> None:
+    target = directory.expanduser().resolve()
+    source = _source_directory(model, options)
+    if target.is_file():
+        raise OutputError(f"The output {target} is a file.", "Choose another output directory.")
+    if source is not None and target == source:
+        raise OutputError(
+            f"The output directory {target} is the input model itself.",
+            "Choose another output directory.",
+        )
+    with staged(target, on_existing=OnExisting.MERGE) as folder:
+        _write(model, folder, options, state_dict)
+    logger.info(f"Saved {target}.")
+
+
+def _source_directory(model: PreTrainedModel, options: SaveOptions) -> Path | None:
+    place = options.source or model.config.name_or_path
+    if not place:
+        return None
+    return local_directory(place, revision=getattr(model.config, "_commit_hash", None))
+
+
+@torch.no_grad()
+def _write(
+    model: PreTrainedModel,
+    folder: Path,
+    options: SaveOptions,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write every file of the checkpoint into ``folder``."""
+    forced = parse_format(options.quantization_format if options.save_compressed else "dense")
+    quantized = quantized_modules(model, forced_format=forced)
+    source = _source_directory(model, options)
+    contents = _contents(model, quantized, _state(model, state_dict))
+
+    writer = ShardWriter(folder, parse_size(options.max_shard_size))
+    for tensors in _in_order(model, contents):
+        writer.add(tensors)
+    ignore = _carry_over(model, source, contents, quantized, writer)
+    writer.close()
+
+    # readers take dense weights of this status as they are, without rounding them again
+    dense = QuantizationStatus.DECOMPRESSED
+    status = QuantizationStatus.COMPRESSED if options.save_compressed else dense
+    quantization = build_quantization_config(model, quantized, status=status, extra_ignore=ignore)
+    _write_side_files(model, folder, source, options)
+    write_json(
+        folder / "config.json",
+        checkpoint_config(model, source, tied=contents.tied, quantization=quantization),
+    )
+
+
+def _state(model: PreTrainedModel, given: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    state = dict(given if given is not None else model.state_dict())
+    if any(tensor.is_meta for tensor in state.values()):
+        state = get_state_dict_offloaded_model(model)
+    empty = [name for name, tensor in state.items() if tensor.is_meta]
+    if empty:
+        raise CheckpointError(
+            f"The tensor {empty[0]} has no data ({len(empty)} such tensors).",
+            "Load the model's weights before saving it.",
+        )
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        state.pop(name, None)
+    return state
+
+
+def _contents(
+    model: PreTrainedModel, quantized: list[QuantizedModule], state: dict[str, Tensor]
+) -> _Contents:
+    """Divide the state dict into the tensors of quantized modules and all others."""
+    own: dict[str, dict[str, Tensor]] = {entry.name: {} for entry in quantized}
+    plain = {}
+    for key, tensor in state.items():
+        module, _, name = key.rpartition(".")
+        if module in own:
+            own[module][name] = tensor
+        else:
+            plain[key] = tensor
+    tied = _tie(model, plain, {entry.name for entry in quantized})
+    plain = remove_tied_weights_from_state_dict(plain, model)
+    names = [entry.name for entry in quantized]
+    plain = checkpoint_layout(model, plain, names)
+    compressed = {entry.name: (entry, own[entry.name]) for entry in quantized}
+    return _Contents(plain, compressed, state, tied)
+
+
+def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) -> bool | None:
+    """Whether one tensor serves as input and output embeddings; equal ones become one.
+
+    Returns:
+        ``None`` if the model has no such pair, or its configuration is right as it is.
+    """
+    inputs, outputs = embeddings(model)
+    first, second = getattr(inputs, "weight", None), getattr(outputs, "weight", None)
+    if first is None or second is None or inputs is outputs:
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    name_in, name_out = names.get(id(inputs)), names.get(id(outputs))
+    if {name_in, name_out} & quantized:
+        return False
+    if first is second:
+        return None
+    key_in, key_out = f"{name_in}.weight", f"{name_out}.weight"
+    can_tie = key_out in (getattr(model, "_tied_weights_keys", None) or {})
+    has_bias = getattr(outputs, "bias", None) is not None
+    equal = first.shape == second.shape and torch.equal(first, second)
+    if can_tie and equal and not has_bias and {key_in, key_out} <= set(plain):
+        plain[key_out] = plain[key_in]
+        return True
+    return False
+
+
+def _in_order(model: PreTrainedModel, contents: _Contents) -> Iterator[dict[str, Tensor]]:
+    """All tensors under their names in the checkpoint, layer by layer; compressed when reached."""
+    stored = checkpoint_names(model, contents.compressed)
+    pieces: dict[str, Callable[[], dict[str, Tensor]]] = {}
+    for name, tensor in contents.plain.items():
+        pieces[name] = partial(dict, {name: tensor})
+    for name, (entry, tensors) in contents.compressed.items():
+        pieces[stored[name]] = partial(_compressed, entry, tensors, stored[name])
+    for name in sorted(pieces, key=natural_key):
+        yield pieces[name]()
+
+
+def _compressed(
+    entry: QuantizedModule, tensors: Mapping[str, Tensor], stored: str
+) -> dict[str, Tensor]:
+    return {f"{stored}.{own}": tensor for own, tensor in compress(entry, tensors).items()}
+
+
+def _carry_over(
+    model: PreTrainedModel,
+    source: Path | None,
+    contents: _Contents,
+    quantized: list[QuantizedModule],
+    writer: ShardWriter,
+) -> list[str]:
+    """Add the source's tensors that the model class does not own; returns what to ignore."""
+    headers: Mapping[str, TensorHeader] = {}
+    if source is not None and any(source.glob("*.safetensors")):
+        headers = inspect_source(source, allow_quantized=True).tensors
+    written = writer.names
+    extras = extra_tensors(model, headers, contents.state, written)
+    if not extras:
+        return []
+    logger.info(f"Carrying over {len(extras)} tensors that {type(model).__name__} does not own.")
+    writer.flush()
+    for tensors in load_tensors(extras, headers):
+        writer.add(tensors)
+    names = checkpoint_names(model, [entry.name for entry in quantized])
+    return extra_ignore(extras, written, [*names, *names.values()])
+
+
+def _write_side_files(
+    model: PreTrainedModel, folder: Path, source: Path | None, options: SaveOptions
+) -> None:
+    processor = options.processor
+    own_processor = processor is None or (
+        source is not None and processor_directory(processor) == source
+    )
+    if source is not None:
+        copy_side_files(source, folder, without=None if own_processor else set(PROCESSOR_FILES))
+    if processor is not None and not (own_processor and _has_processor(folder)):
+        elsewhere = processor_directory(processor)
+        if elsewhere is not None and _has_processor(elsewhere):
+            copy_processor_files(elsewhere, folder)
+        else:
+            processor.save_pretrained(folder)
+    if not (folder / "generation_config.json").exists() and model.can_generate():
+        model.generation_config.to_json_file(folder / "generation_config.json")
+    recipe = options.recipe() if callable(options.recipe) else options.recipe
+    if recipe:
+        (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+    if options.report:
+        write_json(folder / REPORT_FILE, options.report)
+
+
+def _has_processor(folder: Path) -> bool:
+    return any((folder / name).exists() for name in PROCESSOR_FILES)
+
+
+def copy_processor_files(source: Path, target: Path) -> None:
+    """Copy tokenizer and processor files only."""
+    everything = {path.name for path in source.iterdir()}
+    copy_side_files(source, target, without=everything - PROCESSOR_FILES)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands. Each imports what it needs when it runs: ``--help`` loads no torch."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llmcompressor import __version__
+from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
+from llmcompressor.cli.failures import reporting
+from llmcompressor.cli.options import call_arguments, parameters_of
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="llmcompressor",
+    help="Make a large language model smaller and write a checkpoint that serves.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_ARGUMENTS = (ModelArguments, DatasetArguments, RecipeArguments)
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+_Text = Annotated[
+    str | None,
+    typer.Option(
+        help="Text: a file, a folder or the name of a dataset. "
+        "(default: held-out modules of Python's standard library)"
+    ),
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"llmcompressor {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
+        ),
+    ] = False,
+) -> None:
+    """Make a large language model smaller and write a checkpoint that serves."""
+
+
+def _oneshot_signature() -> inspect.Signature:
+    """MODEL, the output, then an option for each field of the argument dataclasses."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                "model",
+                keyword,
+                annotation=Annotated[
+                    str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")
+                ],
+            ),
+            inspect.Parameter(
+                "output_dir",
+                keyword,
+                annotation=Annotated[
+                    str,
+                    typer.Option(
+                        "--output", "--output-dir", "-o", help="Folder to write; must be new."
+                    ),
+                ],
+            ),
+            *parameters_of(RecipeArguments, panel="Recipe", required=["recipe"]),
+            *parameters_of(DatasetArguments, panel="Calibration data and pipeline"),
+            *parameters_of(ModelArguments, panel="Model", skip=["model"]),
+            inspect.Parameter(
+                "log_dir",
+                keyword,
+                default=None,
+                annotation=Annotated[
+                    str | None, typer.Option("--log-dir", help="Folder for a file of the log.")
+                ],
+            ),
+            inspect.Parameter("debug", keyword, default=False, annotation=Debug),
+        ]
+    )
+
+
+def _oneshot(*, debug: bool, **given: Any) -> None:
+    """Compress MODEL by a recipe and write the result."""
+    with reporting(debug=debug):
+        call = call_arguments(given, *_ARGUMENTS)
+        from llmcompressor.entrypoints.oneshot import oneshot  # noqa: PLC0415
+        from llmcompressor.logger import configure_logger  # noqa: PLC0415
+
+        configure_logger()
+        oneshot(**call)
+        typer.echo(f"Written: {given['output_dir']}")
+
+
+_signature = _oneshot_signature()
+_oneshot.__signature__ = _signature  # type: ignore[attr-defined]
+_oneshot.__annotations__ = {
+    name: parameter.annotation for name, parameter in _signature.parameters.items()
+}
+app.command("oneshot")(_oneshot)
+
+
+@app.command("evaluate")
+def _evaluate(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Folder or name of the model to measure.")
+    ],
+    *,
+    reference: Annotated[
+        str | None, typer.Option(help="The original model, to measure the distance from.")
+    ] = None,
+    dataset: _Text = None,
+    text_file: Annotated[
+        Path | None, typer.Option(help="A text file, the same as --dataset FILE.")
+    ] = None,
+    dataset_config_name: Annotated[
+        str | None, typer.Option(help="Configuration of a named dataset.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of the dataset.")] = None,
+    text_column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or name of the tokenizer, if not the model's.")
+    ] = None,
+    max_seq_length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
+    num_samples: Annotated[
+        int | None, typer.Option(help="How many windows, drawn at random. (default: all)")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows per forward.")] = 8,
+    seed: Annotated[int, typer.Option(help="Which windows.")] = 0,
+    trust_remote_code_model: Annotated[
+        bool, typer.Option("--trust-remote-code-model", help="Run the checkpoint's own code.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure CHECKPOINT: perplexity, and its distance from the original."""
+    with reporting(debug=debug):
+        text = _text_source(dataset, text_file)
+        from llmcompressor.entrypoints.evaluate import evaluate  # noqa: PLC0415
+        from llmcompressor.logger import configure_logger  # noqa: PLC0415
+
+        configure_logger()
+        report = evaluate(
+            checkpoint,
+            reference=reference,
+            tokenizer=tokenizer,
+            dataset=text,
+            dataset_config_name=dataset_config_name,
+            split=split,
+            text_column=text_column,
+            max_seq_length=max_seq_length,
+            num_samples=num_samples,
+            batch_size=batch_size,
+            seed=seed,
+            trust_remote_code_model=trust_remote_code_model,
+        )
+        if as_json:
+            typer.echo(json.dumps(report.as_dict(), indent=2))
+        else:
+            from llmcompressor.cli.tables import print_report  # noqa: PLC0415
+
+            print_report(report)
+
+
+def _text_source(dataset: str | None, text_file: Path | None) -> str | Path | None:
+    if text_file is None:
+        return dataset
+    if dataset is not None:
+        raise typer.BadParameter("Give --dataset or --text-file, not both.")
+    if not text_file.is_file():
+        raise typer.BadParameter(f"There is no file {text_file}.", param_hint="--text-file")
+    return text_file
+
+
+@app.command("demo")
+def _demo(
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Keep the checkpoints in this new folder."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which calibration text.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Compress the model that comes with the package in two ways and measure both."""
+    with reporting(debug=debug):
+        from llmcompressor.cli.tables import print_demo  # noqa: PLC0415
+        from llmcompressor.entrypoints.demo import demo  # noqa: PLC0415
+        from llmcompressor.logger import LoggerConfig, configure_logger  # noqa: PLC0415
+
+        configure_logger(LoggerConfig(console_log_level="WARNING"))
+        print_demo(demo(output, seed=seed))

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of an argument dataclass as options of a command.
+
+An option is named as its field, ``--num-calibration-samples`` for ``num_calibration_samples``,
+and has the field's help. What was not given is left out of the call, so that a default stands in
+one place only. By what a field can hold:
+
+=====================  =========================================================================
+``bool``               ``--name``, or ``--no-name`` where it is true by default
+``int``, ``float``     a number; ``none`` where the field may be ``None`` and by default is not
+a list                 repeated, or in one value with commas; ``re:`` patterns keep theirs
+a list or a dict       repeated as it is
+a dict                 ``key=value``, repeated; the value as JSON if it is JSON
+anything else          a text
+=====================  =========================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import operator
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+__all__ = ["call_arguments", "parameters_of"]
+
+Convert = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """How a field looks on the command line, and how its value is made of what was typed."""
+
+    typed: Any
+    convert: Convert
+    metavar: str | None = None
+
+
+def parameters_of(
+    arguments: type, *, panel: str, skip: Sequence[str] = (), required: Sequence[str] = ()
+) -> list[inspect.Parameter]:
+    """A keyword parameter with a ``typer.Option`` for each field of a dataclass.
+
+    Args:
+        arguments: the dataclass.
+        panel: heading of these options in the help.
+        skip: fields that are no options.
+        required: fields that must be given.
+    """
+    hints = get_type_hints(arguments)
+    parameters = []
+    for field in dataclasses.fields(arguments):
+        if field.name in skip:
+            continue
+        kind = _kind(hints[field.name], field.default)
+        option = typer.Option(
+            _spelling(field.name, kind.typed, field.default),
+            help=_help(field, kind),
+            metavar=kind.metavar,
+            rich_help_panel=panel,
+            show_default=False,
+        )
+        must = field.name in required
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if must else None,
+                annotation=Annotated[kind.typed if must else kind.typed | None, option],
+            )
+        )
+    return parameters
+
+
+def call_arguments(given: Mapping[str, Any], *dataclass_types: type) -> dict[str, Any]:
+    """What was given on the command line as arguments of the entrypoint.
+
+    Raises:
+        typer.BadParameter: a value has not the form that its field needs.
+    """
+    converters: dict[str, Convert] = {}
+    for arguments in dataclass_types:
+        hints = get_type_hints(arguments)
+        for field in dataclasses.fields(arguments):
+            converters[field.name] = _kind(hints[field.name], field.default).convert
+    call = {}
+    for name, value in given.items():
+        if value is None or value == []:
+            continue
+        try:
+            call[name] = converters[name](value) if name in converters else value
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint=_dashed(name)) from error
+    return call
+
+
+def _kind(hint: Any, default: Any) -> _Kind:
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    plain = {get_origin(member) or member for member in members}
+    says_none = type(None) in plain and default is not None
+    if bool in plain:
+        if str in plain:
+            return _Kind(str, _true_or_text)
+        return _Kind(bool, operator.not_ if default is True else _as_is)
+    if plain & {int, float}:
+        return _number(int if int in plain else float, says_none)
+    if plain & {list, dict}:
+        return _several(plain)
+    return _Kind(str, _text_or_none if says_none else _as_is)
+
+
+def _number(number: type, says_none: bool) -> _Kind:
+    if not says_none:
+        return _Kind(number, _as_is)
+    return _Kind(
+        str, lambda value: None if _is_none(value) else number(value), f"<{number.__name__}|none>"
+    )
+
+
+def _several(plain: set[Any]) -> _Kind:
+    if list not in plain:
+        return _Kind(list[str], _pairs, "<key=value>")
+    if dict not in plain:
+        return _Kind(list[str], _split, "<str,...>")
+    return _Kind(list[str], _one_or_many if str in plain else _as_is)
+
+
+def _spelling(name: str, typed: Any, default: Any) -> str:
+    """How the option is written; a flag only in the way that changes something."""
+    return _dashed(f"no-{name}" if typed is bool and default is True else name)
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _help(field: dataclasses.Field[Any], kind: _Kind) -> str:
+    text = str(field.metadata.get("help", ""))
+    if kind.typed is bool or field.default in (None, dataclasses.MISSING):
+        return text
+    return f"{text} (default: {field.default})"
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def _is_none(value: str) -> bool:
+    return value.strip().lower() in {"none", "null"}
+
+
+def _text_or_none(value: str) -> str | None:
+    return None if _is_none(value) else value
+
+
+def _true_or_text(value: str) -> str | bool:
+    return {"true": True, "false": False}.get(value.strip().lower(), value)
+
+
+def _split(values: Sequence[str]) -> list[str]:
+    """Values with commas taken apart.
+
+    >>> _split(["a,b", "re:.*q_proj{1,2}"])
+    ['a', 'b', 're:.*q_proj{1,2}']
+    """
+    parts: list[str] = []
+    for value in values:
+        parts += [value] if value.startswith("re:") else value.split(",")
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _one_or_many(values: Sequence[str]) -> str | list[str]:
+    return values[0] if len(values) == 1 else list(values)
+
+
+def _pairs(values: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` as a dict.
+
+    >>> _pairs(["name=a", "depth=2"])
+    {'name': 'a', 'depth': 2}
+    """
+    pairs = {}
+    for value in values:
+        key, equals, text = value.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{value!r} is not of the form key=value.")
+        try:
+            pairs[key] = json.loads(text)
+        except json.JSONDecodeError:
+            pairs[key] = text
+    return pairs

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results as tables for a person."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from llmcompressor.entrypoints.demo import DemoResult, DemoRow
+    from llmcompressor.evaluation.report import Report
+
+__all__ = ["print_demo", "print_report"]
+
+_NONE = "-"
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """One evaluation: a line per figure."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("Tokens", f"{report.tokens} in {report.windows} windows")
+    table.add_row("Loss", f"{report.loss:.4f}")
+    table.add_row("Perplexity", f"{report.perplexity:.4f}")
+    if report.reference_loss is not None:
+        table.add_row("Reference's loss", f"{report.reference_loss:.4f}")
+        table.add_row("Reference's perplexity", f"{report.reference_perplexity:.4f}")
+        table.add_row("Loss increase", f"{report.loss_increase:+.4f}")
+        table.add_row("KL(reference || checkpoint)", f"{report.kl_divergence:.5f}")
+        table.add_row("Top-1 agreement", f"{report.top1_agreement:.2%}")
+    (console or Console()).print(table)
+
+
+def print_demo(result: DemoResult, console: Console | None = None) -> None:
+    """The demo: a row per checkpoint, then what each goes on to write."""
+    console = console or Console()
+    table = Table(title=f"{result.tokens} tokens of {result.text}")
+    table.add_column("Checkpoint")
+    for heading in ("Size", "Perplexity", "KL", "Top-1", "Seconds", "Peak memory"):
+        table.add_column(heading, justify="right")
+    table.add_row("original", _mb(result.original_bytes), f"{result.original_perplexity:.3f}")
+    for row in result.rows:
+        table.add_row(*_cells(row))
+    console.print(table)
+    lines = [
+        "Reloaded by transformers alone, in a process without this package, each goes on after",
+        f"  {result.prompt!r}",
+        "with:",
+        *(f"  {name:<12} {text!r}" for name, text in result.completions.items()),
+    ]
+    console.print(*lines, sep="\n", markup=False, highlight=False)
+    if result.folder is not None:
+        console.print(f"The checkpoints are in {result.folder}.", markup=False, highlight=False)
+
+
+def _cells(row: DemoRow) -> list[str]:
+    report = row.report
+    return [
+        row.name,
+        _mb(row.size_bytes),
+        f"{report.perplexity:.3f}",
+        _NONE if report.kl_divergence is None else f"{report.kl_divergence:.4f}",
+        _NONE if report.top1_agreement is None else f"{report.top1_agreement:.1%}",
+        f"{row.seconds:.1f}",
+        _mb(row.peak_bytes),
+    ]
+
+
+def _mb(size: int) -> str:
+    """Bytes as megabytes.
+
+    >>> _mb(7_348_736)
+    '7.3 MB'
+    """
+    return f"{size / 1e6:.1f} MB"

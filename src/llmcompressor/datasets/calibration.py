@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front of this package: arguments in, batches out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.datasets.checks import CheckedLoader
+from llmcompressor.datasets.collate import PaddingCollator, TruncationCollator
+from llmcompressor.datasets.encode import pad_id_of, padding_side_of
+from llmcompressor.datasets.prepare import Preparation, prepare_samples
+from llmcompressor.datasets.rows import Row
+from llmcompressor.datasets.samples import Sample
+from llmcompressor.datasets.source import Source, is_loader, open_source
+from llmcompressor.datasets.splits import split_for
+from llmcompressor.errors import DatasetError
+from llmcompressor.logger import logger
+
+__all__ = ["load_calibration", "load_training", "make_collator"]
+
+_LARGE_BATCH = 16
+
+
+def load_calibration(
+    args: DatasetArguments,
+    *,
+    processor: Any = None,
+    model_input_names: Collection[str] = (),
+    vocab_size: int | None = None,
+    model_max_length: int | None = None,
+    seed: int | None = None,
+    source: Source | None = None,
+) -> DataLoader[Any] | None:
+    """The calibration batches that the arguments describe.
+
+    A DataLoader of the user's is used as it is, its token ids checked as they come. Rows with
+    ``input_ids`` are used as they are too, and need no processor. The loader gives the same
+    batches each time it is iterated, and in every run with the same data and seed.
+
+    Args:
+        args: the user's arguments.
+        processor: the tokenizer or processor; not changed.
+        model_input_names: the inputs that the model's forward takes; columns that are no input
+            are left out. Empty if that is not known.
+        vocab_size: rows of the model's embedding, to check token ids against.
+        model_max_length: tokens that the model takes at most.
+        seed: in place of ``args.seed``.
+        source: what :func:`~llmcompressor.datasets.source.open_source` found, if it was
+            called already.
+
+    Returns:
+        Batches with ``input_ids`` and ``attention_mask`` (long ``[batch, tokens]``) and what
+        else the processor made, or ``None`` if no data was given.
+
+    Raises:
+        DatasetError: for data that cannot be used, before any of it is handed out.
+    """
+    if is_loader(args.dataset):
+        loader: DataLoader[Any] = args.dataset
+        return loader if vocab_size is None else CheckedLoader(loader, vocab_size)
+    source = source or open_source(args, processor=processor)
+    if source is None:
+        logger.info("No calibration data was given.")
+        return None
+    seed = args.seed if seed is None else seed
+    collator = make_collator(args, processor=processor, vocab_size=vocab_size)
+    samples = prepare_samples(
+        source.rows,
+        Preparation(
+            args=args,
+            processor=processor,
+            name=source.name,
+            template=_template(args, source, processor, "calibration"),
+            model_input_names=model_input_names,
+            vocab_size=vocab_size,
+            model_max_length=model_max_length,
+        ),
+        wanted=args.num_calibration_samples,
+        shuffle=args.shuffle_calibration_samples,
+        seed=seed,
+        distributed=True,
+    )
+    return DataLoader(
+        samples,  # type: ignore[arg-type]  # a list has all that a map-style data set needs
+        batch_size=args.batch_size,
+        collate_fn=collator,
+        num_workers=args.dataloader_num_workers,
+        # Iterating draws a number; from its own generator, so that the global one stays put.
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def load_training(
+    args: DatasetArguments,
+    *,
+    processor: Any = None,
+    model_input_names: Collection[str] = (),
+    vocab_size: int | None = None,
+    model_max_length: int | None = None,
+    source: Source | None = None,
+) -> list[Sample]:
+    """The training samples that the arguments describe, in the order of the data.
+
+    Each has ``labels``: its ``input_ids``, with -100 for the prompt and for padding. All rows
+    are prepared, or the first ``max_train_samples``; the trainer shuffles.
+
+    Args:
+        args: the user's arguments.
+        processor: the tokenizer or processor; not changed.
+        model_input_names: the inputs that the model's forward takes.
+        vocab_size: rows of the model's embedding, to check token ids against.
+        model_max_length: tokens that the model takes at most.
+        source: what ``open_source(args, "train")`` found, if it was called already.
+
+    Raises:
+        DatasetError: for data that cannot be used, and if there is none.
+    """
+    source = source or open_source(args, "train", processor=processor)
+    if source is None:
+        raise DatasetError("Training needs data.", "Give dataset or dataset_path.")
+    return prepare_samples(
+        source.rows,
+        Preparation(
+            args=args,
+            processor=processor,
+            name=source.name,
+            template=_template(args, source, processor, "train"),
+            model_input_names=model_input_names,
+            vocab_size=vocab_size,
+            model_max_length=model_max_length,
+            for_training=True,
+        ),
+        wanted=args.max_train_samples,
+        shuffle=False,
+        seed=args.seed,
+    )
+
+
+def make_collator(
+    args: DatasetArguments, *, processor: Any = None, vocab_size: int | None = None
+) -> Callable[[Any], Any]:
+    """The function from samples to a batch that ``data_collator`` names.
+
+    Args:
+        args: ``data_collator``, ``batch_size`` and ``max_seq_length`` are read.
+        processor: says what to pad with, and on which side.
+        vocab_size: a token to pad with that is not below it is not used.
+    """
+    if callable(args.data_collator):
+        return args.data_collator
+    if args.data_collator == "padding":
+        return PaddingCollator(pad_id_of(processor, vocab_size), padding_side_of(processor))
+    if args.batch_size > _LARGE_BATCH:
+        logger.warning(
+            f"With batch_size={args.batch_size}, many samples are cut to the shortest of their "
+            "batch; data_collator='padding' keeps all tokens."
+        )
+    return TruncationCollator(args.max_seq_length)
+
+
+def _template(
+    args: DatasetArguments, source: Source, processor: Any, role: str
+) -> Callable[[Row], Mapping[str, Any]] | None:
+    """How a registered data set makes text of its rows."""
+    if source.owner is None:
+        return None
+    split = split_for(role, args.splits)
+    owner = source.owner(dataset_args=args, split=split, processor=processor)
+    template: Callable[[Row], Mapping[str, Any]] = owner.dataset_template
+    return template

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token ids against the vocabulary, before any model sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from llmcompressor.datasets.samples import token_list
+from llmcompressor.errors import DatasetError
+
+__all__ = ["CheckedLoader", "check_token_ids"]
+
+_TOKENS = ("input_ids", "decoder_input_ids")
+
+
+def check_token_ids(sample: Mapping[str, Any], vocab_size: int | None, where: str) -> None:
+    """Raise an error that names the first token id outside ``[0, vocab_size)``.
+
+    Args:
+        sample: ``input_ids`` and ``decoder_input_ids`` are read, if they are there.
+        vocab_size: rows of the model's embedding; ``None`` if that is not known.
+        where: which sample this is.
+
+    Raises:
+        DatasetError: for the first id that the model has no embedding for.
+    """
+    if vocab_size is None:
+        return
+    for name in _TOKENS:
+        ids = token_list(sample[name]) if name in sample else None
+        if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+            continue
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise DatasetError(
+            f"{where} holds the token id {wrong}, and the model's vocabulary ends at "
+            f"{vocab_size - 1}.",
+            "Tokenize with the model's own tokenizer.",
+        )
+
+
+class CheckedLoader(DataLoader[Any]):
+    """A user's DataLoader as it is, with each batch's token ids checked as it comes.
+
+    Args:
+        loader: the user's; it makes the batches, and is not changed.
+        vocab_size: rows of the model's embedding.
+    """
+
+    def __init__(self, loader: DataLoader[Any], vocab_size: int) -> None:
+        # The loader's own settings (batch_size, dataset, ...) are seen through this object.
+        self.__dict__.update(loader.__dict__)
+        self._loader, self._vocab_size = loader, vocab_size
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """The user's batches."""
+        for number, batch in enumerate(self._loader):
+            self._check(batch, number)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def _check(self, batch: Any, number: int) -> None:
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+        if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or not ids.numel():
+            return
+        outside = (ids < 0) | (ids >= self._vocab_size)
+        if bool(outside.any()):
+            row = int(outside.nonzero()[0, 0])
+            raise DatasetError(
+                f"Sample {row} of batch {number} of the given DataLoader holds the token id "
+                f"{int(ids[outside][0])}, and the model's vocabulary ends at "
+                f"{self._vocab_size - 1}.",
+                "Tokenize with the model's own tokenizer.",
+            )

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base class of the data sets that are known by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.datasets import table
+from llmcompressor.datasets.chat import ChatRenderer
+from llmcompressor.datasets.prepare import Preparation, prepare_samples
+from llmcompressor.datasets.rows import Row
+from llmcompressor.datasets.source import KIND_NAMES, open_source, rows_of, streamed_split
+from llmcompressor.errors import DatasetError, did_you_mean
+from llmcompressor.registry import fold, resolve
+
+__all__ = ["TextGenerationDataset"]
+
+_Class = TypeVar("_Class", bound=type)
+
+
+class TextGenerationDataset:
+    """A data set on the hub that knows how its rows become what the processor takes.
+
+    A subclass names the data set and says how one row becomes text::
+
+        @TextGenerationDataset.register("my_notes")
+        class MyNotes(TextGenerationDataset):
+            hub_id = "me/notes"
+
+            def dataset_template(self, row):
+                return {"text": row["title"] + row["body"]}
+
+    ``dataset="my_notes"`` then works. Returned columns replace those of the row; ``prompt`` is
+    the part of ``text`` that training does not learn.
+
+    Args:
+        dataset_args: the user's arguments.
+        split: the split to load, or ``None`` for :attr:`default_split`.
+        processor: the tokenizer or processor; only needed to prepare rows.
+    """
+
+    hub_id: ClassVar[str | None] = None
+    """The name on the hub; ``None`` for what ``dataset`` says."""
+
+    config_name: ClassVar[str | None] = None
+    """The configuration to load where the user names none."""
+
+    default_split: ClassVar[str | None] = "train"
+
+    data_files: ClassVar[Mapping[str, str] | None] = None
+    """Only these files, where the user names no configuration."""
+
+    def __init__(
+        self, dataset_args: DatasetArguments, split: str | None = None, processor: Any = None
+    ) -> None:
+        self.dataset_args = dataset_args
+        self.split = self.resolve_split(split or self.default_split)
+        self.processor = processor
+        self.chat = ChatRenderer(processor)
+
+    def resolve_split(self, split: str | None) -> str | None:
+        """The split as the hub calls it."""
+        return split
+
+    @property
+    def rest(self) -> str | None:
+        """The cut that a stream still needs after loading."""
+        return streamed_split(self.split)[1] if self.dataset_args.streaming else None
+
+    def load_dataset(self) -> Any:
+        """Load the raw rows."""
+        args = self.dataset_args
+        if self.hub_id is None and (args.dataset_path or not isinstance(args.dataset, str)):
+            source = open_source(args)
+            if source is None:
+                raise DatasetError("No data was named.", "Give dataset or dataset_path.")
+            return source.rows
+        config, options = args.dataset_config_name, dict(args.raw_kwargs)
+        if config is None:
+            config = self.config_name
+            if self.data_files:
+                options.setdefault("data_files", dict(self.data_files))
+        return resolve("llmcompressor.datasets.hub:load_hub")(
+            self.hub_id or args.dataset,
+            config=config,
+            split=streamed_split(self.split)[0] if args.streaming else self.split,
+            streaming=args.streaming,
+            options=options,
+        )
+
+    def dataset_template(self, row: Row) -> Mapping[str, Any]:
+        """One row as what the processor takes; the base class leaves it as it is."""
+        return row
+
+    def __call__(self, add_labels: bool = False) -> list[dict[str, Any]]:
+        """Load, template and tokenize all rows.
+
+        Args:
+            add_labels: also give ``labels``, for training.
+        """
+        name = f"The data set {type(self).__name__}"
+        preparation = Preparation(
+            args=self.dataset_args,
+            processor=self.processor,
+            name=name,
+            template=self.dataset_template,
+            for_training=add_labels,
+        )
+        rows = rows_of(self.load_dataset(), self.rest)
+        return prepare_samples(rows, preparation, wanted=None, shuffle=False, seed=0)
+
+    @classmethod
+    def register(
+        cls, name: str, alias: str | Iterable[str] | None = None
+    ) -> Callable[[_Class], _Class]:
+        """A class decorator: make a subclass known under ``name`` and each ``alias``."""
+        aliases = [alias] if isinstance(alias, str) else list(alias or [])
+
+        def decorate(subclass: _Class) -> _Class:
+            for each in [name, *aliases]:
+                table.register(each, subclass)
+            return subclass
+
+        return decorate
+
+    @classmethod
+    def load_from_registry(
+        cls,
+        name: str,
+        dataset_args: DatasetArguments,
+        split: str | None = None,
+        processor: Any = None,
+    ) -> TextGenerationDataset:
+        """An instance of the data set called ``name`` ("json", "csv", "custom": a local one).
+
+        Raises:
+            DatasetError: if there is none of that name.
+        """
+        found = table.find(name)
+        if found is None and fold(name) in KIND_NAMES:
+            found = TextGenerationDataset
+        if found is None:
+            raise DatasetError(
+                f"There is no data set named {name!r}.", did_you_mean(name, table.names())
+            )
+        made: TextGenerationDataset = found(
+            dataset_args=dataset_args, split=split, processor=processor
+        )
+        return made
+
+    @classmethod
+    def registered_names(cls) -> list[str]:
+        """The names that :meth:`load_from_registry` knows."""
+        return table.names()

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows → samples: preprocessed, tokenized, labelled, padded and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmcompressor.datasets.chat import ChatRenderer
+from llmcompressor.datasets.checks import check_token_ids
+from llmcompressor.datasets.encode import Encoder, pad_id_of, padding_side_of
+from llmcompressor.datasets.preparation import Preparation
+from llmcompressor.datasets.preprocess import RowPreparer
+from llmcompressor.datasets.rows import Row
+from llmcompressor.datasets.samples import (
+    MAIN_INPUTS,
+    SEQUENCES,
+    Sample,
+    add_labels,
+    from_processor,
+    from_tokenized,
+    num_tokens,
+    pad,
+    unbatched,
+)
+from llmcompressor.errors import DatasetError
+from llmcompressor.logger import logger
+
+__all__ = ["SampleMaker"]
+
+
+class SampleMaker:
+    """Makes samples of rows and counts those that have no tokens."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        self._it = preparation
+        args = preparation.args
+        self._rows = RowPreparer(
+            function=args.preprocessing_func,
+            template=preparation.template,
+            text_column=args.text_column,
+            remove_columns=args.remove_columns,
+            chat=ChatRenderer(preparation.processor),
+        )
+        self._encoder: Encoder | None = None
+        self._read = self._empty = 0
+        # A user's own collator is given rows that came tokenized just as they are.
+        self._as_given = (
+            callable(args.data_collator)
+            and not preparation.for_training
+            and not args.concatenate_data
+        )
+
+    def __call__(self, numbered: Sequence[tuple[int, Row]]) -> list[Sample]:
+        """The samples of some rows; rows without tokens give none."""
+        self._read += len(numbered)
+        made: dict[int, Sample] = {}
+        raw: dict[int, Row] = {}
+        for index, given in numbered:
+            where = self._where(index)
+            row = self._rows(given, where)
+            if MAIN_INPUTS & row.keys() and ("input_ids" in row or "text" not in row):
+                made[index] = self._tokenized(row, where)
+            elif not _is_blank(row):
+                raw[index] = row
+        made.update(self._encoded(raw))
+        kept = []
+        for index, _ in numbered:
+            if index in made and num_tokens(made[index]) != 0:
+                check_token_ids(made[index], self._it.vocab_size, self._where(index))
+                kept.append(made[index])
+            else:
+                self._empty += 1
+        return kept
+
+    def report(self, samples: int, wanted: int | None, *, packed: bool) -> None:
+        """Say what was left out, and raise an error if nothing was left."""
+        name = self._it.name
+        if not samples and packed and self._read > self._empty:
+            raise DatasetError(
+                f"{name} has fewer than {self._it.max_length} tokens in all, which is one sample.",
+                "Give more data, or a smaller max_seq_length.",
+            )
+        if not samples:
+            problem = f"All {self._read} samples are without tokens" if self._read else "no sample"
+            raise DatasetError(f"{name} is empty: {problem}.", "Give data that holds text.")
+        if self._empty:
+            logger.warning(f"{name}: {self._empty} samples without tokens are left out.")
+        if wanted is not None and samples < wanted:
+            logger.warning(f"{name}: {wanted} samples were asked for, there are only {samples}.")
+
+    def _where(self, index: int) -> str:
+        return f"{self._it.name}: sample {index}"
+
+    def _tokenized(self, row: Row, where: str) -> Sample:
+        if self._as_given:
+            return row
+        sample = from_tokenized(
+            row,
+            self._it.model_input_names,
+            use_loss_mask=self._it.args.use_loss_mask,
+            keep_labels=self._it.for_training,
+            where=where,
+        )
+        if not self._it.for_training:
+            return sample
+        prompt = row.get("prompt")
+        ids = self._own_encoder(where).ids(prompt) if isinstance(prompt, str) else None
+        return add_labels(sample, ids)
+
+    def _encoded(self, rows: Mapping[int, Row]) -> dict[int, Sample]:
+        """Rows of text, images or sound through the processor."""
+        if not rows:
+            return {}
+        encoder = self._own_encoder(self._where(next(iter(rows))))
+        for index, row in rows.items():
+            where = self._where(index)
+            self._rows.check_columns(row, encoder.columns, where)
+            _check_text(row, where)
+        try:
+            outputs = encoder(list(rows.values()))
+        except DatasetError:
+            raise
+        except Exception as error:
+            first = self._where(next(iter(rows)))
+            raise DatasetError(
+                f"{first} (or one of the {len(rows) - 1} after it) is refused by the "
+                f"processor: {error!r}.",
+                "Check the data, or prepare it in a preprocessing_func.",
+            ) from error
+        return {
+            index: self._finished(output, rows[index], encoder, self._where(index))
+            for index, output in zip(rows, outputs, strict=True)
+        }
+
+    def _finished(
+        self, outputs: Mapping[str, Any], row: Row, encoder: Encoder, where: str
+    ) -> Sample:
+        it = self._it
+        sample = from_processor(
+            outputs, it.model_input_names, keep_labels=it.for_training, where=where
+        )
+        if it.for_training:
+            prompt = row.get("prompt")
+            sample = add_labels(sample, encoder.ids(prompt) if isinstance(prompt, str) else None)
+        if it.args.pad_to_max_length and not it.args.concatenate_data:
+            sample = self._padded(sample)
+        return unbatched(sample) if callable(it.args.data_collator) else sample
+
+    def _padded(self, sample: Sample) -> Sample:
+        length = self._it.max_length
+        if length is None:
+            raise DatasetError(
+                "The length to pad to is not known: the tokenizer has no limit.",
+                "Give max_seq_length.",
+            )
+        pad_id = pad_id_of(self._it.processor, self._it.vocab_size)
+        side = padding_side_of(self._it.processor)
+        return {
+            name: pad(sample, name, length, pad_id=pad_id, side=side)
+            if name in SEQUENCES and isinstance(value, list)
+            else value
+            for name, value in sample.items()
+        }
+
+    def _own_encoder(self, where: str) -> Encoder:
+        if self._encoder is None:
+            if self._it.processor is None:
+                raise DatasetError(
+                    f"{where} is not tokenized, and there is no tokenizer.",
+                    "Give the model's tokenizer, or data with input_ids.",
+                )
+            self._encoder = Encoder(
+                self._it.processor,
+                max_length=self._it.max_length,
+                cut_media=self._it.args.max_seq_length is not None,
+            )
+        return self._encoder
+
+
+def _is_blank(row: Row) -> bool:
+    """Whether a row has nothing but a text without a word in it."""
+    if "text" not in row:
+        return False
+    text = row["text"]
+    media = any(name in row for name in ("images", "image", "audio", "videos", "video"))
+    return not media and (text is None or (isinstance(text, str) and not text.strip()))
+
+
+def _check_text(row: Row, where: str) -> None:
+    text = row.get("text")
+    if text is not None and not isinstance(text, str):
+        raise DatasetError(
+            f"{where} has a {type(text).__name__} for its text.",
+            "Make a string of it with a preprocessing_func, or name another text_column.",
+        )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples joined and cut into pieces of one length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from llmcompressor.datasets.samples import Sample
+from llmcompressor.errors import DatasetError
+
+__all__ = ["Packer"]
+
+
+class Packer:
+    """Joins samples in the order in which they come and hands out pieces of ``length`` tokens.
+
+    What remains at the end is less than a piece, and left out.
+    """
+
+    def __init__(self, length: int | None) -> None:
+        if length is None:
+            raise DatasetError(
+                "Data can only be concatenated into pieces of a known length.",
+                "Give max_seq_length.",
+            )
+        self._length = length
+        self._held: Sample = {}
+
+    def __call__(self, samples: Iterable[Sample]) -> Iterator[Sample]:
+        """The pieces that are complete with these samples."""
+        for sample in samples:
+            if not all(isinstance(value, list) for value in sample.values()):
+                raise DatasetError(
+                    "Only text can be concatenated, and the data holds images or sound.",
+                    "Give concatenate_data=False.",
+                )
+            if not self._held:
+                self._held = {name: [] for name in sample}
+            if self._held.keys() != sample.keys():
+                raise DatasetError(
+                    f"Samples with {', '.join(sample)} cannot be joined to samples with "
+                    f"{', '.join(self._held)}.",
+                    "Give all samples the same columns.",
+                )
+            for name, tokens in sample.items():
+                self._held[name] += tokens
+            yield from self._complete()
+
+    def _complete(self) -> Iterator[Sample]:
+        count = min(map(len, self._held.values())) // self._length
+        for start in range(0, count * self._length, self._length):
+            yield {
+                name: tokens[start : start + self._length] for name, tokens in self._held.items()
+            }
+        self._held = {name: tokens[count * self._length :] for name, tokens in self._held.items()}

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows before they are tokenized: the user's function or a template, then one column ``text``."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llmcompressor.datasets.chat import ChatRenderer, is_chat, turns
+from llmcompressor.datasets.rows import Row
+from llmcompressor.errors import DatasetError, did_you_mean
+
+__all__ = ["RowPreparer", "load_function"]
+
+_CHATS = ("messages", "conversations")
+
+
+def load_function(given: str | Callable[..., Any]) -> Callable[..., Any]:
+    """A function, or the one that ``"path/file.py:function"`` names.
+
+    Raises:
+        DatasetError: if the file, or the function in it, is not there or fails to load.
+    """
+    if callable(given):
+        return given
+    file, _, name = given.rpartition(":")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise DatasetError(f"There is no file {path}.", "Check preprocessing_func.")
+    spec = importlib.util.spec_from_file_location(f"_preprocessing_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise DatasetError(f"The file {path} fails to load: {error!r}.", "Correct it.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        raise DatasetError(
+            f"The file {path} has no function {name!r}.", did_you_mean(name, functions)
+        )
+    loaded: Callable[..., Any] = function
+    return loaded
+
+
+class RowPreparer:
+    """Brings a row into the form that the processor takes.
+
+    Args:
+        function: the user's function from a row to columns that are added to it, or ``None``.
+        template: a registered data set's own, which replaces the row; used without a function.
+        text_column: the column that holds the text, if there is no ``text``.
+        remove_columns: columns to drop.
+        chat: renders conversations.
+    """
+
+    def __init__(
+        self,
+        *,
+        function: str | Callable[..., Any] | None,
+        template: Callable[[Row], Mapping[str, Any]] | None,
+        text_column: str,
+        remove_columns: Iterable[str] | None,
+        chat: ChatRenderer,
+    ) -> None:
+        self._function = None if function is None else load_function(function)
+        self._template = template
+        self._text_column = text_column
+        self._remove = frozenset(remove_columns or ())
+        self._chat = chat
+
+    def __call__(self, row: Row, where: str) -> Row:
+        """One row, prepared; the given one is not changed."""
+        row = self._preprocessed(row, where)
+        for name in self._remove & row.keys():
+            del row[name]
+        if "text" not in row and self._text_column in row:
+            row["text"] = row.pop(self._text_column)
+        if "text" not in row:
+            chats = [name for name in _CHATS if is_chat(row.get(name))]
+            if chats:
+                row["text"] = row.pop(chats[0])
+        if is_chat(row.get("text")):
+            row["text"] = self._chat(turns(row["text"]))
+        return row
+
+    def check_columns(self, row: Row, usable: Iterable[str], where: str) -> None:
+        """Raise an error that says which columns there are, if none of them is usable."""
+        if any(row.get(name) is not None for name in usable) or "text" in row:
+            return
+        columns = ", ".join(sorted(row)) or "no columns at all"
+        texts = sorted(name for name, value in row.items() if isinstance(value, str))
+        if self._text_column != "text":
+            problem = f"{where} has no column {self._text_column!r}; it has {columns}."
+            raise DatasetError(problem, did_you_mean(self._text_column, row))
+        remedy = "Make text or input_ids of them with a preprocessing_func."
+        if texts:
+            named = " or ".join(f"text_column={name!r}" for name in texts[:3])
+            remedy = f"Name the column of the text: {named}."
+        raise DatasetError(f"{where} has neither text nor input_ids; it has {columns}.", remedy)
+
+    def _preprocessed(self, row: Row, where: str) -> Row:
+        try:
+            if self._function is not None:
+                own = copy.deepcopy(row)  # the function may change what it is given
+                made = self._function(own)
+                return _merged(own, made)
+            return dict(row) if self._template is None else dict(self._template(row))
+        except DatasetError:
+            raise
+        except KeyError as error:
+            raise DatasetError(
+                f"{where} has no column {error}; it has {', '.join(sorted(row))}.",
+                "Check that this is the data that the preprocessing was written for.",
+            ) from error
+        except Exception as error:
+            raise DatasetError(
+                f"{where} cannot be preprocessed: {error!r}.", "Check the preprocessing_func."
+            ) from error
+
+
+def _merged(row: Row, made: Any) -> Row:
+    if made is None:
+        return row
+    if not isinstance(made, Mapping):
+        raise TypeError(f"it must return a dict of columns, not a {type(made).__name__}")
+    return {**row, **made}

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Raw data as rows, whatever it came as: nothing is read before it is asked for.
+
+A row is a dict from column to value. :class:`Rows` knows how many it has and hands out any of
+them; :class:`Stream` only hands them out in order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from llmcompressor.errors import DatasetError
+
+__all__ = ["Chain", "Items", "Row", "Rows", "Slice", "Stream", "as_row"]
+
+Row: TypeAlias = dict[str, Any]
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Rows that can be had in any order."""
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, indices: Sequence[int]) -> list[Row]:
+        """The rows at ``indices``, in that order; each is a dict of the caller's own."""
+        ...
+
+
+def as_row(item: Any, index: int) -> Row:
+    """One item of the user's data as a row.
+
+    >>> as_row("some text", 0), as_row([1, 2], 0)
+    ({'text': 'some text'}, {'input_ids': [1, 2]})
+    """
+    if isinstance(item, str):
+        return {"text": item}
+    if isinstance(item, Mapping):
+        return dict(item)
+    if isinstance(item, tuple) and len(item) == 1:  # a TensorDataset's item
+        return {"input_ids": item[0]}
+    if hasattr(item, "tolist") or (
+        isinstance(item, (list, tuple)) and all(isinstance(token, int) for token in item)
+    ):
+        return {"input_ids": item}
+    raise DatasetError(
+        f"Sample {index} of the data is a {type(item).__name__}.",
+        "Give strings, dicts, or sequences of token ids.",
+    )
+
+
+class Items:
+    """Rows of anything with a length and an index: a list, a torch data set."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def fetch(self, indices: Sequence[int]) -> list[Row]:
+        """The items at ``indices`` as rows."""
+        return [as_row(self._items[index], index) for index in indices]
+
+
+class Slice:
+    """Some consecutive rows of others."""
+
+    def __init__(self, rows: Rows, start: int, stop: int) -> None:
+        self._rows, self._range = rows, range(start, max(start, stop))
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def fetch(self, indices: Sequence[int]) -> list[Row]:
+        """The rows at ``indices``, counted from the start of the slice."""
+        return self._rows.fetch([self._range[index] for index in indices])
+
+
+class Chain:
+    """Rows of several sources, one after another."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = list(parts)
+        self._ends = list(itertools.accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def fetch(self, indices: Sequence[int]) -> list[Row]:
+        """The rows at ``indices``, counted through all parts."""
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        for position, index in enumerate(indices):
+            part = bisect.bisect_right(self._ends, index)
+            begin = self._ends[part - 1] if part else 0
+            wanted.setdefault(part, []).append((position, index - begin))
+        fetched: dict[int, Row] = {}
+        for part, places in wanted.items():
+            rows = self._parts[part].fetch([index for _, index in places])
+            fetched.update(zip((position for position, _ in places), rows, strict=True))
+        return [fetched[position] for position in range(len(indices))]
+
+
+class Stream:
+    """Rows that come one after another, how many nobody knows."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Row]:
+        for index, item in enumerate(self._items):
+            yield as_row(item, index)
+
+    def cut(self, start: int, stop: int | None) -> Stream:
+        """The rows from ``start`` on, up to but not including ``stop``."""
+        return Stream(itertools.islice(iter(self), start, stop))
+
+    def shuffled(self, seed: int) -> Stream:
+        """The rows as they come: a plain iterator cannot be put in another order."""
+        del seed
+        return self

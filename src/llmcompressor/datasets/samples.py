@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples: one form for what a tokenizer made, what a processor made, and what came tokenized.
+
+A sample is a dict from a model input's name to its value. Values of :data:`SEQUENCES` are plain
+lists with one integer per token; everything else (pixels, sound) is a tensor with a leading
+axis along which the samples of a batch are joined.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from llmcompressor.errors import DatasetError
+
+__all__ = [
+    "FILL",
+    "MAIN_INPUTS",
+    "SEQUENCES",
+    "Sample",
+    "add_labels",
+    "from_processor",
+    "from_tokenized",
+    "num_tokens",
+    "pad",
+    "token_list",
+    "unbatched",
+]
+
+Sample: TypeAlias = dict[str, Any]
+
+IGNORED_LABEL = -100
+"""What the loss functions of transformers leave out."""
+
+FILL: Mapping[str, int] = {"labels": IGNORED_LABEL}
+"""What padding is where it is not zero; ``input_ids`` get the tokenizer's own."""
+
+SEQUENCES = frozenset(
+    {
+        "attention_mask",
+        "decoder_attention_mask",
+        "decoder_input_ids",
+        "input_ids",
+        "labels",
+        "loss_mask",
+        "mm_token_type_ids",
+        "position_ids",
+        "token_type_ids",
+    }
+)
+"""Inputs with one integer per token."""
+
+MAIN_INPUTS = frozenset(
+    {"input_features", "input_ids", "input_values", "inputs_embeds", "pixel_values"}
+)
+"""A row with one of these needs no processor any more."""
+
+_BY_PRODUCTS = frozenset(
+    {
+        "length",
+        "offset_mapping",
+        "overflow_to_sample_mapping",
+        "special_tokens_mask",
+        "token_type_ids",
+    }
+)
+"""What tokenizers may add, and not every model takes."""
+
+
+def token_list(value: Any) -> list[int] | None:
+    """A sequence of integers as a list, unwrapped from lists of one; ``None`` if it is not one.
+
+    >>> token_list([[1, 2]]), token_list([[1], [2]]), token_list(3)
+    ([1, 2], None, None)
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    while isinstance(value, (list, tuple)) and len(value) == 1 and _is_sequence(value[0]):
+        value = value[0].tolist() if hasattr(value[0], "tolist") else value[0]
+    if not isinstance(value, (list, tuple)):
+        return None
+    try:
+        return [operator.index(token) for token in value]
+    except TypeError:
+        return None
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or bool(getattr(value, "ndim", 0))
+
+
+def from_tokenized(
+    row: Mapping[str, Any],
+    model_input_names: Collection[str],
+    *,
+    use_loss_mask: bool,
+    keep_labels: bool,
+    where: str,
+) -> Sample:
+    """A row that came tokenized, without the columns that are no input of the model.
+
+    Args:
+        row: holds one of :data:`MAIN_INPUTS`.
+        model_input_names: what the model takes; empty if that is not known, then every column
+            of numbers is kept.
+        use_loss_mask: keep ``loss_mask``.
+        keep_labels: for training; else only a model with a decoder of its own gets ``labels``.
+        where: which sample this is, for an error.
+
+    Raises:
+        DatasetError: for token ids that are no sequence of integers, or a mask of another length.
+    """
+    dropped = set() if use_loss_mask else {"loss_mask"}
+    if not keep_labels and "decoder_input_ids" not in model_input_names:
+        dropped.add("labels")
+    batched = _is_nested(row.get("input_ids"))
+    sample: Sample = {}
+    for name, value in row.items():
+        if value is None or name in dropped or not _is_input(name, model_input_names):
+            continue
+        tokens = token_list(value) if name in SEQUENCES else None
+        if tokens is not None:
+            sample[name] = tokens
+        elif name == "input_ids":
+            raise DatasetError(
+                f"{where} has input_ids that are no sequence of whole numbers.",
+                "Give one sequence of token ids for each sample.",
+            )
+        elif (tensor := _as_tensor(value)) is not None and tensor.ndim:
+            sample[name] = tensor if batched else tensor.unsqueeze(0)
+    return _with_mask(sample, where)
+
+
+def _is_input(name: str, model_input_names: Collection[str]) -> bool:
+    known = name in SEQUENCES and name not in _BY_PRODUCTS
+    return known or not model_input_names or name in model_input_names
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether token ids come as a batch of one: ``[[...]]``."""
+    if hasattr(value, "ndim"):
+        return bool(value.ndim == 2)
+    return isinstance(value, (list, tuple)) and bool(value) and _is_sequence(value[0])
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):  # strings, images, ragged lists
+        return None
+
+
+def _with_mask(sample: Sample, where: str) -> Sample:
+    ids = sample.get("input_ids")
+    if ids is None:
+        return sample
+    for name in ("attention_mask", "loss_mask"):
+        if name in sample and len(sample[name]) != len(ids):
+            raise DatasetError(
+                f"{where} has {len(ids)} input_ids, but {len(sample[name])} in {name}.",
+                "Give as many of both.",
+            )
+    sample.setdefault("attention_mask", [1] * len(ids))
+    return sample
+
+
+def from_processor(
+    outputs: Mapping[str, Any], model_input_names: Collection[str], *, keep_labels: bool, where: str
+) -> Sample:
+    """What a tokenizer or processor made of one row.
+
+    Args:
+        outputs: its outputs; token lists flat or as a batch of one, the rest as a batch of one.
+        model_input_names: what the model takes; empty if that is not known.
+        keep_labels: for training; else a transcript becomes the decoder's input.
+        where: which sample this is, for an error.
+    """
+    sample: Sample = {}
+    for name, value in outputs.items():
+        if value is None or (name in _BY_PRODUCTS and name not in model_input_names):
+            continue
+        tokens = token_list(value) if name in SEQUENCES else None
+        sample[name] = tokens if tokens is not None else _batch_of_one(value)
+    speech = "labels" in sample and "decoder_input_ids" in model_input_names
+    if speech and not keep_labels:
+        sample.setdefault("decoder_input_ids", sample["labels"])
+        del sample["labels"]
+    return _with_mask(sample, where)
+
+
+def _batch_of_one(value: Any) -> Any:
+    """A tensor, also of a list of one array; what is no tensor stays as it is."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        inner = _as_tensor(value[0])
+        return value if inner is None else inner.unsqueeze(0)
+    tensor = _as_tensor(value)
+    return value if tensor is None else tensor
+
+
+def unbatched(sample: Sample) -> Sample:
+    """The sample as a user's collator expects it: without leading axes of one."""
+    return {
+        name: value[0] if name not in SEQUENCES and len(value) == 1 else value
+        for name, value in sample.items()
+    }
+
+
+def num_tokens(sample: Mapping[str, Any]) -> int | None:
+    """How many real tokens there are; ``None`` for a sample that is not of tokens."""
+    if "input_ids" not in sample:
+        return None
+    ids, mask = token_list(sample["input_ids"]), token_list(sample.get("attention_mask"))
+    return len(ids or []) if mask is None else sum(mask)
+
+
+def add_labels(sample: Sample, prompt: list[int] | None) -> Sample:
+    """The sample with labels: its token ids, except those of the prompt and of padding.
+
+    Args:
+        sample: holds ``input_ids`` and ``attention_mask``; labels that it has are kept.
+        prompt: the prompt's own token ids; as many as begin the sample are not learned.
+    """
+    if "labels" in sample or "input_ids" not in sample:
+        return sample
+    ids = sample["input_ids"]
+    labels = [
+        token if real else IGNORED_LABEL
+        for token, real in zip(ids, sample["attention_mask"], strict=True)
+    ]
+    for place, (token, own) in enumerate(zip(prompt or [], ids, strict=False)):
+        if token != own:
+            break
+        labels[place] = IGNORED_LABEL
+    return {**sample, "labels": labels}
+
+
+def pad(sample: Sample, name: str, length: int, *, pad_id: int, side: str) -> list[int]:
+    """One of a sample's sequences, filled up to ``length`` on the ``side`` "left" or "right"."""
+    tokens: list[int] = sample[name]
+    fill = pad_id if name in ("input_ids", "decoder_input_ids") else FILL.get(name, 0)
+    missing = [fill] * (length - len(tokens))
+    return missing + tokens if side == "left" else tokens + missing

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows, in which order, and which of them are this process's."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from llmcompressor.datasets.rows import Rows
+from llmcompressor.errors import DatasetError
+
+__all__ = ["draw_order", "get_rank_partition", "partition", "same_everywhere", "share", "world"]
+
+
+def world() -> tuple[int, int]:
+    """The rank of this process, and how many processes there are."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def partition(count: int, rank: int, size: int) -> tuple[int, int]:
+    """First and last (exclusive) of a rank's part of ``count`` things.
+
+    >>> [partition(64, rank, 3) for rank in range(3)]
+    [(0, 21), (21, 42), (42, 64)]
+    """
+    return count * rank // size, count * (rank + 1) // size
+
+
+def get_rank_partition(split: str, num_samples: int) -> str:
+    """The split that this process should load, of ``num_samples`` shared among all.
+
+    >>> get_rank_partition("train", 64)
+    'train[0:64]'
+
+    Args:
+        split: a split without a slice.
+        num_samples: samples of all processes together.
+
+    Raises:
+        DatasetError: if the split has a slice already.
+    """
+    if "[" in split or "]" in split:
+        raise DatasetError(
+            f"The split {split!r} is cut already.", "Give the split's name without [...]."
+        )
+    start, stop = partition(num_samples, *world())
+    return f"{split}[{start}:{stop}]"
+
+
+def draw_order(size: int, *, shuffle: bool, seed: int) -> Tensor:
+    """All rows' numbers in the order in which they are to be taken, long ``[size]``."""
+    if not shuffle:
+        return torch.arange(size)
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+
+
+def share(order: Tensor, wanted: int, rank: int, size: int) -> Tensor:
+    """The part of an order that is one rank's: its slice of the first ``wanted``.
+
+    The rows after those follow, each for one rank only: they stand in for rows that turn out
+    to be empty.
+    """
+    start, stop = partition(min(wanted, len(order)), rank, size)
+    return torch.cat([order[:wanted][start:stop], order[wanted:][rank::size]])
+
+
+def same_everywhere(rows: Rows, size: int) -> bool:
+    """Whether all processes hold the same rows, judged by their number, first and last ones."""
+    digests: list[str | None] = [None] * size
+    torch.distributed.all_gather_object(digests, _digest(rows))
+    return len(set(digests)) == 1
+
+
+def _digest(rows: Rows) -> str:
+    count = len(rows)
+    some = rows.fetch(sorted({*range(min(4, count)), *range(max(0, count - 4), count)}))
+    shown = [[(name, _shown(value)) for name, value in row.items()] for row in some]
+    return hashlib.sha256(repr((count, shown)).encode()).hexdigest()
+
+
+def _shown(value: Any) -> str:
+    """A value as text that is the same in every process (an object's address is not)."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    return (
+        repr(plain) if isinstance(plain, (str, int, float, list, tuple)) else type(value).__name__
+    )

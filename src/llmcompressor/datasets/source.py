@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user means by ``dataset`` and ``dataset_path``: raw rows, nothing prepared yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.datasets import table
+from llmcompressor.datasets.files import is_saved_dataset, read_path
+from llmcompressor.datasets.formats import KINDS, kind_of
+from llmcompressor.datasets.rows import Items, Rows, Stream
+from llmcompressor.datasets.splits import cut, parse_split, pick_split, split_for
+from llmcompressor.errors import DatasetError, did_you_mean
+from llmcompressor.logger import logger
+from llmcompressor.registry import fold, resolve
+
+__all__ = ["KIND_NAMES", "Source", "is_loader", "open_source", "rows_of", "streamed_split"]
+
+KIND_NAMES: Mapping[str, str | None] = {
+    **{kind: kind for kind in KINDS},
+    "custom": None,
+    "jsonl": "json",
+    "txt": "text",
+}
+"""What ``dataset`` may be to name the kind of files under ``dataset_path``."""
+
+
+_ADAPTERS = (
+    ("datasets", "Dataset", "llmcompressor.datasets.hub:HubRows"),
+    ("datasets", "IterableDataset", "llmcompressor.datasets.hub:HubStream"),
+    ("torch.utils.data", "IterableDataset", "llmcompressor.datasets.rows:Stream"),
+)
+"""Classes by package and name → what makes rows of their objects, imported when there is one."""
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Raw data that is ready to be read.
+
+    Attributes:
+        name: what it is called in messages.
+        rows: its rows.
+        owner: the class of a registered data set, which knows how its rows become text; a
+            subclass of :class:`~llmcompressor.datasets.generation.TextGenerationDataset`.
+    """
+
+    name: str
+    rows: Rows | Stream
+    owner: Any = None
+
+
+def is_loader(data: Any) -> bool:
+    """Whether ``data`` is a torch DataLoader, which brings batches and not rows."""
+    return _is_a(data, "torch.utils.data", "DataLoader")
+
+
+def open_source(
+    args: DatasetArguments, role: str = "calibration", *, processor: Any = None
+) -> Source | None:
+    """Find the data that the arguments name, and pick its split.
+
+    It needs no model: an entrypoint can call it first, so that a wrong path costs no time.
+
+    Args:
+        args: ``dataset``, ``dataset_path``, ``dataset_config_name``, ``splits``, ``streaming``
+            and ``raw_kwargs`` are read.
+        role: "calibration" or "train"; decides which of several splits is meant.
+        processor: handed to the class of a registered data set; ours do not need it to load.
+
+    Returns:
+        The rows, or ``None`` if no data was named, or a DataLoader was.
+
+    Raises:
+        DatasetError: if the data is not there, cannot be read, has no such split or is empty.
+    """
+    data, split = args.dataset, split_for(role, args.splits)
+    if is_loader(data) or (data is None and args.dataset_path is None):
+        return None
+    if isinstance(data, str) or data is None:
+        source = _open_named(args, split, processor)
+    else:
+        source = Source("The given data", _rows_of_object(data, split))
+    if not isinstance(source.rows, Stream) and not len(source.rows):
+        raise DatasetError(f"{source.name} is empty.", "Give at least one sample.")
+    return source
+
+
+def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> Source:
+    """Data by name or path; a registered name goes before a folder of that name."""
+    name = args.dataset
+    owner = table.find(name) if name else None
+    if args.dataset_path is not None:
+        kind = _kind(name) if name and owner is None else None
+        return Source(f"The data {args.dataset_path}", _local(args, kind, split), owner)
+    if owner is not None:
+        opened = owner(dataset_args=args, split=split, processor=processor)
+        return Source(f"The data set {name}", rows_of(opened.load_dataset(), opened.rest), owner)
+    if fold(name) in KIND_NAMES:
+        raise DatasetError(
+            f"The argument dataset={name!r} says what kind of files to read, but not which.",
+            "Give their path with dataset_path.",
+        )
+    if Path(name).exists():
+        return Source(f"The data {name}", _local(args, None, split, name))
+    if _HUB_NAME.fullmatch(name) and kind_of(Path(name)) is None:
+        return Source(f"The data set {name}", _from_hub(args, name, split))
+    raise DatasetError(
+        f"There is no data set, file or folder {name!r}.",
+        f"{did_you_mean(name, table.names())} Data sets on the hub are named 'owner/name'.",
+    )
+
+
+def _kind(name: str) -> str | None:
+    if fold(name) not in KIND_NAMES:
+        raise DatasetError(
+            f"The argument dataset={name!r} names no kind of file that dataset_path could hold.",
+            did_you_mean(name, [*KIND_NAMES, *table.names()]),
+        )
+    return KIND_NAMES[fold(name)]
+
+
+def _local(
+    args: DatasetArguments, kind: str | None, split: str | None, path: str | None = None
+) -> Rows | Stream:
+    """Rows under a path on this machine, or in a DVC repository."""
+    path = path or str(args.dataset_path)
+    if path.startswith("dvc://"):
+        return _from_dvc(args, kind, path, split)
+    where = Path(path).expanduser()
+    if is_saved_dataset(where):
+        return _rows_of_object(resolve("llmcompressor.datasets.hub:load_saved")(str(where)), split)
+    return pick_split(read_path(where, kind, args.raw_kwargs), split, f"The data {path}")
+
+
+def _from_dvc(
+    args: DatasetArguments, kind: str | None, path: str, split: str | None
+) -> Rows | Stream:
+    suffixes = {suffix: kind for kind, several in KINDS.items() for suffix in several}
+    loader = kind or suffixes.get(Path(path).suffix.lower())
+    if loader is None:
+        raise DatasetError(f"The kind of {path} is not known.", "Name it, as in dataset='json'.")
+    options: dict[str, Any] = {"data_files": path, **args.raw_kwargs}
+    if args.dvc_data_repository:
+        options.setdefault("storage_options", {"url": args.dvc_data_repository})
+    return _rows_of_object(_load_hub(args, loader, None, options), split)
+
+
+def _from_hub(args: DatasetArguments, name: str, split: str | None) -> Rows | Stream:
+    if not args.streaming:
+        return _rows_of_object(_load_hub(args, name, split, args.raw_kwargs), None)
+    whole, rest = streamed_split(split)
+    return _rows_of_object(_load_hub(args, name, whole, args.raw_kwargs), rest)
+
+
+def streamed_split(split: str | None) -> tuple[str | None, str | None]:
+    """A split as a stream can be asked for it, and the cut that is left to make.
+
+    >>> streamed_split("train[:100]"), streamed_split("train")
+    (('train', 'train[:100]'), ('train', None))
+    """
+    if split is None:
+        return None, None
+    parts = parse_split(split)
+    if len(parts) > 1:
+        raise DatasetError(
+            f"Streams cannot be joined as in {split!r}.", "Name one split, or streaming=False."
+        )
+    return parts[0].name, None if parts[0].whole else split
+
+
+def _load_hub(
+    args: DatasetArguments, path: str, split: str | None, options: Mapping[str, Any]
+) -> Any:
+    return resolve("llmcompressor.datasets.hub:load_hub")(
+        path,
+        config=args.dataset_config_name,
+        split=split,
+        streaming=args.streaming,
+        options=options,
+    )
+
+
+def _rows_of_object(data: Any, split: str | None) -> Rows | Stream:
+    """Rows of data in memory; a dict is splits by name."""
+    if isinstance(data, Mapping):
+        splits = {str(name): rows_of(value, None) for name, value in data.items()}
+        return pick_split(splits, split, "The given data")
+    own = str(getattr(data, "split", None) or "")
+    if split and own and parse_split(split)[0].name != own.partition("[")[0]:
+        logger.warning(f"The given data is the split {own!r}; splits={split!r} only cuts it.")
+    return rows_of(data, split)
+
+
+def rows_of(data: Any, split: str | None = None) -> Rows | Stream:
+    """Rows of one piece of data, cut by the slice in ``split``."""
+    if isinstance(data, Rows | Stream):
+        return cut(data, split)
+    for package, name, adapter in _ADAPTERS:
+        if _is_a(data, package, name):
+            return cut(resolve(adapter)(data), split)
+    if isinstance(data, Mapping):
+        return _rows_of_object(data, split)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return cut(Items(data), split)
+    if hasattr(data, "__iter__"):
+        return cut(Stream(data), split)
+    raise DatasetError(
+        f"The data is a {type(data).__name__}, which has no rows.",
+        "Give a Dataset, a DataLoader, a list, a path or a name.",
+    )
+
+
+def _is_a(data: Any, package: str, name: str) -> bool:
+    """Like isinstance, but by name, so that the class's library need not be imported to ask."""
+    return any(
+        cls.__name__ == name and (cls.__module__ + ".").startswith(package + ".")
+        for cls in type(data).__mro__
+    )

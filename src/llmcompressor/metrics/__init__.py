@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the figures of a run go: Python's log, TensorBoard, Weights & Biases, a function."""
+
+from llmcompressor.metrics.loggers import (
+    BaseLogger,
+    Entry,
+    LambdaLogger,
+    PythonLogger,
+    SparsificationGroupLogger,
+    TensorBoardLogger,
+    WANDBLogger,
+)
+from llmcompressor.metrics.manager import LoggerManager
+
+__all__ = [
+    "BaseLogger",
+    "Entry",
+    "LambdaLogger",
+    "LoggerManager",
+    "PythonLogger",
+    "SparsificationGroupLogger",
+    "TensorBoardLogger",
+    "WANDBLogger",
+]

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loggers: each sends what it is given to one place."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmcompressor.errors import InputError
+from llmcompressor.logger import logger as package_logger
+
+__all__ = [
+    "BaseLogger",
+    "Entry",
+    "LambdaLogger",
+    "PythonLogger",
+    "SparsificationGroupLogger",
+    "TensorBoardLogger",
+    "WANDBLogger",
+]
+
+Level = int | None
+Write = Callable[
+    [str, float | str | None, Mapping[str, Any] | None, int | None, float, Level], bool
+]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing to log: either a ``value`` or several ``values`` by name.
+
+    Attributes:
+        tag: what it is.
+        value: a number or a text.
+        values: numbers by name, or the hyperparameters of the run.
+        step: optimizer steps taken.
+        wall_time: seconds since 1970.
+        level: how important it is, as in ``logging``.
+    """
+
+    tag: str
+    value: float | str | None = None
+    values: Mapping[str, Any] | None = None
+    step: int | None = None
+    wall_time: float = field(default_factory=time.time)
+    level: Level = None
+
+
+class BaseLogger:
+    """What the loggers share; a logger of one's own overrides :meth:`write`.
+
+    Args:
+        name: what the logger is called.
+        enabled: whether it logs anything.
+    """
+
+    def __init__(self, name: str, enabled: bool = True) -> None:
+        self.name = name
+        self.enabled = enabled
+
+    def write(self, entry: Entry) -> bool:
+        """Log one entry; true if that was done."""
+        return False
+
+    def save(self, file_path: str, **kwargs: Any) -> bool:
+        """Keep a file with the log; true if that was done."""
+        return False
+
+    def log_hyperparams(self, params: Mapping[str, Any], level: Level = None) -> bool:
+        """Log the hyperparameters of the run; true if that was done."""
+        return self._write("hyperparams", values=params, level=level)
+
+    def log_scalar(
+        self,
+        tag: str,
+        value: float,
+        step: int | None = None,
+        wall_time: float | None = None,
+        level: Level = None,
+    ) -> bool:
+        """Log one number; true if that was done."""
+        return self._write(tag, value=value, step=step, wall_time=wall_time, level=level)
+
+    def log_scalars(
+        self,
+        tag: str,
+        values: Mapping[str, float],
+        step: int | None = None,
+        wall_time: float | None = None,
+        level: Level = None,
+    ) -> bool:
+        """Log numbers that belong together; true if that was done."""
+        return self._write(tag, values=values, step=step, wall_time=wall_time, level=level)
+
+    def log_string(
+        self,
+        tag: str,
+        string: str,
+        step: int | None = None,
+        wall_time: float | None = None,
+        level: Level = None,
+    ) -> bool:
+        """Log a text; true if that was done."""
+        return self._write(tag, value=string, step=step, wall_time=wall_time, level=level)
+
+    def _write(self, tag: str, *, wall_time: float | None = None, **given: Any) -> bool:
+        when = time.time() if wall_time is None else wall_time
+        return self.enabled and self.write(Entry(tag, wall_time=when, **given))
+
+
+class LambdaLogger(BaseLogger):
+    """Calls a function.
+
+    Args:
+        lambda_func: gets tag, value, values, step, wall time and level; returns whether it
+            logged them.
+        name: what the logger is called.
+        enabled: whether it logs anything.
+    """
+
+    def __init__(self, lambda_func: Write, name: str = "lambda", enabled: bool = True) -> None:
+        super().__init__(name, enabled)
+        self.lambda_func = lambda_func
+
+    def write(self, entry: Entry) -> bool:
+        """Give the entry to the function."""
+        return self.lambda_func(
+            entry.tag, entry.value, entry.values, entry.step, entry.wall_time, entry.level
+        )
+
+
+class PythonLogger(BaseLogger):
+    """Writes lines to a log of Python.
+
+    Args:
+        logger: one of ``logging``'s; this package's own log if not given.
+        log_level: level of entries that come without one.
+        name: what the logger is called.
+        enabled: whether it logs anything.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger | None = None,
+        log_level: int = logging.DEBUG,
+        name: str = "python",
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(name, enabled)
+        self.logger = logger
+        self.log_level = log_level
+
+    def write(self, entry: Entry) -> bool:
+        """Write the entry as one line."""
+        content = entry.value if entry.values is None else dict(entry.values)
+        step = "" if entry.step is None else f" step {entry.step}"
+        line = f"{self.name} {entry.tag}{step}: {content}"
+        level = self.log_level if entry.level is None else entry.level
+        if self.logger is None:
+            # Levels of logging and of loguru agree where both have a name.
+            package_logger.log(logging.getLevelName(level), "{}", line)
+        else:
+            self.logger.log(level, "%s", line)
+        return True
+
+
+class TensorBoardLogger(BaseLogger):
+    """Writes event files for TensorBoard.
+
+    Args:
+        log_path: the directory to write to; TensorBoard's own choice if not given.
+        writer: a ``SummaryWriter`` to use instead.
+        name: what the logger is called.
+        enabled: whether it logs anything.
+
+    Raises:
+        ImportError: TensorBoard is not installed.
+        InputError: both a path and a writer are given.
+    """
+
+    def __init__(
+        self,
+        log_path: str | Path | None = None,
+        writer: Any = None,
+        name: str = "tensorboard",
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(name, enabled)
+        if writer is not None and log_path is not None:
+            raise InputError(
+                "TensorBoardLogger got both a log_path and a writer.", "Give one of them."
+            )
+        if writer is None:
+            module = _optional("torch.utils.tensorboard", "tensorboard")
+            writer = module.SummaryWriter(log_dir=None if log_path is None else str(log_path))
+        self.writer = writer
+
+    def write(self, entry: Entry) -> bool:
+        """Write the entry as a scalar, as scalars of one chart, or as text."""
+        when = {"global_step": entry.step, "walltime": entry.wall_time}
+        if entry.values is None and not isinstance(entry.value, str):
+            self.writer.add_scalar(entry.tag, entry.value, **when)
+        elif entry.values is not None and _all_numbers(entry.values):
+            self.writer.add_scalars(entry.tag, dict(entry.values), **when)
+        else:
+            text = entry.value if entry.values is None else str(dict(entry.values))
+            self.writer.add_text(entry.tag, text, **when)
+        self.writer.flush()
+        return True
+
+
+class WANDBLogger(BaseLogger):
+    """Logs to Weights & Biases.
+
+    Args:
+        init_kwargs: what to begin a run with; without it, the run that goes on is used.
+        name: what the logger is called.
+        enabled: whether it logs anything.
+
+    Raises:
+        ImportError: wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        init_kwargs: Mapping[str, Any] | None = None,
+        name: str = "wandb",
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(name, enabled)
+        self.wandb = _optional("wandb", "wandb")
+        if init_kwargs is not None or self.wandb.run is None:
+            self.wandb.init(**(init_kwargs or {}))
+
+    def write(self, entry: Entry) -> bool:
+        """Log the entry; several values get the tag before their names."""
+        if entry.values is None:
+            data: dict[str, Any] = {entry.tag: entry.value}
+        else:
+            data = {f"{entry.tag}/{name}": value for name, value in entry.values.items()}
+        self.wandb.log(data, step=entry.step)
+        return True
+
+    def log_hyperparams(self, params: Mapping[str, Any], level: Level = None) -> bool:
+        """Put the hyperparameters in the run's configuration."""
+        if self.enabled:
+            self.wandb.config.update(dict(params))
+        return self.enabled
+
+    def save(self, file_path: str, **kwargs: Any) -> bool:
+        """Keep a file with the run."""
+        if self.enabled:
+            self.wandb.save(file_path, **kwargs)
+        return self.enabled
+
+
+class SparsificationGroupLogger(BaseLogger):
+    """Several loggers behind one.
+
+    Args:
+        lambda_func: also call this function, as ``LambdaLogger`` does.
+        python: also log to Python: true for this package's log, or one of ``logging``'s.
+        python_log_level: level of entries that come without one.
+        tensorboard: also write for TensorBoard: true, a directory or a ``SummaryWriter``.
+        wandb_: also log to Weights & Biases: true, or what to begin a run with.
+        name: what the logger is called.
+        enabled: whether it logs anything.
+    """
+
+    def __init__(
+        self,
+        lambda_func: Write | None = None,
+        python: bool | logging.Logger | None = None,
+        python_log_level: int = logging.INFO,
+        tensorboard: Any = None,
+        wandb_: bool | Mapping[str, Any] | None = None,
+        name: str = "sparsification",
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(name, enabled)
+        self.loggers: list[BaseLogger] = []
+        if lambda_func is not None:
+            self.loggers.append(LambdaLogger(lambda_func, name=name))
+        # Compared with None and False: a directory's or a mapping's truth is another matter.
+        if python is not None and python is not False:
+            given = None if python is True else python
+            self.loggers.append(PythonLogger(given, python_log_level, name=name))
+        if tensorboard is not None and tensorboard is not False:
+            self.loggers.append(_tensorboard_logger(tensorboard, name))
+        if wandb_ is not None and wandb_ is not False:
+            self.loggers.append(WANDBLogger(None if wandb_ is True else wandb_, name=name))
+
+    def write(self, entry: Entry) -> bool:
+        """Log the entry everywhere; true if any of the loggers did."""
+        return any([each.write(entry) for each in self.loggers])
+
+    def log_hyperparams(self, params: Mapping[str, Any], level: Level = None) -> bool:
+        """Log the hyperparameters everywhere; true if any of the loggers did."""
+        return self.enabled and any([each.log_hyperparams(params, level) for each in self.loggers])
+
+    def save(self, file_path: str, **kwargs: Any) -> bool:
+        """Keep a file everywhere; true if any of the loggers did."""
+        return self.enabled and any([each.save(file_path, **kwargs) for each in self.loggers])
+
+
+def _tensorboard_logger(given: Any, name: str) -> TensorBoardLogger:
+    if given is True:
+        return TensorBoardLogger(name=name)
+    if isinstance(given, str | Path):
+        return TensorBoardLogger(log_path=given, name=name)
+    return TensorBoardLogger(writer=given, name=name)
+
+
+def _all_numbers(values: Mapping[str, Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values.values())
+
+
+def _optional(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"Logging to {extra} needs a package that is not installed ({error.name}). "
+            f"Run: pip install 'llmcompressor[{extra}]'"
+        ) from error

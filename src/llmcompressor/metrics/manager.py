@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loggers of a run, and how often they log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+from llmcompressor.errors import ArgumentError, did_you_mean
+from llmcompressor.metrics.loggers import BaseLogger, Level, PythonLogger
+
+__all__ = ["FrequencyType", "LoggerManager", "LoggingMode", "MetricLogging", "SystemLogging"]
+
+LoggingMode = Literal["exact", "on_change"]
+FrequencyType = Literal["epoch", "step"]
+
+# Sums of fractions of an epoch are off by a few units in the last place.
+_ROUNDING = 1e-9
+
+
+class LoggerManager:
+    """Hands what is logged to every logger, and says when it is time to log.
+
+    Args:
+        loggers: the loggers to begin with.
+        log_frequency: epochs or steps from one log to the next; 0 for always, ``None`` for
+            never. A run without epochs counts in steps in any case.
+        log_python: also log to this package's log.
+        name: what the manager is called.
+        mode: ``"exact"`` to log by the frequency alone, ``"on_change"`` to leave out those
+            times when the optimizer has not changed the model since.
+        frequency_type: whether the frequency counts epochs or steps.
+
+    Raises:
+        ArgumentError: an unknown mode or type, or a negative frequency.
+    """
+
+    def __init__(
+        self,
+        loggers: Iterable[BaseLogger] | None = None,
+        log_frequency: float | None = 0.1,
+        log_python: bool = True,
+        name: str = "manager",
+        mode: LoggingMode = "exact",
+        frequency_type: FrequencyType = "epoch",
+    ) -> None:
+        _check_choice("mode", mode, get_args(LoggingMode))
+        _check_choice("frequency_type", frequency_type, get_args(FrequencyType))
+        if log_frequency is not None and log_frequency < 0:
+            raise ArgumentError(
+                f"log_frequency is {log_frequency}.", "Give 0 for always or None for never."
+            )
+        self.name = name
+        self.log_frequency = log_frequency
+        self.mode = mode
+        self.frequency_type = frequency_type
+        self._loggers = list(loggers or [])
+        if log_python and not any(isinstance(each, PythonLogger) for each in self._loggers):
+            self._loggers.append(PythonLogger())
+        self._last: float | None = None
+        self._changed = True
+        self.metric = MetricLogging(self)
+        self.system = SystemLogging(self)
+
+    @property
+    def loggers(self) -> list[BaseLogger]:
+        """The loggers, in order; a copy."""
+        return list(self._loggers)
+
+    def __len__(self) -> int:
+        return len(self._loggers)
+
+    def __bool__(self) -> bool:
+        return True  # a manager without loggers is still a manager
+
+    def __iter__(self) -> Iterator[BaseLogger]:
+        return iter(self.loggers)
+
+    def add_logger(self, logger: BaseLogger) -> None:
+        """Add a logger.
+
+        Raises:
+            ArgumentError: it is none.
+        """
+        if not isinstance(logger, BaseLogger):
+            raise ArgumentError(
+                f"{logger!r} is not a logger.", "Derive it from llmcompressor.metrics.BaseLogger."
+            )
+        self._loggers.append(logger)
+
+    def log_ready(self, step: int, epoch: float | None = None) -> bool:
+        """Whether it is time to log.
+
+        Args:
+            step: optimizer steps taken.
+            epoch: epochs done, with the fraction of the current one.
+        """
+        if self.log_frequency is None or not any(each.enabled for each in self._loggers):
+            return False
+        if self._last is None:
+            return True
+        if self.mode == "on_change" and not self._changed:
+            return False
+        return self._position(step, epoch) - self._last >= self.log_frequency - _ROUNDING
+
+    def log_written(self, step: int, epoch: float | None = None) -> None:
+        """Remember that something was logged here; :meth:`log_ready` counts from it."""
+        self._last = self._position(step, epoch)
+        self._changed = False
+
+    def model_updated(self) -> None:
+        """Remember that the optimizer has changed the model, for the mode ``on_change``."""
+        self._changed = True
+
+    @staticmethod
+    def epoch_to_step(epoch: float, steps_per_epoch: int) -> int:
+        """The step that is nearest to a point in epochs.
+
+        >>> LoggerManager.epoch_to_step(0.29, 100)
+        29
+        """
+        return round(epoch * steps_per_epoch)
+
+    def save(self, file_path: str, **kwargs: Any) -> bool:
+        """Keep a file with every log; true if any of the loggers did."""
+        return any([each.save(file_path, **kwargs) for each in self._loggers])
+
+    def _position(self, step: int, epoch: float | None) -> float:
+        return epoch if self.frequency_type == "epoch" and epoch is not None else step
+
+
+class MetricLogging:
+    """Logs figures with every logger of a manager. True means that one of them did."""
+
+    def __init__(self, manager: LoggerManager) -> None:
+        self._manager = manager
+
+    def log_hyperparams(self, params: Mapping[str, Any], level: Level = None) -> bool:
+        """Log the hyperparameters of the run."""
+        return any([each.log_hyperparams(params, level) for each in self._manager])
+
+    def log_scalar(
+        self,
+        tag: str,
+        value: float,
+        step: int | None = None,
+        wall_time: float | None = None,
+        level: Level = None,
+    ) -> bool:
+        """Log one number."""
+        return any([each.log_scalar(tag, value, step, wall_time, level) for each in self._manager])
+
+    def log_scalars(
+        self,
+        tag: str,
+        values: Mapping[str, float],
+        step: int | None = None,
+        wall_time: float | None = None,
+        level: Level = None,
+    ) -> bool:
+        """Log numbers that belong together."""
+        return any(
+            [each.log_scalars(tag, values, step, wall_time, level) for each in self._manager]
+        )
+
+    add_scalar = log_scalar
+    add_scalars = log_scalars
+
+
+class SystemLogging:
+    """Logs messages with every logger of a manager. True means that one of them did."""
+
+    def __init__(self, manager: LoggerManager) -> None:
+        self._manager = manager
+
+    def log_string(
+        self,
+        tag: str,
+        string: str,
+        step: int | None = None,
+        wall_time: float | None = None,
+        level: Level = None,
+    ) -> bool:
+        """Log a text."""
+        return any([each.log_string(tag, string, step, wall_time, level) for each in self._manager])
+
+    def debug(self, tag: str, string: str) -> bool:
+        """Log a text that helps to find errors."""
+        return self.log_string(tag, string, level=logging.DEBUG)
+
+    def info(self, tag: str, string: str) -> bool:
+        """Log a text that is good to know."""
+        return self.log_string(tag, string, level=logging.INFO)
+
+    def warning(self, tag: str, string: str) -> bool:
+        """Log a text that should be looked into."""
+        return self.log_string(tag, string, level=logging.WARNING)
+
+    def error(self, tag: str, string: str) -> bool:
+        """Log a text about something that went wrong."""
+        return self.log_string(tag, string, level=logging.ERROR)
+
+    def critical(self, tag: str, string: str) -> bool:
+        """Log a text about something that ends the run."""
+        return self.log_string(tag, string, level=logging.CRITICAL)
+
+
+def _check_choice(argument: str, given: str, options: Iterable[str]) -> None:
+    if given not in options:
+        raise ArgumentError(f"There is no {argument} {given!r}.", did_you_mean(given, options))

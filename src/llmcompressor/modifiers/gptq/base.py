@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPTQ: weights rounded column by column, each error compensated by the columns to come.
+
+Frantar et al., arXiv:2210.17323. What is minimized for a Linear with weight W and inputs X is the
+error of its output, ``‖(Q − W) Xᵀ‖²``; see :mod:`llmcompressor.numerics.gptq` for the equations
+and :mod:`llmcompressor.numerics.asymmetric` for what asymmetric calibration adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, PrivateAttr, field_validator
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.events import Event
+from llmcompressor.core.state import State
+from llmcompressor.errors import RecipeError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modifiers.gptq.solve import Options, Problem, Solution, solve
+from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.schemes.bridge import grid_of
+from llmcompressor.schemes.parse import check_actorder
+from llmcompressor.schemes.resolve import ResolvedSchemes
+
+__all__ = ["GPTQModifier", "SolveRecord"]
+
+
+@dataclass(frozen=True)
+class SolveRecord:
+    """What happened when a module was solved.
+
+    Attributes:
+        tokens: how many calibration tokens its statistics counted.
+        loss: of the modules solved together with it.
+        dampening: the fraction that made the factorization succeed; ``None`` when none did and
+            the weight was rounded to nearest.
+    """
+
+    tokens: int
+    loss: float
+    dampening: float | None
+
+
+class GPTQModifier(QuantizationMixin):
+    """Quantizes weights with GPTQ.
+
+    Attributes:
+        block_size: columns whose compensations are gathered into one product.
+        dampening_frac: what is added to the Hessian's diagonal, as a fraction of its mean.
+            Where a factorization fails it is raised tenfold, three times at most.
+        actorder: ``"static"`` (or ``"weight"``): columns are taken by falling activation; the
+            format does not change. ``None``: from left to right.
+        asymmetric: solve for what the original Linear does with the original inputs, given the
+            inputs it gets in the compressed model. Costs a second forward.
+        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal.
+        offload_hessians: keep second moments in main memory while they are collected.
+        batched_quantization: solve Linears of equal shape in one batch; ``"auto"`` does so where
+            their matrices are small.
+        sequential_update: accepted and without effect: calibration is always sequential.
+        sequential_targets: accepted; give it to ``oneshot`` instead.
+    """
+
+    block_size: int = Field(default=128, ge=1)
+    dampening_frac: float = Field(default=0.01, ge=0.0, le=10.0)
+    actorder: Literal["static", "weight"] | None = "static"
+    asymmetric: bool = True
+    asymmetric_ridge: float = Field(default=0.03, gt=0.0, le=10.0)
+    offload_hessians: bool = False
+    batched_quantization: bool | Literal["auto"] = "auto"
+    sequential_update: bool = True
+    sequential_targets: str | list[str] | None = None
+
+    _statistics: dict[Module, InputStatistics] = PrivateAttr(default_factory=dict)
+    _order: CallOrder | None = PrivateAttr(None)
+    _records: dict[str, SolveRecord] = PrivateAttr(default_factory=dict)
+
+    @field_validator("actorder", mode="before")
+    @classmethod
+    def _refuse_removed_orders(cls, value: Any) -> Any:
+        check_actorder(value, "actorder")
+        return None if value is False else value
+
+    # ------------------------------------------------------------------ declarations
+
+    @property
+    def requires_calibration_data(self) -> bool:
+        """Always: GPTQ is about the inputs."""
+        return True
+
+    @property
+    def twin_streams(self) -> bool:
+        """Asymmetric calibration compares the inputs of two streams."""
+        return self.asymmetric
+
+    @property
+    def records(self) -> dict[str, SolveRecord]:
+        """What happened, by module name."""
+        return dict(self._records)
+
+    def resolve_quantization_config(self) -> ResolvedSchemes:
+        """The schemes, with the activation order that was decided in their arguments.
+
+        Raises:
+            RecipeError: the recipe and a scheme ask for different orders.
+        """
+        if self._resolved is None:
+            resolved = super().resolve_quantization_config()
+            for scheme in resolved.groups.values():
+                if scheme.weights is not None:
+                    scheme.weights.actorder = self._order_of(scheme.weights.actorder)
+        assert self._resolved is not None
+        return self._resolved
+
+    def _order_of(self, asked: Any) -> Any:
+        """A scheme's own order wins over the default, not over one that the recipe gives."""
+        if asked is None:
+            return self.actorder
+        same = {"static": "weight", "weight": "weight", None: None}
+        given = "actorder" in self.model_fields_set
+        if given and same[self.actorder] != same[str(getattr(asked, "value", asked))]:
+            raise RecipeError(
+                f"GPTQModifier has actorder {self.actorder!r} and a scheme has {asked!r}.",
+                "Keep one of them.",
+            )
+        return asked
+
+    # ------------------------------------------------------------------ while
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Collect second moments, once for all Linears that get the same tensor."""
+        super().on_calibration_start(state, event, **kwargs)
+        self._order = state.call_order
+        leaders = {self._leader(module) for module in self._schemes if self._has_weight_scheme(module)}
+        for leader in leaders:
+            self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
+
+    def quantize_weights(self, state: State, modules: list[Module]) -> None:
+        """Solve ``modules``, those with one input together."""
+        groups = list(self._groups(modules))
+        problems = [problem for _, problem in groups]
+        options = Options(
+            self.block_size,
+            self.dampening_frac,
+            self.asymmetric_ridge if self.asymmetric else None,
+            batched=self.batched_quantization is not False,
+        )
+        for (members, problem), solution in zip(groups, solve(problems, options), strict=True):
+            self._write(members, problem, solution)
+        for module in modules:
+            self._statistics.pop(self._leader(module), None)
+
+    def _hook(self, state: State) -> Any:
+        @torch.no_grad()
+        def collect(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensor = first_tensor(args, kwargs)
+            if tensor is None:
+                return
+            references = state.reference_inputs or {}
+            reference = references.get(module)
+            tokens_TC = real_tokens(tensor, state.token_mask)
+            if reference is not None:
+                reference = real_tokens(reference, state.token_mask)
+            self._statistics_of(module, tensor, twin=reference is not None).update(
+                tokens_TC, reference
+            )
+
+        return collect
+
+    def _statistics_of(self, module: Module, tensor: Tensor, *, twin: bool) -> InputStatistics:
+        if module not in self._statistics:
+            device = "cpu" if self.offload_hessians else tensor.device
+            self._statistics[module] = InputStatistics(
+                tensor.shape[-1], device, twin=twin, name=self._names[module]
+            )
+        return self._statistics[module]
+
+    def _leader(self, module: Module) -> Module:
+        """The first of this modifier's modules that share ``module``'s input."""
+        if self._order is None:
+            return module
+        group = self._order.group_of(module)
+        return next(one for one in group if self._has_weight_scheme(one))
+
+    def _groups(self, modules: Sequence[Module]) -> Iterator[tuple[list[Module], Problem]]:
+        """Modules with one input, one grid and one order, and what is to be solved for them."""
+        alike: dict[object, list[Module]] = {}
+        for module in modules:
+            args = self._schemes[module].weights
+            assert args is not None
+            alike.setdefault((self._leader(module), grid_of(args), args.actorder), []).append(module)
+        for (leader, _, actorder), members in alike.items():  # type: ignore[misc]
+            statistics = self._statistics.get(leader)
+            if statistics is None or statistics.tokens == 0:
+                for module in members:
+                    self._starve(module)
+                continue
+            device = members[0].weight.device
+            importance_C = statistics.gram.diagonal() / statistics.tokens
+            cross = statistics.cross
+            yield (
+                members,
+                Problem(
+                    weights=[module.weight.detach() for module in members],
+                    parameters=[self.observe(module, importance_C) for module in members],
+                    gram_CC=statistics.gram.to(device),
+                    cross_CC=None if cross is None else cross.to(device),
+                    ordered=actorder is not None,
+                ),
+            )
+
+    def _starve(self, module: Module) -> None:
+        """No token reached ``module``: its weight is rounded to nearest, and that is recorded."""
+        name = self._names[module]
+        logger.warning(f"{name} saw no calibration token; its weight is rounded to nearest.")
+        self.keep(module, self.observe(module))
+        self._records[name] = SolveRecord(0, float("nan"), None)
+
+    def _write(self, members: Sequence[Module], problem: Problem, solution: Solution) -> None:
+        tokens = self._statistics[self._leader(members[0])].tokens
+        for module, parameters, weight in zip(
+            members, problem.parameters, solution.weights, strict=True
+        ):
+            name = self._names[module]
+            module.weight.data = parameters.round(weight).to(module.weight.dtype)
+            self.keep(module, parameters, rounded=True)
+            self._records[name] = SolveRecord(tokens, solution.loss, solution.dampening)
+            self._report(name, solution.dampening)
+
+    def _report(self, name: str, dampening: float | None) -> None:
+        if dampening is None:
+            logger.warning(
+                f"{name}: the Hessian could not be factorized at any dampening; its weight is "
+                "rounded to nearest."
+            )
+        elif dampening > self.dampening_frac:
+            logger.warning(f"{name}: the Hessian needed a dampening of {dampening:g}.")
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Leave every module quantized, and drop what was collected."""
+        super().on_calibration_end(state, event, **kwargs)
+        self._statistics.clear()
+        self._order = None

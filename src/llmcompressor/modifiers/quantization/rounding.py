@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Round to nearest: every weight goes to the closest value of its grid.
+
+With the scale s and zero point z that an observer finds for each cell of the weight,
+
+.. math:: q = \operatorname{clamp}(\operatorname{round}(w / s + z)), \qquad w' = (q - z)\, s .
+
+No data is needed unless the scheme has static activation scales, a cache scale, or an observer
+that weighs errors by the inputs (``imatrix_mse``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import PrivateAttr
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.events import Event
+from llmcompressor.core.state import State
+from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.quantization.base import QuantizationMixin
+
+__all__ = ["QuantizationModifier"]
+
+
+class QuantizationModifier(QuantizationMixin):
+    """Quantizes weights by rounding to nearest, and activations as the scheme says.
+
+    The weights are rounded when calibration ends: what is calibrated, activation scales for
+    instance, is measured on the model as it was.
+
+    Example::
+
+        QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"])
+    """
+
+    _squares: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
+    _tokens: dict[Module, int] = PrivateAttr(default_factory=dict)
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Also watch the inputs of weights whose observer weighs errors by them."""
+        super().on_calibration_start(state, event, **kwargs)
+        for module, scheme in self._schemes.items():
+            if scheme.weights is not None and "imatrix" in (scheme.weights.observer or ""):
+                self.register_hook(
+                    module, self._square_hook(state), "forward_pre", with_kwargs=True
+                )
+
+    def quantize_weights(self, state: State, modules: list[Module]) -> None:
+        """Find the scales; the weights themselves are rounded at the end."""
+        for module in modules:
+            squares_C = self._squares.pop(module, None)
+            importance_C = None if squares_C is None else squares_C / self._tokens.pop(module)
+            self.keep(module, self.observe(module, importance_C))
+
+    def _square_hook(self, state: State) -> Any:
+        @torch.no_grad()
+        def add_squares(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensor = first_tensor(args, kwargs)
+            if tensor is None:
+                return
+            tokens_TC = real_tokens(tensor, state.token_mask).float()
+            squares_C = tokens_TC.square().sum(dim=0)
+            self._squares[module] = self._squares.get(module, 0) + squares_C
+            self._tokens[module] = self._tokens.get(module, 0) + len(tokens_TC)
+
+        return add_squares

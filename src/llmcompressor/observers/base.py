@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observers see tensors and say what their scales are to be.
+
+A concrete observer says two things: the range of one tensor (:meth:`RangeObserver.measure`), and
+how it changes the range of those before (:meth:`RangeObserver.combine`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from llmcompressor.errors import InputError, NonFiniteError, did_you_mean
+from llmcompressor.numerics.scales import (
+    global_scale_from_amax,
+    parameter_dtype,
+    scales_from_range,
+)
+from llmcompressor.observers.canonical import Canonical, Range, canonical
+from llmcompressor.registry import Table
+from llmcompressor.schemes.bridge import (
+    grid_of,
+    needs_global_scale,
+    scale_dtype_of,
+    scale_format_of,
+    zero_dtype_of,
+)
+
+__all__ = ["OBSERVERS", "Observer", "ObserverOptions", "RangeObserver", "fused_global_scale"]
+
+OBSERVERS = Table(
+    "observer",
+    {
+        "memoryless_minmax": "llmcompressor.observers.min_max:MemorylessMinMaxObserver",
+        "static_minmax": "llmcompressor.observers.min_max:StaticMinMaxObserver",
+        "minmax": "llmcompressor.observers.min_max:MinMaxObserver",
+        "memoryless_mse": "llmcompressor.observers.mse:MemorylessMSEObserver",
+        "mse": "llmcompressor.observers.mse:MSEObserver",
+        "nvfp4_expanded_mse": "llmcompressor.observers.mse:NVFP4ExpandedMSEObserver",
+        "fouroversix": "llmcompressor.observers.mse:NVFP4ExpandedMSEObserver",
+        "imatrix_mse": "llmcompressor.observers.imatrix:IMatrixMSEObserver",
+        "nvfp4_expanded_imatrix": "llmcompressor.observers.imatrix:NVFP4ExpandedIMatrixObserver",
+        "histogram": "llmcompressor.observers.histogram:HistogramObserver",
+        "percentile": "llmcompressor.observers.histogram:PercentileObserver",
+        "entropy": "llmcompressor.observers.histogram:EntropyObserver",
+    },
+)
+
+ObserverClass = TypeVar("ObserverClass", bound=type)
+
+
+class ObserverOptions(BaseModel):
+    """The ``observer_kwargs`` that an observer understands; by itself none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Observer(ABC):
+    """Accumulates what tensors look like and gives their scale and zero point.
+
+    Args:
+        base_name: what is observed: ``"weight"``, ``"input"``, ``"output"``, ``"q"``, ``"k"`` or
+            ``"v"``.
+        args: how it will be quantized; never changed.
+        observer_kwargs: the observer's options; they go before ``args.observer_kwargs``.
+    """
+
+    Options: ClassVar[type[ObserverOptions]] = ObserverOptions
+    uses_importance: ClassVar[bool] = False
+    """Whether errors are weighted by :attr:`importance`, which needs calibration data."""
+
+    importance: Tensor | None = None
+    """Mean square of each input feature [C], or a multiple of it; set by who collects it."""
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        self.base_name = base_name
+        self.args = args
+        self.options = self._read_options({**(args.observer_kwargs or {}), **observer_kwargs})
+        self.observations = 0
+
+    @classmethod
+    def load_from_registry(
+        cls, name: str, base_name: str, args: QuantizationArgs, **observer_kwargs: Any
+    ) -> Observer:
+        """A new observer of the kind called ``name``.
+
+        Raises:
+            InputError: there is no such observer, or it does not know one of the options.
+        """
+        observer: Observer = OBSERVERS.load(name)(base_name, args, **observer_kwargs)
+        return observer
+
+    @classmethod
+    def register(
+        cls, name: str, alias: str | Iterable[str] = ()
+    ) -> Callable[[ObserverClass], ObserverClass]:
+        """Class decorator: make an observer known as ``name``, and as ``alias``."""
+        names = [name, alias] if isinstance(alias, str) else [name, *alias]
+
+        def add(observer: ObserverClass) -> ObserverClass:
+            for one in names:
+                OBSERVERS.add(one, observer)
+            return observer
+
+        return add
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Observe ``x``, then :meth:`qparams`."""
+        self.observe(x)
+        return self.qparams()
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> Self:
+        """Take a tensor into account; an empty one changes nothing.
+
+        Args:
+            x: weight [R, C]; activation [..., C] without its padding; or attention states
+                [batch, heads, tokens, head_dim].
+
+        Raises:
+            NonFiniteError: ``x`` holds NaN or infinity.
+        """
+        if x.numel() == 0:
+            return self
+        observed = canonical(x.detach(), self.base_name, self.args)
+        low, high = observed.extremes
+        if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
+            raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
+        self._update(observed)
+        self.observations += 1
+        return self
+
+    @abstractmethod
+    def _update(self, observed: Canonical) -> None:
+        """Accumulate a finite, non-empty tensor."""
+
+    @abstractmethod
+    def _range(self) -> Range:
+        """The range after at least one observation."""
+
+    @abstractmethod
+    def _merge(self, other: Self) -> None:
+        """Accumulate what ``other`` has; both have observed something."""
+
+    @abstractmethod
+    def _adopt(self, other: Self) -> None:
+        """Take over what ``other`` has; this one has observed nothing."""
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """The range that values are clipped to: two tensors of the scale's shape.
+
+        Raises:
+            InputError: nothing has been observed.
+        """
+        if self.observations == 0:
+            raise InputError(
+                f"The observer of the {self.base_name} has not seen any value.",
+                "Check that the module is reached by the calibration data.",
+            )
+        return self._range()
+
+    @torch.no_grad()
+    def qparams(
+        self, global_scale: Tensor | None = None, *, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Scale and zero point of what was observed.
+
+        Args:
+            global_scale: float32 [1], where several tensors share one; by default, and where the
+                strategy has one, this observer's own.
+            dtype: the module's dtype, to store the scale in (float16 if exotic); by default the
+                scale is left in the dtype that it was computed in.
+
+        Returns:
+            scale and zero point, of the scale's shape; symmetric grids have zeros.
+
+        Raises:
+            InputError: nothing has been observed.
+            NonFiniteError: the scale does not fit ``dtype``.
+        """
+        minimum, maximum = self.range()
+        scale, zero = scales_from_range(
+            minimum,
+            maximum,
+            grid_of(self.args),
+            scale_format=scale_format_of(self.args),
+            global_scale=self.global_scale() if global_scale is None else global_scale,
+            scale_dtype=scale_dtype_of(self.args),
+            zero_dtype=zero_dtype_of(self.args),
+        )
+        if dtype is not None:
+            scale = _stored(scale, parameter_dtype(dtype))
+        if not bool(torch.isfinite(scale).all()):
+            raise NonFiniteError(f"A scale of the {self.base_name} does not fit {scale.dtype}.")
+        return scale, zero
+
+    def global_scale(self) -> Tensor | None:
+        """The scale for the whole tensor, float32 [1]; ``None`` if the strategy has none."""
+        return fused_global_scale([self])
+
+    def merge(self, other: Self) -> Self:
+        """Take into account all that ``other``, of the same kind, has observed."""
+        if type(other) is not type(self) or other.args != self.args:
+            raise InputError(
+                f"{type(self).__name__} cannot take over what {type(other).__name__} observed.",
+                "Merge observers of the same class and arguments.",
+            )
+        if other.observations:
+            if self.observations:
+                self._merge(other)
+            else:
+                self._adopt(other)
+            self.observations += other.observations
+        return self
+
+    def reset(self) -> None:
+        """Forget all observations."""
+        self.observations = 0
+
+    def _read_options(self, given: Mapping[str, Any]) -> Any:
+        """``given``, checked against the observer's options."""
+        for key in given:
+            if key not in self.Options.model_fields:
+                raise InputError(
+                    f"{type(self).__name__} has no option {key!r}.",
+                    did_you_mean(key, self.Options.model_fields) or "It has none.",
+                )
+        try:
+            return self.Options(**given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"])
+            raise InputError(
+                f"{type(self).__name__}: {name} = {first['input']!r} cannot be used.",
+                f"{first['msg']}.",
+            ) from error
+
+
+class RangeObserver(Observer):
+    """An observer whose memory is one range.
+
+    The range is kept in float32 at least: moving averages in 16 bits stand still.
+    """
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        self._state: Range | None = None
+        self._dtype = torch.float32
+
+    def measure(self, observed: Canonical) -> Range:
+        """The range of one tensor: its extremes, unless a subclass knows better."""
+        return observed.extremes
+
+    @abstractmethod
+    def combine(self, old: Range, new: Range) -> Range:
+        """The range after a tensor of range ``new``, where it was ``old`` before."""
+
+    def combine_peers(self, own: Range, other: Range, share: float) -> Range:
+        """The range of two observers together; ``share`` of the observations are the other's."""
+        del share
+        return union(own, other)
+
+    def reset(self) -> None:
+        """Forget all observations."""
+        super().reset()
+        self._state = None
+
+    def _update(self, observed: Canonical) -> None:
+        minimum, maximum = self.measure(observed)
+        self._dtype = minimum.dtype
+        kept = torch.promote_types(minimum.dtype, torch.float32)
+        new = Range(minimum.to(kept), maximum.to(kept))
+        self._state = new if self._state is None else self.combine(self._state, new)
+
+    def _range(self) -> Range:
+        assert self._state is not None
+        return Range(self._state.minimum.to(self._dtype), self._state.maximum.to(self._dtype))
+
+    def _merge(self, other: Self) -> None:
+        assert self._state is not None
+        assert other._state is not None
+        share = other.observations / (self.observations + other.observations)
+        self._state = self.combine_peers(self._state, other._state, share)
+
+    def _adopt(self, other: Self) -> None:
+        self._state, self._dtype = other._state, other._dtype
+
+
+def union(a: Range, b: Range) -> Range:
+    """The least range that holds both."""
+    return Range(torch.minimum(a.minimum, b.minimum), torch.maximum(a.maximum, b.maximum))
+
+
+@torch.no_grad()
+def fused_global_scale(observers: Iterable[Observer]) -> Tensor | None:
+    """The one global scale of tensors that are fused when served: q, k and v; gate and up.
+
+    Returns:
+        float32 [1]; ``None`` if their strategy has none.
+    """
+    members = list(observers)
+    if not all(needs_global_scale(observer.args) for observer in members):
+        return None
+    ranges = [observer.range() for observer in members]
+    return global_scale_from_amax(
+        torch.stack([torch.maximum(-low.min(), high.max()) for low, high in ranges])
+    )
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``scale`` in ``dtype``; what would vanish becomes the smallest number instead."""
+    info = torch.finfo(dtype)
+    stored = scale.to(dtype)
+    return torch.where(stored == 0, info.smallest_normal * info.eps, stored)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One shape for whatever is observed: a matrix and how it is cut into cells.
+
+=====================  ==================  ===================  =============  ===============
+tensor                 strategy            matrix               partition      scale
+=====================  ==================  ===================  =============  ===============
+weight [R, C]          of weights          [R, C]               see there      see there
+activation [..., C]    tensor              [tokens, C]          (0, 0)         [1]
+activation [..., C]    group, tensor_group [tokens, C]          (0, g)         [C / g]
+states [B, H, T, D]    tensor              [H, B * T * D]       (0, 0)         [1]
+states [B, H, T, D]    attn_head           [H, B * T * D]       (1, 0)         [H, 1, 1]
+=====================  ==================  ===================  =============  ===============
+
+Converted here once, nothing beyond has to ask what it is looking at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from torch import Tensor
+
+from llmcompressor.errors import InputError, did_you_mean
+from llmcompressor.numerics.partition import Partition
+from llmcompressor.numerics.scales import parameter_dtype
+from llmcompressor.schemes.bridge import partition_of
+
+__all__ = ["ACTIVATIONS", "ATTENTION_STATES", "Canonical", "Range", "canonical"]
+
+ACTIVATIONS = frozenset({"input", "output"})
+ATTENTION_STATES = frozenset({"q", "k", "v"})
+_GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+
+
+class Range(NamedTuple):
+    """Least and greatest value per scale, two tensors of the scale's shape."""
+
+    minimum: Tensor
+    maximum: Tensor
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """What is observed, in its one shape.
+
+    Attributes:
+        matrix: [R, C], not empty.
+        partition: its cells; one scale for each.
+        scale_shape: the shape in which the scales are stored.
+    """
+
+    matrix: Tensor
+    partition: Partition
+    scale_shape: tuple[int, ...]
+
+    @cached_property
+    def extremes(self) -> Range:
+        """Least and greatest element of each cell."""
+        minimum, maximum = self.partition.extremes(self.matrix)
+        return Range(minimum.reshape(self.scale_shape), maximum.reshape(self.scale_shape))
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Elements of each cell [scales, elements], ragged ones padded with zeros."""
+        return self.partition.cells(self.matrix).flatten(0, 1)
+
+    @property
+    def padding(self) -> Tensor:
+        """How many of the zeros in each row of :attr:`values` are padding, int64 [scales]."""
+        ones = self.matrix.new_ones(1, 1).expand(self.matrix.shape)
+        return (self.partition.cells(ones) == 0).sum(-1).flatten()
+
+
+def canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
+    """Bring a tensor into its canonical shape.
+
+    Args:
+        x: weight [R, C], or with more dimensions, which are joined to C; activation [..., C];
+            or attention states [batch, heads, tokens, head_dim].
+        base_name: ``"weight"``, ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``.
+        args: how it will be quantized.
+
+    Raises:
+        InputError: the strategy does not apply to such a tensor.
+    """
+    x = x.to(parameter_dtype(x.dtype))
+    if base_name == "weight":
+        matrix, partition = x.flatten(1), partition_of(args)
+        return Canonical(matrix, partition, partition.shape(*matrix.shape))
+    if base_name in ACTIVATIONS:
+        return _activation(x.reshape(-1, x.shape[-1]), base_name, args)
+    if base_name in ATTENTION_STATES:
+        return _attention_states(x.transpose(0, 1).flatten(1), base_name, args)
+    known = {"weight", *ACTIVATIONS, *ATTENTION_STATES}
+    raise InputError(f"There is no tensor named {base_name!r}.", did_you_mean(base_name, known))
+
+
+def _activation(matrix: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
+    C = matrix.shape[1]
+    if args.strategy == QuantizationStrategy.TENSOR:
+        return Canonical(matrix, Partition(0, 0), (1,))
+    if args.strategy in _GROUPED and args.group_size is not None:
+        partition = Partition(0, args.group_size)
+        if not partition.divides(*matrix.shape):
+            raise InputError(
+                f"{C} features of the {base_name} cannot be cut into groups of {args.group_size}.",
+                f"Choose a group_size that divides {C}, or ignore the module.",
+            )
+        return Canonical(matrix, partition, (max(1, C // args.group_size),))
+    raise _unsuitable(args, base_name, "tensor, group or tensor_group")
+
+
+def _attention_states(matrix: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
+    if args.strategy == QuantizationStrategy.TENSOR:
+        return Canonical(matrix, Partition(0, 0), (1,))
+    if args.strategy == QuantizationStrategy.ATTN_HEAD:
+        return Canonical(matrix, Partition(1, 0), (matrix.shape[0], 1, 1))
+    raise _unsuitable(args, base_name, "tensor or attn_head")
+
+
+def _unsuitable(args: QuantizationArgs, base_name: str, choices: str) -> InputError:
+    name = QuantizationStrategy(args.strategy).value if args.strategy else "None"
+    return InputError(
+        f"The strategy {name} has no static scales for the {base_name}.",
+        f"Use {choices}, or dynamic scales.",
+    )

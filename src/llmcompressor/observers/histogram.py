@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranges from the distribution of all values, which is kept as a histogram."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from pydantic import Field
+from torch import Tensor
+
+from llmcompressor.numerics.histogram import (
+    Histogram,
+    entropy_range,
+    mse_range,
+    percentile_range,
+)
+from llmcompressor.observers.base import Observer, ObserverOptions
+from llmcompressor.observers.canonical import Canonical, Range
+from llmcompressor.schemes.bridge import grid_of
+
+__all__ = ["EntropyObserver", "HistogramObserver", "PercentileObserver"]
+
+Method = Literal["percentile", "mse", "entropy"]
+
+
+class HistogramOptions(ObserverOptions):
+    """Options of the histogram.
+
+    Attributes:
+        method: keep a percentile of the values, or the least mean square error, or the least
+            divergence of the rounded values' distribution.
+        percentile: for that method, the percentage of values to keep.
+        bins: bins on each side of zero.
+    """
+
+    method: Method = "mse"
+    percentile: float = Field(default=99.99, gt=0, le=100)
+    bins: int = Field(default=2048, ge=128)
+
+
+class PercentileOptions(HistogramOptions):
+    """Options of the histogram, with the percentile as the method."""
+
+    method: Method = "percentile"
+
+
+class EntropyOptions(HistogramOptions):
+    """Options of the histogram, with the divergence as the method."""
+
+    method: Method = "entropy"
+
+
+class HistogramObserver(Observer):
+    """The range that suits the distribution of all values observed.
+
+    Exact and independent of the order of observations; merging those of two halves of the data
+    gives that of the whole.
+    """
+
+    Options: ClassVar[type[ObserverOptions]] = HistogramOptions
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        self._histogram: Histogram | None = None
+        self._scale_shape: tuple[int, ...] = (1,)
+        self._dtype = torch.float32
+
+    def reset(self) -> None:
+        """Forget all observations."""
+        super().reset()
+        self._histogram = None
+
+    def _update(self, observed: Canonical) -> None:
+        seen = Histogram.of(observed.values, self.options.bins)
+        if not observed.partition.divides(*observed.matrix.shape):
+            seen = seen.without_zeros(observed.padding)
+        self._histogram = seen if self._histogram is None else self._histogram.merge(seen)
+        self._scale_shape, self._dtype = observed.scale_shape, observed.matrix.dtype
+
+    def _range(self) -> Range:
+        assert self._histogram is not None
+        low_S, high_S = self._clipped(self._histogram)
+        return Range(self._shaped(low_S), self._shaped(high_S))
+
+    def _clipped(self, histogram: Histogram) -> tuple[Tensor, Tensor]:
+        options, grid = self.options, grid_of(self.args)
+        if options.method == "percentile":
+            return percentile_range(histogram, options.percentile, symmetric=grid.symmetric)
+        return (mse_range if options.method == "mse" else entropy_range)(histogram, grid)
+
+    def _shaped(self, bound_S: Tensor) -> Tensor:
+        return bound_S.to(self._dtype).reshape(self._scale_shape)
+
+    def _merge(self, other: Self) -> None:
+        assert self._histogram is not None
+        assert other._histogram is not None
+        self._histogram = self._histogram.merge(other._histogram)
+
+    def _adopt(self, other: Self) -> None:
+        self._histogram = other._histogram
+        self._scale_shape, self._dtype = other._scale_shape, other._dtype
+
+
+class PercentileObserver(HistogramObserver):
+    """The range that holds 99.99 percent of all values observed, or another percentage."""
+
+    Options = PercentileOptions
+
+
+class EntropyObserver(HistogramObserver):
+    """The range that keeps the distribution of all values observed most alike."""
+
+    Options = EntropyOptions

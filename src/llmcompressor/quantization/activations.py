@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observers on what flows through modules: inputs, outputs, and the states of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import DynamicType, QuantizationArgs, QuantizationScheme
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.state import State
+from llmcompressor.errors import NonFiniteError, TargetError
+from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.observers.base import Observer
+from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.schemes.bridge import default_observer, needs_global_scale
+
+__all__ = ["ActivationObservers"]
+
+_STATE_KINDS = {"q": "query", "k": "key", "v": "value"}
+
+
+class ActivationObservers:
+    """The activation observers of one modifier, by module and kind of activation.
+
+    Args:
+        modifier: whose hooks feed them.
+        state: tells which positions of the current batch are real tokens.
+    """
+
+    def __init__(self, modifier: Modifier, state: State) -> None:
+        self._modifier = modifier
+        self._state = state
+        self._observers: dict[Module, dict[str, Observer]] = {}
+        self._names: dict[Module, str] = {}
+
+    def watch_linear(self, module: Module, name: str, scheme: QuantizationScheme) -> None:
+        """Observe the inputs and outputs of a Linear that need a static parameter."""
+        self._names[module] = name
+        if observer := self._observer(scheme.input_activations, "input"):
+            self._keep(module, "input", observer)
+            self._modifier.register_hook(
+                module,
+                lambda module, args, kwargs: self._observe(module, "input", first_tensor(args, kwargs)),
+                "forward_pre",
+                with_kwargs=True,
+            )
+        if observer := self._observer(scheme.output_activations, "output"):
+            self._keep(module, "output", observer)
+            self._modifier.register_hook(
+                module, lambda module, _, output: self._observe(module, "output", output), "forward"
+            )
+
+    def watch_attention(
+        self, module: Module, name: str, args: QuantizationArgs, bases: Iterable[str]
+    ) -> None:
+        """Observe the states of an attention module: ``bases`` of ``"q"``, ``"k"``, ``"v"``."""
+        self._names[module] = name
+        for base in bases:
+            if observer := self._observer(args, base):
+                self._keep(module, base, observer)
+                self._modifier.register_hook(module, self._state_hook(base), _STATE_KINDS[base])
+
+    def parameters(self, module: Module) -> dict[str, Tensor]:
+        """The static parameters of ``module``, by the names under which they are stored."""
+        found: dict[str, Tensor] = {}
+        for base, observer in self._observers.get(module, {}).items():
+            self._check_seen(module, base, observer)
+            args = observer.args
+            if needs_global_scale(args):
+                global_scale = observer.global_scale()
+                assert global_scale is not None
+                found[f"{base}_global_scale"] = global_scale
+            if args.dynamic == DynamicType.LOCAL:
+                continue
+            scale, zero_point = observer.qparams(
+                found.get(f"{base}_global_scale"), dtype=next(module.parameters()).dtype
+            )
+            found[f"{base}_scale"] = scale
+            if not args.symmetric:
+                found[f"{base}_zero_point"] = zero_point
+        return found
+
+    @staticmethod
+    def _observer(args: QuantizationArgs | None, base: str) -> Observer | None:
+        name = None if args is None else default_observer(args, base)
+        if args is None or name is None:
+            return None
+        return Observer.load_from_registry(name, base_name=base, args=args)
+
+    def _keep(self, module: Module, base: str, observer: Observer) -> None:
+        self._observers.setdefault(module, {})[base] = observer
+
+    def _state_hook(self, base: str) -> Any:
+        return lambda module, states: self._observe_states(module, base, states)
+
+    @torch.no_grad()
+    def _observe(self, module: Module, base: str, activation: Tensor | None) -> None:
+        if activation is None:
+            return
+        self._feed(module, base, real_tokens(activation, self._state.token_mask))
+
+    @torch.no_grad()
+    def _observe_states(self, module: Module, base: str, states_BHTD: Tensor) -> None:
+        """States come as ``[batch, heads, tokens, head_dim]``; padding goes sample by sample."""
+        mask = self._state.token_mask
+        if mask is None or mask.shape != (states_BHTD.shape[0], states_BHTD.shape[2]):
+            self._feed(module, base, states_BHTD)
+            return
+        for states_HTD, mask_T in zip(states_BHTD, mask, strict=True):
+            self._feed(module, base, states_HTD[:, mask_T].unsqueeze(0))
+
+    def _feed(self, module: Module, base: str, values: Tensor) -> None:
+        try:
+            self._observers[module][base].observe(values)
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"The {base} activations of {self._names[module]} hold NaN or infinity. Look for "
+                "a bad weight upstream, or load the model with precision='float32'."
+            ) from error
+
+    def _check_seen(self, module: Module, base: str, observer: Observer) -> None:
+        if not observer.observations:
+            raise TargetError(
+                f"No calibration token reached {self._names[module]}, whose {base} scale is static.",
+                "Add data that uses it, or put it on the recipe's ignore list.",
+            )

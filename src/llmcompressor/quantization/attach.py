@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaves a module quantized, in the form in which compressed-tensors knows it.
+
+After this, the module runs with its rounded weight and with fake-quantized activations, just as
+a model does that transformers has read from the checkpoint; and it can be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from compressed_tensors.modeling import initialize_hooked_attention, initialize_hooked_kv_cache
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStatus,
+    is_cached_attention_module,
+)
+from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.quantization.parameters import WeightParameters
+
+__all__ = [
+    "attach_attention",
+    "attach_linear",
+    "cached_attention_modules",
+    "set_parameter",
+    "tap_attention",
+]
+
+KV_CACHE_TARGETS = ["re:.*(self_attn|attention)$"]
+"""What a scheme for the cache alone names as targets; readers take the ``kv_cache_scheme``."""
+
+
+def set_parameter(module: Module, name: str, value: Tensor) -> None:
+    """Give ``module`` the parameter ``name``, in the dtype that was reserved for it."""
+    reserved = getattr(module, name, None)
+    dtype = value.dtype if reserved is None else reserved.dtype
+    shape = value.shape if reserved is None else reserved.shape
+    parameter = torch.nn.Parameter(value.detach().to(dtype).reshape(shape), requires_grad=False)
+    module.register_parameter(name, parameter)
+
+
+def attach_linear(
+    module: Module,
+    scheme: QuantizationScheme,
+    weight: WeightParameters | None,
+    activations: Mapping[str, Tensor],
+) -> None:
+    """Mark a Linear or Embedding as quantized.
+
+    Args:
+        module: its weight is already rounded.
+        scheme: how it is quantized.
+        weight: the parameters of its weight, or ``None`` if only activations are quantized.
+        activations: static parameters by name (``input_scale``, …).
+    """
+    initialize_module_for_quantization(module, scheme, force_zero_point=False)
+    if weight is not None:
+        set_parameter(module, "weight_scale", weight.scale)
+        if not weight.args.symmetric:
+            set_parameter(module, "weight_zero_point", weight.zero_point)
+        if weight.global_scale is not None:
+            set_parameter(module, "weight_global_scale", weight.global_scale)
+    for name, value in activations.items():
+        set_parameter(module, name, value)
+    # The weight holds what its codes stand for: it is not to be rounded again at every forward.
+    module.quantization_status = QuantizationStatus.DECOMPRESSED  # type: ignore[assignment]
+
+
+def cached_attention_modules(model: Module) -> dict[Module, str]:
+    """The attention modules that keep a cache of keys and values."""
+    return {
+        module: name for name, module in model.named_modules() if is_cached_attention_module(module)
+    }
+
+
+def tap_attention(model: Module, module: Module, *, queries: bool) -> None:
+    """Make the states of an attention module visible to hooks; nothing is quantized yet."""
+    if queries:
+        initialize_hooked_attention(model, module)
+    else:
+        initialize_hooked_kv_cache(model, module)
+
+
+def attach_attention(
+    module: Module,
+    args: QuantizationArgs,
+    states: Mapping[str, Tensor],
+    scheme: QuantizationScheme | None = None,
+) -> None:
+    """Mark an attention module's keys and values (and queries) as quantized.
+
+    Args:
+        module: made visible by :func:`tap_attention`.
+        args: how its states are quantized.
+        states: ``k_scale``, ``v_scale``, ``q_scale`` and zero points.
+        scheme: the scheme that targets it; by default one for the cache alone.
+    """
+    if scheme is None:
+        scheme = QuantizationScheme(targets=list(KV_CACHE_TARGETS), input_activations=args)
+    initialize_module_for_quantization(module, scheme, force_zero_point=False)
+    for name, value in states.items():
+        set_parameter(module, name, value)
+    module.quantization_status = QuantizationStatus.DECOMPRESSED  # type: ignore[assignment]

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base of the modifiers that leave a model quantized: fields, schemes, observers, the end."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from pydantic import Field, PrivateAttr
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.events import Event
+from llmcompressor.core.state import State
+from llmcompressor.errors import NonFiniteError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets
+from llmcompressor.modeling.matching import check_targets
+from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.numerics.finite import is_finite
+from llmcompressor.numerics.scales import global_scale_from_amax
+from llmcompressor.progress import progress
+from llmcompressor.quantization.activations import ActivationObservers
+from llmcompressor.quantization.attach import (
+    attach_attention,
+    attach_linear,
+    cached_attention_modules,
+    tap_attention,
+)
+from llmcompressor.quantization.parameters import WeightParameters, observe_weight, weight_amax
+from llmcompressor.schemes.bridge import needs_global_scale
+from llmcompressor.schemes.checks import check_schemes
+from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
+
+__all__ = ["QuantizationMixin"]
+
+
+class QuantizationMixin(Modifier):
+    """What to quantize and how: the fields that all quantizing modifiers share.
+
+    Attributes:
+        config_groups: group name → scheme (a mapping of ``targets``, ``weights``,
+            ``input_activations``, ``output_activations``), or preset name → targets.
+        targets: what ``scheme`` applies to: class names, module names, ``re:`` patterns.
+        ignore: what it does not apply to; an ignore always wins.
+        scheme: a preset (``"W4A16"``), or presets with their targets.
+        kv_cache_scheme: how keys and values are stored while generating.
+        weight_observer: which observer finds the ranges of weights.
+        input_observer: the same for inputs with static scales.
+        output_observer: the same for outputs.
+        observer: the three as one mapping with the keys ``weights``, ``input``, ``output``.
+        bypass_divisibility_checks: accept group sizes that do not divide a weight's columns.
+        allow_unmatched: accept targets that match nothing.
+    """
+
+    config_groups: dict[str, QuantizationScheme | dict[str, Any] | list[str]] | None = None
+    targets: str | list[str] = Field(default_factory=lambda: ["Linear"])
+    ignore: str | list[str] = Field(default_factory=list)
+    scheme: str | dict[str, Any] | None = None
+    kv_cache_scheme: QuantizationArgs | dict[str, Any] | None = None
+    weight_observer: str | None = None
+    input_observer: str | None = None
+    output_observer: str | None = None
+    observer: dict[str, str] | None = None
+    bypass_divisibility_checks: bool = False
+    allow_unmatched: bool = False
+
+    _resolved: ResolvedSchemes | None = PrivateAttr(None)
+    _schemes: dict[Module, QuantizationScheme] = PrivateAttr(default_factory=dict)
+    _names: dict[Module, str] = PrivateAttr(default_factory=dict)
+    _parameters: dict[Module, WeightParameters] = PrivateAttr(default_factory=dict)
+    _rounded: set[Module] = PrivateAttr(default_factory=set)
+    _global_scales: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
+    _attention: dict[Module, str] = PrivateAttr(default_factory=dict)
+    _observers: ActivationObservers | None = PrivateAttr(None)
+
+    # ------------------------------------------------------------------ declarations
+
+    def resolve_quantization_config(self) -> ResolvedSchemes:
+        """The schemes that the fields ask for, independent of any model.
+
+        Raises:
+            RecipeError: the fields contradict each other, or one of them is wrong.
+        """
+        if self._resolved is None:
+            self._resolved = resolve_schemes(
+                config_groups=self.config_groups,
+                targets=self.targets,
+                ignore=self.ignore,
+                scheme=self.scheme,
+                kv_cache_scheme=self.kv_cache_scheme,
+                weight_observer=self.weight_observer,
+                input_observer=self.input_observer,
+                output_observer=self.output_observer,
+                observer=self.observer,
+                bypass_divisibility_checks=self.bypass_divisibility_checks,
+                allow_unmatched=self.allow_unmatched,
+            )
+        return self._resolved
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse contradicting fields when the recipe is read, before any model is loaded."""
+        super().model_post_init(context)
+        self.resolve_quantization_config()
+
+    @property
+    def requires_calibration_data(self) -> bool:
+        """Whether a static activation scale, a cache scale or an observer asks for data."""
+        return self.resolve_quantization_config().requires_calibration_data
+
+    @property
+    def finest_granularity(self) -> Granularity:
+        """Only inputs are looked at, so a forward may be paused at every Linear."""
+        return Granularity.LINEAR
+
+    @property
+    def runs_to_end(self) -> bool:
+        """States of attention are observed on the way, to the last layer."""
+        return bool(self._attention)
+
+    def calibrated_modules(self, state: State) -> list[Module]:
+        """The Linears and Embeddings that are quantized."""
+        return list(self._schemes)
+
+    # ------------------------------------------------------------------ before
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Find the modules, check everything that can be checked, mark them with their scheme."""
+        model, resolved = state.model, self.resolve_quantization_config()
+        check_targets(
+            model, resolved.targets, resolved.ignore, allow_unmatched=self.allow_unmatched
+        )
+        schemes = resolved.schemes_by_module(model)
+        check_schemes(
+            model,
+            schemes,
+            joined=[*fused_sets(model), *expert_sets(model)],
+            bypass_divisibility=self.bypass_divisibility_checks,
+        )
+        modules = dict(model.named_modules())
+        attention = cached_attention_modules(model)
+        for name, scheme in schemes.items():
+            module = modules[name]
+            self._check_free(module, name)
+            if module in attention:
+                self._attention[module] = name
+            else:
+                self._schemes[module] = scheme
+            self._names[module] = name
+            module.quantization_scheme = scheme
+        self._check_finite()
+        self._find_global_scales(modules)
+        if resolved.kv_cache_scheme is not None:
+            self._add_caches(attention)
+        return True
+
+    def _add_caches(self, attention: Mapping[Module, str]) -> None:
+        if not attention:
+            raise TargetError(
+                "kv_cache_scheme is set, but no attention module of this model keeps a cache of "
+                "keys and values.",
+                "Leave kv_cache_scheme out.",
+            )
+        for module, name in attention.items():
+            self._attention.setdefault(module, name)
+            self._names[module] = name
+
+    def _check_free(self, module: Module, name: str) -> None:
+        if getattr(module, "quantization_scheme", None) is not None:
+            raise TargetError(
+                f"{name} is quantized already, by another modifier or an earlier run.",
+                f"Put it on the ignore list of one of them ({type(self).__name__} is the later).",
+            )
+
+    def _check_finite(self) -> None:
+        for module, name in self._names.items():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Tensor) and not is_finite(weight):
+                raise NonFiniteError(
+                    f"The weight of {name} holds NaN or infinity. Nothing can be made of it: "
+                    "check the checkpoint, or put the module on the ignore list."
+                )
+
+    def _find_global_scales(self, modules: Mapping[str, Module]) -> None:
+        """One global scale for all parts of a module that servers fuse (q, k, v; gate, up)."""
+        for module, scheme in self._schemes.items():
+            if scheme.weights is None or not needs_global_scale(scheme.weights):
+                continue
+            partners = [modules.get(name) for name in fused_partners(self._names[module])]
+            members = [module, *(one for one in partners if one in self._schemes)]
+            amax = torch.stack([weight_amax(one.weight.detach()) for one in members if one]).max()
+            self._global_scales[module] = global_scale_from_amax(amax)
+
+    # ------------------------------------------------------------------ while
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Put observers where a static scale is wanted."""
+        self._observers = ActivationObservers(self, state)
+        for module, scheme in self._schemes.items():
+            self._observers.watch_linear(module, self._names[module], scheme)
+        for module, name in self._attention.items():
+            args, queries = self._attention_args(module)
+            tap_attention(state.model, module, queries=queries)
+            bases = ("q", "k", "v") if queries else ("k", "v")
+            self._observers.watch_attention(module, name, args, bases)
+
+    def on_sequential_epoch_end(
+        self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
+    ) -> None:
+        """Quantize the weights of those of ``modules`` that are this modifier's."""
+        mine = [module for module in modules if self._has_weight_scheme(module)]
+        if mine:
+            self.quantize_weights(state, mine)
+
+    @abstractmethod
+    def quantize_weights(self, state: State, modules: list[Module]) -> None:
+        """Find and :meth:`keep` the parameters of the weights of ``modules``."""
+
+    def observe(self, module: Module, importance_C: Tensor | None = None) -> WeightParameters:
+        """The parameters that the module's observer finds for its present weight."""
+        scheme = self._schemes[module]
+        assert scheme.weights is not None
+        return observe_weight(
+            module.weight.detach(),
+            scheme.weights,
+            global_scale=self._global_scales.get(module),
+            importance_C=importance_C,
+        )
+
+    def keep(
+        self, module: Module, parameters: WeightParameters, *, rounded: bool = False
+    ) -> None:
+        """Remember the parameters of a weight until calibration ends.
+
+        Args:
+            module: one of :attr:`calibrated_modules`.
+            parameters: what was found for it.
+            rounded: whether its weight is on the grid already; it is rounded at the end if not.
+        """
+        if not bool(torch.isfinite(parameters.scale).all()):
+            raise NonFiniteError(f"The scales found for {self._names[module]} are not finite.")
+        self._parameters[module] = parameters
+        if rounded:
+            self._rounded.add(module)
+
+    # ------------------------------------------------------------------ after
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Round what was not rounded, and leave every module quantized."""
+        self.remove_hooks()
+        assert self._observers is not None
+        with progress(len(self._schemes), "Quantizing") as advance:
+            for module, scheme in self._schemes.items():
+                advance(note=self._names[module])
+                parameters = self._parameters.get(module)
+                if parameters is not None and module not in self._rounded:
+                    module.weight.data = parameters.round(module.weight.data)
+                attach_linear(module, scheme, parameters, self._observers.parameters(module))
+                advance(1)
+        for module in self._attention:
+            args, queries = self._attention_args(module)
+            scheme = getattr(module, "quantization_scheme", None) if queries else None
+            attach_attention(module, args, self._observers.parameters(module), scheme)
+        self._observers = None
+        logger.info(f"{type(self).__name__}: {len(self._schemes)} modules quantized.")
+
+    # ------------------------------------------------------------------ helpers
+
+    def _has_weight_scheme(self, module: Module) -> bool:
+        scheme = self._schemes.get(module)
+        return scheme is not None and scheme.weights is not None
+
+    def _attention_args(self, module: Module) -> tuple[QuantizationArgs, bool]:
+        """How the states of an attention module are quantized, and whether queries are too."""
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is not None and scheme.input_activations is not None:
+            return scheme.input_activations, True
+        cache = self.resolve_quantization_config().kv_cache_scheme
+        assert cache is not None
+        return cache, False

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+import tiny_checkpoints as tiny
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from torch import Tensor
+
+from llmcompressor.checkpoint.compress import (
+    QuantizedModule,
+    compress,
+    parse_format,
+    quantized_modules,
+)
+from llmcompressor.errors import ArgumentError, LifecycleError, NonFiniteError
+from llmcompressor.schemes.presets import PRESETS, preset_scheme
+
+PRESET_NAMES = [name for name in PRESETS if name != "UNQUANTIZED"]
+
+
+def own_tensors(entry: QuantizedModule) -> dict[str, Tensor]:
+    return {name: tensor.data for name, tensor in entry.module.named_parameters(recurse=False)}
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_packed_tensors_decode_to_the_weights_in_memory(name: str) -> None:
+    model = tiny.quantize_model(tiny.qwen2(), {"g": preset_scheme(name, ["Linear"])})
+    entries = quantized_modules(model)
+    assert len(entries) == 14
+    for entry in entries:
+        own = own_tensors(entry)
+        before = {key: tensor.clone() for key, tensor in own.items()}
+        packed = compress(entry, own)
+        reader = BaseCompressor.get_value_from_registry(entry.scheme.format)
+        assert torch.equal(reader.decompress(packed, entry.scheme)["weight"], before["weight"])
+        assert all(torch.equal(tensor, before[key]) for key, tensor in own.items())
+        assert ("bias" in packed) == ("bias" in own)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bits", [4, 7, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_no_code_is_lost_to_rounding(dtype: torch.dtype, bits: int, symmetric: bool) -> None:
+    """All codes of many scales, decoded in the model's dtype, survive being encoded again."""
+    torch.manual_seed(bits)
+    args = QuantizationArgs(num_bits=bits, strategy="channel", symmetric=symmetric)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
+    codes = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).expand(256, -1).contiguous()
+    scale = (torch.rand(256, 1) * 0.1 + 1e-3).to(dtype)
+    zero = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (256, 1), dtype=torch.int8)
+    shifted = codes.to(dtype) - (0 if symmetric else zero.to(dtype))
+    own = {"weight": shifted * scale, "weight_scale": scale, "weight_zero_point": zero}
+    entry = QuantizedModule("m", torch.nn.Linear(1, 1), scheme)
+    reader = BaseCompressor.get_value_from_registry("pack-quantized")
+    decoded = reader.decompress(compress(entry, own), scheme)["weight"]
+    assert torch.equal(decoded, own["weight"])
+
+
+def test_embeddings_are_packed_too() -> None:
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=["Embedding"], weights=args)
+    model = tiny.quantize_model(tiny.llama(), {"g": scheme})
+    (entry,) = quantized_modules(model)
+    packed = compress(entry, own_tensors(entry))
+    assert entry.scheme.format == "pack-quantized"
+    reader = BaseCompressor.get_value_from_registry("pack-quantized")
+    assert torch.equal(reader.decompress(packed, scheme)["weight"], entry.module.weight)
+
+
+EXPECTED = {
+    "W4A16": {
+        "weight_packed": torch.int32,
+        "weight_scale": torch.bfloat16,
+        "weight_shape": torch.int64,
+    },
+    "W4A16_ASYM": {
+        "weight_packed": torch.int32,
+        "weight_scale": torch.bfloat16,
+        "weight_shape": torch.int64,
+        "weight_zero_point": torch.int32,
+    },
+    "W4A8": {
+        "weight_packed": torch.int32,
+        "weight_scale": torch.bfloat16,
+        "weight_shape": torch.int64,
+    },
+    "W4AFP8": {
+        "weight_packed": torch.int32,
+        "weight_scale": torch.bfloat16,
+        "weight_shape": torch.int64,
+    },
+    "W8A8": {"weight": torch.int8, "weight_scale": torch.bfloat16},
+    "FP8": {
+        "weight": torch.float8_e4m3fn,
+        "weight_scale": torch.bfloat16,
+        "input_scale": torch.bfloat16,
+    },
+    "FP8_DYNAMIC": {"weight": torch.float8_e4m3fn, "weight_scale": torch.bfloat16},
+    "FP8_BLOCK": {"weight": torch.float8_e4m3fn, "weight_scale": torch.bfloat16},
+    "NVFP4A16": {
+        "weight_packed": torch.uint8,
+        "weight_scale": torch.float8_e4m3fn,
+        "weight_global_scale": torch.float32,
+    },
+    "NVFP4": {
+        "weight_packed": torch.uint8,
+        "weight_scale": torch.float8_e4m3fn,
+        "weight_global_scale": torch.float32,
+        "input_global_scale": torch.float32,
+    },
+    "MXFP4": {"weight_packed": torch.uint8, "weight_scale": torch.uint8},
+    "MXFP8": {"weight": torch.float8_e4m3fn, "weight_scale": torch.uint8},
+}
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_exact_set_of_tensors_and_dtypes(name: str) -> None:
+    model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
+    entry = quantized_modules(model)[0]
+    packed = compress(entry, own_tensors(entry))
+    assert {key: tensor.dtype for key, tensor in packed.items()} == EXPECTED[name]
+    for key, tensor in packed.items():
+        if key in {"input_scale", "input_global_scale", "weight_global_scale"}:
+            assert tensor.shape == (1,)
+
+
+def test_four_bits_take_half_a_byte_whatever_the_activations() -> None:
+    for name in ("W4A16", "W4A8", "W4AFP8", "NVFP4", "MXFP4"):
+        model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
+        entry = quantized_modules(model)[0]
+        packed = compress(entry, own_tensors(entry))["weight_packed"]
+        assert packed.numel() * packed.element_size() == entry.module.weight.numel() // 2
+
+
+def test_forced_format() -> None:
+    model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme("W8A8", ["Linear"])})
+    forced = quantized_modules(model, forced_format=parse_format("pack-quantized"))[0]
+    assert forced.scheme.format == "pack-quantized"
+    assert "weight_packed" in compress(forced, own_tensors(forced))
+    assert quantized_modules(model)[0].scheme.format == "int-quantized"
+
+
+def test_unknown_and_retired_formats() -> None:
+    with pytest.raises(ArgumentError, match="Did you mean pack-quantized"):
+        parse_format("packquantized")
+    with pytest.raises(ArgumentError, match="readers take"):
+        parse_format("marlin-24")
+
+
+def test_a_broken_scale_is_named() -> None:
+    model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme("FP8", ["Linear"])})
+    entry = quantized_modules(model)[3]
+    entry.module.weight_scale.data.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match=entry.name):
+        compress(entry, own_tensors(entry))
+    del entry.module.input_scale
+    with pytest.raises(LifecycleError, match="input_scale"):
+        compress(entry, own_tensors(entry))

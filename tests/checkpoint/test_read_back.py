@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of checkpoint, read by transformers alone in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoints as tiny
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from transformers import PreTrainedModel, WhisperConfig, WhisperForConditionalGeneration
+
+from llmcompressor.checkpoint.save import save_checkpoint
+from llmcompressor.schemes.presets import PRESETS, preset_scheme
+
+READER = """
+import sys, torch, transformers
+from pathlib import Path
+root, tokens = Path(sys.argv[1]), torch.load(sys.argv[2])
+out = {}
+for folder in sorted(root.iterdir()):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    cls = getattr(transformers, config.architectures[0])
+    model, info = cls.from_pretrained(folder, output_loading_info=True)
+    model.eval()
+    with torch.no_grad():
+        given = tokens[folder.name]
+        out[folder.name] = {
+            "logits": model(**given).logits,
+            "missing": sorted(info["missing_keys"]),
+            "unexpected": sorted(info["unexpected_keys"]),
+        }
+assert not any(name.split(".")[0] == "llmcompressor" for name in sys.modules)
+torch.save(out, sys.argv[3])
+"""
+
+
+def preset(name: str) -> PreTrainedModel:
+    return tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
+
+
+def with_cache(strategy: str) -> PreTrainedModel:
+    cache = QuantizationArgs(num_bits=8, type="float", strategy=strategy)
+    return tiny.quantize_model(
+        tiny.llama(), {"g": preset_scheme("W4A16", ["Linear"])}, kv_cache=cache
+    )
+
+
+def attention() -> PreTrainedModel:
+    args = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
+    scheme = QuantizationScheme(targets=["LlamaAttention"], input_activations=args)
+    model = tiny.llama()
+    return tiny.quantize_model(model, {"a": preset_scheme("W8A8", ["Linear"]), "b": scheme})
+
+
+def mixed() -> PreTrainedModel:
+    groups = {
+        "a": preset_scheme("W4A16", ["Linear"]),
+        "b": preset_scheme("FP8_DYNAMIC", ["re:.*down_proj"]),
+        "c": preset_scheme("NVFP4A16", ["re:.*layers.1.*up_proj"]),
+    }
+    return tiny.quantize_model(tiny.llama(), groups)
+
+
+def static_asymmetric() -> PreTrainedModel:
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(num_bits=8, strategy="channel"),
+        input_activations=QuantizationArgs(num_bits=8, strategy="tensor", symmetric=False),
+    )
+    return tiny.quantize_model(tiny.llama(), {"g": scheme})
+
+
+def ragged_blocks() -> PreTrainedModel:
+    args = QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[128, 128])
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    return tiny.quantize_model(tiny.llama(intermediate_size=200), {"g": scheme})
+
+
+def whisper() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=96,
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        max_source_positions=8,
+        max_target_positions=32,
+        num_mel_bins=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    model = WhisperForConditionalGeneration(config).eval()
+    return tiny.quantize_model(
+        model, {"g": preset_scheme("W8A8", ["re:.*(_proj|fc[12])$"])}, ignore=()
+    )
+
+
+CASES: dict[str, Callable[[], PreTrainedModel]] = {
+    **{name: (lambda name=name: preset(name)) for name in PRESETS},
+    "attention": attention,
+    "cache-head": lambda: with_cache("attn_head"),
+    "cache-tensor": lambda: with_cache("tensor"),
+    "mixed": mixed,
+    "qwen2-bias": lambda: tiny.quantize_model(
+        tiny.qwen2(), {"g": preset_scheme("W4A16_ASYM", ["Linear"])}
+    ),
+    "ragged-blocks": ragged_blocks,
+    "static-asymmetric": static_asymmetric,
+    "tied": lambda: tiny.quantize_model(
+        tiny.llama(tied=True), {"g": preset_scheme("W4A16", ["Linear"])}
+    ),
+    "whisper": whisper,
+}
+DENSE = ("W4A16_ASYM", "NVFP4", "MXFP4", "FP8", "W8A8", "mixed", "cache-tensor")
+
+
+@pytest.fixture(scope="module")
+def read_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Case → what the reader says, and the logits of the model in memory."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    here, tokens = {}, {}
+    for name, make in CASES.items():
+        model = make()
+        tokens[name] = {"input_ids": tiny.tokens()}
+        if isinstance(model, WhisperForConditionalGeneration):
+            tokens[name] = {
+                "input_features": torch.randn(2, 4, 16),
+                "decoder_input_ids": tiny.tokens(),
+            }
+        save_checkpoint(model, root / name, max_shard_size="150KB" if name == "tied" else "1GB")
+        with torch.no_grad():
+            here[name] = model(**tokens[name]).logits
+        if name in DENSE:
+            dense = f"{name}-dense"
+            save_checkpoint(model, root / dense, save_compressed=False)
+            here[dense], tokens[dense] = here[name], tokens[name]
+    files = [root.parent / file for file in ("tokens.pt", "out.pt")]
+    torch.save(tokens, files[0])
+    command = [sys.executable, "-W", "error", "-c", READER, str(root), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = torch.load(files[1])
+    return {name: {**results[name], "here": here[name]} for name in here}
+
+
+@pytest.mark.parametrize("name", [*CASES, *(f"{name}-dense" for name in DENSE)])
+def test_reads_back_as_the_model_that_was_saved(
+    name: str, read_back: dict[str, dict[str, Any]]
+) -> None:
+    result = read_back[name]
+    assert result["missing"] == []
+    assert result["unexpected"] == []
+    assert torch.equal(result["logits"], result["here"])
+
+
+def test_the_cases_differ(read_back: dict[str, dict[str, Any]]) -> None:
+    """Guards the comparison itself: quantization must change what the reader computes."""
+    plain = read_back["UNQUANTIZED"]["logits"]
+    for name in ("W2A16", "W4A16", "NVFP4", "MXFP4", "cache-tensor", "static-asymmetric"):
+        assert not torch.equal(read_back[name]["logits"], plain)

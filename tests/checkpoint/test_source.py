@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llmcompressor.checkpoint.source import inspect_source, is_hub_id, local_directory, read_header
+from llmcompressor.errors import CheckpointError
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    folder = tmp_path / "llama-small"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    tensors = {"a.weight": torch.zeros(4, 3, dtype=torch.bfloat16), "b": torch.ones(5)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for number in (1, 2):
+        save_file({f"t{number}": torch.zeros(2)}, folder / f"model-{number}.safetensors")
+    weight_map = {f"t{number}": f"model-{number}.safetensors" for number in (1, 2)}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_headers(single: Path) -> None:
+    info = inspect_source(single)
+    assert info.tensors["a.weight"].dtype == "BF16"
+    assert info.tensors["a.weight"].shape == (4, 3)
+    assert info.size == (single / "model.safetensors").stat().st_size
+    assert info.config["model_type"] == "llama"
+
+
+def test_shards(sharded: Path) -> None:
+    info = inspect_source(sharded)
+    assert {name: header.file.name for name, header in info.tensors.items()} == {
+        "t1": "model-1.safetensors",
+        "t2": "model-2.safetensors",
+    }
+
+
+def test_absent_folder_suggests_a_sibling(single: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"does not exist.*Did you mean llama-small\?"):
+        inspect_source(single.parent / "lama-small")
+
+
+def test_file(single: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file"):
+        inspect_source(single / "config.json")
+
+
+def test_no_config_names_models_below(single: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json.*llama-small"):
+        inspect_source(single.parent)
+
+
+def test_no_weights(single: Path) -> None:
+    (single / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights"):
+        inspect_source(single)
+
+
+def test_other_weight_formats_are_not_looked_into(single: Path) -> None:
+    (single / "model.safetensors").rename(single / "pytorch_model.bin")
+    assert inspect_source(single).tensors == {}
+
+
+def test_config_that_is_no_json(single: Path) -> None:
+    (single / "config.json").write_text("")
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        inspect_source(single)
+
+
+@pytest.mark.parametrize("keep", [0.999, 0.3])
+def test_truncated(single: Path, keep: float) -> None:
+    file = single / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * keep)])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+        inspect_source(single)
+
+
+def test_truncated_shard_is_named(sharded: Path) -> None:
+    file = sharded / "model-2.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors is truncated"):
+        inspect_source(sharded)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "no safetensors file"),
+        (b"\x00" * 64, "no safetensors file"),
+        (b"PK\x03\x04" + b"\xff" * 64, "no safetensors file"),
+        (struct.pack("<Q", 8) + b"no json!", "header of"),
+        (struct.pack("<Q", 8) + b'{"a": 1}', "header of"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    ],
+)
+def test_damaged(single: Path, content: bytes, reason: str) -> None:
+    (single / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=reason):
+        read_header(single / "model.safetensors")
+
+
+def test_missing_shard_is_named(sharded: Path) -> None:
+    (sharded / "model-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks 1 of 2 weight files: model-1\.safetensors"):
+        inspect_source(sharded)
+
+
+def test_index_that_does_not_fit(sharded: Path) -> None:
+    save_file({"other": torch.zeros(2)}, sharded / "model-1.safetensors")
+    with pytest.raises(CheckpointError, match="places the tensor t1"):
+        inspect_source(sharded)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"text_config": {"quantization_config": {"quant_method": "gptq"}}},
+        {"compression_config": {"quant_method": "gptq"}},
+    ],
+)
+def test_quantized(single: Path, config: dict[str, object]) -> None:
+    (single / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="already quantized by gptq"):
+        inspect_source(single)
+    assert inspect_source(single, allow_quantized=True).tensors
+
+
+def test_quantized_by_the_same_format_says_how_to_go_on(single: Path) -> None:
+    config = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    (single / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="dequantize=True"):
+        inspect_source(single)
+
+
+def test_hub_ids(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_hub_id("owner/name.v1")
+    assert not is_hub_id("owner/name/more")
+    assert not is_hub_id(Path("owner/name"))
+    monkeypatch.chdir(single.parent)
+    assert not is_hub_id("llama-small")
+    assert local_directory("llama-small") == single
+    assert local_directory("no-such-owner/no-such-model") is None

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events know where in the run they stand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcompressor.core.events import Event, EventType
+
+steps = st.integers(0, 10_000)
+counts = st.integers(1, 500)
+
+
+def test_values_are_the_lower_case_names():
+    assert {each.name: each.value for each in EventType} == {
+        each.name: each.name.lower() for each in EventType
+    }
+    assert len(EventType) == 10
+
+
+def test_short_calibration_names_are_the_same_events():
+    assert EventType.CALIBRATION_START is EventType.CALIBRATION_EPOCH_START
+    assert EventType.CALIBRATION_END is EventType.CALIBRATION_EPOCH_END
+
+
+@given(steps, counts)
+def test_epoch_and_step_in_it_make_up_the_global_step(step, per_epoch):
+    event = Event(global_step=step, steps_per_epoch=per_epoch)
+    assert event.epoch * per_epoch + event.epoch_step == step
+    assert 0 <= event.epoch_step < per_epoch
+    assert event.epoch_full == step / per_epoch == event.current_index
+
+
+@given(steps, counts, st.one_of(st.none(), st.integers(1, 8)))
+def test_epoch_batch_starts_anew_with_every_epoch(batch, per_epoch, per_step):
+    event = Event(global_batch=batch, steps_per_epoch=per_epoch, batches_per_step=per_step)
+    length = per_epoch * (per_step or 1)
+    assert event.epoch_batch == batch - batch // length * length
+
+
+def test_index_counts_steps_without_epochs():
+    event = Event(global_step=7)
+    assert not event.epoch_based
+    assert event.current_index == 7
+
+
+@pytest.mark.parametrize("name", ["epoch", "epoch_full", "epoch_step", "epoch_batch"])
+def test_epoch_properties_need_epochs(name):
+    with pytest.raises(ValueError, match=f"{name}.*steps_per_epoch"):
+        getattr(Event(global_step=3), name)
+
+
+@pytest.mark.parametrize(
+    ("per_epoch", "per_step", "value", "step", "batch"),
+    [
+        (None, None, 7, 7, 7),
+        (None, None, 7.9, 7, 7),
+        (10, None, 2.55, 25, 25),
+        (10, 1, 2.5, 25, 25),
+        (10, 4, 2.5, 25, 100),
+        (None, 3, 5, 5, 15),
+    ],
+)
+def test_setting_the_index_moves_step_and_batch(per_epoch, per_step, value, step, batch):
+    event = Event(steps_per_epoch=per_epoch, batches_per_step=per_step)
+    event.current_index = value
+    assert (event.global_step, event.global_batch) == (step, batch)
+
+
+def test_new_instance_is_independent():
+    event = Event(type_=EventType.BATCH_START, global_step=1, steps_per_epoch=2)
+    copy = event.new_instance(global_step=5)
+    assert copy == Event(type_=EventType.BATCH_START, global_step=5, steps_per_epoch=2)
+    copy.current_index = 0
+    assert event.global_step == 1
+    with pytest.raises(TypeError):
+        event.new_instance(global_stp=3)
+
+
+def test_update_within_rounding_on_either_side():
+    # 0.3 % 0.1 is 0.0999…, just below the divisor; 0.6 % 0.2 as well; 0.7 / 0.1 is not whole.
+    for numerator in range(200):
+        event = Event(global_step=numerator, steps_per_epoch=10)
+        assert event.should_update(None, None, 0.1)
+
+
+@given(steps, counts, st.integers(1, 50), st.integers(1, 50))
+def test_update_agrees_with_exact_fractions(step, per_epoch, top, bottom):
+    event = Event(global_step=step, steps_per_epoch=per_epoch)
+    exact = Fraction(step, per_epoch) / Fraction(top, bottom)
+    assert event.should_update(None, None, top / bottom) == (exact.denominator == 1)
+
+
+@given(
+    st.integers(0, 20),
+    st.one_of(st.none(), st.integers(-5, 25)),
+    st.one_of(st.none(), st.integers(-5, 25)),
+    st.sampled_from([None, 0, -1, 1]),
+)
+def test_update_only_between_start_and_end(step, start, end, update):
+    inside = (start is None or step >= start) and (end is None or step <= end)
+    assert Event(global_step=step).should_update(start, end, update) == inside
+
+
+@pytest.mark.parametrize("module", ["llmcompressor.core.events", "llmcompressor.core.state"])
+def test_importing_it_does_not_load_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lifecycle keeps the order of events and makes schedules start and end on time."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import PrivateAttr
+from torch import nn
+
+from llmcompressor.core import CompressionLifecycle, EventType, State
+from llmcompressor.modifiers import Modifier
+
+BATCH = [
+    EventType.BATCH_START,
+    EventType.LOSS_CALCULATED,
+    EventType.OPTIM_PRE_STEP,
+    EventType.OPTIM_POST_STEP,
+    EventType.BATCH_END,
+]
+CALIBRATION = [
+    EventType.CALIBRATION_EPOCH_START,
+    EventType.SEQUENTIAL_EPOCH_END,
+    EventType.CALIBRATION_EPOCH_END,
+]
+
+
+class Recorder(Modifier):
+    """Writes down what is called, and the index at which it was."""
+
+    _calls: list[tuple[str, Any]] = PrivateAttr(default_factory=list)
+
+    def on_initialize(self, state, **kwargs):
+        self._calls.append(("initialize", kwargs))
+        return True
+
+    def on_finalize(self, state, **kwargs):
+        self._calls.append(("finalize", kwargs))
+        return True
+
+    def on_event(self, state, event, **kwargs):
+        self._calls.append((f"event {event.type_.value}", event.current_index))
+
+    def on_start(self, state, event, **kwargs):
+        self._calls.append(("start", event.current_index))
+
+    def on_update(self, state, event, **kwargs):
+        self._calls.append((f"update {event.type_.value}", event.current_index))
+
+    def on_end(self, state, event, **kwargs):
+        self._calls.append(("end", event.current_index))
+
+    def on_calibration_start(self, state, event, **kwargs):
+        self._calls.append(("calibration start", None))
+
+    def on_sequential_epoch_end(self, state, event, modules, **kwargs):
+        self._calls.append(("sequential", list(modules)))
+
+    def on_calibration_end(self, state, event, **kwargs):
+        self._calls.append(("calibration end", None))
+
+    def turns(self):
+        """The calls to on_start and on_end."""
+        return [call for call in self._calls if call[0] in ("start", "end")]
+
+
+def begun(*modifiers, **kwargs):
+    lifecycle = CompressionLifecycle()
+    lifecycle.initialize(recipe=list(modifiers), **kwargs)
+    return lifecycle
+
+
+def send(lifecycle, event_type, **kwargs):
+    if event_type is EventType.LOSS_CALCULATED:
+        kwargs.setdefault("loss", 1.0)
+    return lifecycle.event(event_type, **kwargs)
+
+
+def run_batch(lifecycle, **kwargs):
+    for event_type in BATCH:
+        send(lifecycle, event_type, **kwargs)
+
+
+# ---- initialization and finalization
+
+
+def test_modifiers_get_state_and_unknown_arguments_in_recipe_order():
+    order, model = [], nn.Linear(2, 2)
+
+    class Probe(Modifier):
+        name: str
+
+        def on_initialize(self, state, **kwargs):
+            order.append((self.name, state.model, state.hardware.device, kwargs))
+            return True
+
+    begun(Probe(name="a"), Probe(name="b"), model=model, sequential_targets=["Linear"])
+    device = model.weight.device
+    given = {"sequential_targets": ["Linear"]}
+    assert order == [("a", model, device, given), ("b", model, device, given)]
+
+
+def test_second_initialization_only_updates_the_state():
+    recorder = Recorder()
+    lifecycle = begun(recorder, model=nn.Linear(2, 2))
+    assert lifecycle.initialize(optimizer="optimizer", steps_per_epoch=4) == []
+    assert lifecycle.state.optimizer == "optimizer"
+    assert lifecycle.state.steps_per_epoch == 4
+    assert lifecycle.recipe.modifiers == [recorder]
+    assert [name for name, _ in recorder._calls] == ["initialize"]
+
+
+def test_no_recipe_is_an_empty_recipe():
+    lifecycle = CompressionLifecycle()
+    assert lifecycle.initialize() == []
+    assert lifecycle.initialized_
+    assert lifecycle.recipe.modifiers == []
+    run_batch(lifecycle)
+    assert lifecycle.finalize() == []
+
+
+def test_results_come_back_without_none():
+    class Talker(Recorder):
+        def initialize(self, state, **kwargs):
+            super().initialize(state, **kwargs)
+            return "initialized"
+
+        def update_event(self, state, event, **kwargs):
+            super().update_event(state, event, **kwargs)
+            return event.type_
+
+        def finalize(self, state, **kwargs):
+            super().finalize(state, **kwargs)
+            return "finalized"
+
+    lifecycle = CompressionLifecycle()
+    assert lifecycle.initialize(recipe=[Talker(), Recorder()]) == ["initialized"]
+    assert lifecycle.event(EventType.BATCH_START) == [EventType.BATCH_START]
+    assert lifecycle.finalize() == ["finalized"]
+
+
+def test_finalize_once():
+    recorder = Recorder()
+    lifecycle = begun(recorder)
+    lifecycle.finalize()
+    assert lifecycle.finalized
+    assert recorder.finalized
+    with pytest.raises(ValueError, match=r"reset"):
+        lifecycle.finalize()
+
+
+def test_nothing_before_initialization():
+    for act in (
+        lambda each: each.finalize(),
+        lambda each: each.event(EventType.BATCH_START),
+        lambda each: each.event(EventType.CALIBRATION_START),
+    ):
+        with pytest.raises(ValueError, match=r"initialize\("):
+            act(CompressionLifecycle())
+
+
+def test_nothing_after_finalization():
+    lifecycle = begun()
+    lifecycle.finalize()
+    for act in (
+        lifecycle.initialize,
+        lifecycle.finalize,
+        lambda: lifecycle.event(EventType.BATCH_START),
+        lambda: lifecycle.event(EventType.CALIBRATION_START),
+    ):
+        with pytest.raises(ValueError, match=r"reset\(\)"):
+            act()
+
+
+@pytest.mark.parametrize("event_type", [EventType.INITIALIZE, EventType.FINALIZE])
+def test_calls_that_are_no_events(event_type):
+    for lifecycle in (CompressionLifecycle(), begun()):
+        with pytest.raises(ValueError, match=rf"session\.{event_type.value}\(\)"):
+            lifecycle.event(event_type)
+
+
+# ---- order
+
+
+def is_allowed(last, event_type):
+    """The rule, written another way than in the code."""
+    if event_type in CALIBRATION:
+        return True
+    if event_type is EventType.BATCH_START:
+        return last != EventType.BATCH_START
+    return event_type in BATCH[BATCH.index(last) :]
+
+
+@given(st.lists(st.sampled_from([*BATCH, *CALIBRATION]), max_size=30))
+def test_any_sequence_is_judged_by_the_rule(sequence):
+    recorder = Recorder()
+    lifecycle = begun(recorder)
+    last, step, batch, accepted = EventType.BATCH_END, 0, -1, []
+    for event_type in sequence:
+        if is_allowed(last, event_type):
+            send(lifecycle, event_type)
+            accepted.append(f"event {event_type.value}")
+            last = event_type if event_type in BATCH else last
+            step += event_type is EventType.OPTIM_POST_STEP
+            batch += event_type is EventType.BATCH_START
+        else:
+            with pytest.raises(ValueError, match=f"{event_type.name} cannot come after"):
+                send(lifecycle, event_type)
+        assert (lifecycle.global_step, lifecycle.global_batch) == (step, max(batch, 0))
+    assert [name for name, _ in recorder._calls if name.startswith("event")] == accepted
+
+
+@pytest.mark.parametrize("loss", [{}, {"loss": None}])
+def test_a_loss_event_needs_a_loss(loss):
+    lifecycle = begun()
+    lifecycle.event(EventType.BATCH_START)
+    with pytest.raises(ValueError, match="without a loss"):
+        lifecycle.event(EventType.LOSS_CALCULATED, **loss)
+    lifecycle.event(EventType.LOSS_CALCULATED, loss=0.0)
+
+
+def test_batch_and_loss_are_in_the_state_for_as_long_as_they_hold():
+    seen = []
+
+    class Probe(Modifier):
+        def on_initialize(self, state, **kwargs):
+            return True
+
+        def on_event(self, state, event, **kwargs):
+            seen.append((state.batch_data, state.loss))
+
+    lifecycle = begun(Probe())
+    for number in (1, 2):
+        lifecycle.event(EventType.BATCH_START, batch_data=f"batch {number}")
+        lifecycle.event(EventType.LOSS_CALCULATED, loss=number)
+        lifecycle.event(EventType.BATCH_END)
+        assert lifecycle.state.batch_data is None
+    assert seen == [
+        ("batch 1", None),
+        ("batch 1", 1),
+        ("batch 1", 1),
+        ("batch 2", 1),
+        ("batch 2", 2),
+        ("batch 2", 2),
+    ]
+
+
+def test_a_batch_does_not_outlive_one_that_was_cut_short():
+    lifecycle = begun()
+    lifecycle.event(EventType.BATCH_START, batch_data="old")
+    lifecycle.event(EventType.OPTIM_PRE_STEP)
+    lifecycle.event(EventType.BATCH_START)
+    assert lifecycle.state.batch_data is None
+
+
+# ---- schedules
+
+
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, None), (0, 2), (2, 5), (3, 4), (1, None), (None, 3), (None, None)]
+)
+def test_schedule_in_steps(start, end):
+    recorder = Recorder(start=start, end=end)
+    lifecycle = begun(recorder)
+    for step in range(8):
+        assert lifecycle.global_step == step
+        run_batch(lifecycle)
+    expected = [] if start is None else [("start", start)]
+    if start is not None and end is not None:
+        expected.append(("end", end))
+    assert recorder.turns() == expected
+    updates = [index for name, index in recorder._calls if name == "update optim_pre_step"]
+    running = [] if start is None else list(range(start, 8 if end is None else end))
+    assert updates == running
+
+
+@settings(max_examples=40)
+@given(
+    per_epoch=st.integers(1, 7),
+    start=st.fractions(0, 1, max_denominator=8),
+    length=st.fractions(0, 1, max_denominator=8),
+)
+def test_schedule_in_epochs(per_epoch, start, length):
+    end = start + length
+    recorder = Recorder(start=float(start), end=float(end))
+    lifecycle = begun(recorder, steps_per_epoch=per_epoch)
+    for _ in range(2 * per_epoch):
+        run_batch(lifecycle)
+    # At the first whole step that is not before the point asked for; both at the same one if
+    # there is none between them.
+    assert recorder.turns() == [
+        ("start", ceil(start * per_epoch) / per_epoch),
+        ("end", ceil(end * per_epoch) / per_epoch),
+    ]
+
+
+def test_a_window_between_two_batches_starts_and_ends():
+    recorder = Recorder(start=1.2, end=1.8)
+    lifecycle = begun(recorder)
+    for _ in range(4):
+        run_batch(lifecycle)
+    assert recorder.turns() == [("start", 2), ("end", 2)]
+    assert (recorder.started, recorder.ended) == (True, True)
+
+
+def test_a_window_that_is_jumped_over_starts_and_ends():
+    recorder = Recorder(start=3, end=5)
+    lifecycle = begun(recorder)
+    run_batch(lifecycle, global_step=1)
+    run_batch(lifecycle, global_step=9)
+    run_batch(lifecycle, global_step=10)
+    assert recorder.turns() == [("start", 9), ("end", 9)]
+
+
+def test_given_steps_are_taken_and_counted_on_from():
+    recorder = Recorder(start=100, end=102)
+    lifecycle = begun(recorder)
+    run_batch(lifecycle, global_step=100)
+    assert lifecycle.global_step == 100
+    run_batch(lifecycle)
+    run_batch(lifecycle)
+    assert recorder.turns() == [("start", 100), ("end", 102)]
+
+
+def test_accumulated_batches_advance_the_batch_and_not_the_step():
+    events = []
+
+    class Probe(Modifier):
+        def on_initialize(self, state, **kwargs):
+            return True
+
+        def on_event(self, state, event, **kwargs):
+            events.append(event)
+
+    lifecycle = begun(Probe(), steps_per_epoch=2, batches_per_step=2)
+    for batch in range(4):
+        lifecycle.event(EventType.BATCH_START)
+        if batch % 2:
+            lifecycle.event(EventType.OPTIM_POST_STEP)
+        lifecycle.event(EventType.BATCH_END)
+    starts = [event for event in events if event.type_ is EventType.BATCH_START]
+    assert [(event.global_batch, event.global_step) for event in starts] == [
+        (0, 0),
+        (1, 0),
+        (2, 1),
+        (3, 1),
+    ]
+    assert events[-1].epoch_full == 1.0
+    assert events[-1].epoch_batch == 3
+
+
+def test_a_resumed_run_goes_on_where_it_was():
+    past, current, future = Recorder(start=1, end=2), Recorder(start=2), Recorder(start=3.5)
+    lifecycle = begun(past, current, future, start=2.5)
+    # The length of an epoch is often known only when the trainer has made its loader.
+    lifecycle.initialize(steps_per_epoch=4, batches_per_step=2)
+    assert (lifecycle.global_step, lifecycle.global_batch) == (10, 20)
+    for _ in range(6):
+        run_batch(lifecycle)
+    assert past.turns() == [("start", 2.5), ("end", 2.5)]
+    assert current.turns() == [("start", 2.5)]
+    assert future.turns() == [("start", 3.5)]
+
+
+def test_a_run_that_is_marked_as_not_resumed_begins_at_zero():
+    assert begun(start=-1).global_step == 0
+
+
+# ---- reset
+
+
+def test_reset_finalizes_each_and_survives_errors():
+    class Broken(Recorder):
+        def on_finalize(self, state, **kwargs):
+            raise OSError("disk")
+
+    broken, sound = Broken(), Recorder()
+    lifecycle = begun(broken, sound, model=nn.Linear(2, 2), steps_per_epoch=3)
+    run_batch(lifecycle)
+    lifecycle.reset()
+    assert sound.finalized
+    assert lifecycle == CompressionLifecycle()
+    assert lifecycle.state == State()
+    lifecycle.initialize()
+    run_batch(lifecycle)  # the order and the counting begin anew
+    assert lifecycle.global_batch == 0
+
+
+def test_reset_finalizes_those_that_were_initialized_before_an_error():
+    class Failing(Modifier):
+        def on_initialize(self, state, **kwargs):
+            raise OSError("disk")
+
+    first, never = Recorder(), Recorder()
+    lifecycle = CompressionLifecycle()
+    with pytest.raises(OSError, match="disk"):
+        lifecycle.initialize(recipe=[first, Failing(), never])
+    lifecycle.reset()
+    assert first.finalized
+    assert not never.initialized
+
+
+def test_reset_leaves_finalized_modifiers_alone():
+    recorder = Recorder()
+    lifecycle = begun(recorder)
+    lifecycle.finalize()
+    lifecycle.reset()
+    assert [name for name, _ in recorder._calls] == ["initialize", "finalize"]

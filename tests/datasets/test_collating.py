@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collators: what is cut, what is filled, what is masked."""
+
+from __future__ import annotations
+
+import pytest
+
+ROWS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
+OPTIONS = {"processor": None, "batch_size": 3, "shuffle_calibration_samples": False}
+
+
+def test_truncation_cuts_to_the_shortest(batches):
+    rows = [{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in ROWS]
+    (batch,) = batches(rows, use_loss_mask=True, **OPTIONS)
+    assert batch["input_ids"].tolist() == [[5, 6], [9, 10], [11, 12]]
+    assert batch["attention_mask"].tolist() == batch["loss_mask"].tolist() == [[1, 1]] * 3
+
+
+def test_truncation_also_cuts_to_the_maximum(batches):
+    (batch,) = batches(ROWS, max_seq_length=1, **OPTIONS)
+    assert batch["input_ids"].tolist() == [[5], [9], [11]]
+
+
+def test_padding_keeps_every_token_and_masks_the_rest(batches):
+    (batch,) = batches(ROWS, data_collator="padding", max_seq_length=1, **OPTIONS)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]
+
+
+def test_padding_is_on_the_tokenizers_side(batches, tokenizer):
+    import copy
+
+    left = copy.deepcopy(tokenizer)
+    left.padding_side = "left"
+    options = {**OPTIONS, "processor": left}
+    (batch,) = batches(ROWS, data_collator="padding", **options)
+    assert batch["input_ids"][1].tolist() == [left.pad_token_id] * 2 + [9, 10]
+    assert batch["attention_mask"][1].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("pad", "eos", "expected"), [(3, 2, 3), (None, 2, 2), (None, None, 0), (99, None, 0)]
+)
+def test_what_is_padded_with(batches, pad, eos, expected):
+    class Tokenizer:
+        pad_token_id, eos_token_id = pad, eos
+
+    options = {**OPTIONS, "processor": Tokenizer()}
+    (batch,) = batches(ROWS, data_collator="padding", vocab_size=50, **options)
+    assert batch["input_ids"][1, 3] == expected
+
+
+def test_a_collator_of_the_users_gets_the_rows_as_they_are(batches):
+    rows = [{"input_ids": [[1, 2]], "note": "kept"}]
+    got = batches(rows, data_collator=lambda samples: samples, **OPTIONS)
+    assert got == [rows]
+
+
+@pytest.mark.parametrize(("size", "warned"), [(16, False), (17, True)])
+def test_large_batches_are_warned_of(batches, logged, size, warned):
+    batches(ROWS, num_calibration_samples=3, **{**OPTIONS, "batch_size": size})
+    assert any("batch_size=17" in line for line in logged) == warned
+
+
+def test_batches_of_one_have_a_mask_of_ones(batches):
+    for batch in batches(ROWS, **{**OPTIONS, "batch_size": 1}):
+        assert batch["attention_mask"].tolist() == [[1] * batch["input_ids"].shape[1]]
+
+
+def test_batches_are_made_by_workers(batches):
+    rows = batches(ROWS, dataloader_num_workers=1, **{**OPTIONS, "batch_size": 1})
+    assert [batch["input_ids"][0].tolist() for batch in rows] == ROWS

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local files and folders, and their splits."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+import datasets
+from llmcompressor.datasets.formats import read_file
+from llmcompressor.errors import DatasetError
+
+ROWS = [{"text": "a = 1"}, {"text": "b = 'ü, \"x\"'\nc"}, {"text": "d = 3"}]
+WORDS = [row["text"] for row in ROWS]
+FIRST = {"shuffle_calibration_samples": False}
+
+
+def write(path, kind):
+    if kind == "jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS, indent=1))
+    elif kind == "csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["text"])
+            writer.writeheader()
+            writer.writerows(ROWS)
+    else:
+        pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "parquet"])
+def test_a_file_gives_its_rows(texts, tmp_path, kind):
+    path = write(tmp_path / f"data.{kind}", kind)
+    assert texts(None, dataset_path=path, **FIRST) == WORDS
+    assert texts(path, **FIRST) == WORDS
+    assert texts(str(path), **FIRST) == WORDS
+    assert texts("custom", dataset_path=path, **FIRST) == WORDS
+
+
+def test_the_kind_can_be_named(texts, tmp_path):
+    path = write(tmp_path / "data.dump", "jsonl")
+    assert texts("json", dataset_path=path, **FIRST) == WORDS
+    with pytest.raises(DatasetError, match="Name its kind"):
+        texts(None, dataset_path=path)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["a", "b", "c"]),
+        ({"sample_by": "paragraph"}, ["a\nb", "c"]),
+        ({"sample_by": "document"}, ["a\nb\n\nc\n"]),
+    ],
+)
+def test_text_by_line_paragraph_or_document(tmp_path, options, expected):
+    path = tmp_path / "data.txt"
+    path.write_text("a\nb\n\nc\n")
+    rows = read_file(path, "text", options)
+    got = [row["text"] for row in rows.fetch(range(len(rows)))]
+    assert [text.strip() for text in got] == [text.strip() for text in expected]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        ('{"data": [{"text": "a"}, {"text": "b"}]}', {}, [{"text": "a"}, {"text": "b"}]),
+        ('{"v": 1, "rows": [{"text": "a"}]}', {"field": "rows"}, [{"text": "a"}]),
+        ('{"text": "a"}', {}, [{"text": "a"}]),
+        ('{\n"text": "a"\n}', {}, [{"text": "a"}]),
+        ('["a", "b"]', {}, [{"text": "a"}, {"text": "b"}]),
+        ("[[1, 2], [3]]", {}, [{"input_ids": [1, 2]}, {"input_ids": [3]}]),
+        ("[1, 2]\n[3]\n", {}, [{"input_ids": [1, 2]}, {"input_ids": [3]}]),
+        ('"a"\n"b"\n', {}, [{"text": "a"}, {"text": "b"}]),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}\n',
+            {},
+            [{"messages": [{"role": "user", "content": "a"}]}],
+        ),
+        ("", {}, []),
+    ],
+)
+def test_json_in_its_several_forms(tmp_path, content, options, expected):
+    path = tmp_path / "data.json"
+    path.write_text(content)
+    rows = read_file(path, "json", options)
+    assert rows.fetch(range(len(rows))) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data.json", b'[{"text": ', "cannot be read as json"),
+        ("data.json", b"3 4", "neither a list|is not JSON|cannot be read"),
+        ("data.jsonl", b'{"text": "a"}\n{"text": \n', "Row 1 of .* is not JSON"),
+        ("data.jsonl", b'{"text": "\xff\xfe"}\n', "cannot be read|is not JSON"),
+        ("data.txt", b"\xff\xfe\x00", "cannot be read as text"),
+        ("data.csv", b"text,b\na\n", "Row 0 of .* has 1 cells, the header has 2"),
+        ("data.parquet", b"PAR1 not really", "cannot be read as parquet"),
+        ("data.json", b"", "is empty"),
+        ("data.csv", b"text\n", "is empty"),
+    ],
+)
+def test_a_file_that_cannot_be_read(texts, tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match=message):
+        texts(None, dataset_path=path)
+
+
+def test_long_cells_are_read_and_the_limit_is_put_back(tmp_path):
+    before = csv.field_size_limit()
+    path = tmp_path / "data.csv"
+    path.write_text("text\n" + "x" * 300_000 + "\n")
+    (row,) = read_file(path, "csv", {}).fetch([0])
+    assert len(row["text"]) == 300_000
+    assert csv.field_size_limit() == before
+
+
+def test_lines_are_parsed_only_when_they_are_taken(texts, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a"}\n' * 3 + "broken\n")
+    assert texts(None, dataset_path=path, num_calibration_samples=3, **FIRST) == ["a"] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dataset_path": "nowhere.json"}, "There is no file or folder nowhere.json"),
+        ({"data": "json"}, "which.*dataset_path"),
+        ({"data": "jsn", "dataset_path": "x.json"}, "names no kind.*Did you mean json"),
+        ({"data": "nowhere.json"}, "There is no data set, file or folder 'nowhere.json'"),
+        ({"data": "ultrachat200k"}, "Did you mean ultrachat_200k"),
+    ],
+)
+def test_data_that_is_not_there(texts, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DatasetError, match=message):
+        texts(arguments.pop("data", None), **arguments)
+
+
+class TestFolder:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        for name, text in {
+            "my_train_2": "b",
+            "my_train_1": "a",
+            "Validation": "v",
+            "testing": "t",
+        }.items():
+            (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
+        (tmp_path / "README.md").write_text("no data")
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("splits", "expected"),
+        [
+            (None, ["a", "b"]),
+            ("train", ["a", "b"]),
+            ("validation", ["v"]),
+            ("test", ["t"]),
+            ("train[1:]", ["b"]),
+            ("train[:50%]", ["a"]),
+            ("test+train", ["t", "a", "b"]),
+            (["validation", "train"], ["v"]),
+            (["train", "calibration+test"], None),
+            ({"calibration": "test"}, ["t"]),
+            ({"calibration": "test", "train": "train"}, ["t"]),
+        ],
+    )
+    def test_files_are_splits_by_name(self, texts, folder, splits, expected):
+        if expected is None:
+            with pytest.raises(DatasetError, match="no split 'calibration'"):
+                texts(None, dataset_path=folder, splits=splits)
+        else:
+            assert texts(None, dataset_path=folder, splits=splits, **FIRST) == expected
+
+    @pytest.mark.parametrize(
+        ("splits", "message"),
+        [
+            ("trian", "no split 'trian'; its splits are test, train, validation.*mean train"),
+            ({"train": "train"}, "no key 'calibration'"),
+            ("train[a:b]", "cannot be read"),
+            ("train[:5", "cannot be read"),
+        ],
+    )
+    def test_splits_that_are_not_there(self, texts, folder, splits, message):
+        with pytest.raises(DatasetError, match=message):
+            texts(None, dataset_path=folder, splits=splits)
+
+    def test_unused_roles_are_warned_of(self, texts, folder, logged):
+        texts(None, dataset_path=folder, splits={"calibration": "test", "train": "train"})
+        assert any("train are not used for calibration" in line for line in logged)
+
+    def test_several_splits_without_train_ask_for_a_choice(self, texts, tmp_path):
+        for name in ("one", "two"):
+            (tmp_path / f"{name}.txt").write_text(name)
+        with pytest.raises(DatasetError, match="several splits: one, two.*splits='one'"):
+            texts(None, dataset_path=tmp_path)
+
+    def test_several_kinds_ask_for_a_choice(self, texts, folder):
+        (folder / "train.txt").write_text("x")
+        with pytest.raises(DatasetError, match=r"several kinds: json, text.*dataset='json'"):
+            texts(None, dataset_path=folder)
+        assert texts("text", dataset_path=folder) == ["x"]
+
+    def test_nothing_to_read(self, texts, tmp_path):
+        with pytest.raises(DatasetError, match=r"no file that can be read.*\.jsonl"):
+            texts(None, dataset_path=tmp_path)
+
+    def test_files_below_are_found(self, texts, tmp_path):
+        (tmp_path / "data").mkdir()
+        write(tmp_path / "data" / "train-00000-of-00001.parquet", "parquet")
+        assert texts(None, dataset_path=tmp_path, **FIRST) == WORDS
+
+    def test_what_save_to_disk_wrote(self, texts, tmp_path):
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path)
+        assert texts(None, dataset_path=tmp_path, **FIRST) == WORDS
+
+
+@pytest.mark.parametrize("split", ["train[1:]", "validation[-2:]", "train[34%:]"])
+def test_a_list_is_cut_by_a_slice(texts, split):
+    assert texts(WORDS, splits=split, **FIRST) == WORDS[1:]
+
+
+def test_another_split_of_a_dataset_is_warned_of(texts, logged):
+    data = datasets.Dataset.from_list(ROWS, split="train")
+    texts(data, splits="test[:1]")
+    assert any("is the split 'train'" in line for line in logged)
+
+
+def test_images_in_parquet_are_decoded(tmp_path, tokenizer):
+    image = pytest.importorskip("PIL.Image").new("RGB", (2, 2))
+    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+    data = datasets.Dataset.from_list([{"image": image, "caption": "c"}], features=features)
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(data.with_format("arrow")[:], path)
+    (row,) = read_file(path, "parquet", {}).fetch([0])
+    assert row["image"].size == (2, 2)

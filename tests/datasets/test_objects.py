@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data given as an object: lists, Dataset, DatasetDict, streams, DataLoader."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import datasets
+from llmcompressor.args import DatasetArguments
+from llmcompressor.datasets import load_calibration
+from llmcompressor.errors import DatasetError
+
+WORDS = ["import os", "def f(x):", "return x + 1", "class A:", "for i in range(3):"]
+
+
+def test_no_data_gives_no_loader():
+    assert load_calibration(DatasetArguments()) is None
+
+
+def test_a_list_of_strings(texts):
+    assert texts(WORDS, shuffle_calibration_samples=False) == WORDS
+
+
+def test_a_dataset_and_a_list_of_dicts_give_what_a_list_of_strings_gives(texts):
+    rows = [{"text": word} for word in WORDS]
+    expected = texts(WORDS)
+    assert texts(rows) == expected
+    assert texts(datasets.Dataset.from_list(rows)) == expected
+    assert texts(datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})) == expected
+
+
+def test_a_stream_gives_its_first_rows(texts):
+    stream = datasets.Dataset.from_list([{"text": word} for word in WORDS]).to_iterable_dataset()
+    got = texts(stream, num_calibration_samples=2, shuffle_calibration_samples=False)
+    assert got == WORDS[:2]
+
+
+def test_a_stream_is_shuffled_by_the_seed(texts):
+    rows = [{"text": f"x = {i}"} for i in range(50)]
+
+    def stream():
+        return datasets.Dataset.from_list(rows).to_iterable_dataset()
+
+    first = texts(stream(), seed=1)
+    assert first == texts(stream(), seed=1) != texts(stream(), seed=2)
+    assert sorted(first) == sorted(row["text"] for row in rows)
+
+
+def test_only_what_is_needed_of_a_generator_is_read(texts):
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(1)
+            yield "x = 1"
+
+    assert len(texts(endless(), num_calibration_samples=70)) == 70
+    assert len(taken) == 70
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 10]}],
+        [[5, 6, 7], [8, 9, 10]],
+        [{"input_ids": [[5, 6, 7]]}, {"input_ids": torch.tensor([[8, 9, 10]])}],
+        np.array([[5, 6, 7], [8, 9, 10]]),
+        torch.tensor([[5, 6, 7], [8, 9, 10]]),
+        TensorDataset(torch.tensor([[5, 6, 7], [8, 9, 10]])),
+        datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9, 10]]}),
+        datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9, 10]]}).with_format("torch"),
+        datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9, 10]]}).with_format("pandas"),
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_tokenized_data_needs_no_tokenizer(batches, data):
+    (batch,) = batches(data, processor=None, batch_size=2, shuffle_calibration_samples=False)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 10]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert batch["input_ids"].dtype == torch.long
+
+
+def test_columns_that_are_no_input_are_left_out(batches):
+    row = {"input_ids": [5, 6], "text": "a", "idx": 3, "labels": [5, 6], "loss_mask": [0, 1]}
+    (batch,) = batches([row], processor=None)
+    assert set(batch) == {"input_ids", "attention_mask"}
+    (batch,) = batches([row], processor=None, use_loss_mask=True)
+    assert batch["loss_mask"].tolist() == [[0, 1]]
+
+
+def test_a_model_with_a_decoder_of_its_own_keeps_labels(batches):
+    row = {"input_ids": [5, 6], "labels": [7, 8, 9]}
+    names = ["input_ids", "decoder_input_ids", "labels"]
+    (batch,) = batches([row], processor=None, model_input_names=names)
+    assert batch["labels"].tolist() == [[7, 8, 9]]
+
+
+def test_a_mask_of_another_length_is_refused(batches):
+    with pytest.raises(DatasetError, match=r"sample 0 has 2 input_ids, but 1 in attention_mask"):
+        batches([{"input_ids": [5, 6], "attention_mask": [1]}], processor=None)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "is empty"),
+        (datasets.Dataset.from_dict({"text": []}), "is empty"),
+        ([""], "without tokens"),
+        ([" \n", ""], "without tokens"),
+        ([[]], "without tokens"),
+        (iter([]), "is empty"),
+        ([3.5], "is a float"),
+        ([[1.5, 2.5]], "is a list"),
+        ([{"input_ids": [1.5, 2.5]}], "no sequence of whole numbers"),
+        (object(), "has no rows"),
+        ([{"text": 7}], "has a int for its text"),
+    ],
+)
+def test_data_that_cannot_be_used(batches, data, message):
+    with pytest.raises(DatasetError, match=message):
+        batches(data)
+
+
+def test_text_without_a_tokenizer_is_an_error(batches):
+    with pytest.raises(DatasetError, match=r"no tokenizer.*Give the model's tokenizer"):
+        batches(WORDS, processor=None)
+
+
+def test_no_usable_column_lists_the_columns(batches):
+    with pytest.raises(DatasetError, match=r"it has body, number.*text_column='body'"):
+        batches([{"body": "a", "number": 3}])
+    with pytest.raises(DatasetError, match=r"no column 'bodi'.*Did you mean body"):
+        batches([{"body": "a", "number": 3}], text_column="bodi")
+
+
+@pytest.mark.parametrize("token", [2048, -1])
+def test_token_ids_outside_the_vocabulary_name_sample_and_id(batches, token):
+    data = [[5, 6], [7, token]]
+    with pytest.raises(DatasetError, match=rf"sample 1 holds the token id {token}.*2047"):
+        batches(data, processor=None, vocab_size=2048)
+    assert batches([[5, 2047]], processor=None, vocab_size=2048)
+
+
+def test_rows_without_tokens_are_left_out_and_replaced(texts, logged):
+    data = ["", "a = 1", " ", "b = 2", "c = 3"]
+    got = texts(data, num_calibration_samples=2, shuffle_calibration_samples=False)
+    assert got == ["a = 1", "b = 2"]
+    assert any("2 samples without tokens" in line for line in logged)
+
+
+def test_rows_that_are_only_padding_are_left_out(batches, logged):
+    data = [{"input_ids": [0, 0], "attention_mask": [0, 0]}, {"input_ids": [5, 6]}]
+    assert len(batches(data, processor=None)) == 1
+    assert logged
+
+
+def test_the_users_data_is_not_changed(batches):
+    rows = [{"messages": [{"role": "user", "content": None}], "extra": [1]}]
+    before = copy.deepcopy(rows)
+
+    def greedy(row):
+        row["messages"].append("gone")
+        row.clear()
+        return {"text": "x = 1"}
+
+    batches(rows, preprocessing_func=greedy)
+    assert rows == before
+
+
+class TestDataLoader:
+    def test_it_is_passed_through(self):
+        loader = DataLoader(TensorDataset(torch.arange(6).view(3, 2)))
+        assert load_calibration(DatasetArguments(dataset=loader)) is loader
+
+    def test_it_gives_the_same_batches_when_checked(self):
+        rows = [{"input_ids": torch.tensor([i, i + 1])} for i in range(5)]
+        loader = DataLoader(rows, batch_size=2)
+        checked = load_calibration(DatasetArguments(dataset=loader), vocab_size=8)
+        assert isinstance(checked, DataLoader)
+        assert len(checked) == len(loader)
+        assert checked.batch_size == 2
+        for _ in range(2):
+            for batch, expected in zip(checked, loader, strict=True):
+                assert torch.equal(batch["input_ids"], expected["input_ids"])
+
+    def test_its_token_ids_are_checked(self):
+        loader = DataLoader([{"input_ids": torch.tensor([1, i])} for i in range(6)], batch_size=2)
+        checked = load_calibration(DatasetArguments(dataset=loader), vocab_size=5)
+        with pytest.raises(DatasetError, match="Sample 1 of batch 2.*token id 5"):
+            list(checked)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rows to tokens: templates, functions, lengths, joining, labels, processors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.datasets import TextGenerationDataset, load_training
+from llmcompressor.errors import DatasetError
+
+FIRST = {"shuffle_calibration_samples": False}
+TEXTS = ["import os", "def f(x): return x", "class A: pass  # a class of its own"]
+
+
+def test_tokens_are_those_of_the_tokenizer(batches, tokenizer):
+    got = [batch["input_ids"][0].tolist() for batch in batches(TEXTS, **FIRST)]
+    assert got == [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+def test_text_is_cut_to_what_user_model_and_tokenizer_allow(batches, tokenizer, logged):
+    text = " ".join(["x = 1"] * 1000)
+    length = {
+        case: batches([text], **options)[0]["input_ids"].shape[1]
+        for case, options in {
+            "tokenizer": {},
+            "model": {"model_max_length": 100},
+            "user": {"max_seq_length": 50, "model_max_length": 100},
+            "too long": {"max_seq_length": 500, "model_max_length": 100},
+        }.items()
+    }
+    assert length == {"tokenizer": 512, "model": 100, "user": 50, "too long": 100}
+    assert sum("max_seq_length is 500" in line for line in logged) == 1
+
+
+def test_the_tokenizer_is_left_as_it_was(batches, tokenizer):
+    before = tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token, tokenizer.chat_template
+    batches(TEXTS, max_seq_length=4, pad_to_max_length=True)
+    batches([{"messages": [{"role": "user", "content": "hi"}]}])
+    after = tokenizer.backend_tokenizer.to_str(), tokenizer.pad_token, tokenizer.chat_template
+    assert after == before
+
+
+def test_padding_to_the_maximum_is_masked(batches, tokenizer):
+    (batch,) = batches(["import os"], max_seq_length=32, pad_to_max_length=True)
+    real = len(tokenizer("import os")["input_ids"])
+    assert batch["input_ids"].shape == (1, 32)
+    assert batch["attention_mask"][0].tolist() == [1] * real + [0] * (32 - real)
+    assert set(batch["input_ids"][0, real:].tolist()) == {tokenizer.pad_token_id}
+
+
+def test_concatenation_joins_the_tokens_and_drops_the_rest(batches, tokenizer):
+    texts = [f"value_{i} = {i}" for i in range(40)]
+    stream = [token for text in texts for token in tokenizer(text)["input_ids"]]
+    got = batches(texts, concatenate_data=True, max_seq_length=16, **FIRST)
+    assert [t for batch in got for t in batch["input_ids"][0].tolist()] == stream[: 16 * len(got)]
+    assert len(got) == len(stream) // 16
+
+
+def test_concatenation_stops_when_there_are_enough_samples(batches):
+    got = batches(
+        ["x = 1"] * 5000, concatenate_data=True, max_seq_length=32, num_calibration_samples=3
+    )
+    assert [batch["input_ids"].shape for batch in got] == [(1, 32)] * 3
+
+
+def test_tokenized_data_is_concatenated_too(batches):
+    got = batches(
+        [[1, 2, 3], [4, 5]], processor=None, concatenate_data=True, max_seq_length=2, **FIRST
+    )
+    assert [batch["input_ids"].tolist() for batch in got] == [[[1, 2]], [[3, 4]]]
+
+
+def test_concatenation_needs_a_length_and_enough_tokens(batches):
+    with pytest.raises(DatasetError, match="max_seq_length"):
+        batches([[1, 2]], processor=None, concatenate_data=True)
+    with pytest.raises(DatasetError, match="fewer than 100 tokens"):
+        batches(TEXTS, concatenate_data=True, max_seq_length=100)
+
+
+def test_the_text_column_is_named(texts):
+    assert texts([{"body": "a = 1", "title": "t"}], text_column="body") == ["a = 1"]
+
+
+def test_a_function_makes_the_text(texts, tmp_path):
+    rows = [{"q": "a", "a": "b"}]
+    assert texts(rows, preprocessing_func=lambda row: {"text": row["q"] + row["a"]}) == ["ab"]
+    file = tmp_path / "mine.py"
+    file.write_text("def join(row):\n    return {'text': row['a'] + row['q']}\n")
+    assert texts(rows, preprocessing_func=f"{file}:join") == ["ba"]
+    with pytest.raises(DatasetError, match="Did you mean join"):
+        texts(rows, preprocessing_func=f"{file}:jion")
+    with pytest.raises(DatasetError, match="There is no file"):
+        texts(rows, preprocessing_func="nowhere.py:f")
+
+
+def test_a_function_may_tokenize_itself(batches):
+    (batch,) = batches(
+        ["abc"], preprocessing_func=lambda row: {"input_ids": [[7, 8]]}, processor=None
+    )
+    assert batch["input_ids"].tolist() == [[7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda row: 3, "must return a dict"),
+        (lambda row: row["absent"], "no column 'absent'; it has text"),
+        (lambda row: 1 / 0, "cannot be preprocessed: ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_fails_names_the_sample(batches, function, message):
+    with pytest.raises(DatasetError, match=message) as caught:
+        batches(["abc"], preprocessing_func=function)
+    assert "sample 0" in str(caught.value)
+
+
+class TestChat:
+    MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    CHATML = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"messages": MESSAGES},
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+        ],
+    )
+    def test_without_a_template_it_is_chatml(self, texts, logged, row):
+        assert texts([row, row]) == [self.CHATML] * 2
+        assert sum("no chat template" in line for line in logged) == 1
+
+    def test_a_chat_in_the_named_column(self, texts):
+        assert texts([{"turns": self.MESSAGES}], text_column="turns") == [self.CHATML]
+
+    def test_the_tokenizers_own_template_is_used_and_begins_only_once(self, batches, tokenizer):
+        import copy
+
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }};{% endfor %}"
+        (batch,) = batches([{"messages": self.MESSAGES}], processor=own)
+        ids = batch["input_ids"][0].tolist()
+        assert own.decode(ids, skip_special_tokens=True) == "hi;yo;"
+        assert ids.count(own.bos_token_id) == 1
+
+    def test_a_template_that_refuses_is_an_error(self, batches, tokenizer):
+        import copy
+
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = "{{ raise_exception('no') }}"
+        with pytest.raises(DatasetError, match="chat template refuses"):
+            batches([{"messages": self.MESSAGES}], processor=own)
+
+    def test_chats_need_a_tokenizer(self, batches):
+        with pytest.raises(DatasetError, match="conversations"):
+            batches([{"messages": self.MESSAGES}], processor=None)
+
+
+class TestTraining:
+    ROWS = [{"text": "Question: 1+1\nAnswer: 2", "prompt": "Question: 1+1\nAnswer:"}]
+
+    def test_labels_leave_out_prompt_and_padding(self, tokenizer):
+        args = DatasetArguments(dataset=self.ROWS, max_seq_length=40, pad_to_max_length=True)
+        (sample,) = load_training(args, processor=tokenizer)
+        ids, labels = sample["input_ids"], sample["labels"]
+        prompt = len(tokenizer(self.ROWS[0]["prompt"])["input_ids"])
+        real = len(tokenizer(self.ROWS[0]["text"])["input_ids"])
+        assert labels[:prompt] == [-100] * prompt
+        assert labels[prompt:real] == ids[prompt:real]
+        assert labels[real:] == [-100] * (40 - real)
+        assert "prompt" not in sample
+
+    def test_labels_survive_joining(self, tokenizer):
+        args = DatasetArguments(dataset=self.ROWS * 8, max_seq_length=16, concatenate_data=True)
+        samples = load_training(args, processor=tokenizer)
+        for sample in samples:
+            pairs = zip(sample["input_ids"], sample["labels"], strict=True)
+            assert all(label in (token, -100) for token, label in pairs)
+        assert any(-100 in sample["labels"] for sample in samples)
+
+    def test_calibration_has_no_labels(self, batches):
+        (batch,) = batches(self.ROWS)
+        assert set(batch) == {"input_ids", "attention_mask"}
+
+    def test_all_rows_in_order_or_the_first(self, tokenizer):
+        rows = [[i, i] for i in range(600)]
+        every = load_training(DatasetArguments(dataset=rows))
+        assert [sample["labels"][0] for sample in every] == list(range(600))
+        assert len(load_training(DatasetArguments(dataset=rows, max_train_samples=5))) == 5
+
+    def test_training_needs_data(self):
+        with pytest.raises(DatasetError, match="Training needs data"):
+            load_training(DatasetArguments())
+
+
+class FakeProcessor:
+    """A processor of images and text that hands out batches of one, as transformers' do."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __call__(self, images=None, text=None, return_tensors=None, **kwargs):
+        out = self.tokenizer([text], return_tensors=return_tensors)
+        out["token_type_ids"] = torch.zeros(1, out["input_ids"].shape[1])
+        out["pixel_values"] = torch.full((1, 3, 2, 2), float(images))
+        out["image_grid_thw"] = torch.tensor([[1, 2, 2]])
+        out["patches"] = torch.full((4, 5), float(images))
+        return out
+
+
+class TestProcessors:
+    ROWS = [{"images": i, "text": f"picture {i}", "license": "free"} for i in range(2)]
+
+    def test_pixels_are_passed_through_and_joined(self, batches, tokenizer):
+        (batch,) = batches(self.ROWS, processor=FakeProcessor(tokenizer), batch_size=2, **FIRST)
+        assert batch["pixel_values"].shape == (2, 3, 2, 2)
+        assert batch["image_grid_thw"].tolist() == [[1, 2, 2]] * 2
+        assert batch["patches"][:, 0].tolist() == [0.0] * 4 + [1.0] * 4
+        assert batch["attention_mask"].shape == batch["input_ids"].shape
+        assert "token_type_ids" not in batch
+
+    def test_a_collator_of_the_users_gets_them_without_the_axis_of_one(self, batches, tokenizer):
+        seen = []
+        batches(
+            self.ROWS,
+            processor=FakeProcessor(tokenizer),
+            data_collator=lambda samples: seen.extend(samples) or samples,
+        )
+        assert seen[0]["pixel_values"].shape == (3, 2, 2)
+        assert isinstance(seen[0]["input_ids"], list)
+
+    def test_sound_becomes_features_and_the_decoders_input(self, batches, tokenizer):
+        class Speech:
+            """Like Whisper's: no parameter has a name."""
+
+            def __init__(self):
+                self.tokenizer = tokenizer
+
+            def __call__(self, *args, **kwargs):
+                assert kwargs.keys() == {"audio", "sampling_rate", "text", "return_tensors"}
+                ids = tokenizer(kwargs["text"], return_tensors="pt")["input_ids"]
+                return {"input_features": torch.ones(1, 4, 6), "labels": ids}
+
+        row = {"audio": [0.0, 0.1], "sampling_rate": 16000, "text": " Hello", "id": "x"}
+        names = ["input_features", "decoder_input_ids", "labels"]
+        (batch,) = batches([row], processor=Speech(), model_input_names=names)
+        assert batch["input_features"].shape == (1, 4, 6)
+        assert batch["decoder_input_ids"].tolist() == [tokenizer(" Hello")["input_ids"]]
+        assert "labels" not in batch
+
+    def test_a_plain_function_will_do(self, batches):
+        def letters(text):
+            return {"input_ids": [ord(letter) for letter in text]}
+
+        (batch,) = batches(["ab"], processor=letters)
+        assert batch["input_ids"].tolist() == [[97, 98]]
+
+    def test_what_the_processor_refuses_names_the_sample(self, batches):
+        def broken(text):
+            raise RuntimeError("no")
+
+        with pytest.raises(DatasetError, match=r"sample 0 .*refused.*RuntimeError\('no'\)"):
+            batches(["ab"], processor=broken)
+
+    def test_something_that_cannot_be_called_is_no_processor(self, batches):
+        with pytest.raises(DatasetError, match="A int cannot tokenize"):
+            batches(["ab"], processor=3)
+
+
+def test_a_registered_class_tokenizes_when_called(tokenizer):
+    args = DatasetArguments(dataset=[{"text": "import os"}])
+    made = TextGenerationDataset.load_from_registry(
+        "custom", dataset_args=args, processor=tokenizer
+    )
+    assert [sample["input_ids"] for sample in made()] == [tokenizer("import os")["input_ids"]]
+    assert made(add_labels=True)[0]["labels"]

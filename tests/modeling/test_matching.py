@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matching rule, held against compressed-tensors' own functions, and the hints on misses."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from compressed_tensors.utils import InternalModule
+from compressed_tensors.utils.match import is_match
+from compressed_tensors.utils.match import match_modules_set as oracle_sets
+from compressed_tensors.utils.match import match_named_modules as oracle_modules
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.matching import (
+    check_targets,
+    common_parent,
+    match_modules_set,
+    match_named_modules,
+    matches,
+    near_matches,
+    unmatched,
+)
+
+
+class LinearBase(nn.Module):
+    pass
+
+
+class RowLinear(LinearBase):
+    pass
+
+
+class MyLinear(nn.Linear):
+    pass
+
+
+class Helper(InternalModule):
+    pass
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(4, 4)
+        self.up_proj = MyLinear(4, 4)
+        self.down_proj = RowLinear()
+        self.observer = Helper()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.mlp = Mlp()
+
+
+class Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(4, 4)
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture
+def warnings_logged() -> list[str]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    yield lines
+    logger.remove(sink)
+
+
+TOY = Toy()
+TARGETS = [
+    "Linear",
+    "LinearBase",
+    "RowLinear",
+    "MyLinear",
+    "Module",
+    "Helper",
+    "InternalModule",
+    "Embedding",
+    "linear",
+    "lm_head",
+    "embed",
+    "layers.0",
+    "layers.0.mlp",
+    "mlp",
+    "layers.1.mlp.up_proj",
+    "re:.*",
+    "re:.*mlp",
+    "re:.*mlp$",
+    "re:mlp",
+    r"re:layers\.0\..*_proj$",
+    "re:.*proj",
+    "re:.*proj.weight",
+    "re:layers.1",
+    "re:",
+    "",
+    "re:(lm_head|embed)$",
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_rule_is_the_reader_s(target: str) -> None:
+    for name, module in TOY.named_modules():
+        assert matches(name, module, target) == is_match(name, module, target), name
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    targets=st.lists(st.sampled_from(TARGETS), max_size=4),
+    ignore=st.lists(st.sampled_from(TARGETS), max_size=3),
+)
+def test_lists_of_targets_select_what_the_reader_selects(
+    targets: list[str], ignore: list[str]
+) -> None:
+    assert list(match_named_modules(TOY, targets, ignore)) == list(
+        oracle_modules(TOY, targets, ignore)
+    )
+
+
+def test_one_string_is_one_target(llama: LlamaForCausalLM) -> None:
+    names = [name for name, _ in match_named_modules(llama, "Linear", "lm_head")]
+    assert names == [name for name, _ in match_named_modules(llama, ["Linear"], ["lm_head"])]
+    assert len(names) == 14
+
+
+def test_unmatched_keeps_order_and_counts_ignored_modules_as_matched() -> None:
+    assert unmatched(TOY, ["zz", "Linear", "re:up_proj", "lm_head"]) == ("zz", "re:up_proj")
+    check_targets(TOY, ["lm_head"], ["lm_head"])
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("q_porj", "re:.*q_proj$"),
+        ("q_proj", "re:.*q_proj$"),
+        ("linear", "Linear"),
+        ("LlamaMPL", "LlamaMLP"),
+        ("model.layers.0.self_atn.q_proj", "model.layers.0.self_attn.q_proj"),
+        ("layers.0.mlp", "model.layers.0.mlp"),
+        ("lm_haed", "lm_head"),
+        ("model.norm.weight", "model.norm"),
+        ("*down_proj", "re:.*down_proj"),
+        ("re:.*q_proj.weight", "re:.*q_proj'"),
+        (r"re:.*q_proj\.weight$", "re:.*q_proj'"),
+        ("re:layers.0", "re:.*layers.0"),
+        ("re:.*mlp_gate_proj", "re:.*gate_proj'"),
+        ("re:^layers", "re:.*layers'"),
+        ("re:model.layers.[0-9]+.self_atn.*", "re:model.layers.[0-9]+.self_attn.*"),
+        ("re:.*mlp.experts.*", "model.layers.0.mlp"),
+        ("re:.*MLP.*down", "re:.*mlp.*down'"),
+        ("Conv1D", "Embedding, Linear, LlamaRMSNorm"),
+    ],
+)
+def test_a_miss_is_an_error_that_says_what_was_meant(
+    llama: LlamaForCausalLM, target: str, expected: str
+) -> None:
+    with pytest.raises(TargetError) as caught:
+        check_targets(llama, [target])
+    message = str(caught.value)
+    assert repr(target) in message
+    assert expected in caught.value.remedy
+    assert "allow_unmatched" in message
+
+
+def test_parameter_patterns_are_explained(llama: LlamaForCausalLM) -> None:
+    assert "not parameter names" in near_matches(llama, "re:.*q_proj.weight")
+
+
+@pytest.mark.parametrize(
+    "target", ["q_porj", "q_proj", "lm_haed", "re:layers.0", "re:.*q_proj.weight"]
+)
+def test_the_suggestion_works(llama: LlamaForCausalLM, target: str) -> None:
+    suggestion = near_matches(llama, target).split("'")[1]
+    assert list(match_named_modules(llama, suggestion))
+
+
+def test_all_misses_are_in_one_error(llama: LlamaForCausalLM) -> None:
+    with pytest.raises(TargetError, match=r"'q_porj', 'Linaer'") as caught:
+        check_targets(llama, ["q_porj", "Linear", "Linaer"])
+    assert "For 'Linaer'" in caught.value.remedy
+
+
+def test_misses_can_be_allowed_and_ignores_only_warn(
+    llama: LlamaForCausalLM, warnings_logged: list[str]
+) -> None:
+    check_targets(llama, ["Linaer"], ["lm_haed", "re:.*vision.*"], allow_unmatched=True)
+    assert len(warnings_logged) == 2
+    assert "'Linaer'" in warnings_logged[0]
+    assert "lm_head" in warnings_logged[1]
+    check_targets(llama, ["Linear"], ["lm_head"])
+    assert len(warnings_logged) == 2
+
+
+def test_a_broken_pattern_is_named() -> None:
+    with pytest.raises(TargetError, match=r"re:\(proj"):
+        list(match_named_modules(TOY, "re:(proj"))
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"],
+        ["re:.*input_layernorm$", "re:.*q_proj$", "re:.*v_proj$"],
+        ["re:.*post_attention_layernorm$", "re:.*(gate|up)_proj$"],
+        ["re:.*up_proj$"],
+        ["re:.*absent$"],
+    ],
+)
+def test_sets_are_those_of_the_reference_matcher(
+    llama: LlamaForCausalLM, targets: list[str]
+) -> None:
+    ours = [
+        [[module for _, module in pairs] for pairs in each]
+        for each in match_modules_set(llama, targets)
+    ]
+    assert ours == list(oracle_sets(llama, targets))
+
+
+def test_experts_of_a_block_are_in_one_set() -> None:
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def block() -> nn.Module:
+        return nn.ModuleDict(
+            {"norm": nn.LayerNorm(2), "experts": nn.ModuleList([Expert(), Expert(), Expert()])}
+        )
+
+    model = nn.ModuleList([block(), block()])
+    targets = ["re:.*norm$", "re:.*up$", "re:.*down$"]
+    sets = list(match_modules_set(model, targets))
+    assert [[len(pairs) for pairs in each] for each in sets] == [[1, 3, 3], [1, 3, 3]]
+    assert sets[1][0][0][0] == "1.norm"
+    oracle = list(oracle_sets(model, targets))
+    assert [[[m for _, m in pairs] for pairs in each] for each in sets] == oracle
+
+
+def test_an_incomplete_last_set_and_an_overlap_are_errors(llama: LlamaForCausalLM) -> None:
+    with pytest.raises(TargetError, match="incomplete"):
+        list(match_modules_set(llama, ["re:.*q_proj$", "re:.*k_porj$"]))
+    with pytest.raises(TargetError, match="exclude each other"):
+        list(match_modules_set(llama, ["re:.*q_proj$", "re:.*self_attn.*proj$"]))
+
+
+def test_common_parent_is_symmetric_and_above_both() -> None:
+    names = [name for name, _ in TOY.named_modules() if name]
+    for first, second in itertools.product(names, names):
+        parent = common_parent(first, second)
+        assert parent == common_parent(second, first)
+        assert all(
+            name == parent or name.startswith(f"{parent}." * bool(parent))
+            for name in (first, second)
+        )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounding to grids: every 16-bit number against compressed-tensors, and a slow textbook."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize, quantize
+from compressed_tensors.quantization.quant_args import round_to_quantized_type_args
+
+from llmcompressor.errors import InputError
+from llmcompressor.numerics.grid import Grid, float_layout
+
+GRIDS = [*(Grid("int", bits) for bits in range(1, 9)), Grid("float", 8), Grid("float", 4)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every bit, but for which NaN it is."""
+    assert a.dtype == b.dtype
+    nan = a.isnan()
+    integer = float_layout(a.dtype).integer
+    return torch.equal(nan, b.isnan()) and torch.equal(a[~nan].view(integer), b[~nan].view(integer))
+
+
+def reference_round(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    args = QuantizationArgs(num_bits=grid.bits, type=grid.kind)
+    ends = torch.tensor(grid.qmin), torch.tensor(grid.qmax)
+    return round_to_quantized_type_args(x.clone(), args, *ends)
+
+
+def members(grid: Grid) -> list[float]:
+    """All members that are not negative, in the order of their codes."""
+    if grid.kind == "int":
+        return [float(i) for i in range(int(grid.qmax) + 1)]
+    mantissa, bias, count = (3, 7, 127) if grid.bits == 8 else (1, 1, 8)
+    result = []
+    for code in range(count):
+        exponent, fraction = divmod(code, 2**mantissa)
+        significand = fraction / 2**mantissa + (exponent > 0)
+        result.append(significand * 2.0 ** (max(exponent, 1) - bias))
+    return result
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_rounds_as_readers_round_it(grid, dtype):
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    assert same_bits(grid.round(x), reference_round(x, grid))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_ties_and_their_neighbours_round_as_readers_round_them(grid):
+    values = torch.tensor(members(grid))
+    ties = (values[1:] + values[:-1]) / 2
+    x = torch.cat([ties, values, torch.tensor([0.0, 1e30, torch.inf, 1e-45])])
+    x = torch.cat([x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(torch.tensor(-torch.inf))])
+    x = torch.cat([x, -x, torch.randn(1000) * float(grid.qmax or 1)])
+    assert same_bits(grid.round(x), reference_round(x, grid))
+
+
+@pytest.mark.parametrize("grid", [Grid("int", 4), Grid("float", 8), Grid("float", 4)], ids=str)
+def test_the_nearest_member_is_taken_and_ties_go_to_the_even_code(grid):
+    table = members(grid)
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
+    for x in [*table, *middles, *torch.rand(200).mul(grid.qmax).tolist()]:
+        code = min(range(len(table)), key=lambda c: (abs(table[c] - x), c % 2))
+        assert grid.round(torch.tensor([x], dtype=torch.float64)).item() == table[code]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_rounding_is_idempotent_and_leaves_its_argument_alone(grid):
+    x = torch.randn(1000) * 4
+    before = x.clone()
+    once = grid.round(x)
+    assert torch.equal(grid.round(once), once)
+    assert torch.equal(x, before)
+    assert once.min() >= grid.qmin
+    assert once.max() <= grid.qmax
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("with_zero", [False, True])
+@pytest.mark.parametrize(
+    "grid", [Grid("int", 8, symmetric=False), Grid("float", 8, False)], ids=str
+)
+def test_mixed_dtypes_are_computed_as_readers_do(grid, x_dtype, scale_dtype, with_zero):
+    torch.manual_seed(1)
+    args = QuantizationArgs(num_bits=8, type=grid.kind, symmetric=False, strategy="channel")
+    x = (torch.randn(16, 40) * 3).to(x_dtype)
+    scale = (torch.rand(16, 1) / 20 + 0.01).to(scale_dtype)
+    zero = torch.randint(-9, 9, (16, 1)).to(args.zp_dtype) if with_zero else None
+    codes = grid.quantize(x, scale, zero)
+    assert same_bits(codes, quantize(x, scale, zero, args))
+    assert same_bits(grid.dequantize(codes, scale, zero), dequantize(codes, scale, zero, args))
+    ours = grid.fake_quantize(x, scale, zero)
+    assert ours.dtype == x_dtype
+    assert same_bits(ours, fake_quantize(x, scale, zero, args).to(x_dtype))
+
+
+def test_quantize_and_dequantize_leave_their_arguments_alone():
+    grid = Grid("int", 4, symmetric=False)
+    tensors = [torch.randn(8, 8), torch.rand(8, 1) + 0.1, torch.full((8, 1), 3.0)]
+    copies = [t.clone() for t in tensors]
+    for function in (grid.quantize, grid.dequantize, grid.fake_quantize):
+        function(*tensors)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+
+
+@pytest.mark.parametrize("kind_bits", [("int", 0), ("int", 17), ("float", 5), ("text", 4)])
+def test_grids_that_do_not_exist_are_refused(kind_bits):
+    with pytest.raises(InputError, match="no grid"):
+        Grid(*kind_bits)
+
+
+def test_4_bit_floats_have_no_zero_point():
+    with pytest.raises(InputError, match="zero point"):
+        Grid("float", 4, symmetric=False)
+
+
+def test_a_dtype_without_layout_is_refused():
+    with pytest.raises(InputError, match="float8"):
+        float_layout(torch.float8_e4m3fn)

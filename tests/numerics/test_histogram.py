@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming histograms are exact; the ranges taken from them are those of the data."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from llmcompressor.errors import InputError
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.histogram import (
+    Histogram,
+    entropy_range,
+    mse_range,
+    percentile_range,
+)
+from llmcompressor.numerics.scales import scales_from_range
+
+
+def same(a: Histogram, b: Histogram) -> bool:
+    return all(
+        torch.equal(getattr(a, name), getattr(b, name))
+        for name in ("counts", "exponent", "low", "high")
+    )
+
+
+def rounding_error(x_N: Tensor, low: Tensor, high: Tensor, grid: Grid) -> float:
+    scale, zero = scales_from_range(low, high, grid)
+    rounded = grid.fake_quantize(x_N, scale, None if grid.symmetric else zero)
+    return float((rounded - x_N).square().mean())
+
+
+def test_bins_hold_the_values_that_lie_in_them():
+    torch.manual_seed(0)
+    values = torch.cat([torch.randn(2, 300), torch.tensor([[0.0, -4.0], [2.0, 0.25]])], 1)
+    histogram = Histogram.of(values, bins=16)
+    for s, row in enumerate(values):
+        width = 2.0 ** histogram.exponent[s].item()
+        expected = [0] * 32
+        for x in row.tolist():
+            expected[math.floor(x / width) + 16] += 1
+        assert histogram.counts[s].tolist() == expected
+    assert torch.equal(histogram.low, values.amin(1))
+    assert torch.equal(histogram.high, values.amax(1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False), min_size=1, max_size=6
+        ),
+        min_size=2,
+        max_size=5,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_neither_order_nor_split_matters(parts, random):
+    whole = Histogram.of(torch.tensor([[x for part in parts for x in part]]), bins=8)
+    random.shuffle(parts)
+    streamed = Histogram.of(torch.tensor([parts[0]]), bins=8)
+    for part in parts[1:]:
+        streamed = streamed.add(torch.tensor([part]))
+    assert same(whole, streamed)
+    assert int(whole.counts.sum()) == sum(len(part) for part in parts)
+
+
+def test_rows_with_different_ranges_are_independent():
+    torch.manual_seed(1)
+    values = torch.randn(3, 1000) * torch.tensor([[1e-3], [1.0], [1e3]])
+    together = Histogram.of(values[:, :400]).add(values[:, 400:])
+    for s in range(3):
+        alone = Histogram.of(values[s : s + 1])
+        assert torch.equal(together.counts[s], alone.counts[0])
+
+
+def test_small_values_after_zeros_are_still_resolved():
+    values = torch.rand(1, 1000) / 1000
+    histogram = Histogram.of(torch.zeros(1, 10)).add(values)
+    assert same(histogram, Histogram.of(torch.cat([torch.zeros(1, 10), values], 1)))
+    assert int((histogram.counts > 0).sum()) > 500
+
+
+def test_an_end_of_the_lattice_has_a_bin():
+    for x in (4.0, -4.0, 1e38, 1e-38):
+        assert int(Histogram.of(torch.tensor([[x]]), bins=4).counts.sum()) == 1
+
+
+@pytest.mark.parametrize("percentile", [50.0, 90.0, 99.0, 99.9])
+def test_percentiles_are_those_of_the_data(percentile):
+    torch.manual_seed(0)
+    values = torch.randn(2, 20_000) ** 3
+    histogram = Histogram.of(values)
+    width, level = histogram.width[:, None], percentile / 100
+
+    def lies_at(level: float, values: Tensor, bound: Tensor) -> bool:
+        below = (values < bound[:, None] - width).double().mean(1)
+        not_above = (values <= bound[:, None] + width).double().mean(1)
+        return bool((below <= level).all() & (not_above >= level).all())
+
+    low, high = percentile_range(histogram, percentile, symmetric=True)
+    assert torch.equal(low, -high)
+    assert lies_at(level, values.abs(), high)
+    low, high = percentile_range(histogram, percentile, symmetric=False)
+    assert lies_at((1 - level) / 2, values, low)
+    assert lies_at((1 + level) / 2, values, high)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_hundredth_percentile_is_the_range_itself(symmetric):
+    values = torch.randn(2, 100)
+    low, high = percentile_range(Histogram.of(values), 100, symmetric=symmetric)
+    assert torch.equal(low, values.amin(1))
+    assert torch.equal(high, values.amax(1))
+
+
+@pytest.mark.parametrize("percentile", [0, 101])
+def test_impossible_percentiles_are_refused(percentile):
+    with pytest.raises(InputError, match="percentile"):
+        percentile_range(Histogram.of(torch.ones(1, 1)), percentile, symmetric=True)
+
+
+@pytest.mark.parametrize(
+    "grid", [Grid("int", 4), Grid("int", 8), Grid("int", 4, symmetric=False)], ids=str
+)
+def test_the_mse_range_is_about_the_best_there_is(grid):
+    torch.manual_seed(0)
+    values = torch.randn(1, 20_000)
+    values[0, 0] = 12.0
+    low, high = (bound[0] for bound in mse_range(Histogram.of(values), grid))
+    found = rounding_error(values[0], low, high, grid)
+    ends = values.min(), values.max()
+    best = min(
+        rounding_error(values[0], p * ends[0], p * ends[1], grid)
+        for p in torch.linspace(0.01, 1, 300)
+    )
+    assert found <= best * 1.02
+    assert found < 0.95 * rounding_error(values[0], *ends, grid)
+
+
+def test_the_mse_range_of_floats_keeps_everything():
+    values = torch.randn(1, 5000)
+    values[0, 0] = 12.0
+    _, high = mse_range(Histogram.of(values), Grid("float", 8))
+    assert high.item() == 12.0
+
+
+@pytest.mark.parametrize("grid", [Grid("int", 8), Grid("int", 8, symmetric=False)], ids=str)
+def test_the_entropy_range_cuts_a_few_outliers_and_nothing_else(grid):
+    torch.manual_seed(0)
+    values = torch.randn(2, 50_000)
+    values[0, :5] = 100.0
+    histogram = Histogram.of(values)
+    _, high = entropy_range(histogram, grid)
+    assert 3 < high[0] < 50
+    assert 3 < high[1] <= values[1].max()
+
+
+def test_the_entropy_range_of_evenly_spread_values_is_all_of_it():
+    values = torch.linspace(-1, 1, 40_000)[None]
+    low, high = entropy_range(Histogram.of(values), Grid("int", 8))
+    assert (low.item(), high.item()) == (-1.0, 1.0)
+
+
+@pytest.mark.parametrize("method", [mse_range, entropy_range])
+@pytest.mark.parametrize("grid", [Grid("int", 4), Grid("int", 8, symmetric=False)], ids=str)
+def test_scales_do_not_influence_each_other(method, grid):
+    torch.manual_seed(4)
+    values = torch.randn(3, 2000) * torch.tensor([[0.01], [1.0], [50.0]])
+    low, high = method(Histogram.of(values), grid)
+    for s in range(3):
+        alone = method(Histogram.of(values[s : s + 1]), grid)
+        assert (low[s], high[s]) == (alone[0][0], alone[1][0])
+
+
+@pytest.mark.parametrize("method", [mse_range, entropy_range])
+def test_constant_values_have_a_range(method):
+    for x in (0.0, 3.0, -3.0):
+        low, high = method(Histogram.of(torch.full((1, 50), x)), Grid("int", 8))
+        assert torch.isfinite(low).all()
+        assert torch.isfinite(high).all()
+        assert max(-low.item(), high.item()) >= abs(x) * 0.9
+
+
+def test_padding_can_be_taken_out():
+    values = torch.tensor([[1.0, 0.0, -1.0]])
+    padded = torch.nn.functional.pad(values, (0, 4))
+    assert same(Histogram.of(padded).without_zeros(torch.tensor([4])), Histogram.of(values))
+
+
+def test_histograms_of_different_bins_do_not_merge():
+    with pytest.raises(InputError, match="merged"):
+        Histogram.of(torch.ones(1, 2), 8).merge(Histogram.of(torch.ones(1, 2), 16))
+
+
+def test_nothing_has_no_histogram():
+    with pytest.raises(InputError, match="No histogram"):
+        Histogram.of(torch.zeros(1, 0))

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observers that remember a histogram."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from llmcompressor.observers import Observer
+
+ARGS = QuantizationArgs(num_bits=8, strategy="tensor")
+
+
+@pytest.fixture
+def batches() -> torch.Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(8, 50, 32)
+    x[3, 7, 5] = 30.0
+    return x
+
+
+def make(name: str, args: QuantizationArgs = ARGS, base_name: str = "input", **options):
+    return Observer.load_from_registry(name, base_name=base_name, args=args, **options)
+
+
+def high(observer, batches: torch.Tensor) -> float:
+    for batch in batches:
+        observer.observe(batch)
+    return observer.range()[1].item()
+
+
+def test_names_choose_the_method():
+    assert make("histogram").options.method == "mse"
+    assert make("percentile").options.method == "percentile"
+    assert make("entropy").options.method == "entropy"
+    assert make("histogram", method="percentile", percentile=90).options.percentile == 90
+
+
+@pytest.mark.parametrize("name", ["histogram", "percentile", "entropy"])
+def test_one_outlier_does_not_set_the_scale(name, batches):
+    assert high(make("static_minmax"), batches) == 30
+    assert 2 < high(make(name), batches) < 29
+
+
+def test_the_percentile_is_that_of_all_batches(batches):
+    observer = make("percentile", percentile=99)
+    found = high(observer, batches.clamp(max=4))
+    assert found == pytest.approx(batches.clamp(max=4).abs().quantile(0.99).item(), abs=0.01)
+
+
+@pytest.mark.parametrize("method", ["mse", "entropy", "percentile"])
+def test_the_order_of_batches_does_not_matter(method, batches):
+    forth = high(make("histogram", method=method), batches)
+    back = high(make("histogram", method=method), batches.flip(0))
+    assert forth == back
+
+
+def test_heads_are_independent():
+    torch.manual_seed(0)
+    states = torch.randn(2, 3, 40, 16) * torch.tensor([0.1, 1.0, 10.0])[:, None, None]
+    args = QuantizationArgs(num_bits=8, strategy="attn_head")
+    scale, _ = make("percentile", args, "k")(states)
+    assert scale.shape == (3, 1, 1)
+    for head in range(3):
+        alone, _ = make("percentile", ARGS, "k")(states[:, head : head + 1])
+        assert scale[head].item() == alone.item()
+
+
+def test_the_range_has_the_dtype_of_what_was_observed(batches):
+    observer = make("histogram").observe(batches[0].bfloat16())
+    assert observer.range()[0].dtype is torch.bfloat16

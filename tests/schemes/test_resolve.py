@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a modifier's fields to schemes, and from schemes to the modules of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+)
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmcompressor.errors import InputError, RecipeError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.schemes.presets import PRESETS, preset_scheme
+from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
+
+W4 = {"num_bits": 4, "group_size": 32}
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    fields: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
+    return LlamaForCausalLM(LlamaConfig(**fields | changes))
+
+
+@pytest.fixture
+def log() -> list[tuple[str, str]]:
+    lines: list[tuple[str, str]] = []
+
+    def sink(message: Any) -> None:
+        lines.append((message.record["level"].name, message.record["message"]))
+
+    handle = logger.add(sink, level="INFO")
+    yield lines
+    logger.remove(handle)
+
+
+# --- fields ---------------------------------------------------------------------------------
+
+
+def test_a_preset_takes_the_modifier_s_targets() -> None:
+    resolved = resolve_schemes(scheme="w4a16", targets="re:.*mlp.*", ignore="lm_head")
+    assert list(resolved.groups) == ["group_0"]
+    assert resolved.targets == ("re:.*mlp.*",)
+    assert resolved.ignore == ("lm_head",)
+
+
+def test_presets_with_targets_of_their_own() -> None:
+    resolved = resolve_schemes(scheme={"FP8_DYNAMIC": "re:.*down_proj", "W4A16": ["Linear"]})
+    assert [scheme.weights.num_bits for scheme in resolved.groups.values()] == [8, 4]
+    assert resolved.targets == ("re:.*down_proj", "Linear")
+
+
+def test_groups_in_all_three_forms() -> None:
+    resolved = resolve_schemes(
+        config_groups={
+            "first": {"targets": ["a"], "weights": W4},
+            "second": preset_scheme("FP8", ["b"]),
+            "W8A8": ["c"],
+        }
+    )
+    assert list(resolved.groups) == ["first", "second", "W8A8"]
+    assert resolved.groups["first"].weights.strategy == "group"
+    assert resolved.groups["W8A8"].input_activations.dynamic is True
+
+
+def test_one_scheme_by_its_fields() -> None:
+    resolved = resolve_schemes(scheme={"weights": W4}, targets=["re:.*mlp.*"])
+    assert resolved.groups["group_0"].weights.group_size == 32
+    assert resolved.targets == ("re:.*mlp.*",)
+
+
+def test_w4a8_by_its_arguments_is_packed_like_the_preset() -> None:
+    activations = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    group = {"targets": "Linear", "weights": W4, "input_activations": activations}
+    resolved = resolve_schemes(config_groups={"g": group})
+    assert resolved.groups["g"].format == "pack-quantized"
+    resolved = resolve_schemes(config_groups={"g": {**group, "format": "int-quantized"}})
+    assert resolved.groups["g"].format == "int-quantized"
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_default_observers(name: str) -> None:
+    scheme = resolve_schemes(scheme=name).groups["group_0"]
+    if scheme.weights:
+        assert scheme.weights.observer == "memoryless_minmax"
+    if scheme.input_activations:
+        expected = None if scheme.input_activations.dynamic is True else "static_minmax"
+        assert scheme.input_activations.observer == expected
+
+
+def test_static_activations_of_a_group_of_one_s_own_have_minmax() -> None:
+    group = {"targets": "Linear", "weights": W4, "input_activations": {}, "output_activations": {}}
+    scheme = resolve_schemes(config_groups={"g": group}).groups["g"]
+    assert scheme.input_activations.observer == scheme.output_activations.observer == "minmax"
+
+
+def test_observers_set_on_the_modifier_win_and_the_user_s_objects_stay() -> None:
+    mine = preset_scheme("FP8")
+    by_field = resolve_schemes(config_groups={"g": mine}, weight_observer="mse")
+    by_dict = resolve_schemes(config_groups={"g": mine}, observer={"weights": "mse"})
+    assert by_field == by_dict
+    assert by_field.groups["g"].weights.observer == "mse"
+    assert by_field.groups["g"].input_activations.observer == "static_minmax"
+    assert mine == preset_scheme("FP8")
+
+
+def test_an_observer_without_effect_is_told(log: list[tuple[str, str]]) -> None:
+    resolve_schemes(scheme="FP8_DYNAMIC", input_observer="mse")
+    assert [level for level, _ in log] == ["WARNING"]
+    assert "input_activations" in log[0][1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "needs"),
+    [
+        ({"scheme": "W4A16"}, False),
+        ({"scheme": "FP8_DYNAMIC"}, False),
+        ({"scheme": "FP8"}, True),
+        ({"scheme": "NVFP4"}, True),
+        ({"scheme": "MXFP4"}, False),
+        ({"scheme": "UNQUANTIZED"}, False),
+        ({"scheme": "W4A16", "weight_observer": "imatrix_mse"}, True),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, True),
+        (
+            {
+                "scheme": "W4A16",
+                "kv_cache_scheme": {"num_bits": 8, "strategy": "token", "dynamic": True},
+            },
+            False,
+        ),
+    ],
+)
+def test_who_needs_calibration_data(fields: dict[str, Any], needs: bool) -> None:
+    assert resolve_schemes(**fields).requires_calibration_data is needs
+
+
+def test_the_cache_alone_is_enough() -> None:
+    resolved = resolve_schemes(kv_cache_scheme={"num_bits": 8, "type": "float"})
+    assert resolved.targets == ()
+    assert resolved.kv_cache_scheme.observer == "minmax"
+    assert resolved.schemes_by_module(llama()) == {}
+
+
+def group(**fields: Any) -> dict[str, Any]:
+    return {"config_groups": {"g": {"targets": ["Linear"], **fields}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "Nothing says how to quantize"),
+        ({"config_groups": {}}, "Nothing says"),
+        ({"scheme": "W4A16", "config_groups": {"W4A16": ["Linear"]}}, "both set"),
+        (
+            {"scheme": "W4A16", "observer": {"weights": "mse"}, "weight_observer": "mse"},
+            "observer is set",
+        ),
+        ({"scheme": "W4A16", "observer": {"weight": "mse"}}, "Did you mean weights"),
+        ({"scheme": "W4A16", "observer": "mse"}, "must be a mapping"),
+        ({"scheme": "W4A16", "observer": {"weights": 3}}, "name of an observer"),
+        ({"scheme": "W4A16", "targets": []}, "targets"),
+        ({"scheme": "W4A16", "targets": 5}, "must name modules"),
+        ({"scheme": 4}, "scheme is 4"),
+        ({"config_groups": ["W4A16"]}, "must be a mapping"),
+        ({"config_groups": {"W4A61": ["Linear"]}}, "Did you mean W4A16"),
+        ({"config_groups": {"g": 3}}, "must be a mapping"),
+        ({"config_groups": {"g": {"weights": W4}}}, "has no targets"),
+        (group(weight=W4), "Did you mean weights"),
+        (group(weights={"num_bit": 4}), r"g\.weights has no field 'num_bit'.*num_bits"),
+        (group(weights=[4]), "must be a mapping"),
+        (group(weights={"num_bits": "four"}), r"g\.weights is not valid: num_bits"),
+        (group(weights={"group_size": "32"}), r"g\.weights is not valid"),
+        (group(weights={"num_bits": 5, "type": "float"}), r"g\.weights is not valid"),
+        (group(weights={"strategy": "group"}), "group_size"),
+        (group(weights={"strategy": "token", "dynamic": True}), "stored once"),
+        (group(weights={"strategy": "attn_head"}), "attn_head"),
+        (group(weights=W4, input_activations={"strategy": "channel"}), "not supported"),
+        (group(weights=W4, format="mixed-precision"), "mixed-precision"),
+        (group(weights={**W4, "actorder": "group"}), "actorder: static"),
+        (group(weights={**W4, "actorder": "dynamic"}), "compressed-tensors"),
+        (group(weights={**W4, "actorder": True}), "dropped"),
+        ({"kv_cache_scheme": {"bits": 8}}, "Did you mean num_bits"),
+        (
+            {"config_groups": {"W4A16": ["Linear"], "W8A8": ["Linear"]}},
+            "'W4A16' and in 'W8A8'",
+        ),
+    ],
+)
+def test_wrong_fields_are_named_with_a_remedy(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(RecipeError, match=says) as caught:
+        resolve_schemes(**fields)
+    assert "pydantic" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_preset_lists_them() -> None:
+    for scheme in ("W4A61", {"W4A61": ["Linear"]}):
+        with pytest.raises(InputError, match="W4A16_ASYM"):
+            resolve_schemes(scheme=scheme)
+
+
+@pytest.mark.parametrize("order", ["static", "weight", False, None])
+def test_the_activation_orders_that_readers_know_are_taken(order: Any) -> None:
+    scheme = resolve_schemes(**group(weights={**W4, "actorder": order})).groups["g"]
+    assert scheme.weights.actorder in (order, "weight", None)
+
+
+# --- modules --------------------------------------------------------------------------------
+
+CASES = {
+    "preset": {"scheme": "W4A16", "ignore": ["lm_head"]},
+    "names before patterns before classes": {
+        "config_groups": {
+            "a": {"targets": ["Linear"], "weights": {"num_bits": 2, "group_size": 16}},
+            "b": {"targets": ["re:.*proj"], "weights": {"num_bits": 3, "group_size": 16}},
+            "c": {
+                "targets": ["model.layers.1.mlp.up_proj"],
+                "weights": {"num_bits": 5, "group_size": 16},
+            },
+            "d": {"targets": ["re:.*layers.1"], "weights": {"num_bits": 6, "group_size": 16}},
+            "e": {"targets": ["Embedding"], "weights": {"num_bits": 8, "group_size": 16}},
+        },
+        "ignore": ["re:.*v_proj", "lm_head"],
+    },
+    "ignore by class": {
+        "config_groups": {"a": {"targets": ["re:.*"], "weights": W4}},
+        "ignore": ["Embedding", "re:lm_head"],
+    },
+    "attention": {
+        "config_groups": {
+            "a": {"targets": ["LlamaAttention"], "input_activations": {"num_bits": 8}},
+            "b": {"targets": ["re:.*mlp.*"], "weights": W4},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_modules_get_the_scheme_that_the_library_would_apply(fields: dict[str, Any]) -> None:
+    fields = {"config_groups": None, **fields}
+    model = llama(hidden_size=128, intermediate_size=256)
+    resolved = resolve_schemes(**fields)
+    ours = resolved.schemes_by_module(model)
+    config = QuantizationConfig(
+        config_groups=dict(resolved.groups), ignore=list(resolved.ignore), format="dense"
+    )
+    apply_quantization_config(model, config, show_progress=False)
+    theirs = {
+        name: module.quantization_scheme
+        for name, module in model.named_modules()
+        if hasattr(module, "quantization_scheme")
+    }
+    assert ours == theirs
+    assert list(ours) == list(theirs)
+
+
+def test_modules_of_a_group_share_the_scheme_object() -> None:
+    schemes = resolve_schemes(scheme="FP8", ignore=["lm_head"]).schemes_by_module(llama())
+    assert len(schemes) == 14
+    assert len({id(scheme) for scheme in schemes.values()}) == 1
+
+
+def test_unquantized_keeps_modules_out() -> None:
+    resolved = resolve_schemes(
+        scheme={"UNQUANTIZED": ["re:.*down_proj"], "FP8": ["Linear"]}, ignore=["lm_head"]
+    )
+    assert not any("down_proj" in name for name in resolved.schemes_by_module(llama()))
+    assert resolve_schemes(scheme="UNQUANTIZED").schemes_by_module(llama()) == {}
+
+
+class Moe(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Module()
+        self.mlp.gate = nn.Linear(64, 4)
+        self.mlp.shared_expert_gate = nn.Linear(64, 1)
+        self.mlp.router = nn.Module()
+        self.mlp.router.layer = nn.Linear(64, 4)
+        self.mlp.gate_proj = nn.Linear(64, 64)
+        self.mlp.expert = nn.Linear(64, 64)
+
+
+def test_router_gates_stay_out_unless_named(log: list[tuple[str, str]]) -> None:
+    schemes = resolve_schemes(scheme="FP8").schemes_by_module(Moe())
+    assert list(schemes) == ["mlp.gate_proj", "mlp.expert"]
+    assert len(log) == 1
+    assert log[0][0] == "INFO"
+    assert "mlp.shared_expert_gate" in log[0][1]
+    named = resolve_schemes(scheme="FP8", targets=["Linear", "re:.*mlp.gate$"])
+    assert "mlp.gate" in named.schemes_by_module(Moe())
+
+
+def test_a_tied_head_stays_out_unless_named(log: list[tuple[str, str]]) -> None:
+    model = llama(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head" not in resolve_schemes(scheme="FP8").schemes_by_module(model)
+    assert log[0][0] == "WARNING"
+    assert "tie_word_embeddings=False" in log[0][1]
+    named = resolve_schemes(scheme="FP8", targets=["Linear", "lm_head"])
+    assert "lm_head" in named.schemes_by_module(model)
+
+
+def test_an_untied_head_is_targeted_by_name_too() -> None:
+    schemes = resolve_schemes(scheme="FP8").schemes_by_module(llama())
+    assert schemes["lm_head"].targets == ["re:.*lm_head$", "Linear"]
+    assert len({id(scheme) for scheme in schemes.values()}) == 1
+    ignoring = resolve_schemes(scheme="FP8", ignore=["lm_head"]).schemes_by_module(llama())
+    assert all(scheme.targets == ["Linear"] for scheme in ignoring.values())
+
+
+def test_narrow_matrices_get_one_group_per_row() -> None:
+    model = llama()
+    schemes = resolve_schemes(scheme="W4A16", ignore=["lm_head"]).schemes_by_module(model)
+    narrow = schemes["model.layers.0.self_attn.q_proj"]
+    assert narrow.weights.group_size == 64
+    assert schemes["model.layers.0.mlp.down_proj"].weights.group_size == 128
+    of_narrow = [name for name, scheme in schemes.items() if scheme.weights.group_size == 64]
+    assert narrow.targets == of_narrow
+    # The groups written out give every module the same scheme again.
+    groups = {str(index): each for index, each in enumerate(set_of(schemes))}
+    again = resolve_schemes(config_groups=groups, ignore=["lm_head"]).schemes_by_module(model)
+    assert again == schemes
+
+
+def set_of(schemes: dict[str, QuantizationScheme]) -> list[QuantizationScheme]:
+    return list({id(scheme): scheme for scheme in schemes.values()}.values())
+
+
+def test_a_narrow_head_is_targeted_by_its_full_name_alone() -> None:
+    schemes = resolve_schemes(scheme="W4A16").schemes_by_module(llama())
+    assert "lm_head" in schemes["lm_head"].targets
+    assert schemes["model.layers.0.mlp.down_proj"].targets == ["Linear"]
+
+
+def test_formats_with_a_fixed_group_stay_as_they_are() -> None:
+    linear = nn.ModuleDict({"a": nn.Linear(16, 4)})
+    for name in ("MXFP4", "MXFP8A16"):
+        assert resolve_schemes(scheme=name).schemes_by_module(linear)["a"].weights.group_size == 32
+
+
+def test_targets_that_reach_nothing_quantizable_are_errors(log: list[tuple[str, str]]) -> None:
+    model = llama()
+    for targets in (["LlamaMLP"], ["re:.*self_attn$"], ["LlamaAttention"]):
+        resolved = resolve_schemes(scheme="FP8", targets=targets)
+        with pytest.raises(TargetError, match="cannot be applied"):
+            resolved.schemes_by_module(model)
+        loose = resolve_schemes(scheme="FP8", targets=targets, allow_unmatched=True)
+        assert loose.schemes_by_module(model) == {}
+    with pytest.raises(TargetError, match="is left to quantize"):
+        resolve_schemes(scheme="FP8", ignore=["Linear"]).schemes_by_module(model)
+    assert not log
+
+
+def test_attention_is_reached_as_the_library_does() -> None:
+    fields = group(targets=["re:.*self_attn$"], input_activations={"num_bits": 8})
+    model = llama()
+    schemes = resolve_schemes(**fields).schemes_by_module(model)
+    assert list(schemes) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+
+
+def test_names_with_two_schemes_are_told(log: list[tuple[str, str]]) -> None:
+    resolved = resolve_schemes(scheme={"FP8": ["re:.*up_proj"], "FP8_DYNAMIC": ["re:.*layers.0.*"]})
+    schemes = resolved.schemes_by_module(llama())
+    assert schemes["model.layers.0.mlp.up_proj"] is resolved.groups["group_1"]
+    assert log[-1][0] == "WARNING"
+    assert "model.layers.0.mlp.up_proj" in log[-1][1]
+
+
+def test_resolved_schemes_are_equal_when_their_fields_are() -> None:
+    assert resolve_schemes(scheme="W4A16") == resolve_schemes(scheme="w4a16")
+    assert isinstance(resolve_schemes(scheme="W4A16"), ResolvedSchemes)
+    args = QuantizationArgs(num_bits=8, type="float")
+    assert resolve_schemes(kv_cache_scheme=args).kv_cache_scheme is not args

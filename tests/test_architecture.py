@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The floors of the house, and the form of its files, by reading every import and function."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "llmcompressor"
+FOLDERS = [folder for folder in ("src", "tests", "benchmarks") if (ROOT / folder).is_dir()]
+
+# A package imports from lower floors and from itself. The longest prefix of a module's name
+# decides; a package stands here only with a line in docs/architecture.md.
+FLOORS = {
+    "errors": 0,
+    "logger": 0,
+    "typing": 0,
+    "registry": 1,
+    "progress": 1,
+    "metrics": 1,
+    "args": 1,
+    "numerics": 1,
+    "core.events": 1,
+    "core.state": 1,
+    "schemes": 2,
+    "modeling": 2,
+    "datasets": 2,
+    "observers": 3,
+    "modifiers.modifier": 3,
+    "modifiers.factory": 3,
+    "modifiers.utils": 3,
+    "quantization": 4,
+    "recipe": 4,
+    "core": 5,
+    "modifiers": 5,
+    "checkpoint": 5,
+    "utils": 6,
+    "pipelines": 6,
+    "evaluation": 7,
+    "entrypoints": 8,
+    "transformers": 9,
+    "cli": 9,
+    "__main__": 9,
+}
+# The base class and what finds its subclasses are one room.
+ROOM_OF = {"modifiers.factory": "modifiers.modifier", "modifiers.utils": "modifiers.modifier"}
+# Pages of names that belong elsewhere: they may point anywhere, and hold nothing of their own.
+ALIASES = {
+    "",
+    "core",
+    "modifiers",
+    "modifiers.quantization",
+    "modifiers.quantization.gptq",
+}
+# What mathematics may know besides itself and the language's own library.
+MATHEMATICS = {"torch", "numpy", "llmcompressor"}
+MACHINE_PATH = re.compile(r"/(?:home|work|root|Users|opt/envs)/\w|[A-Z]:\\\\Users")
+
+
+def modules() -> list[tuple[str, Path]]:
+    """Each module's name within the package and its file."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return found
+
+
+def python_files() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of every import, also inside functions and for type checkers only.
+
+    ``from package import name`` counts as ``package.name`` where that is a module.
+    """
+    package = ["llmcompressor", *name.split(".")] if name else ["llmcompressor"]
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def room(name: str) -> str:
+    """The package of the table that a module belongs to."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        if (prefix := ".".join(parts[:length])) in FLOORS:
+            return ROOM_OF.get(prefix, prefix)
+    raise KeyError(name)
+
+
+def technique(name: str) -> str | None:
+    """The folder of a technique: ``gptq`` for ``modifiers.gptq.base``."""
+    parts = name.split(".")
+    return parts[1] if room(name) == "modifiers" and len(parts) > 1 else None
+
+
+def breach(importer: str, imported: str) -> str | None:
+    """Why the one may not import the other, or nothing."""
+    upper, lower = room(importer), room(imported)
+    if technique(importer) and technique(imported):
+        same = technique(importer) == technique(imported)
+        return None if same else "a technique imports another technique's folder"
+    if upper == lower:
+        return None
+    if FLOORS[lower] >= FLOORS[upper]:
+        return f"{upper} (floor {FLOORS[upper]}) imports {lower} (floor {FLOORS[lower]})"
+    if upper == "pipelines" and technique(imported):
+        return "a pipeline imports a concrete modifier"
+    if upper == "evaluation" and lower == "pipelines":
+        return "measuring imports a pipeline's insides"
+    return None
+
+
+def own_module(full: str, known: set[str]) -> str | None:
+    """The module of this package that an imported name is or is in; ``None`` for others'."""
+    parts = full.split(".")
+    if parts[0] != "llmcompressor":
+        return None
+    for length in range(len(parts), 1, -1):
+        if (name := ".".join(parts[1:length])) in known:
+            return name
+    return ""
+
+
+def test_every_module_has_a_floor() -> None:
+    homeless = []
+    for name, _ in modules():
+        try:
+            room(name)
+        except KeyError:
+            homeless.append(name)
+    assert homeless in ([], [""])
+
+
+def test_imports_point_down() -> None:
+    known = {name for name, _ in modules()}
+    breaches = []
+    for name, path in modules():
+        if name in ALIASES or FLOORS[room(name)] == 9:
+            continue
+        for line, full in imports(name, path):
+            target = own_module(full, known)
+            if target is None:
+                continue
+            why = "the package's front page is imported" if not target else breach(name, target)
+            if why:
+                breaches.append(f"{path.relative_to(ROOT)}:{line}: {why} ({full})")
+    assert not breaches, "\n".join(breaches)
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("numerics.gptq", "schemes.bridge"),
+        ("observers.base", "core.session"),
+        ("modeling.hooks", "modifiers.modifier"),
+        ("modifiers.gptq.base", "modifiers.quantization.rounding"),
+        ("modifiers.gptq.base", "core.session_functions"),
+        ("pipelines.basic", "modifiers.gptq"),
+        ("checkpoint.save", "modifiers.modifier_x"),
+        ("recipe.recipe", "quantization.base"),
+        ("entrypoints.oneshot", "cli.app"),
+    ],
+)
+def test_the_rule_sees_a_breach(importer: str, imported: str) -> None:
+    assert breach(importer, imported)
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("modifiers.gptq.base", "numerics.gptq"),
+        ("modifiers.gptq.base", "modifiers.modifier"),
+        ("modifiers.gptq.base", "modifiers.gptq.solve"),
+        ("pipelines.basic", "core.session_functions"),
+        ("entrypoints.oneshot", "pipelines.basic"),
+    ],
+)
+def test_the_rule_lets_pass(importer: str, imported: str) -> None:
+    assert breach(importer, imported) is None
+
+
+def test_alias_pages_hold_nothing() -> None:
+    for name, path in modules():
+        if name not in ALIASES:
+            continue
+        defined = [n for n in tree(path).body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+        assert {n.name for n in defined} <= {"__getattr__", "__dir__"}, name
+
+
+def test_mathematics_imports_only_torch() -> None:
+    allowed = MATHEMATICS | set(sys.stdlib_module_names)
+    strange = [
+        f"{name}:{line}: {full}"
+        for name, path in modules()
+        if name.split(".")[0] == "numerics"
+        for line, full in imports(name, path)
+        if full.split(".")[0] not in allowed
+    ]
+    assert not strange, "\n".join(strange)
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from ``def`` to the end, the docstring left out."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    if ast.get_docstring(function, clean=False) is not None:
+        docstring = function.body[0]
+        lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+    return lines
+
+
+def test_functions_fit_a_screen() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{function.lineno}: {function.name} has {body_lines(function)}"
+        for path in python_files()
+        for function in functions(path)
+        if body_lines(function) > 60
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_length_leaves_out_the_docstring() -> None:
+    [function] = ast.parse('def f():\n    """One\n\n    two.\n    """\n    return 1\n').body
+    assert isinstance(function, ast.FunctionDef)
+    assert body_lines(function) == 2
+
+
+def test_every_file_names_its_license() -> None:
+    header = "# SPDX-License-Identifier: Apache-2.0"
+    missing = [
+        str(path.relative_to(ROOT))
+        for path in python_files()
+        if header not in path.read_text(encoding="utf-8").splitlines()[:2]
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_no_path_of_one_machine() -> None:
+    texts = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")]
+    texts += [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    texts += sorted((ROOT / "docs").rglob("*.md"))
+    texts += sorted((ROOT / "benchmarks").rglob("*.md"))
+    found = []
+    for path in [*python_files(), *(text for text in texts if text.is_file())]:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if path != Path(__file__) and MACHINE_PATH.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not found, "\n".join(found)

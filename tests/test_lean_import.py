@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Importing loads little and changes nothing; each case is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+EVERYTHING = [
+    "llmcompressor.args",
+    "llmcompressor.checkpoint.save",
+    "llmcompressor.core.session_functions",
+    "llmcompressor.datasets",
+    "llmcompressor.entrypoints.evaluate",
+    "llmcompressor.entrypoints.oneshot",
+    "llmcompressor.modeling",
+    "llmcompressor.modifiers.gptq",
+    "llmcompressor.modifiers.quantization.rounding",
+    "llmcompressor.observers",
+    "llmcompressor.pipelines",
+    "llmcompressor.recipe",
+    "llmcompressor.schemes",
+    "llmcompressor.transformers.sparsification",
+    "llmcompressor.utils",
+]
+# What others' libraries set when they are imported is theirs: they are imported first.
+SETTINGS = """
+import importlib, json, os, sys, warnings
+import torch, torch._dynamo, transformers, compressed_tensors, accelerate, datasets
+from torch._inductor import config as inductor
+
+def settings():
+    return {
+        "environment": dict(os.environ),
+        "threads": torch.get_num_threads(),
+        "interop": torch.get_num_interop_threads(),
+        "dtype": str(torch.get_default_dtype()),
+        "device": str(torch.get_default_device()),
+        "grad": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+        "dynamo": repr(torch._dynamo.config.get_config_copy()),
+        "inductor": repr(inductor.get_config_copy()),
+        "random": torch.random.get_rng_state().sum().item(),
+        "verbosity": transformers.utils.logging.get_verbosity(),
+        "filters": repr(warnings.filters),
+        "cuda": torch.cuda.is_initialized(),
+        "excepthook": repr(sys.excepthook),
+        "from_pretrained": repr(vars(transformers.PreTrainedModel)["from_pretrained"].__func__),
+        "save_pretrained": repr(transformers.PreTrainedModel.save_pretrained),
+    }
+
+before = settings()
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+after = settings()
+print(json.dumps([key for key in before if before[key] != after[key]]))
+"""
+
+
+def run(code: str, *arguments: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_the_front_page_loads_nothing_heavy_and_changes_no_environment() -> None:
+    code = """
+import os, sys
+environment, paths = dict(os.environ), list(sys.path)
+import llmcompressor
+assert dict(os.environ) == environment and sys.path == paths
+print(*sorted({name.split(".")[0] for name in sys.modules}))
+"""
+    loaded = set(run(code).split())
+    assert not loaded & {"torch", "transformers", "pydantic", "loguru", "numpy", "rich", "typer"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "llmcompressor.args",
+        "llmcompressor.cli.app",
+        "llmcompressor.core",
+        "llmcompressor.core.events",
+        "llmcompressor.errors",
+        "llmcompressor.logger",
+        "llmcompressor.modifiers",
+        "llmcompressor.modifiers.quantization",
+        "llmcompressor.registry",
+        "llmcompressor.transformers",
+    ],
+)
+def test_light_pages_load_neither_torch_nor_transformers(module: str) -> None:
+    code = f"import sys, {module}; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    assert run(code).split() == ["False", "False"]
+
+
+def test_importing_everything_changes_no_setting() -> None:
+    assert json.loads(run(SETTINGS, json.dumps(EVERYTHING))) == []
+
+
+def test_help_answers_at_once() -> None:
+    """The bound is on processor time, which a busy machine does not stretch."""
+    code = "import sys; from llmcompressor.cli import main; main(['--help'])"
+    best = float("inf")
+    for _ in range(3):
+        before = os.times()
+        start = time.perf_counter()
+        run(code)
+        wall = time.perf_counter() - start
+        after = os.times()
+        spent = after.children_user + after.children_system
+        best = min(best, wall, spent - before.children_user - before.children_system)
+    assert best < 0.3

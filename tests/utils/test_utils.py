@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from llmcompressor.utils import (
+    calculate_offload_device_map,
+    dispatch_for_generation,
+    load_context,
+)
+from llmcompressor.utils.loading import _for_compression
+
+TINY = LlamaConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(TINY).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def test_inside_the_context_the_file_decides_the_dtype(folder: Path) -> None:
+    before = vars(AutoModelForCausalLM).get("from_pretrained")
+    with load_context():
+        model = AutoModelForCausalLM.from_pretrained(folder, device_map="auto_offload")
+        wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert model.dtype == torch.bfloat16
+    assert model.device.type == "cpu"
+    assert wide.dtype == torch.float32
+    assert vars(AutoModelForCausalLM).get("from_pretrained") is before
+
+
+def test_a_class_that_inherits_from_pretrained_gets_its_own_back(folder: Path) -> None:
+    assert "from_pretrained" not in vars(LlamaForCausalLM)
+    with load_context(LlamaForCausalLM):
+        assert isinstance(LlamaForCausalLM.from_pretrained(folder), LlamaForCausalLM)
+    assert "from_pretrained" not in vars(LlamaForCausalLM)
+
+
+def test_the_context_is_left_also_when_the_body_raises(folder: Path) -> None:
+    before = vars(AutoModelForCausalLM).get("from_pretrained")
+    with pytest.raises(OSError, match="nothing"), load_context():
+        AutoModelForCausalLM.from_pretrained(folder / "nothing", local_files_only=True)
+    assert vars(AutoModelForCausalLM).get("from_pretrained") is before
+
+
+def test_a_compressed_source_is_dequantized(folder: Path) -> None:
+    config = LlamaConfig(**TINY.to_diff_dict())
+    config.quantization_config = {"quant_method": "compressed-tensors"}
+    arguments = _for_compression(folder, {"config": config})
+    assert isinstance(arguments["quantization_config"], CompressedTensorsConfig)
+    assert arguments["quantization_config"].dequantize
+    assert "quantization_config" not in _for_compression(folder, {})
+
+
+def test_a_dispatched_model_generates() -> None:
+    model = LlamaForCausalLM(TINY).train()
+    assert dispatch_for_generation(model) is model
+    assert not model.training
+    ids = torch.tensor([[1, 2, 3]], device=model.device)
+    mask = torch.ones_like(ids)
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=2, do_sample=False, pad_token_id=0
+    )
+    assert out.shape == (1, 5)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_without_an_accelerator_everything_is_on_the_processor(folder: Path) -> None:
+    assert calculate_offload_device_map(str(folder), reserve_for_hessians=True) == {"": "cpu"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_model_that_fits_goes_to_the_device_whole(folder: Path) -> None:
+    model = dispatch_for_generation(LlamaForCausalLM(TINY))
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    device_map = calculate_offload_device_map(str(folder), reserve_for_hessians=True)
+    assert set(device_map.values()) == {0}
