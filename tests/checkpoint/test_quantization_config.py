@@ -298,6 +298,8 @@ def test_names_behind_other_prefixes() -> None:
 
 def test_an_open_pattern_survives_a_wrapper() -> None:
     model = multimodal()
-    tiny.quantize_model(model, {"g": preset_scheme("W4A16", [r"re:.*language_model.*layers.*proj"])})
+    tiny.quantize_model(
+        model, {"g": preset_scheme("W4A16", [r"re:.*language_model.*layers.*proj"])}
+    )
     config = build(model)
     assert by_compressed_tensors(model, config) == expected(model)

@@ -200,7 +200,7 @@ class TestFolder:
     def test_several_splits_without_train_ask_for_a_choice(self, texts, tmp_path):
         for name in ("one", "two"):
             (tmp_path / f"{name}.txt").write_text(name)
-        with pytest.raises(DatasetError, match="several splits: one, two.*splits='one'"):
+        with pytest.raises(DatasetError, match=r"several splits: one, two.*splits='one'"):
             texts(None, dataset_path=tmp_path)
 
     def test_several_kinds_ask_for_a_choice(self, texts, folder):

@@ -69,24 +69,24 @@ KNOWN = {
 def hub(monkeypatch):
     """A hub that answers with given rows and remembers what it was asked."""
 
-    class Hub:
-        rows: list = []
-        asked: list = []
-        error: Exception | None = None
+    class Answers:
+        def __init__(self):
+            self.rows, self.asked, self.error = [], [], None
+
+    hub = Answers()
 
     def load_dataset(path, name=None, *, split=None, streaming=False, **kwargs):
         assert datasets.are_progress_bars_disabled()
-        Hub.asked.append((path, name, split, streaming, kwargs))
-        if Hub.error:
-            raise Hub.error
-        data = datasets.Dataset.from_list(Hub.rows)
+        hub.asked.append((path, name, split, streaming, kwargs))
+        if hub.error:
+            raise hub.error
+        data = datasets.Dataset.from_list(hub.rows)
         if streaming:
             data = data.to_iterable_dataset()
         return data if split else datasets.DatasetDict({"train": data})
 
-    Hub.asked = []
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return Hub
+    return hub
 
 
 def test_every_name_has_a_test_and_a_class():
@@ -169,7 +169,7 @@ def test_streams_are_cut_after_loading(hub, texts):
     assert texts("own/er", splits="train[7:]", **options) == ["x = 7", "x = 8"]
     assert [asked[2:4] for asked in hub.asked] == [("train", True)] * 2
     for splits in ("train[:5%]", "train[-5:]", "train+test"):
-        with pytest.raises(DatasetError, match="stream|Streams"):
+        with pytest.raises(DatasetError, match=r"stream|Streams"):
             texts("wikitext", splits=splits, **options)
 
 

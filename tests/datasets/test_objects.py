@@ -191,5 +191,5 @@ class TestDataLoader:
     def test_its_token_ids_are_checked(self):
         loader = DataLoader([{"input_ids": torch.tensor([1, i])} for i in range(6)], batch_size=2)
         checked = load_calibration(DatasetArguments(dataset=loader), vocab_size=5)
-        with pytest.raises(DatasetError, match="Sample 1 of batch 2.*token id 5"):
+        with pytest.raises(DatasetError, match=r"Sample 1 of batch 2.*token id 5"):
             list(checked)

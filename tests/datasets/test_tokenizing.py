@@ -11,6 +11,10 @@ from llmcompressor.datasets import TextGenerationDataset, load_training
 from llmcompressor.errors import DatasetError
 
 FIRST = {"shuffle_calibration_samples": False}
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+CHATML = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
+SOLVED = [{"text": "Question: 1+1\nAnswer: 2", "prompt": "Question: 1+1\nAnswer:"}]
+PICTURES = [{"images": i, "text": f"picture {i}", "license": "free"} for i in range(2)]
 TEXTS = ["import os", "def f(x): return x", "class A: pass  # a class of its own"]
 
 
@@ -117,9 +121,6 @@ def test_a_function_that_fails_names_the_sample(batches, function, message):
 
 
 class TestChat:
-    MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    CHATML = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
-
     @pytest.mark.parametrize(
         "row",
         [
@@ -128,18 +129,18 @@ class TestChat:
         ],
     )
     def test_without_a_template_it_is_chatml(self, texts, logged, row):
-        assert texts([row, row]) == [self.CHATML] * 2
+        assert texts([row, row]) == [CHATML] * 2
         assert sum("no chat template" in line for line in logged) == 1
 
     def test_a_chat_in_the_named_column(self, texts):
-        assert texts([{"turns": self.MESSAGES}], text_column="turns") == [self.CHATML]
+        assert texts([{"turns": MESSAGES}], text_column="turns") == [CHATML]
 
     def test_the_tokenizers_own_template_is_used_and_begins_only_once(self, batches, tokenizer):
         import copy
 
         own = copy.deepcopy(tokenizer)
         own.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }};{% endfor %}"
-        (batch,) = batches([{"messages": self.MESSAGES}], processor=own)
+        (batch,) = batches([{"messages": MESSAGES}], processor=own)
         ids = batch["input_ids"][0].tolist()
         assert own.decode(ids, skip_special_tokens=True) == "hi;yo;"
         assert ids.count(own.bos_token_id) == 1
@@ -150,29 +151,27 @@ class TestChat:
         own = copy.deepcopy(tokenizer)
         own.chat_template = "{{ raise_exception('no') }}"
         with pytest.raises(DatasetError, match="chat template refuses"):
-            batches([{"messages": self.MESSAGES}], processor=own)
+            batches([{"messages": MESSAGES}], processor=own)
 
     def test_chats_need_a_tokenizer(self, batches):
         with pytest.raises(DatasetError, match="conversations"):
-            batches([{"messages": self.MESSAGES}], processor=None)
+            batches([{"messages": MESSAGES}], processor=None)
 
 
 class TestTraining:
-    ROWS = [{"text": "Question: 1+1\nAnswer: 2", "prompt": "Question: 1+1\nAnswer:"}]
-
     def test_labels_leave_out_prompt_and_padding(self, tokenizer):
-        args = DatasetArguments(dataset=self.ROWS, max_seq_length=40, pad_to_max_length=True)
+        args = DatasetArguments(dataset=SOLVED, max_seq_length=40, pad_to_max_length=True)
         (sample,) = load_training(args, processor=tokenizer)
         ids, labels = sample["input_ids"], sample["labels"]
-        prompt = len(tokenizer(self.ROWS[0]["prompt"])["input_ids"])
-        real = len(tokenizer(self.ROWS[0]["text"])["input_ids"])
+        prompt = len(tokenizer(SOLVED[0]["prompt"])["input_ids"])
+        real = len(tokenizer(SOLVED[0]["text"])["input_ids"])
         assert labels[:prompt] == [-100] * prompt
         assert labels[prompt:real] == ids[prompt:real]
         assert labels[real:] == [-100] * (40 - real)
         assert "prompt" not in sample
 
     def test_labels_survive_joining(self, tokenizer):
-        args = DatasetArguments(dataset=self.ROWS * 8, max_seq_length=16, concatenate_data=True)
+        args = DatasetArguments(dataset=SOLVED * 8, max_seq_length=16, concatenate_data=True)
         samples = load_training(args, processor=tokenizer)
         for sample in samples:
             pairs = zip(sample["input_ids"], sample["labels"], strict=True)
@@ -180,7 +179,7 @@ class TestTraining:
         assert any(-100 in sample["labels"] for sample in samples)
 
     def test_calibration_has_no_labels(self, batches):
-        (batch,) = batches(self.ROWS)
+        (batch,) = batches(SOLVED)
         assert set(batch) == {"input_ids", "attention_mask"}
 
     def test_all_rows_in_order_or_the_first(self, tokenizer):
@@ -210,10 +209,8 @@ class FakeProcessor:
 
 
 class TestProcessors:
-    ROWS = [{"images": i, "text": f"picture {i}", "license": "free"} for i in range(2)]
-
     def test_pixels_are_passed_through_and_joined(self, batches, tokenizer):
-        (batch,) = batches(self.ROWS, processor=FakeProcessor(tokenizer), batch_size=2, **FIRST)
+        (batch,) = batches(PICTURES, processor=FakeProcessor(tokenizer), batch_size=2, **FIRST)
         assert batch["pixel_values"].shape == (2, 3, 2, 2)
         assert batch["image_grid_thw"].tolist() == [[1, 2, 2]] * 2
         assert batch["patches"][:, 0].tolist() == [0.0] * 4 + [1.0] * 4
@@ -223,7 +220,7 @@ class TestProcessors:
     def test_a_collator_of_the_users_gets_them_without_the_axis_of_one(self, batches, tokenizer):
         seen = []
         batches(
-            self.ROWS,
+            PICTURES,
             processor=FakeProcessor(tokenizer),
             data_collator=lambda samples: seen.extend(samples) or samples,
         )

@@ -25,7 +25,13 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-__all__ = ["checkpoint_layout", "checkpoint_names", "embeddings", "owned_by_model"]
+__all__ = [
+    "checkpoint_layout",
+    "checkpoint_names",
+    "embeddings",
+    "merges_experts",
+    "owned_by_model",
+]
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,15 @@ def checkpoint_layout(
     for key, tensor in apart.items():
         result[transforms.name(key, convert=False)[0]] = tensor
     return result
+
+
+def merges_experts(model: PreTrainedModel) -> bool:
+    """Whether a checkpoint holds one ``….weight`` per expert, and the model their stack."""
+    return any(
+        all("experts" in pattern for pattern in converter.source_patterns)
+        and any(pattern.endswith(".weight") for pattern in converter.source_patterns)
+        for converter in _transforms(model, reverse=False).converters
+    )
 
 
 def owned_by_model(

@@ -31,7 +31,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.compress import QuantizedModule
-from llmcompressor.checkpoint.layout import checkpoint_names, embeddings
+from llmcompressor.checkpoint.layout import checkpoint_names, embeddings, merges_experts
 from llmcompressor.logger import logger
 
 __all__ = ["build_quantization_config"]
@@ -99,8 +99,9 @@ def build_quantization_config(
         group.scheme.model_copy(update={"targets": group.targets})
         for group in [*groups, *attention]
     ]
+    named = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
     config = QuantizationConfig(
-        config_groups={f"group_{index}": scheme for index, scheme in enumerate(schemes)},
+        config_groups={**_dense_experts(model, schemes, quantized), **named},
         quantization_status=status,
         kv_cache_scheme=_kv_cache_scheme(quantized),
         format=_overall_format(groups).value,
@@ -287,15 +288,51 @@ def _ignore(
     return names + (_fused_experts(model, quantized_names) if "Linear" in types else [])
 
 
+def _dense_experts(
+    model: PreTrainedModel,
+    schemes: Sequence[QuantizationScheme],
+    quantized: Sequence[QuantizedModule],
+) -> dict[str, QuantizationScheme]:
+    """A group that matches nothing, so that transformers finds experts which are not quantized.
+
+    Where a checkpoint holds experts one by one and the model holds their stack, transformers
+    takes them to be quantized by the first group that names experts or, failing that, a class. It
+    then looks for packed tensors only, and leaves dense experts random with no more than a
+    warning; for 8-bit floats alone it takes dense weights too. So such a group comes first (names
+    are sorted), and its target cannot match.
+    """
+    names = {entry.name for entry in quantized}
+    if not (merges_experts(model) and _expert_stacks(model, names)):
+        return {}
+    by_pattern = [
+        scheme
+        for scheme in schemes
+        if any(target.startswith("re:") and "experts" in target for target in scheme.targets)
+    ]
+    by_class = [
+        scheme
+        for scheme in schemes
+        if any(not target.startswith("re:") for target in scheme.targets)
+    ]
+    taken = next(iter([*by_pattern, *by_class, *schemes]), None)
+    weights = taken.weights if taken is not None else None
+    if weights is not None and weights.type == "float" and weights.num_bits == 8:
+        return {}
+    return {
+        "experts_not_quantized": QuantizationScheme(
+            targets=["re:(?!)experts"],
+            weights=QuantizationArgs(num_bits=8, type="float", strategy="tensor"),
+            input_activations=QuantizationArgs(
+                num_bits=8, type="float", strategy="tensor", dynamic=True
+            ),
+            format=CompressionFormat.float_quantized.value,
+        )
+    }
+
+
 def _fused_experts(model: PreTrainedModel, quantized: set[str]) -> list[str]:
     """Patterns of experts that are one 3-D parameter here, and Linear modules elsewhere."""
-    stacks = [
-        name
-        for name, module in model.named_modules()
-        if not isinstance(module, _ConvNd)
-        and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
-        and not any(other.startswith(f"{name}.") for other in quantized)
-    ]
+    stacks = _expert_stacks(model, quantized)
     stored = checkpoint_names(model, stacks)
     patterns = []
     for name in stacks:
@@ -303,6 +340,16 @@ def _fused_experts(model: PreTrainedModel, quantized: set[str]) -> list[str]:
             match = _INDEXED.search(path)
             patterns.append(rf"re:(?:.*\.)?{re.escape(match.group(1) if match else path)}.*")
     return list(dict.fromkeys(patterns))
+
+
+def _expert_stacks(model: PreTrainedModel, quantized: set[str]) -> list[str]:
+    return [
+        name
+        for name, module in model.named_modules()
+        if not isinstance(module, _ConvNd)
+        and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        and not any(other.startswith(f"{name}.") for other in quantized)
+    ]
 
 
 def _attention_targets(model: PreTrainedModel, group: _Group) -> list[str]:

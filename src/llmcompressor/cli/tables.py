@@ -44,7 +44,7 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
         table.add_row(*_cells(row))
     console.print(table)
     lines = [
-        "Reloaded by transformers alone, in a process without this package, each goes on after",
+        "Reloaded by transformers alone, in a process of its own, each goes on after",
         f"  {result.prompt!r}",
         "with:",
         *(f"  {name:<12} {text!r}" for name, text in result.completions.items()),

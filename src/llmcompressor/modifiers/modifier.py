@@ -146,6 +146,10 @@ class Modifier(HooksMixin):
         """The modules whose inputs or outputs this modifier collects."""
         return []
 
+    def report(self) -> dict[str, Any]:
+        """What is worth keeping of the work done, as JSON data; empty for nothing."""
+        return {}
+
     # ---- phases
 
     @property

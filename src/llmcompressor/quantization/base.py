@@ -56,15 +56,16 @@ class QuantizationMixin(Modifier):
         allow_unmatched: accept targets that match nothing.
     """
 
-    config_groups: dict[str, QuantizationScheme | dict[str, Any] | list[str]] | None = None
+    # Read by llmcompressor.schemes, whose errors say more than a union's would.
+    config_groups: dict[str, Any] | None = None
     targets: str | list[str] = Field(default_factory=lambda: ["Linear"])
     ignore: str | list[str] = Field(default_factory=list)
-    scheme: str | dict[str, Any] | None = None
-    kv_cache_scheme: QuantizationArgs | dict[str, Any] | None = None
+    scheme: Any = None
+    kv_cache_scheme: Any = None
     weight_observer: str | None = None
     input_observer: str | None = None
     output_observer: str | None = None
-    observer: dict[str, str] | None = None
+    observer: Any = None
     bypass_divisibility_checks: bool = False
     allow_unmatched: bool = False
 
@@ -266,6 +267,13 @@ class QuantizationMixin(Modifier):
             attach_attention(module, args, self._observers.parameters(module), scheme)
         self._observers = None
         logger.info(f"{type(self).__name__}: {len(self._schemes)} modules quantized.")
+
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        """Take the marks off modules that were not finished: the run was broken off."""
+        for module in self._schemes:
+            if getattr(module, "quantization_status", None) is None:
+                del module.quantization_scheme
+        return True
 
     # ------------------------------------------------------------------ helpers
 

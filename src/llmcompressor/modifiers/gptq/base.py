@@ -9,7 +9,7 @@ and :mod:`llmcompressor.numerics.asymmetric` for what asymmetric calibration add
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -104,6 +104,10 @@ class GPTQModifier(QuantizationMixin):
     def records(self) -> dict[str, SolveRecord]:
         """What happened, by module name."""
         return dict(self._records)
+
+    def report(self) -> dict[str, Any]:
+        """Tokens, loss and dampening of every module."""
+        return {name: asdict(record) for name, record in self._records.items()}
 
     def resolve_quantization_config(self) -> ResolvedSchemes:
         """The schemes, with the activation order that was decided in their arguments.

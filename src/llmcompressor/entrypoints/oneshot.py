@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``oneshot``: read a model, apply a recipe with calibration data, write what serves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from llmcompressor.args import (
+    DatasetArguments,
+    ModelArguments,
+    RecipeArguments,
+    parse_arguments,
+)
+from llmcompressor.checkpoint.load import (
+    check_unquantized,
+    load_model,
+    untie_embeddings,
+)
+from llmcompressor.checkpoint.processor import load_processor
+from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
+from llmcompressor.checkpoint.staging import check_output_dir
+from llmcompressor.core.session import CompressionSession
+from llmcompressor.core.session_functions import active_session
+from llmcompressor.datasets.calibration import load_calibration
+from llmcompressor.errors import ArgumentError, DatasetError
+from llmcompressor.logger import logger
+from llmcompressor.pipelines import PIPELINES, infer_pipeline
+from llmcompressor.recipe import Recipe
+
+__all__ = ["Oneshot", "oneshot"]
+
+_SHARE_FOR_WEIGHTS = 0.6
+"""Of an accelerator's free memory: the rest is for activations and solvers."""
+
+
+def oneshot(
+    model: Any,
+    recipe: Any = None,
+    dataset: Any = None,
+    output_dir: str | Path | None = None,
+    log_dir: str | Path | None = None,
+    **arguments: Any,
+) -> Module:
+    """Compress a model once, after training, with calibration data where the recipe needs it.
+
+    Args:
+        model: a folder, the id of a model on the hub, or a loaded transformers model.
+        recipe: modifiers, a recipe file or its text, in any form that ``Recipe`` reads.
+        dataset: calibration data: a registered name, a file or folder, a ``Dataset``, a
+            ``DataLoader``, or a list of strings.
+        output_dir: where to write the compressed checkpoint; nothing is written without it.
+        log_dir: write a log file into this folder.
+        **arguments: every other argument of :class:`~llmcompressor.args.ModelArguments`,
+            :class:`~llmcompressor.args.DatasetArguments` and
+            :class:`~llmcompressor.args.RecipeArguments`.
+
+    Returns:
+        The compressed model, in memory and ready to run; its ``save_pretrained`` writes
+        compressed checkpoints.
+
+    Raises:
+        InputError: one of many things that the user can mend; the message says which and how.
+            It comes before any calibration, and nothing has been written.
+        NonFiniteError: NaN or infinity in weights or activations, with the module's name.
+
+    Example::
+
+        oneshot(
+            model="./my-model",
+            recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
+            dataset="calibration.jsonl",
+            output_dir="./my-model-W4A16",
+        )
+    """
+    given = {"model": model, "recipe": recipe, "dataset": dataset, **arguments}
+    return Oneshot(output_dir=output_dir, log_dir=log_dir, **given)()
+
+
+class Oneshot:
+    """One run of :func:`oneshot`: its arguments, read and checked, and its steps."""
+
+    def __init__(
+        self,
+        output_dir: str | Path | None = None,
+        log_dir: str | Path | None = None,
+        **arguments: Any,
+    ) -> None:
+        parsed = parse_arguments(
+            arguments,
+            ModelArguments,
+            DatasetArguments,
+            RecipeArguments,
+            also_known=("output_dir", "log_dir"),
+        )
+        self.model_args: ModelArguments = parsed[0]
+        self.dataset_args: DatasetArguments = parsed[1]
+        self.recipe_args: RecipeArguments = parsed[2]
+        self.log_dir = log_dir
+        self.recipe = self._read_recipe()
+        self.output_dir = self._check_output(output_dir)
+        self._check_data_needed()
+
+    # ------------------------------------------------------------------ checks, before anything
+
+    def _read_recipe(self) -> Recipe:
+        recipe = Recipe.create_instance(
+            self.recipe_args.recipe,
+            target_stage=self.recipe_args.stage,
+            recipe_args=self.recipe_args.recipe_args,
+        )
+        if not recipe.modifiers:
+            logger.warning("The recipe is empty: the model will not be changed.")
+        return recipe
+
+    def _check_output(self, output_dir: str | Path | None) -> Path | None:
+        if output_dir is None:
+            return None
+        target = Path(output_dir)
+        if self.recipe_args.stage:
+            target /= self.recipe_args.stage
+        return check_output_dir(
+            target, source=self._source, overwrite=self.model_args.overwrite
+        )
+
+    def _check_data_needed(self) -> None:
+        data = self.dataset_args.dataset is not None or self.dataset_args.dataset_path is not None
+        needing = [m for m in self.recipe.modifiers if m.requires_calibration_data]
+        if needing and not data:
+            raise DatasetError(
+                f"{type(needing[0]).__name__} needs calibration data, and no dataset was given.",
+                "Pass dataset=..., or use a scheme that needs none, such as FP8_DYNAMIC.",
+            )
+
+    @property
+    def _source(self) -> str | None:
+        """Where the model was read from, if that is a folder on this machine."""
+        model = self.model_args.model
+        place = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "")
+        return str(place) if place and Path(place).is_dir() else None
+
+    # ------------------------------------------------------------------ the run
+
+    def __call__(self) -> Module:
+        """Load, calibrate, compress, and save."""
+        with _log_file(self.log_dir):
+            model = self._load_model()
+            processor = self._load_processor(model)
+            batches = self._load_data(model, processor)
+            session = active_session()
+            session.reset()
+            with _undone_on_error(session):
+                self._compress(model, batches, session)
+            self._offer_saving(model, processor, session)
+            if self.output_dir is not None:
+                self._save(model, processor, session)
+            if self.recipe_args.clear_sparse_session:
+                session.reset()
+            return model
+
+    def _load_model(self) -> Module:
+        args = self.model_args
+        if not isinstance(args.model, str | Path):
+            return self._given_model(args.model)
+        model = load_model(
+            args.model,
+            config_name=args.config_name,
+            precision=args.precision,
+            tie_word_embeddings=args.tie_word_embeddings,
+            trust_remote_code=args.trust_remote_code_model,
+            revision=args.model_revision,
+            cache_dir=args.cache_dir,
+            token=args.use_auth_token,
+        )
+        return _placed(model, args.device)
+
+    def _given_model(self, model: Any) -> Module:
+        if not isinstance(model, Module):
+            raise ArgumentError(
+                f"The model is a {type(model).__name__}.",
+                "Pass a folder, the id of a model on the hub, or a loaded transformers model.",
+            )
+        check_unquantized(model)
+        if not self.model_args.tie_word_embeddings:
+            untie_embeddings(model)
+        return model if self.model_args.device is None else model.to(self.model_args.device)
+
+    def _load_processor(self, model: Module) -> Any:
+        args = self.model_args
+        place = args.model if isinstance(args.model, str | Path) else self._source
+        if args.processor is None and not self._wants_processor(place):
+            return None
+        found = load_processor(
+            args.processor,
+            place,
+            trust_remote_code=args.trust_remote_code_model,
+            revision=args.model_revision,
+            cache_dir=args.cache_dir,
+            token=args.use_auth_token,
+        )
+        if found.processor is None:
+            logger.debug(f"No processor: {found.reason}")
+        return found.processor
+
+    def _wants_processor(self, place: Any) -> bool:
+        """Whether data has to be prepared; saving copies the source's own files."""
+        data = self.dataset_args.dataset
+        given = data is not None or self.dataset_args.dataset_path is not None
+        return given and place is not None and not isinstance(data, torch.utils.data.DataLoader)
+
+    def _load_data(self, model: Module, processor: Any) -> Any:
+        if not any(modifier.requires_calibration_data for modifier in self.recipe.modifiers):
+            return None
+        config = getattr(model, "config", None)
+        return load_calibration(
+            self.dataset_args,
+            processor=processor,
+            model_input_names=tuple(inspect.signature(model.forward).parameters),
+            vocab_size=_vocabulary(model),
+            model_max_length=getattr(config, "max_position_embeddings", None),
+            seed=self.dataset_args.seed,
+        )
+
+    def _compress(self, model: Module, batches: Any, session: CompressionSession) -> None:
+        session.initialize(
+            model=model,
+            start=-1,
+            recipe=self.recipe,
+            calib_data=batches,
+            copy_data=False,
+        )
+        if self.recipe.modifiers:
+            PIPELINES.load(self._pipeline())()(model, batches, self.dataset_args)
+        session.finalize()
+
+    def _pipeline(self) -> str:
+        """The pipeline to run: the user's, with a word where it cannot do what is needed."""
+        asked = self.dataset_args.pipeline or "independent"
+        inferred = infer_pipeline(self.recipe.modifiers)
+        if asked == "datafree" and inferred != "datafree":
+            logger.warning(
+                f"The data-free pipeline was asked for, but the recipe needs data: {inferred} "
+                "would calibrate it."
+            )
+        if asked != "independent" and inferred == "datafree":
+            return "datafree"
+        return asked
+
+    # ------------------------------------------------------------------ saving
+
+    def _offer_saving(self, model: Module, processor: Any, session: CompressionSession) -> None:
+        """From now on ``model.save_pretrained`` writes compressed."""
+        if hasattr(model, "save_pretrained"):
+            modify_save_pretrained(
+                model,  # type: ignore[arg-type]  # it has what a PreTrainedModel has
+                recipe=session.get_serialized_recipe(),
+                source=self._source,
+                processor=None,
+            )
+
+    def _save(self, model: Any, processor: Any, session: CompressionSession) -> None:
+        assert self.output_dir is not None
+        save_checkpoint(
+            model,
+            self.output_dir,
+            save_compressed=self.model_args.save_compressed,
+            processor=self.model_args.processor or (None if self._source else processor),
+            recipe_yaml=session.get_serialized_recipe(),
+            source=self._source or getattr(model, "name_or_path", None),
+            overwrite=self.model_args.overwrite,
+            report=_report(session),
+        )
+
+
+def _report(session: CompressionSession) -> Mapping[str, Any] | None:
+    """What the modifiers recorded of their work."""
+    records = {
+        type(modifier).__name__: modifier.report()
+        for modifier in session.lifecycle.recipe.modifiers
+        if modifier.report()
+    }
+    return {"modifiers": records} if records else None
+
+
+def _vocabulary(model: Any) -> int | None:
+    """Rows of the input embedding: token ids must be below."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _placed(model: Module, device: str | None) -> Module:
+    """``model`` where it is to compute: as asked, else on an accelerator that it fits on."""
+    if device is not None:
+        return model.to(device)
+    if not torch.cuda.is_available():
+        return model
+    free, _ = torch.cuda.mem_get_info()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    if size > free * _SHARE_FOR_WEIGHTS:
+        logger.warning(
+            f"The model takes {size / 2**30:.1f} GiB and the accelerator has "
+            f"{free / 2**30:.1f} GiB free: it computes on the CPU."
+        )
+        return model
+    return model.to("cuda")
+
+
+@contextmanager
+def _undone_on_error(session: CompressionSession) -> Iterator[None]:
+    """No hook and no half-done modifier stays behind when something fails."""
+    try:
+        yield
+    except BaseException:
+        session.reset()
+        raise
+
+
+@contextmanager
+def _log_file(log_dir: str | Path | None) -> Iterator[None]:
+    """Also write the log to a file in ``log_dir``, for the time of the run."""
+    if log_dir is None:
+        yield
+        return
+    name = f"oneshot_{datetime.now():%Y-%m-%d_%H-%M-%S}.log"
+    sink = logger.add(str(Path(log_dir) / name), level="DEBUG")
+    try:
+        yield
+    finally:
+        logger.remove(sink)

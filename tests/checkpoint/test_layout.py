@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and partition of tensors: transformers' own writer is the measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import tiny_checkpoints as tiny
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
+
+from llmcompressor.checkpoint.save import save_checkpoint
+from llmcompressor.schemes.presets import preset_scheme
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+def causal(kind: str, **sizes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SMALL, **sizes})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def t5() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "t5", vocab_size=64, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4
+    )
+    return AutoModelForSeq2SeqLM.from_config(config).eval()
+
+
+def llava() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llava",
+        text_config={"model_type": "llama", **SMALL},
+        vision_config={"model_type": "clip_vision_model", **VISION},
+        image_token_index=63,
+    )
+    return AutoModelForImageTextToText.from_config(config).eval()
+
+
+MODELS = {
+    "gemma3": lambda: causal("gemma3_text"),
+    "gpt2": lambda: causal("gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=32),
+    "llama-tied": lambda: causal("llama", tie_word_embeddings=True),
+    "llava": llava,
+    "mamba": lambda: causal("mamba", state_size=4),
+    "mixtral": lambda: causal("mixtral", **EXPERTS),
+    "opt": lambda: causal("opt", ffn_dim=64, word_embed_proj_dim=64, max_position_embeddings=32),
+    "phi3": lambda: causal("phi3"),
+    "qwen3_moe": lambda: causal("qwen3_moe", moe_intermediate_size=32, **EXPERTS),
+    "t5": t5,
+}
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_dense_models_are_written_as_transformers_writes_them(
+    name: str, reloaded: bool, tmp_path: Path
+) -> None:
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path / "theirs")
+    if reloaded:
+        model = type(model).from_pretrained(tmp_path / "theirs")
+    save_checkpoint(model, tmp_path / "ours")
+    ours, theirs = tensors(tmp_path / "ours"), tensors(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("preset", ["W8A8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
+def test_quantized_models_read_back(name: str, preset: str, tmp_path: Path) -> None:
+    """Includes renamed modules, and experts that are split while the rest is packed."""
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path / "dense")
+    model = type(model).from_pretrained(tmp_path / "dense")
+    head = next(
+        (n for n, module in model.named_modules() if module is model.get_output_embeddings()), ""
+    )
+    scheme = preset_scheme(preset, ["Linear"])
+    tiny.quantize_model(model, {"g": scheme}, ignore=(head, "re:.*vision.*"))
+    save_checkpoint(model, tmp_path / "out")
+    read, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    given = {"input_ids": tiny.tokens()}
+    if name == "t5":
+        given["decoder_input_ids"] = tiny.tokens()
+    with torch.no_grad():
+        assert torch.equal(read(**given).logits, model(**given).logits)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import tiny_checkpoints as tiny
+import torch
+from huggingface_hub import constants
+from transformers import (
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+import llmcompressor
+from llmcompressor.checkpoint.load import check_unquantized, load_model, untie_embeddings
+from llmcompressor.checkpoint.processor import load_processor
+from llmcompressor.checkpoint.save import save_checkpoint
+from llmcompressor.checkpoint.source import local_directory
+from llmcompressor.errors import CheckpointError
+from llmcompressor.schemes.presets import preset_scheme
+
+PICO = Path(llmcompressor.__file__).parent / "data" / "pico-stdlib"
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return tiny.save_dense(tiny.llama(), tmp_path / "dense")
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def t5() -> PreTrainedModel:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+    )
+
+
+def whisper() -> PreTrainedModel:
+    sizes = {f"{side}_layers": 1 for side in ("encoder", "decoder")}
+    sizes |= {f"{side}_attention_heads": 2 for side in ("encoder", "decoder")}
+    sizes |= {f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return WhisperForConditionalGeneration(
+        WhisperConfig(vocab_size=64, d_model=32, **sizes, **tokens)
+    )
+
+
+def test_evaluation_mode_and_own_dtype(dense: Path) -> None:
+    model = load_model(dense)
+    assert isinstance(model, LlamaForCausalLM)
+    assert not model.training
+    assert model.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("auto", torch.bfloat16),
+        ("anything", torch.bfloat16),
+        ("half", torch.float16),
+        ("torch.float16", torch.float16),
+        ("bfloat16", torch.bfloat16),
+        ("full", torch.float32),
+        (torch.float32, torch.float32),
+    ],
+)
+def test_precision(dense: Path, precision: str | torch.dtype, dtype: torch.dtype) -> None:
+    assert load_model(dense, precision=precision).dtype is dtype
+
+
+@pytest.mark.parametrize("make", [t5, whisper])
+def test_the_class_that_the_checkpoint_names(tmp_path: Path, make: type) -> None:
+    model = make()
+    model.save_pretrained(tmp_path / "m")
+    assert type(load_model(tmp_path / "m")) is type(model)
+
+
+@pytest.mark.parametrize("cls", [LlamaModel, LlamaForSequenceClassification])
+def test_other_heads_are_not_replaced_by_a_random_one(tmp_path: Path, cls: type) -> None:
+    cls(tiny.llama().config).save_pretrained(tmp_path / "m")
+    assert type(load_model(tmp_path / "m")) is cls
+
+
+def test_no_architecture_named_means_a_causal_model(dense: Path) -> None:
+    edit_config(dense, architectures=None)
+    assert isinstance(load_model(dense), LlamaForCausalLM)
+
+
+def test_missing_tensors_are_never_random(dense: Path) -> None:
+    file = dense / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks 1 .*layers\.1\.mlp\.up_proj\.weight"):
+        load_model(dense)
+
+
+def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
+    model = load_model(tiny.save_dense(tiny.llama(tied=True), tmp_path / "m"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_shapes_that_do_not_fit(dense: Path) -> None:
+    edit_config(dense, intermediate_size=64)
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_model(dense)
+
+
+def test_unknown_architecture(dense: Path) -> None:
+    edit_config(dense, model_type="no_such_model", architectures=["NoSuchModel"])
+    with pytest.raises(CheckpointError, match="no_such_model"):
+        load_model(dense)
+
+
+def test_untying(tmp_path: Path) -> None:
+    folder = tiny.save_dense(tiny.llama(tied=True), tmp_path / "m")
+    model = load_model(folder, tie_word_embeddings=False)
+    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    assert head is not embedding
+    assert torch.equal(head, embedding)
+    assert model.config.tie_word_embeddings is False
+    head.data.zero_()
+    model.tie_weights()
+    assert not torch.equal(model.lm_head.weight, embedding)
+    assert untie_embeddings(model) is False
+
+
+def test_already_quantized(tmp_path: Path) -> None:
+    model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme("W4A16", ["Linear"])})
+    check_unquantized(model)
+    save_checkpoint(model, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="already quantized by compressed-tensors"):
+        load_model(tmp_path / "out")
+    read = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="already quantized by compressed-tensors"):
+        check_unquantized(read)
+
+
+def test_config_from_elsewhere(dense: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copyfile(dense / "config.json", other / "config.json")
+    edit_config(other, rms_norm_eps=0.5)
+    assert load_model(dense, config_name=other).config.rms_norm_eps == 0.5
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub's cache that holds one model, and no hub."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cache = tmp_path / "cache"
+    repository = cache / "models--some-owner--some-model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    snapshot = repository / "snapshots" / ("0" * 40)
+    shutil.copytree(PICO, snapshot)
+    return cache
+
+
+def test_hub_id(hub: Path, tmp_path: Path) -> None:
+    model = load_model("some-owner/some-model", cache_dir=hub)
+    assert model.config.name_or_path == "some-owner/some-model"
+    folder = local_directory("some-owner/some-model", cache_dir=hub)
+    assert folder is not None
+    save_checkpoint(model, tmp_path / "out", source=folder)
+    for name in ("tokenizer.json", "training.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (PICO / name).read_bytes()
+    loaded = load_processor(None, "some-owner/some-model", cache_dir=hub)
+    assert loaded.processor("def")["input_ids"]
+
+
+def test_unknown_hub_id(hub: Path) -> None:
+    with pytest.raises(CheckpointError, match="some-owner/other cannot be loaded"):
+        load_model("some-owner/other", cache_dir=hub)
+
+
+class TestProcessor:
+    def test_given(self) -> None:
+        given = object()
+        assert load_processor(given, "nowhere").processor is given
+
+    def test_of_the_model(self) -> None:
+        assert load_processor(None, PICO).processor("def")["input_ids"]
+
+    def test_none_is_a_reason_not_an_error(self, dense: Path) -> None:
+        loaded = load_processor(None, dense)
+        assert loaded.processor is None
+        assert str(dense) in loaded.reason
+        assert load_processor(None, None).reason
+
+    def test_one_that_was_asked_for_is_an_error(self, dense: Path) -> None:
+        with pytest.raises(CheckpointError, match="No tokenizer"):
+            load_processor(str(dense), PICO)

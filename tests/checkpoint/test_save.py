@@ -1,0 +1,495 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import copy
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import safetensors.torch
+import tiny_checkpoints as tiny
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+
+import llmcompressor
+from llmcompressor.checkpoint import shards
+from llmcompressor.checkpoint.load import load_model
+from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
+from llmcompressor.checkpoint.shards import ShardWriter, parse_size
+from llmcompressor.errors import ArgumentError, OutputError
+from llmcompressor.schemes.presets import preset_scheme
+
+PICO = Path(llmcompressor.__file__).parent / "data" / "pico-stdlib"
+
+
+def w4a16(model: PreTrainedModel) -> PreTrainedModel:
+    return tiny.quantize_model(model, {"g": preset_scheme("W4A16", ["Linear"])})
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= safetensors.torch.load_file(file)
+    return found
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint as found in the wild: odd keys, code, templates, and a draft head."""
+    folder = tmp_path / "source"
+    tiny.llama().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(PICO / name, folder / name)
+    config = config_of(folder)
+    config["made_by"] = {"whom": "somebody"}
+    config["torch_dtype"] = config.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text("{{ messages }}  \n")
+    (folder / "modeling_own.py").write_text("x = 1\n")
+    (folder / "LICENSE").write_text("free")
+    (folder / "README.md").write_text("# not about the compressed model")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("tools")
+    own = tensors(folder)
+    extra = {
+        "mtp.fc.weight": torch.randn(8, 16).to(torch.float8_e4m3fn),
+        "mtp.layers.0.norm.weight": torch.randn(8),
+        "model.layers.2.eh_proj.weight": torch.randn(8, 16, dtype=torch.bfloat16),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.randn(4),
+    }
+    safetensors.torch.save_file(own | extra, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_the_model_in_memory_is_not_touched(tmp_path: Path) -> None:
+    model = w4a16(tiny.llama(tied=True))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = copy.deepcopy(model.config.to_dict())
+    logits = model(tiny.tokens()).logits
+    save_checkpoint(model, tmp_path / "out")
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.to_dict() == config
+    assert torch.equal(model(tiny.tokens()).logits, logits)
+    assert "save_pretrained" not in vars(model)
+
+
+def test_two_saves_are_the_same_bytes(tmp_path: Path, source: Path) -> None:
+    for name in ("a", "b"):
+        save_checkpoint(
+            w4a16(load_model(source)), tmp_path / name, recipe_yaml="r: 1", report={"b": 1, "a": 2}
+        )
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.is_file()}
+        for name in ("a", "b")
+    )
+    assert first == second
+    assert len(first) > 8
+
+
+class TestFiles:
+    def test_everything_of_the_source(self, tmp_path: Path, source: Path) -> None:
+        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", recipe_yaml="a: b\n")
+        out = tmp_path / "out"
+        for name in (
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "chat_template.jinja",
+            "modeling_own.py",
+            "LICENSE",
+            "generation_config.json",
+            "additional_chat_templates/tools.jinja",
+        ):
+            assert (out / name).read_bytes() == (source / name).read_bytes(), name
+        assert (out / "recipe.yaml").read_text() == "a: b\n"
+        assert not (out / "README.md").exists()
+
+    def test_files_have_the_mode_that_the_umask_grants(self, tmp_path: Path) -> None:
+        (tmp_path / "reference").touch()
+        mode = stat.S_IMODE((tmp_path / "reference").stat().st_mode)
+        save_checkpoint(w4a16(tiny.llama()), tmp_path / "out")
+        assert {stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "out").iterdir()} == {mode}
+
+    def test_a_changed_tokenizer_does_not_change_its_files(
+        self, tmp_path: Path, source: Path
+    ) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer.add_tokens(["<surprise>"])
+        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=tokenizer)
+        name = "tokenizer.json"
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+    def test_a_tokenizer_from_elsewhere_replaces_all_files_of_the_source_s(
+        self, tmp_path: Path, source: Path
+    ) -> None:
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(PICO / name, elsewhere / name)
+        with (elsewhere / "tokenizer_config.json").open("a") as stream:
+            stream.write("\n\n")
+        tokenizer = AutoTokenizer.from_pretrained(elsewhere)
+        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=tokenizer)
+        name = "tokenizer_config.json"
+        assert (tmp_path / "out" / name).read_bytes() == (elsewhere / name).read_bytes()
+        assert not (tmp_path / "out" / "chat_template.jinja").exists()
+        assert (tmp_path / "out" / "modeling_own.py").exists()
+
+    def test_a_tokenizer_that_has_no_files(self, tmp_path: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(PICO)
+        tokenizer.name_or_path = ""
+        save_checkpoint(w4a16(tiny.llama()), tmp_path / "out", processor=tokenizer)
+        assert AutoTokenizer.from_pretrained(tmp_path / "out")("def f")["input_ids"]
+
+    def test_recipe_may_be_asked_for_late(self, tmp_path: Path) -> None:
+        save_checkpoint(w4a16(tiny.llama()), tmp_path / "out", recipe_yaml=lambda: "late: 1")
+        assert (tmp_path / "out" / "recipe.yaml").read_text() == "late: 1"
+
+    def test_report(self, tmp_path: Path) -> None:
+        save_checkpoint(w4a16(tiny.llama()), tmp_path / "out", report={"fallbacks": ["x"]})
+        file = tmp_path / "out" / "compression_report.json"
+        assert json.loads(file.read_text()) == {"fallbacks": ["x"]}
+
+
+class TestConfig:
+    def test_only_what_changed_is_patched(self, tmp_path: Path, source: Path) -> None:
+        save_checkpoint(w4a16(load_model(source)), tmp_path / "out")
+        before, after = config_of(source), config_of(tmp_path / "out")
+        assert after.pop("quantization_config")["quantization_status"] == "compressed"
+        assert after == before
+
+    def test_dtype_stays_under_the_key_it_had(self, tmp_path: Path, source: Path) -> None:
+        save_checkpoint(w4a16(load_model(source, precision="float32")), tmp_path / "out")
+        config = config_of(tmp_path / "out")
+        assert config["torch_dtype"] == "float32"
+        assert "dtype" not in config
+
+    def test_what_was_changed_in_memory(self, tmp_path: Path, source: Path) -> None:
+        model = w4a16(load_model(source))
+        model.config.rms_norm_eps = 1e-4
+        model.config.use_cache = False  # a setting of the run, not of the model
+        save_checkpoint(model, tmp_path / "out")
+        config = config_of(tmp_path / "out")
+        assert config["rms_norm_eps"] == 1e-4
+        assert config["use_cache"] is True
+
+    def test_an_unquantized_model_has_no_quantization_config(
+        self, tmp_path: Path, source: Path
+    ) -> None:
+        save_checkpoint(load_model(source), tmp_path / "out")
+        assert "quantization_config" not in config_of(tmp_path / "out")
+        before, after = tensors(source), tensors(tmp_path / "out")
+        before.pop("model.layers.0.self_attn.rotary_emb.inv_freq")
+        assert before.keys() == after.keys()
+        assert all(before[k].view(torch.uint8).equal(after[k].view(torch.uint8)) for k in before)
+
+
+class TestTies:
+    def test_tied_stays_tied(self, tmp_path: Path) -> None:
+        save_checkpoint(w4a16(tiny.llama(tied=True)), tmp_path / "out")
+        assert "lm_head.weight" not in tensors(tmp_path / "out")
+        assert config_of(tmp_path / "out")["tie_word_embeddings"] is True
+
+    def test_untied_stays_untied(self, tmp_path: Path) -> None:
+        save_checkpoint(w4a16(tiny.llama()), tmp_path / "out")
+        assert "lm_head.weight" in tensors(tmp_path / "out")
+        assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
+
+    def test_equal_embeddings_become_one(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+        save_checkpoint(model, tmp_path / "out")
+        assert "lm_head.weight" not in tensors(tmp_path / "out")
+        assert config_of(tmp_path / "out")["tie_word_embeddings"] is True
+        assert model.config.tie_word_embeddings is False
+
+    def test_embeddings_that_grew_apart(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama(tied=True))
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
+        save_checkpoint(model, tmp_path / "out")
+        assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
+        read = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+        assert torch.equal(read.lm_head.weight, model.lm_head.weight)
+
+    def test_a_quantized_head_is_a_tensor_of_its_own(self, tmp_path: Path) -> None:
+        model = tiny.llama(tied=True)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        scheme = preset_scheme("W8A16", ["Linear", "re:.*lm_head"])
+        tiny.quantize_model(model, {"g": scheme}, ignore=())
+        save_checkpoint(model, tmp_path / "out")
+        assert {"lm_head.weight_packed", "model.embed_tokens.weight"} <= set(
+            tensors(tmp_path / "out")
+        )
+        assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
+        read = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+        assert torch.equal(read(tiny.tokens()).logits, model(tiny.tokens()).logits)
+
+
+class TestShards:
+    def test_index_covers_all_tensors(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        save_checkpoint(model, tmp_path / "whole")
+        save_checkpoint(model, tmp_path / "parts", max_shard_size="50KB")
+        files = sorted(path.name for path in (tmp_path / "parts").glob("*.safetensors"))
+        assert len(files) > 3
+        assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+        index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+        for name, file in index["weight_map"].items():
+            with safe_open(tmp_path / "parts" / file, "pt") as reader:
+                assert name in reader.keys()  # noqa: SIM118
+        whole = tensors(tmp_path / "whole")
+        assert index["weight_map"].keys() == whole.keys()
+        total = sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
+        assert index["metadata"]["total_size"] == total
+        parts = tensors(tmp_path / "parts")
+        assert all(torch.equal(whole[name], parts[name]) for name in whole)
+        read = LlamaForCausalLM.from_pretrained(tmp_path / "parts")
+        assert torch.equal(read(tiny.tokens()).logits, model(tiny.tokens()).logits)
+
+    def test_layers_are_in_order(self, tmp_path: Path) -> None:
+        writer = ShardWriter(tmp_path, limit=8)
+        for number in (2, 10):
+            writer.add({f"layers.{number}": torch.zeros(2)})
+        writer.close()
+        assert [path.name for path in sorted(tmp_path.glob("*.safetensors"))] == [
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+        ]
+        assert shards.natural_key("layers.2.x") < shards.natural_key("layers.10.a")
+
+    def test_a_view_is_stored_alone(self, tmp_path: Path) -> None:
+        writer = ShardWriter(tmp_path, limit=1000)
+        whole = torch.arange(1000)
+        writer.add({"a": whole[:2], "b": whole[1:3], "c": whole.reshape(10, 100).T[:1]})
+        writer.close()
+        assert (tmp_path / "model.safetensors").stat().st_size < 1000
+
+    @pytest.mark.parametrize("size", ["", "five", "5XB", 0, -3])
+    def test_sizes_that_are_none(self, size: str | int) -> None:
+        with pytest.raises(ArgumentError, match="no file size"):
+            parse_size(size)
+
+
+class TestExtraTensors:
+    def test_carried_over_unchanged_and_ignored(self, tmp_path: Path, source: Path) -> None:
+        model = w4a16(load_model(source))
+        save_checkpoint(model, tmp_path / "out")
+        before, after = tensors(source), tensors(tmp_path / "out")
+        carried = ("mtp.fc.weight", "mtp.layers.0.norm.weight", "model.layers.2.eh_proj.weight")
+        for name in carried:
+            assert before[name].dtype == after[name].dtype
+            assert before[name].view(torch.uint8).equal(after[name].view(torch.uint8))
+        assert not any("inv_freq" in name for name in after)
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert {index["weight_map"][name] for name in carried} == {
+            "model-00002-of-00002.safetensors"
+        }
+        assert index["weight_map"].keys() == after.keys()
+        ignore = config_of(tmp_path / "out")["quantization_config"]["ignore"]
+        assert ignore[0] == "lm_head"
+        assert len(ignore) == 3
+
+    def test_patterns_reach_the_extras_and_nothing_else(self, tmp_path: Path, source: Path) -> None:
+        save_checkpoint(w4a16(load_model(source)), tmp_path / "out")
+        quantization = config_of(tmp_path / "out")["quantization_config"]
+        patterns = [entry[3:] for entry in quantization["ignore"] if entry.startswith("re:")]
+
+        def ignored(name: str) -> bool:
+            return any(re.match(pattern, name) for pattern in patterns)
+
+        assert ignored("mtp.fc")
+        assert ignored("mtp.layers.0.self_attn.q_proj")
+        assert ignored("model.layers.2.eh_proj")
+        assert ignored("model.layers.2.mlp.up_proj")
+        assert not any(ignored(f"model.layers.{n}.mlp.up_proj") for n in (0, 1, 20, 12))
+
+    def test_the_reader_still_computes_the_same(self, tmp_path: Path, source: Path) -> None:
+        model = w4a16(load_model(source))
+        save_checkpoint(model, tmp_path / "out")
+        read = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+        assert torch.equal(read(tiny.tokens()).logits, model(tiny.tokens()).logits)
+
+
+class TestFailure:
+    @pytest.mark.parametrize(
+        "error",
+        [
+            OSError(errno.ENOSPC, "No space left on device"),
+            SafetensorError("Error while serializing: I/O error: No space left on device"),
+        ],
+    )
+    def test_full_disk(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    ) -> None:
+        count = iter(range(100))
+        real = shards.save_file
+
+        def failing(*arguments: Any, **keywords: Any) -> None:
+            if next(count) == 2:
+                raise error
+            real(*arguments, **keywords)
+
+        monkeypatch.setattr(shards, "save_file", failing)
+        model = w4a16(tiny.llama())
+        with pytest.raises(OutputError, match="is full"):
+            save_checkpoint(model, tmp_path / "out", max_shard_size="50KB")
+        assert list(tmp_path.iterdir()) == []
+        assert model(tiny.tokens()).logits.isfinite().all()
+
+    def test_full_disk_when_flushing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def failing(_handle: int) -> NoReturn:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", failing)
+        with pytest.raises(OutputError, match="is full"):
+            save_checkpoint(w4a16(tiny.llama()), tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_output_that_is_in_use(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        save_checkpoint(model, tmp_path / "out")
+        before = digests(tmp_path / "out")
+        with pytest.raises(OutputError, match="already holds files"):
+            save_checkpoint(model, tmp_path / "out")
+        assert digests(tmp_path / "out") == before
+        save_checkpoint(model, tmp_path / "out", overwrite=True, max_shard_size="50KB")
+        assert not (tmp_path / "out" / "model.safetensors").exists()
+
+    def test_the_input_itself(self, source: Path) -> None:
+        before = digests(source / "additional_chat_templates")
+        with pytest.raises(OutputError, match="input model itself"):
+            save_checkpoint(w4a16(load_model(source)), source, overwrite=True)
+        assert digests(source / "additional_chat_templates") == before
+
+    def test_no_network(
+        self, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def forbidden(*_arguments: Any, **_keywords: Any) -> NoReturn:
+            raise AssertionError("a connection was made")
+
+        model = w4a16(load_model(source))
+        named = w4a16(tiny.llama())
+        named.config.name_or_path = "some-owner/some-model"
+        monkeypatch.setattr(socket, "socket", forbidden)
+        monkeypatch.setattr(socket, "getaddrinfo", forbidden)
+        save_checkpoint(model, tmp_path / "a", processor=AutoTokenizer.from_pretrained(source))
+        save_checkpoint(named, tmp_path / "b")
+
+
+class TestSavePretrained:
+    def test_writes_what_save_checkpoint_writes(self, tmp_path: Path, source: Path) -> None:
+        model = w4a16(load_model(source))
+        modify_save_pretrained(model, recipe="a: 1")
+        model.save_pretrained(tmp_path / "a", save_compressed=True)
+        save_checkpoint(model, tmp_path / "b", recipe_yaml="a: 1")
+        shutil.rmtree(tmp_path / "a" / "additional_chat_templates")
+        shutil.rmtree(tmp_path / "b" / "additional_chat_templates")
+        assert digests(tmp_path / "a") == digests(tmp_path / "b")
+
+    def test_every_old_argument(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        model.save_pretrained(
+            str(tmp_path / "out"),
+            save_compressed=True,
+            quantization_format=None,
+            skip_sparsity_compression_stats=True,
+            disable_sparse_compression=False,
+            safe_serialization=True,
+            max_shard_size="50KB",
+        )
+        assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+    def test_unknown_argument(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        with pytest.raises(ArgumentError, match="Did you mean save_compressed"):
+            model.save_pretrained(tmp_path / "out", save_compresed=True)
+        assert not (tmp_path / "out").exists()
+
+    def test_dense(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        model.save_pretrained(tmp_path / "out", save_compressed=False)
+        stored = tensors(tmp_path / "out")
+        name = "model.layers.0.mlp.up_proj"
+        assert torch.equal(stored[f"{name}.weight"], model.get_submodule(name).weight)
+        assert f"{name}.weight_scale" in stored
+
+    def test_wrapping_twice_keeps_one_wrapper_and_the_newer_recipe(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model, recipe="a: 1")
+        first = model.save_pretrained.__func__
+        modify_save_pretrained(model, recipe="a: 2")
+        assert model.save_pretrained.__func__ is first
+        model.save_pretrained(tmp_path / "out")
+        assert (tmp_path / "out" / "recipe.yaml").read_text() == "a: 2"
+
+    def test_a_copy_saves_itself(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        twin = copy.deepcopy(model)
+        twin.model.norm.weight.data.fill_(7)
+        twin.save_pretrained(tmp_path / "twin")
+        assert (tensors(tmp_path / "twin")["model.norm.weight"] == 7).all()
+
+    def test_files_of_others_stay(self, tmp_path: Path) -> None:
+        AutoTokenizer.from_pretrained(PICO).save_pretrained(tmp_path / "out")
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        model.save_pretrained(tmp_path / "out", max_shard_size="50KB")
+        model.save_pretrained(tmp_path / "out")
+        names = {path.name for path in (tmp_path / "out").iterdir()}
+        assert {"tokenizer.json", "model.safetensors", "config.json"} <= names
+        assert not any("-of-" in name or "index" in name for name in names)
+
+    def test_the_source_is_refused(self, source: Path) -> None:
+        model = w4a16(load_model(source))
+        modify_save_pretrained(model)
+        with pytest.raises(OutputError, match="input model itself"):
+            model.save_pretrained(source)
+
+    def test_given_tensors(self, tmp_path: Path) -> None:
+        model = tiny.llama()
+        modify_save_pretrained(model)
+        state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        model.save_pretrained(tmp_path / "out", state_dict=state)
+        assert all(not tensor.any() for tensor in tensors(tmp_path / "out").values())
+
+    def test_other_processes_write_nothing(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        model.save_pretrained(tmp_path / "out", is_main_process=False)
+        assert not (tmp_path / "out").exists()
+
+    def test_upload_uses_the_compressed_files(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls: list[tuple[Any, ...]] = []
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        monkeypatch.setattr(
+            type(model), "push_to_hub", lambda self, repo, **kw: calls.append((self, repo, kw))
+        )
+        model.save_pretrained(tmp_path / "out", push_to_hub=True, repo_id="a/b", token="t")
+        assert calls == [(model, "a/b", {"max_shard_size": "20GB", "token": "t"})]
