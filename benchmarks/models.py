@@ -130,7 +130,7 @@ def _build(size: ModelSize, path: Path) -> None:
         shutil.copy(PICO / name, path)
 
 
-def _weight(name, shape, layers: int, generator):  # noqa: ANN001, ANN202
+def _weight(name, shape, layers: int, generator):
     """Random weights which keep the activations of every depth near one.
 
     Norm weights vary by channel, as those of trained models do; otherwise all columns of a
@@ -140,8 +140,8 @@ def _weight(name, shape, layers: int, generator):  # noqa: ANN001, ANN202
 
     noise = torch.randn(shape, generator=generator)
     if "norm" in name:
-        return torch.exp(0.7 * noise)
+        return torch.exp(0.3 * noise)
     if "embed_tokens" in name:
-        return noise * 2 * shape[1] ** -0.5
+        return noise * shape[1] ** -0.5
     into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
     return noise * shape[1] ** -0.5 * ((2 * layers) ** -0.5 if into_stream else 1.0)

@@ -14,17 +14,17 @@ import resource
 import time
 from pathlib import Path
 
-MIB = 1 << 20
-
 
 def resident() -> dict[str, float]:
-    """Memory of this process in MiB: at present (private, mapped from files) and at its peak."""
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
-    )
-    now = {name: int(fields[name].split()[0]) / 1024 for name in ("RssAnon", "RssFile")}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
-    return {"private": now["RssAnon"], "mapped": now["RssFile"], "peak": peak}
+    """Memory of this process in MiB: at present (private, mapped from files) and at its peak.
+
+    The peak is that of this program's address space.  ``ru_maxrss`` is not: it begins with what
+    the parent held when it started this process.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    names = {"private": "RssAnon", "mapped": "RssFile", "peak": "VmHWM"}
+    return {name: int(fields[field].split()[0]) / 1024 for name, field in names.items()}
 
 
 def processor_seconds() -> float:

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 from loguru import logger
 from rich.console import Console
+from tqdm import tqdm
+from tqdm.auto import tqdm as auto_tqdm
 
 import llmcompressor.progress as page
-from llmcompressor.progress import progress
+from llmcompressor.progress import other_bars_hidden, progress
 
 
 @pytest.fixture
@@ -49,6 +51,13 @@ def test_before_the_first_step_the_time_left_is_unknown(lines: list[str]) -> Non
     assert lines == ["Compressing: 0/3 (layers.0), 0:11 elapsed, ? left"]
 
 
+def test_more_steps_than_promised_give_no_negative_time(lines: list[str]) -> None:
+    now = iter([0.0, 11.0])
+    with progress(3, "Compressing", terminal=False, clock=lambda: next(now)) as advance:
+        advance(4)
+    assert lines == ["Compressing: 4/3, 0:11 elapsed, ? left"]
+
+
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     text = io.StringIO()
@@ -86,3 +95,16 @@ def test_an_error_takes_the_display_down(screen: io.StringIO) -> None:
     with progress(2, "Next") as advance:
         advance(2)
     assert "Next" in screen.getvalue()
+
+
+@pytest.mark.parametrize("kind", [tqdm, auto_tqdm])
+def test_other_bars_are_hidden_and_come_back(
+    kind: type[tqdm], capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = tqdm.__init__
+    with other_bars_hidden():
+        assert list(kind(range(3), desc="theirs")) == [0, 1, 2]
+    assert capfd.readouterr().err == ""
+    assert tqdm.__init__ is before
+    list(kind(range(3), desc="theirs"))
+    assert "theirs" in capfd.readouterr().err

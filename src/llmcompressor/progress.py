@@ -27,10 +27,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from tqdm import tqdm
 
 from llmcompressor.logger import logger
 
-__all__ = ["Advance", "progress"]
+__all__ = ["Advance", "other_bars_hidden", "progress"]
 
 _LOG_EVERY_S = 10.0
 
@@ -64,7 +65,8 @@ class _LogLines:
             return
         self._last = now
         elapsed = now - self._start
-        left = elapsed / self._done * (self._total - self._done) if self._done else None
+        known = 0 < self._done <= self._total
+        left = elapsed / self._done * (self._total - self._done) if known else None
         logger.info(
             "{}: {}/{}{}, {} elapsed, {} left",
             self._description,
@@ -157,3 +159,21 @@ class _Line:
     def remove(self) -> None:
         """Take the line off the display."""
         self._display.remove_task(self._id)
+
+
+@contextmanager
+def other_bars_hidden() -> Iterator[None]:
+    """Inside, the bars of other libraries (all made with tqdm) are not shown.
+
+    They would cut through ours, and count steps that mean nothing to who runs the command.
+    """
+    original = tqdm.__init__
+
+    def hidden(self: tqdm, *args: object, **kwargs: object) -> None:
+        original(self, *args, **{**kwargs, "disable": True})
+
+    tqdm.__init__ = hidden
+    try:
+        yield
+    finally:
+        tqdm.__init__ = original

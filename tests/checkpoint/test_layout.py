@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import tiny_checkpoints as tiny
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -18,6 +19,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
 )
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from llmcompressor.checkpoint.save import save_checkpoint
 from llmcompressor.schemes.presets import preset_scheme
@@ -124,3 +126,39 @@ def test_quantized_models_read_back(name: str, preset: str, tmp_path: Path) -> N
         given["decoder_input_ids"] = tiny.tokens()
     with torch.no_grad():
         assert torch.equal(read(**given).logits, model(**given).logits)
+
+
+def test_dense_experts_beside_a_quantized_cache(tmp_path: Path) -> None:
+    cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
+    model = tiny.quantize_model(MODELS["mixtral"](), {}, kv_cache=cache)
+    save_checkpoint(model, tmp_path / "out")
+    read, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    with torch.no_grad():
+        assert torch.equal(read(tiny.tokens()).logits, model(tiny.tokens()).logits)
+
+
+def test_what_is_packed_is_never_fused(tmp_path: Path) -> None:
+    """q, k and v are one tensor in such a checkpoint, unless one of them is packed."""
+    model = causal("llama", num_key_value_heads=4)
+    converter = WeightConverter(
+        source_patterns="self_attn.qkv.weight",
+        target_patterns=[f"self_attn.{name}_proj.weight" for name in "qkv"],
+        operations=[Chunk(dim=0)],
+    )
+    model._weight_conversions = [converter]
+    scheme = preset_scheme("FP8_DYNAMIC", [r"re:.*layers\.0\.self_attn\.q_proj"])
+    tiny.quantize_model(model, {"g": scheme})
+    save_checkpoint(model, tmp_path / "out")
+    stored = tensors(tmp_path / "out")
+    names = {name for name in stored if "attn" in name and "o_proj" not in name}
+    first, second = "model.layers.0.self_attn", "model.layers.1.self_attn"
+    assert names == {
+        f"{first}.q_proj.weight",
+        f"{first}.q_proj.weight_scale",
+        f"{first}.k_proj.weight",
+        f"{first}.v_proj.weight",
+        f"{second}.qkv.weight",
+    }
+    key = model.model.layers[0].self_attn.k_proj.weight
+    assert torch.equal(stored[f"{first}.k_proj.weight"], key)

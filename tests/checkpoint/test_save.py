@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 import llmcompressor
 from llmcompressor.checkpoint import shards
+from llmcompressor.checkpoint.extras import extra_ignore
 from llmcompressor.checkpoint.load import load_model
 from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
 from llmcompressor.checkpoint.shards import ShardWriter, parse_size
@@ -223,6 +224,13 @@ class TestTies:
         assert config_of(tmp_path / "out")["tie_word_embeddings"] is True
         assert model.config.tie_word_embeddings is False
 
+    def test_a_tie_that_the_configuration_does_not_know(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        model.lm_head.weight = model.model.embed_tokens.weight
+        save_checkpoint(model, tmp_path / "out")
+        read = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+        assert torch.equal(read(tiny.tokens()).logits, model(tiny.tokens()).logits)
+
     def test_embeddings_that_grew_apart(self, tmp_path: Path) -> None:
         model = w4a16(tiny.llama(tied=True))
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
@@ -322,6 +330,25 @@ class TestExtraTensors:
         assert ignored("model.layers.2.eh_proj")
         assert ignored("model.layers.2.mlp.up_proj")
         assert not any(ignored(f"model.layers.{n}.mlp.up_proj") for n in (0, 1, 20, 12))
+
+    def test_a_source_that_was_damaged_since_does_not_cost_the_result(
+        self, tmp_path: Path, source: Path
+    ) -> None:
+        model = w4a16(load_model(source))
+        file = source / "model.safetensors"
+        content = file.read_bytes()
+        file.unlink()
+        file.write_bytes(content[:-100])
+        save_checkpoint(model, tmp_path / "out")
+        assert "mtp.fc.weight" not in tensors(tmp_path / "out")
+        assert "model.embed_tokens.weight" in tensors(tmp_path / "out")
+
+    def test_a_pattern_that_would_reach_too_far_is_anchored(self) -> None:
+        quantized = ["model.layers.0.mlp.up_proj"]
+        written = {"model.layers.0.mlp.up_proj.weight_packed"}
+        (pattern,) = extra_ignore(["mlp.fc.weight"], written, quantized)
+        assert re.match(pattern[3:], "mlp.fc")
+        assert not re.match(pattern[3:], quantized[0])
 
     def test_the_reader_still_computes_the_same(self, tmp_path: Path, source: Path) -> None:
         model = w4a16(load_model(source))

@@ -26,6 +26,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def write_half(target: Path, error: BaseException) -> None:
+    with staged(target, on_existing=OnExisting.REPLACE) as folder:
+        (folder / "config.json").write_text("new")
+        raise error
+
+
 def test_appears_only_when_complete(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "out"
     with staged(target) as folder:
@@ -38,9 +44,8 @@ def test_appears_only_when_complete(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(3)])
 def test_failure_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
-    with pytest.raises(type(error)), staged(tmp_path / "deep" / "out") as folder:
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise error
+    with pytest.raises(type(error)):
+        write_half(tmp_path / "deep" / "out", error)
     assert names(tmp_path) == []
 
 
@@ -91,12 +96,8 @@ def test_replace_happens_at_the_end(tmp_path: Path) -> None:
 
 def test_failed_replace_keeps_the_old(tmp_path: Path) -> None:
     target = fill(tmp_path / "out", config="old")
-    with (
-        pytest.raises(ValueError, match="no"),
-        staged(target, on_existing=OnExisting.REPLACE) as folder,
-    ):
-        (folder / "config.json").write_text("new")
-        raise ValueError("no")
+    with pytest.raises(ValueError, match="no"):
+        write_half(target, ValueError("no"))
     assert (target / "config.json").read_text() == "old"
     assert names(tmp_path) == ["out"]
 

@@ -114,12 +114,21 @@ def test_a_file_that_cannot_be_read(texts, tmp_path, name, content, message):
 
 
 def test_long_cells_are_read_and_the_limit_is_put_back(tmp_path):
-    before = csv.field_size_limit()
     path = tmp_path / "data.csv"
     path.write_text("text\n" + "x" * 300_000 + "\n")
-    (row,) = read_file(path, "csv", {}).fetch([0])
+    before = csv.field_size_limit(1234)
+    try:
+        (row,) = read_file(path, "csv", {}).fetch([0])
+        assert csv.field_size_limit() == 1234
+    finally:
+        csv.field_size_limit(before)
     assert len(row["text"]) == 300_000
-    assert csv.field_size_limit() == before
+
+
+def test_options_that_do_nothing_are_warned_of(texts, tmp_path, logged):
+    path = write(tmp_path / "data.jsonl", "jsonl")
+    texts(None, dataset_path=path, raw_kwargs={"feild": "x"}, num_calibration_samples=None)
+    assert any("feild" in line for line in logged)
 
 
 def test_lines_are_parsed_only_when_they_are_taken(texts, tmp_path):

@@ -170,6 +170,25 @@ class TestTraining:
         assert labels[real:] == [-100] * (40 - real)
         assert "prompt" not in sample
 
+    def test_only_as_much_of_the_prompt_as_begins_the_text_is_left_out(self):
+        args = DatasetArguments(dataset=[{"input_ids": [1, 2, 3, 4], "prompt": "any"}])
+
+        def processor(text):
+            return {"input_ids": [1, 2, 9, 4]}
+
+        (sample,) = load_training(args, processor=processor)
+        assert sample["labels"] == [-100, -100, 3, 4]
+
+    def test_padding_that_the_data_brings_has_no_labels(self):
+        row = {"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1]}
+        (sample,) = load_training(DatasetArguments(dataset=[row]))
+        assert sample["labels"] == [-100, 5, 6]
+
+    def test_labels_that_the_data_brings_are_kept(self):
+        row = {"input_ids": [5, 6], "labels": [-100, 7]}
+        (sample,) = load_training(DatasetArguments(dataset=[row]))
+        assert sample["labels"] == [-100, 7]
+
     def test_labels_survive_joining(self, tokenizer):
         args = DatasetArguments(dataset=SOLVED * 8, max_seq_length=16, concatenate_data=True)
         samples = load_training(args, processor=tokenizer)

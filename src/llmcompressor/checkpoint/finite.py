@@ -7,25 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
+from llmcompressor.numerics.finite import is_finite
+
 __all__ = ["first_nonfinite", "is_finite"]
-
-_CHUNK = 1 << 24
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` (any shape and dtype) holds neither NaN nor infinity.
-
-    A float32 sum is NaN or infinite whenever one of its terms is, so one pass over the data
-    without a temporary settles the usual case. Where finite terms overflow the sum, each element
-    is looked at.
-    """
-    if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:
-        return True
-    if tensor.element_size() == 1:
-        tensor = tensor.to(torch.float32)
-    if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
-        return True
-    return all(bool(torch.isfinite(part).all()) for part in torch.split(tensor.reshape(-1), _CHUNK))
 
 
 @torch.no_grad()

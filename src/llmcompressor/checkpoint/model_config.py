@@ -127,12 +127,7 @@ def _patch_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def _patch_tie(config: dict[str, Any], current: PretrainedConfig, *, tied: bool) -> None:
-    """Set ``tie_word_embeddings`` at every level that has it, if it says something else."""
-    text = current.get_text_config()
-    levels = [config]
-    if text is not current and isinstance(config.get("text_config"), dict):
-        levels.append(config["text_config"])
-    effective = getattr(text, "tie_word_embeddings", getattr(current, "tie_word_embeddings", None))
-    for level in levels:
-        if "tie_word_embeddings" in level or effective != tied or len(levels) == 1:
-            level["tie_word_embeddings"] = tied
+    """Say ``tie_word_embeddings`` where readers look: at the top and, if there is one, in text."""
+    config["tie_word_embeddings"] = tied
+    if current.get_text_config() is not current and isinstance(config.get("text_config"), dict):
+        config["text_config"]["tie_word_embeddings"] = tied

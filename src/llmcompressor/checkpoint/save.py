@@ -295,7 +295,8 @@ def _write(
 
 
 def _state(model: PreTrainedModel, given: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    state = dict(given if given is not None else model.state_dict())
+    everything = given if given is not None else model.state_dict()
+    state = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
     if any(tensor.is_meta for tensor in state.values()):
         state = get_state_dict_offloaded_model(model)
     empty = [name for name, tensor in state.items() if tensor.is_meta]
@@ -333,7 +334,7 @@ def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) 
     """Whether one tensor serves as input and output embeddings; equal ones become one.
 
     Returns:
-        ``None`` if the model has no such pair, or its configuration is right as it is.
+        ``None`` if the model has no such pair, or shares it in a way of its own.
     """
     inputs, outputs = embeddings(model)
     first, second = getattr(inputs, "weight", None), getattr(outputs, "weight", None)
@@ -343,10 +344,10 @@ def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) 
     name_in, name_out = names.get(id(inputs)), names.get(id(outputs))
     if {name_in, name_out} & quantized:
         return False
-    if first is second:
-        return None
     key_in, key_out = f"{name_in}.weight", f"{name_out}.weight"
     can_tie = key_out in (getattr(model, "_tied_weights_keys", None) or {})
+    if first is second:
+        return True if can_tie else None
     has_bias = getattr(outputs, "bias", None) is not None
     equal = first.shape == second.shape and torch.equal(first, second)
     if can_tie and equal and not has_bias and {key_in, key_out} <= set(plain):
@@ -381,9 +382,7 @@ def _carry_over(
     writer: ShardWriter,
 ) -> list[str]:
     """Add the source's tensors that the model class does not own; returns what to ignore."""
-    headers: Mapping[str, TensorHeader] = {}
-    if source is not None and any(source.glob("*.safetensors")):
-        headers = inspect_source(source, allow_quantized=True).tensors
+    headers = _source_headers(source)
     written = writer.names
     extras = extra_tensors(model, headers, contents.state, written)
     if not extras:
@@ -394,6 +393,17 @@ def _carry_over(
         writer.add(tensors)
     names = checkpoint_names(model, [entry.name for entry in quantized])
     return extra_ignore(extras, written, [*names, *names.values()])
+
+
+def _source_headers(source: Path | None) -> Mapping[str, TensorHeader]:
+    if source is None:
+        return {}
+    try:
+        return inspect_source(source, allow_quantized=True).tensors
+    except CheckpointError as error:
+        # the model was complete when it was loaded; its folder has changed since
+        logger.warning(f"Tensors that the model class does not own are not carried over. {error}")
+        return {}
 
 
 def _write_side_files(

@@ -102,9 +102,11 @@ def _oneshot(*, debug: bool, **given: Any) -> None:
         call = call_arguments(given, *_ARGUMENTS)
         from llmcompressor.entrypoints.oneshot import oneshot  # noqa: PLC0415
         from llmcompressor.logger import configure_logger  # noqa: PLC0415
+        from llmcompressor.progress import other_bars_hidden  # noqa: PLC0415
 
         configure_logger()
-        oneshot(**call)
+        with other_bars_hidden():
+            oneshot(**call)
         typer.echo(f"Written: {given['output_dir']}")
 
 

@@ -37,8 +37,8 @@ def reporting(*, debug: bool) -> Iterator[None]:
         raise typer.Exit(CANNOT_BE_USED) from None
     except Exception as error:
         hint = "" if debug else " Run it again with --debug for the traceback."
-        what = str(error).strip() or "no message"
-        _say(f"Error: unforeseen {type(error).__name__}: {what}{hint}", debug)
+        what = str(error).strip().rstrip(".") or "no message"
+        _say(f"Error: unforeseen {type(error).__name__}: {what}.{hint}", debug)
         raise typer.Exit(UNFORESEEN) from None
 
 

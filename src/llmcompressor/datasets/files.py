@@ -11,8 +11,11 @@ from llmcompressor.datasets.formats import KINDS, kind_of, read_file
 from llmcompressor.datasets.rows import Chain, Rows
 from llmcompressor.datasets.splits import file_split
 from llmcompressor.errors import DatasetError
+from llmcompressor.logger import logger
 
 __all__ = ["is_saved_dataset", "read_path"]
+
+_OPTIONS = frozenset({"delimiter", "field", "sample_by"})
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -35,6 +38,8 @@ def read_path(path: Path, kind: str | None, options: Mapping[str, Any]) -> dict[
     Raises:
         DatasetError: if there is nothing there, or nothing that can be read.
     """
+    if unknown := sorted(set(options) - _OPTIONS):
+        logger.warning(f"Local files are read without the options {', '.join(unknown)}.")
     if path.is_dir():
         return _read_folder(path, kind, options)
     if not path.exists():

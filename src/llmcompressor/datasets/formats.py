@@ -46,8 +46,8 @@ def read_file(path: Path, kind: str, options: Mapping[str, Any]) -> Rows:
     Args:
         path: the file.
         kind: one of :data:`KINDS`.
-        options: ``field`` (JSON: the key the rows are under) and ``sample_by`` (text: "line",
-            "paragraph" or "document").
+        options: ``field`` (JSON: the key the rows are under), ``delimiter`` (CSV) and
+            ``sample_by`` (text: "line", "paragraph" or "document").
 
     Raises:
         DatasetError: for a file that cannot be read as that kind.

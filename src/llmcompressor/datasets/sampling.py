@@ -68,7 +68,7 @@ def share(order: Tensor, wanted: int, rank: int, size: int) -> Tensor:
     to be empty.
     """
     start, stop = partition(min(wanted, len(order)), rank, size)
-    return torch.cat([order[:wanted][start:stop], order[wanted:]])
+    return torch.cat([order[:wanted][start:stop], order[wanted:][rank::size]])
 
 
 def same_everywhere(rows: Rows, size: int) -> bool:

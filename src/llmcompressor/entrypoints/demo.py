@@ -7,17 +7,15 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from llmcompressor.entrypoints.oneshot import oneshot
 from llmcompressor.errors import CheckpointError, OutputError
@@ -27,6 +25,7 @@ from llmcompressor.evaluation.memory import PeakMemory
 from llmcompressor.evaluation.report import Report
 from llmcompressor.evaluation.stdlib_text import calibration_passages, held_out_texts
 from llmcompressor.evaluation.windows import choose, cut, tokenize
+from llmcompressor.progress import other_bars_hidden
 from llmcompressor.utils import dispatch_for_generation
 
 __all__ = ["RECIPES", "DemoResult", "DemoRow", "demo"]
@@ -42,6 +41,7 @@ RECIPES: Mapping[str, str] = MappingProxyType(
 """Name of a row → the one modifier of its recipe, in YAML."""
 
 _WINDOW = 256
+_BATCH = 16
 _PROMPT = "    try:\n        return self._data[key]\n    except"
 _COMPLETION_TOKENS = 12
 
@@ -112,7 +112,7 @@ def demo(
         Sizes, quality, times and memory.
     """
     with ExitStack() as stack:
-        stack.enter_context(_no_loading_bars())
+        stack.enter_context(other_bars_hidden())
         original = stack.enter_context(as_file(files("llmcompressor") / "data" / "pico-stdlib"))
         folder = _output_folder(output_dir, stack)
         passages = calibration_passages(num_calibration_samples, seed=seed)
@@ -160,6 +160,7 @@ def _compress(
             recipe=f"modifiers:\n  {modifier}\n",
             dataset=passages,
             max_seq_length=_WINDOW,
+            batch_size=_BATCH,
             num_calibration_samples=len(passages),
             output_dir=str(target),
             seed=seed,
@@ -177,7 +178,7 @@ def _measure(
         for name, path in {"original": original, **checkpoints}.items()
     }
     reference = models.pop("original")
-    return compare(models, windows, reference=reference, batch_size=16)
+    return compare(models, windows, reference=reference, batch_size=_BATCH)
 
 
 def _read_alone(checkpoints: Mapping[str, Path]) -> dict[str, str]:
@@ -214,16 +215,3 @@ def _slug(name: str) -> str:
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-@contextmanager
-def _no_loading_bars() -> Iterator[None]:
-    """Without transformers' bars for loading weights, which would cut through ours."""
-    bars: Any = transformers_logging
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            bars.enable_progress_bar()

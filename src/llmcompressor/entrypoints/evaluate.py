@@ -15,6 +15,7 @@ from llmcompressor.evaluation.measure import measure
 from llmcompressor.evaluation.report import Report
 from llmcompressor.evaluation.sources import documents_of
 from llmcompressor.evaluation.windows import choose, cut
+from llmcompressor.progress import other_bars_hidden
 from llmcompressor.utils import dispatch_for_generation
 
 __all__ = ["evaluate"]
@@ -66,19 +67,20 @@ def evaluate(
         DatasetError: the text is missing, empty, or does not fit the model.
         ArgumentError: the two models have different vocabularies, or a number is out of range.
     """
-    model = _load(checkpoint, trust_remote_code_model)
-    original = None if reference is None else _load(reference, trust_remote_code_model)
-    tokenizer = _tokenizer(tokenizer, checkpoint, reference, trust_remote_code_model)
-    documents = documents_of(
-        dataset,
-        tokenizer,
-        text_column=text_column,
-        config_name=dataset_config_name,
-        split=split,
-    )
-    windows = choose(cut(documents, max_seq_length), num_samples, seed)
-    _check_windows(windows, model)
-    return measure(model, windows, reference=original, batch_size=batch_size)
+    with other_bars_hidden():
+        model = _load(checkpoint, trust_remote_code_model)
+        original = None if reference is None else _load(reference, trust_remote_code_model)
+        tokenizer = _tokenizer(tokenizer, checkpoint, reference, trust_remote_code_model)
+        documents = documents_of(
+            dataset,
+            tokenizer,
+            text_column=text_column,
+            config_name=dataset_config_name,
+            split=split,
+        )
+        windows = choose(cut(documents, max_seq_length), num_samples, seed)
+        _check_windows(windows, model)
+        return measure(model, windows, reference=original, batch_size=batch_size)
 
 
 def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from llmcompressor.args import (
     RecipeArguments,
     parse_arguments,
 )
+from llmcompressor.checkpoint.finite import first_nonfinite
 from llmcompressor.checkpoint.load import (
     check_unquantized,
     load_model,
@@ -31,8 +32,9 @@ from llmcompressor.checkpoint.staging import check_output_dir
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.calibration import load_calibration
-from llmcompressor.errors import ArgumentError, DatasetError
+from llmcompressor.errors import ArgumentError, DatasetError, NonFiniteError
 from llmcompressor.logger import logger
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines import PIPELINES, infer_pipeline
 from llmcompressor.recipe import Recipe
 
@@ -108,6 +110,7 @@ class Oneshot:
         self.recipe = self._read_recipe()
         self.output_dir = self._check_output(output_dir)
         self._check_data_needed()
+        self._check_pipeline()
 
     # ------------------------------------------------------------------ checks, before anything
 
@@ -133,12 +136,25 @@ class Oneshot:
 
     def _check_data_needed(self) -> None:
         data = self.dataset_args.dataset is not None or self.dataset_args.dataset_path is not None
-        needing = [m for m in self.recipe.modifiers if m.requires_calibration_data]
+        needing = self._needing_data
         if needing and not data:
             raise DatasetError(
                 f"{type(needing[0]).__name__} needs calibration data, and no dataset was given.",
                 "Pass dataset=..., or use a scheme that needs none, such as FP8_DYNAMIC.",
             )
+
+    def _check_pipeline(self) -> None:
+        needing = self._needing_data
+        if self.dataset_args.pipeline == "datafree" and needing:
+            raise ArgumentError(
+                f"The datafree pipeline reads no data, and {type(needing[0]).__name__} needs "
+                "calibration.",
+                "Leave pipeline out, or use a scheme that needs no data, such as FP8_DYNAMIC.",
+            )
+
+    @property
+    def _needing_data(self) -> list[Modifier]:
+        return [each for each in self.recipe.modifiers if each.requires_calibration_data]
 
     @property
     def _source(self) -> str | None:
@@ -217,7 +233,7 @@ class Oneshot:
         return given and place is not None and not isinstance(data, torch.utils.data.DataLoader)
 
     def _load_data(self, model: Module, processor: Any) -> Any:
-        if not any(modifier.requires_calibration_data for modifier in self.recipe.modifiers):
+        if not self._needing_data:
             return None
         config = getattr(model, "config", None)
         return load_calibration(
@@ -230,6 +246,7 @@ class Oneshot:
         )
 
     def _compress(self, model: Module, batches: Any, session: CompressionSession) -> None:
+        _check_finite(model)
         session.initialize(
             model=model,
             start=-1,
@@ -245,11 +262,6 @@ class Oneshot:
         """The pipeline to run: the user's, with a word where it cannot do what is needed."""
         asked = self.dataset_args.pipeline or "independent"
         inferred = infer_pipeline(self.recipe.modifiers)
-        if asked == "datafree" and inferred != "datafree":
-            logger.warning(
-                f"The data-free pipeline was asked for, but the recipe needs data: {inferred} "
-                "would calibrate it."
-            )
         if asked != "independent" and inferred == "datafree":
             return "datafree"
         return asked
@@ -288,6 +300,17 @@ def _report(session: CompressionSession) -> Mapping[str, Any] | None:
         if modifier.report()
     }
     return {"modifiers": records} if records else None
+
+
+def _check_finite(model: Module) -> None:
+    """Refuse a broken model also where no modifier would look at the broken weight."""
+    bad = first_nonfinite(model)
+    if bad is not None:
+        raise NonFiniteError(
+            f"The weight {bad} holds NaN or infinity. The checkpoint is damaged or was saved in a "
+            "dtype too narrow for it: get it anew, or load it with precision='float32' if its "
+            "files are in float32."
+        )
 
 
 def _vocabulary(model: Any) -> int | None:

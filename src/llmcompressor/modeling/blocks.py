@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from torch.nn import Module, ModuleList
+from torch.nn import Module, ModuleDict, ModuleList
 
 from llmcompressor.errors import TargetError, did_you_mean
 from llmcompressor.modeling.matching import match_named_modules
@@ -62,10 +62,15 @@ def _listed_layers(model: Module) -> Iterator[tuple[Module, str]]:
 
 
 def sub_blocks(block: Module, name: str, wanted: Collection[Module]) -> dict[Module, str]:
-    """The direct parts of ``block`` that hold ``wanted`` modules (attention, MLP, …)."""
+    """The direct parts of ``block`` that hold ``wanted`` modules (attention, MLP, …).
+
+    Lists and dicts of modules are not parts, because they are never called: their entries are.
+    """
     parts: dict[Module, str] = {}
     for child_name, child in block.named_children():
-        if any(module in wanted for module in child.modules()):
+        if isinstance(child, ModuleList | ModuleDict):
+            parts |= sub_blocks(child, f"{name}.{child_name}", wanted)
+        elif any(module in wanted for module in child.modules()):
             parts[child] = f"{name}.{child_name}"
     return parts
 

@@ -33,6 +33,16 @@ class CallOrder:
         """All modules that were called, by the first call of their group."""
         return tuple(module for group in self.groups for module in group)
 
+    def split(self, key: Callable[[Module], object]) -> CallOrder:
+        """The same calls, with each group divided into modules of one ``key``."""
+        groups: list[tuple[Module, ...]] = []
+        for group in self.groups:
+            parts: dict[object, list[Module]] = {}
+            for module in group:
+                parts.setdefault(key(module), []).append(module)
+            groups += [tuple(part) for part in parts.values()]
+        return CallOrder(tuple(groups), self.calls)
+
     def group_of(self, module: Module) -> tuple[Module, ...]:
         """The modules that share ``module``'s input, itself included."""
         return next((group for group in self.groups if module in group), (module,))
@@ -104,6 +114,7 @@ def _alone(groups: list[list[Module]], module: Module) -> None:
     """A module that is called again has several inputs: it shares none of them."""
     for position, group in enumerate(groups):
         if module in group and len(group) > 1:
+            first = group[0] is module
             group.remove(module)
-            groups.insert(position + 1, [module])
+            groups.insert(position if first else position + 1, [module])
             return

@@ -18,8 +18,10 @@ and whatever else the model computes between two targets is computed by its own 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -93,18 +95,24 @@ class PausedForward:
         self._passes = list(passes)
         self._pending = set(targets)
         self._saved: dict[Module, Any] = {}
+        self._forwards: dict[Module, Callable[..., Any]] = {}
         self._hub: greenlet.greenlet | None = None
         self._running: dict[greenlet.greenlet, Pass] = {}
-        self.intercept: Callable[[Pass, Module, tuple[Any, ...], dict[str, Any]], Any] | None = None
-        """Asked at each call of a target that is not pending; runs the module if ``None``."""
+        self.surroundings: Callable[[Pass, Module], AbstractContextManager[object]] | None = None
+        """Inside what a pass runs a target that is not pending; asked at each such call."""
 
     # ------------------------------------------------------------------ context manager
 
     def __enter__(self) -> PausedForward:
         self._hub = greenlet.getcurrent()
-        for module in self._names:
-            self._saved[module] = module.__dict__.get("forward")
-            module.forward = self._stub(module, module.forward)
+        try:
+            for module in self._names:
+                self._saved[module] = module.__dict__.get("forward")
+                self._forwards[module] = module.forward
+                module.forward = self._stub(module, module.forward)
+        except BaseException:
+            self._restore()
+            raise
         return self
 
     def __exit__(
@@ -116,12 +124,16 @@ class PausedForward:
         try:
             self.stop()
         finally:
-            for module, forward in self._saved.items():
-                if forward is None:
-                    module.__dict__.pop("forward", None)
-                else:
-                    module.forward = forward
-            self._saved.clear()
+            self._restore()
+
+    def _restore(self) -> None:
+        for module, forward in self._saved.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = forward
+        self._saved.clear()
+        self._forwards.clear()
 
     # ------------------------------------------------------------------ scheduling
 
@@ -134,6 +146,11 @@ class PausedForward:
     def passes(self) -> Sequence[Pass]:
         """All passes, in order."""
         return self._passes
+
+    @property
+    def current(self) -> Pass | None:
+        """The pass whose code is running now; ``None`` in the scheduler's own code."""
+        return self._running.get(greenlet.getcurrent())
 
     def release(self, module: Module) -> None:
         """``module`` is done: later calls of it run it instead of suspending their pass."""
@@ -170,34 +187,62 @@ class PausedForward:
             tuple(one for one in waiting if one.module is module),
         )
 
-    def execute(self, one: Pass) -> Any:
-        """Run the module that ``one`` waits at with its own forward; the pass stays suspended."""
-        assert one.module is not None
-        return self._original(one.module)(*one.args, **one.kwargs)
+    def execute(self, one: Pass, *, with_hooks: bool = False) -> Any:
+        """Run the module that ``one`` waits at with its own forward; the pass stays suspended.
 
-    def resume(self, one: Pass, output: Any) -> None:
-        """Return ``output`` from the call that ``one`` waits in; it runs to its next stop."""
-        assert one._coroutine is not None and one.module is not None
+        It runs in the torch state of the pass, but not in its context: what the model records
+        of its modules' outputs in context variables is recorded when the pass itself goes on.
+
+        Args:
+            one: a suspended pass.
+            with_hooks: also call the hooks of the module itself.
+        """
+        assert one.module is not None
+        assert one._suspended is not None
+        home = TorchState.capture()
+        try:
+            one._suspended.give_back()
+            call = one.module if with_hooks else self._forwards[one.module]
+            return call(*one.args, **one.kwargs)
+        finally:
+            one._suspended = SuspendedState(home)
+
+    def resume(self, one: Pass, inside: AbstractContextManager[object] | None = None) -> None:
+        """Let ``one`` run the module that it waits at, and on to its next stop.
+
+        Args:
+            one: a suspended pass.
+            inside: the module runs inside this; what comes after it does not.
+        """
+        assert one._coroutine is not None
+        assert one.module is not None
         one.module, one.args, one.kwargs = None, (), {}
-        self._switch(one, one._coroutine.switch, output)
+        self._switch(one, one._coroutine.switch, inside or contextlib.nullcontext())
 
     def stop(self) -> None:
         """Unwind every suspended pass: what lies behind the last target is not computed."""
+        self._pending.clear()  # a model that swallows the exit must not wait again
+        failure: BaseException | None = None
         for one in self._passes:
             one.module, one.args, one.kwargs = None, (), {}
-            if one._coroutine is not None and not one._coroutine.dead:
-                # GreenletExit: the model's ``finally`` blocks run, and nothing else does.
-                self._switch(one, one._coroutine.throw)
+            try:
+                if one._coroutine is not None and not one._coroutine.dead:
+                    # GreenletExit: the model's ``finally`` blocks run, and nothing else does.
+                    self._switch(one, one._coroutine.throw)
+            except BaseException as error:
+                failure = failure or error  # the other passes are unwound all the same
             one.finished = True
+        if failure is not None:
+            raise failure
 
     # ------------------------------------------------------------------ switching
 
     def _switch(self, one: Pass, switch: Callable[..., Any], *values: Any) -> None:
         """Run ``one`` until it waits at a target or ends, each side with its own torch state."""
         home = TorchState.capture()
-        if one._suspended is not None:
-            one._suspended.give_back()
         try:
+            if one._suspended is not None:
+                one._suspended.give_back()
             switch(*values)
         finally:
             one._suspended = SuspendedState(home)
@@ -207,22 +252,22 @@ class PausedForward:
 
     def _stub(self, module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def paused(*args: Any, **kwargs: Any) -> Any:
-            one = self._running.get(greenlet.getcurrent())
+            one = self.current
             if one is None:
                 return forward(*args, **kwargs)
-            if module not in self._pending:
-                answer = self.intercept(one, module, args, kwargs) if self.intercept else None
-                return forward(*args, **kwargs) if answer is None else answer
-            one.module, one.args, one.kwargs = module, args, kwargs
-            assert self._hub is not None
-            return self._hub.switch()
+            if module in self._pending:
+                one.module, one.args, one.kwargs = module, args, kwargs
+                assert self._hub is not None
+                inside = self._hub.switch()
+            elif self.surroundings is not None:
+                inside = self.surroundings(one, module)
+            else:
+                return forward(*args, **kwargs)
+            with inside:
+                return forward(*args, **kwargs)
 
         paused.__wrapped__ = forward  # type: ignore[attr-defined]  # inspect.signature looks through
         return paused
-
-    def _original(self, module: Module) -> Callable[..., Any]:
-        forward = module.forward
-        return getattr(forward, "__wrapped__", forward)
 
 
 def _ignore(_: object) -> None:

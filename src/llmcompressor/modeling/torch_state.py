@@ -37,7 +37,7 @@ class TorchState:
                 (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
                 for device in _AUTOCAST_DEVICES
             ),
-            function_modes=tuple(_get_current_function_mode_stack()),
+            function_modes=tuple(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
         )
 
     def apply(self, current: TorchState) -> None:
@@ -48,11 +48,14 @@ class TorchState:
             for device, enabled, dtype in self.autocast:
                 torch.set_autocast_enabled(device, enabled)
                 torch.set_autocast_dtype(device, dtype)
+        if any(enabled for _, enabled, _ in (*self.autocast, *current.autocast)):
+            # It holds casts of weights, which may change before whoever runs next is done.
+            torch.clear_autocast_cache()
         if current.function_modes != self.function_modes:
             for _ in current.function_modes:
-                _pop_mode()
+                _pop_mode()  # type: ignore[no-untyped-call]
             for mode in self.function_modes:
-                _push_mode(mode)
+                _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 class SuspendedState:

@@ -20,6 +20,7 @@ be taken with 16-bit operands, and a 16-bit result per chunk (:func:`cross_produ
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +45,9 @@ def add_symmetric_product(gram_CC: Tensor, input_TC: Tensor) -> None:
     """
     if input_TC.device.type == "cpu" and gram_CC.dtype == torch.float32:
         array = input_TC.detach().float().contiguous().numpy()
-        gram_CC += torch.from_numpy(array.T @ array)
+        # Overflow is no matter for a warning here: whoever reads the sum checks that it is finite.
+        with np.errstate(over="ignore", invalid="ignore"):
+            gram_CC += torch.from_numpy(array.T @ array)
     elif input_TC.device.type == "cuda" and input_TC.dtype in (torch.float16, torch.bfloat16):
         gram_CC += torch.mm(input_TC.T, input_TC, out_dtype=torch.float32)
     else:
@@ -90,11 +93,15 @@ class TokenBuffer:
         self._held = 0
 
     def add(self, *tensors_TC: Tensor) -> list[Tensor] | None:
-        """Take aligned ``[T, C]`` tensors; return a chunk of each when one is full."""
-        for part, tensor_TC in zip(self._parts, tensors_TC, strict=True):
-            part.append(tensor_TC)
+        """Take aligned ``[T, C]`` tensors; return a chunk of each when one is full.
+
+        What has to wait is copied: a model may add to its hidden state in place.
+        """
         self._held += len(tensors_TC[0])
-        return self.drain() if self._held >= self._chunk else None
+        is_full = self._held >= self._chunk
+        for part, tensor_TC in zip(self._parts, tensors_TC, strict=True):
+            part.append(tensor_TC if is_full else tensor_TC.clone())
+        return self.drain() if is_full else None
 
     def drain(self) -> list[Tensor] | None:
         """What is held, concatenated, or ``None``; the buffer is empty afterwards."""

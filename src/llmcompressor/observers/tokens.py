@@ -12,7 +12,8 @@ def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:
     """Flatten an activation to ``[tokens, columns]`` and drop the positions that are padding.
 
     Args:
-        activation: ``[batch, tokens, C]``, or already flattened ``[batch · tokens, C]``.
+        activation: ``[batch, tokens, C]``, or already flattened ``[batch · tokens, C]``; a
+            vector ``[C]`` is one token.
         token_mask: bool ``[batch, tokens]``, true where a real token is; ``None``: all are. An
             activation that is laid out otherwise (tokens routed to an expert, patches of an
             image) has no such positions, and all of it counts.
@@ -22,4 +23,4 @@ def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:
             return activation[token_mask]
         if activation.ndim == 2 and len(activation) == token_mask.numel():
             return activation[token_mask.flatten()]
-    return activation.flatten(0, -2)
+    return activation.reshape(-1, activation.shape[-1])

@@ -68,15 +68,24 @@ class ActivationStore:
         device: where the passes run.
         budget: bytes that may stay in main memory; what exceeds it goes to memory-mapped files.
         keep: tensors that are never moved (the model's parameters and buffers).
+        fits: nothing has to be moved, so nothing is looked for either.
 
     Attributes:
         peak: the most bytes that were held at once.
         spilled: bytes written to files, in sum.
     """
 
-    def __init__(self, device: torch.device, budget: int, keep: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        budget: int,
+        keep: Iterable[Tensor] = (),
+        *,
+        fits: bool = False,
+    ) -> None:
         self._device = device
         self._budget = budget
+        self._fits = fits
         self._keep = {tensor.untyped_storage().data_ptr() for tensor in keep}
         self._parked: dict[Pass, list[_Parked]] = {}
         self._held = 0
@@ -87,7 +96,7 @@ class ActivationStore:
 
     def park(self, one: Pass) -> None:
         """Put away what ``one``, now suspended, holds."""
-        if one.finished:
+        if self._fits or one.finished:
             return
         storages = self._storages(one)
         size = sum(tensors[0].untyped_storage().nbytes() for tensors in storages.values())
@@ -148,7 +157,9 @@ class ActivationStore:
 def _exchange(tensors: list[Tensor], device: torch.device) -> None:
     """Move the storage that ``tensors`` share to ``device`` (or out of a file)."""
     old = tensors[0].untyped_storage()
-    bytes_ = torch.empty(0, dtype=torch.uint8, device=old.device).set_(old, 0, (old.nbytes(),), (1,))
+    bytes_ = torch.empty(0, dtype=torch.uint8, device=old.device).set_(
+        old, 0, (old.nbytes(),), (1,)
+    )
     new = bytes_.to(device) if device != old.device else bytes_.clone()
     _point(tensors, new.untyped_storage())
 

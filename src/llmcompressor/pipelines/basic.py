@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from llmcompressor.core.session_functions import LifecycleCallbacks, active_session
+from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.pipelines.batches import calibrating
+from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.model_runs import calibration_mode
 from llmcompressor.progress import progress
 
@@ -31,10 +33,13 @@ class BasicPipeline:
         self, model: Module, dataloader: DataLoader[Any], dataset_args: DatasetArguments
     ) -> None:
         """Run all modifiers of the active session over the calibration data."""
-        state = active_session().state
+        session = active_session()
+        state, modifiers = session.state, session.lifecycle.recipe.modifiers
         with calibrating(
             model, dataloader, state, use_loss_mask=getattr(dataset_args, "use_loss_mask", False)
         ) as batches:
+            owners = owners_of(modifiers, state)
+            state.call_order = watch_calibrated(model, batches, owners, find_blocks(model)).order
             LifecycleCallbacks.calibration_epoch_start()
             with progress(len(batches), "Calibrating") as advance:
                 for index, batch in enumerate(batches):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,7 @@ def calibrating(
             yield batches
         finally:
             state.batch_data = state.token_mask = state.reference_inputs = None
+            state.call_order = None
 
 
 @contextlib.contextmanager
@@ -115,18 +117,21 @@ def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iter
         yield
         return
     inside = set(encoder.modules())
-    returned: dict[str, Tensor | None] = {}
+    # By batch: all of them pass the encoder before the first goes through the decoder.
+    returned: dict[int, weakref.ref[Tensor]] = {}
 
     def remember(module: Module, args: tuple[Any, ...], output: Any) -> None:
         values = output.values() if isinstance(output, Mapping) else (output,)
-        returned["tensor"] = first_tensor(tuple(values), {})
+        tensor = first_tensor(tuple(values), {})
+        if tensor is not None and state.batch_data is not None:
+            returned[id(state.batch_data)] = weakref.ref(tensor)
 
     def choose(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = state.batch_data
         if batch is None:
             return
-        seen, encoded = first_tensor(args, kwargs), returned.get("tensor")
-        crossed = seen is not None and encoded is not None and seen.data_ptr() == encoded.data_ptr()
+        encoded = returned.get(id(batch))
+        crossed = encoded is not None and _is_same(first_tensor(args, kwargs), encoded())
         key = "attention_mask" if module in inside or crossed else "decoder_attention_mask"
         state.token_mask = token_mask(batch, key)
 
@@ -140,6 +145,13 @@ def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iter
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are one, or one is a view of all of the other."""
+    if tensor is None or other is None:
+        return False
+    return tensor is other or tensor.data_ptr() == other.data_ptr()
 
 
 def _encoder_of(model: Module) -> Module | None:

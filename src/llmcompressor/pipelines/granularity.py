@@ -15,7 +15,7 @@ Twin streams add one run of the original model and hold everything twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.nn import Module
@@ -39,6 +39,13 @@ class Unit:
     runs_twice: bool
     """Whether the stop is run once to calibrate and once to go on."""
 
+    @property
+    def others(self) -> tuple[Module, ...]:
+        """Modules that share the stop's input and are done with it; none where it runs twice."""
+        if self.runs_twice:
+            return ()
+        return tuple(module for module in self.modules if module is not self.stop)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -47,11 +54,11 @@ class Plan:
     level: Granularity
     units: tuple[Unit, ...]
     reason: str
+    bytes: int
+    """About what the suspended passes hold at once."""
 
 
-def estimate_bytes(
-    level: Granularity, modules: Sequence[Module], tokens: int, streams: int
-) -> int:
+def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, streams: int) -> int:
     """Bytes that the suspended passes hold at once.
 
     Args:
@@ -60,12 +67,15 @@ def estimate_bytes(
         tokens: of all calibration batches.
         streams: 1, or 2 with twin streams.
     """
-    shapes = [module.weight.shape for module in modules if getattr(module, "weight", None) is not None]
-    if not shapes:
+    weights = [
+        weight for module in modules if (weight := getattr(module, "weight", None)) is not None
+    ]
+    columns = [weight.shape[-1] for weight in weights if weight.ndim == 2]
+    if not columns:
         return 0
-    itemsize = max(module.weight.element_size() for module in modules)
-    hidden = Counter(shape[-1] for shape in shapes).most_common(1)[0][0]
-    widest = max(max(shape) for shape in shapes)
+    itemsize = max(weight.element_size() for weight in weights)
+    # What one Linear returns another one gets; what the head returns is not held at all.
+    hidden, widest = Counter(columns).most_common(1)[0][0], max(columns)
     states = {
         Granularity.LINEAR: 2 * hidden + 2 * widest,
         Granularity.SUB_BLOCK: 2 * hidden,
@@ -84,6 +94,7 @@ def make_plan(
     tokens: int,
     streams: int,
     budget: int,
+    every_block: bool = False,
 ) -> Plan:
     """Choose the finest level that is allowed and fits, and lay out its units.
 
@@ -96,8 +107,10 @@ def make_plan(
         tokens: of all calibration batches.
         streams: 1, or 2 with twin streams.
         budget: bytes for activations.
+        every_block: stop at all blocks, also at those that hold none of ``names``.
     """
     modules = list(names)
+    finest = Granularity.BLOCK if every_block else finest
     levels = [level for level in Granularity if level >= finest]
     sizes = {level: estimate_bytes(level, modules, tokens, streams) for level in levels}
     if forced is not None:
@@ -107,11 +120,13 @@ def make_plan(
         level = next((one for one in levels if sizes[one] <= budget), Granularity.BLOCK)
         reason = (
             f"the finest that the recipe allows ({finest}) and whose activations, about "
-            f"{_mib(estimate_bytes(level, modules, tokens, streams))}, fit {_mib(budget)}"
-            if estimate_bytes(level, modules, tokens, streams) <= budget
+            f"{_mib(sizes[level])}, fit {_mib(budget)}"
+            if sizes[level] <= budget
             else f"activations exceed {_mib(budget)} at any level; what exceeds it goes to files"
         )
-    return Plan(level, tuple(_units(level, names, order, blocks)), reason)
+    return Plan(
+        level, tuple(_units(level, names, order, blocks, every_block)), reason, sizes[level]
+    )
 
 
 def _mib(size: int) -> str:
@@ -119,10 +134,13 @@ def _mib(size: int) -> str:
 
 
 def _units(
-    level: Granularity, names: Mapping[Module, str], order: CallOrder, blocks: dict[Module, str]
+    level: Granularity,
+    names: Mapping[Module, str],
+    order: CallOrder,
+    blocks: dict[Module, str],
+    every_block: bool,
 ) -> list[Unit]:
-    unseen = [(module,) for module in names if module not in order.calls]
-    groups = [*order.groups, *unseen]
+    groups = list(_with_unseen(names, order))
     if level is Granularity.LINEAR:
         return [Unit(group[0], names[group[0]], group, False) for group in groups]
     stops = dict(blocks)
@@ -132,7 +150,9 @@ def _units(
             for block, name in blocks.items()
             for part, part_name in sub_blocks(block, name, names).items()
         }
-    units: dict[Module, list[Module]] = {}
+    called = {module: position for position, module in enumerate(order.calls)}
+    every = sorted((stop for stop in stops if stop in called), key=called.__getitem__)
+    units: dict[Module, list[Module]] = {stop: [] for stop in every} if every_block else {}
     by_name = {name: stop for stop, name in stops.items()}
     for group in groups:
         for module in group:
@@ -144,3 +164,23 @@ def _units(
         Unit(stop, labels[stop], tuple(members), stop not in names)
         for stop, members in units.items()
     ]
+
+
+def _with_unseen(names: Mapping[Module, str], order: CallOrder) -> Iterator[tuple[Module, ...]]:
+    """The groups in the order of their calls, and what was not called behind its neighbour.
+
+    Other batches may take other routes. A module that only they reach has to be served before
+    those that come after it, so that these see all batches; where it stands in the model is the
+    best guess of where it is called.
+    """
+    behind: dict[Module | None, list[Module]] = {}
+    neighbour: Module | None = None
+    for module in names:
+        if module in order.calls:
+            neighbour = module
+        else:
+            behind.setdefault(neighbour, []).append(module)
+    yield from ((module,) for module in behind.get(None, ()))
+    for group in order.groups:
+        yield group
+        yield from ((module,) for seen in group for module in behind.get(seen, ()))

@@ -25,7 +25,7 @@ def calibration_mode(model: Module) -> Iterator[None]:
     Modules that an earlier modifier has quantized run on the weights it left, and their
     activations are not rounded: what is measured is the error of the weights alone.
     """
-    training = model.training
+    training = [(module, module.training) for module in model.modules()]
     configs = _cache_configs(model)
     quantized = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
     enabled = [module.__dict__.get("quantization_enabled") for module in quantized]
@@ -38,7 +38,8 @@ def calibration_mode(model: Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module, was_training in training:
+            module.training = was_training
         for config, value in configs:
             config.use_cache = value
         for module, value in zip(quantized, enabled, strict=True):

@@ -10,7 +10,7 @@ module returns.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,16 @@ from llmcompressor.core.session_functions import LifecycleCallbacks, active_sess
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.call_order import CallOrder, first_tensor, watch_calls
-from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines.activations import ActivationStore
 from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
+from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
+from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.granularity import Plan, Unit, make_plan
-from llmcompressor.pipelines.model_runs import model_device, small_batch
+from llmcompressor.pipelines.model_runs import model_device
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
 from llmcompressor.progress import Advance, progress
 
@@ -93,50 +95,59 @@ def _prepare(
     dataset_args: DatasetArguments,
     forced: Granularity | None,
 ) -> _SequentialRun:
-    calibrated = {
-        module for modifier in modifiers for module in modifier.calibrated_modules(state)
-    }
-    names = {module: name for name, module in model.named_modules() if module in calibrated}
+    owners = owners_of(modifiers, state)
     blocks = find_blocks(model, dataset_args.sequential_targets)
-    if dataset_args.sequential_targets and set(blocks) <= calibrated:
+    if dataset_args.sequential_targets and set(blocks) <= set(owners):
         forced, blocks = forced or Granularity.LINEAR, find_blocks(model)
     elif dataset_args.sequential_targets:
         forced = forced or Granularity.BLOCK
-    region = {inner: name for block, name in blocks.items() for inner in block.modules()}
-    modules_by_name = {name: module for module, name in names.items()}
-    order = watch_calls(
-        lambda: batches.run(small_batch(batches[0])),
-        names,
-        region=lambda name: region.get(modules_by_name[name], name.rpartition(".")[0]),
-        also_count=region,
-    )
-    streams = 2 if any(modifier.twin_streams for modifier in modifiers) else 1
+    calibrated = watch_calibrated(model, batches, owners, blocks)
+    propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)
+    streams = 2 if propagates and any(modifier.twin_streams for modifier in modifiers) else 1
+    undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
     plan = make_plan(
-        names,
-        order,
+        calibrated.names,
+        calibrated.order,
         blocks,
         finest=max((m.finest_granularity for m in modifiers), default=Granularity.BLOCK),
         forced=forced,
         tokens=batches.tokens,
         streams=streams,
         budget=_budget(dataset_args),
+        every_block=undeclared,
     )
-    state.call_order = order
+    state.call_order = calibrated.order
     return _SequentialRun(
         model,
         batches,
         state,
         plan,
-        order,
+        calibrated.order,
         streams,
+        propagates,
         budget=_budget(dataset_args),
-        to_end=any(modifier.runs_to_end for modifier in modifiers),
+        to_end=undeclared or any(modifier.runs_to_end for modifier in modifiers),
+        undeclared=undeclared,
     )
+
+
+def _is_undeclared(modifier: Modifier, state: State) -> bool:
+    """Whether a modifier wants data and does not say for which modules: it is told of all."""
+    declared = modifier.runs_to_end or modifier.calibrated_modules(state)
+    return modifier.requires_calibration_data and not declared
 
 
 def _budget(dataset_args: DatasetArguments) -> int:
     given = getattr(dataset_args, "activation_budget", None)
     return int(given or psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY)
+
+
+def _resident_budget(device: torch.device, budget: int) -> int:
+    """Bytes of activations that may stay where the passes run."""
+    if device.type != "cuda":
+        return budget
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * _SHARE_OF_FREE_MEMORY)
 
 
 @dataclass
@@ -149,49 +160,81 @@ class _SequentialRun:
     plan: Plan
     order: CallOrder
     streams: int
+    propagates: bool
     budget: int
     to_end: bool
+    undeclared: bool
 
     def go(self, advance: Advance) -> None:
         """Take every unit of the plan in turn."""
         units = {unit.stop: unit for unit in self.plan.units}
         device = model_device(self.model)
         keep = [*self.model.parameters(), *self.model.buffers()]
-        store = ActivationStore(device, self.budget, keep)
+        store = ActivationStore(
+            device, self.budget, keep, fits=self.plan.bytes <= _resident_budget(device, self.budget)
+        )
         originals = OriginalWeights(len(self.batches), self.order.calls)
-        targets = {stop: unit.name for stop, unit in units.items()}
-        if self.streams == 2:
-            # Members of a group are stubs too: an original pass must find the old weights there.
-            targets |= {m: "" for unit in units.values() for m in unit.modules if not unit.runs_twice}
-        with PausedForward(targets, self._passes()) as forward:
-            forward.intercept = originals.answer
+        with PausedForward(self._targets(), self._passes()) as forward:
+            forward.surroundings = originals.in_place
             for unit in units.values():
-                for member in set(unit.modules) - {unit.stop}:
+                for member in unit.others:
                     forward.release(member)
-            stepper = _Stepper(self, forward, store, originals)
+            hooks = EarlyHooks(forward)
+            for unit in units.values():
+                hooks.watch([unit.stop] if unit.runs_twice else unit.others)
+            stepper = _Stepper(self, forward, store, originals, hooks, units)
             try:
                 while (forward.pending or self.to_end) and (stop := stepper.next_stop()):
                     unit = units[stop.module]
-                    advance(note=unit.name)
+                    advance(0, note=unit.name)
                     stepper.serve(stop, unit)
-                    advance(1)
+                    advance()
             finally:
+                hooks.close()
                 store.close()
             self._check_all_reached(forward.pending)
+        if self.undeclared:
+            LifecycleCallbacks.sequential_epoch_end(tuple(self._modules_between()))
+
+    @property
+    def watched(self) -> str:
+        """The stream whose passes hooks see."""
+        return "compressed" if self.propagates else "original"
+
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether some passes run with the original weights."""
+        return self.streams == 2 or not self.propagates
+
+    def _targets(self) -> dict[Module, str]:
+        targets = {unit.stop: unit.name for unit in self.plan.units}
+        if self.keeps_originals:
+            # Members of a group are stubs too: an original pass must find the old weights there.
+            targets |= {member: "" for unit in self.plan.units for member in unit.others}
+        return targets
 
     def _passes(self) -> Iterator[Pass]:
         """Of each batch the original pass first: its inputs are there when the other arrives."""
         for index, batch in enumerate(self.batches):
             run = self.batches.runner(batch)
-            if self.streams == 2:
+            if self.keeps_originals:
                 yield Pass(index, run, "original")
-            yield Pass(index, run)
+            if self.propagates:
+                yield Pass(index, run)
+
+    def _modules_between(self) -> Iterator[Module]:
+        """Modules that belong to no stop."""
+        told = {inner for unit in self.plan.units for inner in unit.stop.modules()}
+        told |= {module for unit in self.plan.units for module in unit.modules}
+        return (module for module in self.model.modules() if module not in told)
 
     @staticmethod
     def _check_all_reached(pending: Sequence[str]) -> None:
         missed = [name for name in pending if name]
         if missed:
-            shown = ", ".join(missed[:8]) + (f" and {len(missed) - 8} more" if len(missed) > 8 else "")
+            shown = ", ".join(missed[:8]) + (
+                f" and {len(missed) - 8} more" if len(missed) > 8 else ""
+            )
             raise TargetError(
                 f"No calibration batch reached {shown}.",
                 "Add data that uses these modules (images for a vision tower, for instance), or "
@@ -207,6 +250,8 @@ class _Stepper:
     forward: PausedForward
     store: ActivationStore
     originals: OriginalWeights
+    hooks: EarlyHooks
+    units: Mapping[Module, Unit]
 
     def next_stop(self) -> Stop | None:
         """Start what was not started, one batch at a time, and look who waits first."""
@@ -218,52 +263,59 @@ class _Stepper:
         """Calibrate the unit, let the modifiers compress it, and send every pass on."""
         if unit.runs_twice:
             self._calibrate(stop, unit)
-        if self.run.streams == 2:
+        if self.run.keeps_originals:
             self.originals.keep([unit.stop] if unit.runs_twice else unit.modules)
         modules = tuple(unit.stop.modules()) if unit.runs_twice else unit.modules
         LifecycleCallbacks.sequential_epoch_end(modules)
         self.forward.release(unit.stop)
-        if not self.forward.pending and not self.run.to_end:
+        if self._is_last(unit):
             return  # nobody needs what lies behind the last stop, the head for instance
         for one in stop.passes:
-            if one.module is not None:
+            if one.module is stop.module:  # original passes may have gone on already
                 self._send_on(one)
+
+    def _is_last(self, unit: Unit) -> bool:
+        if self.forward.pending or self.run.to_end:
+            return False
+        return unit.runs_twice or not any(has_output_hooks(module) for module in unit.modules)
 
     def _calibrate(self, stop: Stop, unit: Unit) -> None:
         """Run the unit with all hooks on; an original pass goes on at once, it has its output."""
         references: dict[int, dict[Module, torch.Tensor]] = {}
         for one in stop.passes:
             if one.stream == "original":
-                self.store.fetch(one)
-                with HooksMixin.disable_hooks(), input_capture(unit.modules) as captured:
-                    output = self.forward.execute(one)
+                with input_capture(unit.modules) as captured:
+                    self._send_on(one, hooks_on=True)
                 references[one.index] = captured
-                self._around(one, lambda one=one, out=output: self.forward.resume(one, out))
             else:
                 self.store.fetch(one)
                 self._set_batch(one, references.pop(one.index, None))
-                self.forward.execute(one)
+                self.hooks.run(one)
                 self.store.park(one)
         self._set_batch(None, None)
 
-    def _send_on(self, one: Pass) -> None:
-        self.store.fetch(one)
+    def _send_on(self, one: Pass, *, hooks_on: bool = False) -> None:
+        """Let ``one`` run the module that it waits at, and on to its next stop."""
         assert one.module is not None
-        with HooksMixin.disable_hooks():
-            if one.stream == "original":
-                with self.originals.in_place(one.module):
-                    output = self.forward.execute(one)
-            else:
-                output = self.forward.execute(one)
-        self._around(one, lambda: self.forward.resume(one, output))
+        self.store.fetch(one)
+        inside = self._inside(one, one.module, hooks_on)
+        self._around(one, lambda: self.forward.resume(one, inside))
 
-    def _around(self, one: Pass, step: Any) -> None:
+    @contextlib.contextmanager
+    def _inside(self, one: Pass, module: Module, hooks_on: bool) -> Iterator[None]:
+        quiet = contextlib.nullcontext() if hooks_on else HooksMixin.disable_hooks()
+        with quiet, self.originals.in_place(one, module):
+            yield
+
+    def _around(self, one: Pass, step: Callable[[], None]) -> None:
         """Let ``one`` run to its next stop, with the state telling hooks which batch it is."""
-        original = one.stream == "original"
+        watched = one.stream == self.run.watched
         self._set_batch(one, self._reference_of(one))
         try:
-            with HooksMixin.disable_hooks() if original else contextlib.nullcontext():
+            with contextlib.nullcontext() if watched else HooksMixin.disable_hooks():
                 step()
+                if one.module is not None:
+                    self.hooks.show_input(one, self.units[one.module].others)
         finally:
             self._set_batch(None, None)
         self.store.park(one)
@@ -272,7 +324,7 @@ class _Stepper:
         """Where the original pass of the same batch waits, and what it brings."""
         if self.run.streams == 1 or one.stream == "original":
             return None
-        return _WaitingInputs(self.forward.passes[2 * one.index])
+        return _WaitingInputs(self.forward.passes[2 * one.index], self.units)
 
     def _set_batch(
         self, one: Pass | None, references: Mapping[Module, torch.Tensor] | None
@@ -284,19 +336,22 @@ class _Stepper:
 
 
 class _WaitingInputs(Mapping[Module, torch.Tensor]):
-    """What a waiting pass brings to the module it waits at, looked up when it is asked for."""
+    """What a waiting pass brings to the modules it waits at, looked up when it is asked for."""
 
-    def __init__(self, one: Pass) -> None:
+    def __init__(self, one: Pass, units: Mapping[Module, Unit]) -> None:
         self._one = one
+        self._units = units
 
     def __getitem__(self, module: Module) -> torch.Tensor:
         tensor = first_tensor(self._one.args, self._one.kwargs)
-        if self._one.module is not module or tensor is None:
+        if module not in tuple(self) or tensor is None:
             raise KeyError(module)
         return tensor
 
     def __iter__(self) -> Iterator[Module]:
-        return iter(() if self._one.module is None else (self._one.module,))
+        if self._one.module is not None:
+            yield self._one.module
+            yield from self._units[self._one.module].others
 
     def __len__(self) -> int:
-        return int(self._one.module is not None)
+        return len(tuple(self))

@@ -10,12 +10,12 @@ a module is already compressed, it runs with the parameters that it had before.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.paused_forward import Pass
@@ -28,49 +28,52 @@ class OriginalWeights:
 
     Args:
         passes: how many original passes there are.
-        calls: how often one pass calls each module.
+        calls: how often one pass calls each module, as far as is known.
     """
 
     def __init__(self, passes: int, calls: Mapping[Module, int]) -> None:
         self._passes = passes
         self._calls = calls
-        self._saved: dict[Module, list[tuple[torch.nn.Parameter, Tensor]]] = {}
-        self._served: dict[Module, int] = {}
+        self._saved: dict[Module, list[tuple[Module, str, Parameter]]] = {}
+        self._served: dict[Module, Counter[int]] = {}
 
     def keep(self, modules: Iterable[Module]) -> None:
-        """Copy the parameters of ``modules``: they are about to be compressed."""
+        """Copy the parameters of ``modules``, which are about to be compressed."""
         for module in modules:
-            parameters = module.parameters(recurse=True)
-            self._saved[module] = [(p, p.data.clone()) for p in parameters]
+            if not self._all_served(module):
+                self._saved[module] = [
+                    (owner, name, Parameter(parameter.detach().clone(), requires_grad=False))
+                    for owner in module.modules()
+                    for name, parameter in owner._parameters.items()
+                    if parameter is not None
+                ]
 
     @contextlib.contextmanager
-    def in_place(self, module: Module) -> Iterator[None]:
-        """``module`` with the parameters it had; counted as one pass served."""
+    def in_place(self, one: Pass, module: Module) -> Iterator[None]:
+        """``module`` as it was, for an original pass that runs it; for others as it is."""
+        if one.stream != "original":
+            yield
+            return
         saved = self._saved.get(module, [])
-        present = [parameter.data for parameter, _ in saved]
+        present = [(owner, name, owner._parameters.get(name)) for owner, name, _ in saved]
         try:
-            for parameter, data in saved:
-                parameter.data = data
+            for owner, name, parameter in saved:
+                owner._parameters[name] = parameter
             yield
         finally:
-            for (parameter, _), data in zip(saved, present, strict=True):
-                parameter.data = data
-            self._count(module)
+            for owner, name, parameter in present:
+                owner._parameters[name] = parameter
+            self._count(one, module)
 
-    def answer(
-        self, one: Pass, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A call of a compressed module by an original pass; ``None`` for a compressed pass."""
-        if one.stream != "original" or module not in self._saved:
-            return None
-        forward: Callable[..., Any] = getattr(module.forward, "__wrapped__", module.forward)
-        with self.in_place(module):
-            return forward(*args, **kwargs)
-
-    def _count(self, module: Module) -> None:
-        self._served[module] = self._served.get(module, 0) + 1
-        if self._served[module] >= self._passes * self._calls.get(module, 1):
+    def _count(self, one: Pass, module: Module) -> None:
+        self._served.setdefault(module, Counter())[one.index] += 1
+        if self._all_served(module):
             self._saved.pop(module, None)
+
+    def _all_served(self, module: Module) -> bool:
+        """Whether every original pass has called ``module`` as often as it will."""
+        served, calls = self._served.get(module, Counter()), self._calls.get(module, 1)
+        return len(served) == self._passes and min(served.values()) >= calls
 
 
 @contextlib.contextmanager
@@ -81,7 +84,7 @@ def input_capture(modules: Iterable[Module]) -> Iterator[dict[Module, Tensor]]:
     def record(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensor = first_tensor(args, kwargs)
         if tensor is not None:
-            captured[module] = tensor
+            captured.setdefault(module, tensor)  # of a module that is called again, the first
 
     handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
     try:

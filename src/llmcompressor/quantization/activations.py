@@ -37,23 +37,43 @@ class ActivationObservers:
         self._state = state
         self._observers: dict[Module, dict[str, Observer]] = {}
         self._names: dict[Module, str] = {}
+        self._inputs: dict[Module, list[Observer]] = {}
 
-    def watch_linear(self, module: Module, name: str, scheme: QuantizationScheme) -> None:
-        """Observe the inputs and outputs of a Linear that need a static parameter."""
+    def watch_linear(
+        self, module: Module, name: str, scheme: QuantizationScheme, *, source: Module | None = None
+    ) -> None:
+        """Observe the inputs and outputs of a Linear that need a static parameter.
+
+        Args:
+            module: the Linear.
+            name: its name, for errors.
+            scheme: how it is quantized.
+            source: a module that gets the same input, before it. What both get is observed
+                there, once for all modules with equal arguments.
+        """
         self._names[module] = name
         if observer := self._observer(scheme.input_activations, "input"):
-            self._keep(module, "input", observer)
-            self._modifier.register_hook(
-                module,
-                lambda module, args, kwargs: self._observe(module, "input", first_tensor(args, kwargs)),
-                "forward_pre",
-                with_kwargs=True,
-            )
+            self._keep(module, "input", self._watch_input(module, source or module, observer))
         if observer := self._observer(scheme.output_activations, "output"):
             self._keep(module, "output", observer)
             self._modifier.register_hook(
                 module, lambda module, _, output: self._observe(module, "output", output), "forward"
             )
+
+    def _watch_input(self, module: Module, source: Module, observer: Observer) -> Observer:
+        """``observer``, or the one that observes the same for another module already."""
+        others = self._inputs.setdefault(source, [])
+        for other in others:
+            if other.args == observer.args:
+                return other
+        others.append(observer)
+        self._modifier.register_hook(
+            source,
+            lambda _, args, kwargs: self._observe(module, "input", first_tensor(args, kwargs)),
+            "forward_pre",
+            with_kwargs=True,
+        )
+        return observer
 
     def watch_attention(
         self, module: Module, name: str, args: QuantizationArgs, bases: Iterable[str]

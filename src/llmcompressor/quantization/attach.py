@@ -8,9 +8,18 @@ a model does that transformers has read from the checkpoint; and it can be saved
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from compressed_tensors.modeling import initialize_hooked_attention, initialize_hooked_kv_cache
+from compressed_tensors.modeling import (
+    IMPL_ATTR,
+    KV_CACHE_ATTR,
+    QuantizedAttentionImpl,
+    QuantizedKVCache,
+    initialize_hooked_attention,
+    initialize_hooked_kv_cache,
+)
+from compressed_tensors.modeling.attention import HOOKED_ATTENTION_NAME
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
@@ -29,6 +38,7 @@ __all__ = [
     "cached_attention_modules",
     "set_parameter",
     "tap_attention",
+    "untap_attention",
 ]
 
 KV_CACHE_TARGETS = ["re:.*(self_attn|attention)$"]
@@ -84,6 +94,20 @@ def tap_attention(model: Module, module: Module, *, queries: bool) -> None:
         initialize_hooked_attention(model, module)
     else:
         initialize_hooked_kv_cache(model, module)
+
+
+def untap_attention(model: Module, module: Module) -> None:
+    """Take back :func:`tap_attention`: the calibration was broken off."""
+    for name in (KV_CACHE_ATTR, IMPL_ATTR):
+        module._modules.pop(name, None)
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if getattr(hook, "__module__", None) == QuantizedKVCache.__module__:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    config: Any = model.config
+    hooked = config._attn_implementation == HOOKED_ATTENTION_NAME
+    if hooked and not any(hasattr(other, IMPL_ATTR) for other in model.modules()):
+        model.set_attn_implementation(QuantizedAttentionImpl._original_impl)
 
 
 def attach_attention(

@@ -29,6 +29,7 @@ from llmcompressor.quantization.attach import (
     attach_linear,
     cached_attention_modules,
     tap_attention,
+    untap_attention,
 )
 from llmcompressor.quantization.parameters import WeightParameters, observe_weight, weight_amax
 from llmcompressor.schemes.bridge import needs_global_scale
@@ -74,6 +75,7 @@ class QuantizationMixin(Modifier):
     _names: dict[Module, str] = PrivateAttr(default_factory=dict)
     _parameters: dict[Module, WeightParameters] = PrivateAttr(default_factory=dict)
     _rounded: set[Module] = PrivateAttr(default_factory=set)
+    _fused: dict[Module, tuple[Module, ...]] = PrivateAttr(default_factory=dict)
     _global_scales: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
     _attention: dict[Module, str] = PrivateAttr(default_factory=dict)
     _observers: ActivationObservers | None = PrivateAttr(None)
@@ -119,8 +121,11 @@ class QuantizationMixin(Modifier):
 
     @property
     def runs_to_end(self) -> bool:
-        """States of attention are observed on the way, to the last layer."""
-        return bool(self._attention)
+        """States of attention and static outputs are observed on the way, to the last layer."""
+        outputs = (scheme.output_activations for scheme in self._schemes.values())
+        return bool(self._attention) or any(
+            args is not None and args.dynamic is not True for args in outputs
+        )
 
     def calibrated_modules(self, state: State) -> list[Module]:
         """The Linears and Embeddings that are quantized."""
@@ -151,11 +156,12 @@ class QuantizationMixin(Modifier):
             else:
                 self._schemes[module] = scheme
             self._names[module] = name
-            module.quantization_scheme = scheme
-        self._check_finite()
-        self._find_global_scales(modules)
         if resolved.kv_cache_scheme is not None:
             self._add_caches(attention)
+        self._check_finite()
+        self._find_fused(modules)
+        for name, scheme in schemes.items():  # last: an error above leaves the model untouched
+            modules[name].quantization_scheme = scheme
         return True
 
     def _add_caches(self, attention: Mapping[Module, str]) -> None:
@@ -166,6 +172,8 @@ class QuantizationMixin(Modifier):
                 "Leave kv_cache_scheme out.",
             )
         for module, name in attention.items():
+            if module not in self._attention:
+                self._check_free(module, name)
             self._attention.setdefault(module, name)
             self._names[module] = name
 
@@ -185,15 +193,30 @@ class QuantizationMixin(Modifier):
                     "check the checkpoint, or put the module on the ignore list."
                 )
 
-    def _find_global_scales(self, modules: Mapping[str, Module]) -> None:
-        """One global scale for all parts of a module that servers fuse (q, k, v; gate, up)."""
-        for module, scheme in self._schemes.items():
-            if scheme.weights is None or not needs_global_scale(scheme.weights):
-                continue
-            partners = [modules.get(name) for name in fused_partners(self._names[module])]
-            members = [module, *(one for one in partners if one in self._schemes)]
-            amax = torch.stack([weight_amax(one.weight.detach()) for one in members if one]).max()
-            self._global_scales[module] = global_scale_from_amax(amax)
+    def _find_fused(self, modules: Mapping[str, Module]) -> None:
+        """Which parts of a module that servers fuse (q, k, v; gate, up) need one global scale."""
+        for module in filter(self._needs_global_scale, self._schemes):
+            names = [self._names[module], *fused_partners(self._names[module])]
+            members = [modules[name] for name in names if name in modules]
+            self._fused[module] = tuple(filter(self._needs_global_scale, members))
+
+    def _needs_global_scale(self, module: Module) -> bool:
+        scheme = self._schemes.get(module)
+        weights = None if scheme is None else scheme.weights
+        return weights is not None and needs_global_scale(weights)
+
+    def _global_scale(self, module: Module) -> Tensor | None:
+        """The global scale of ``module`` and of all that are fused with it.
+
+        It is found when the first of them is quantized: an earlier modifier of the recipe may
+        have changed their weights since this one was initialized.
+        """
+        if module in self._fused and module not in self._global_scales:
+            members = self._fused[module]
+            amax = torch.stack([weight_amax(one.weight.detach()).cpu() for one in members]).max()
+            for member in members:
+                self._global_scales[member] = global_scale_from_amax(amax).to(member.weight.device)
+        return self._global_scales.get(module)
 
     # ------------------------------------------------------------------ while
 
@@ -201,7 +224,9 @@ class QuantizationMixin(Modifier):
         """Put observers where a static scale is wanted."""
         self._observers = ActivationObservers(self, state)
         for module, scheme in self._schemes.items():
-            self._observers.watch_linear(module, self._names[module], scheme)
+            self._observers.watch_linear(
+                module, self._names[module], scheme, source=self.leader(module, state)
+            )
         for module, name in self._attention.items():
             args, queries = self._attention_args(module)
             tap_attention(state.model, module, queries=queries)
@@ -220,6 +245,16 @@ class QuantizationMixin(Modifier):
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Find and :meth:`keep` the parameters of the weights of ``modules``."""
 
+    def leader(self, module: Module, state: State) -> Module:
+        """The first of this modifier's modules that get the same input as ``module``.
+
+        Passes are paused there: it is the one whose input hooks have run when the others that
+        share its input are to be compressed with it.
+        """
+        if state.call_order is None:
+            return module
+        return next(one for one in state.call_order.group_of(module) if one in self._schemes)
+
     def observe(self, module: Module, importance_C: Tensor | None = None) -> WeightParameters:
         """The parameters that the module's observer finds for its present weight."""
         scheme = self._schemes[module]
@@ -227,7 +262,7 @@ class QuantizationMixin(Modifier):
         return observe_weight(
             module.weight.detach(),
             scheme.weights,
-            global_scale=self._global_scales.get(module),
+            global_scale=self._global_scale(module),
             importance_C=importance_C,
         )
 
@@ -252,27 +287,34 @@ class QuantizationMixin(Modifier):
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         """Round what was not rounded, and leave every module quantized."""
         self.remove_hooks()
+        missed = [m for m in self._schemes if self._has_weight_scheme(m) and m not in self._parameters]
+        if missed:
+            self.quantize_weights(state, missed)
         assert self._observers is not None
+        every = (*self._schemes, *self._attention)
+        static = {module: self._observers.parameters(module) for module in every}
         with progress(len(self._schemes), "Quantizing") as advance:
             for module, scheme in self._schemes.items():
                 advance(note=self._names[module])
                 parameters = self._parameters.get(module)
                 if parameters is not None and module not in self._rounded:
                     module.weight.data = parameters.round(module.weight.data)
-                attach_linear(module, scheme, parameters, self._observers.parameters(module))
+                attach_linear(module, scheme, parameters, static[module])
                 advance(1)
         for module in self._attention:
             args, queries = self._attention_args(module)
             scheme = getattr(module, "quantization_scheme", None) if queries else None
-            attach_attention(module, args, self._observers.parameters(module), scheme)
+            attach_attention(module, args, static[module], scheme)
         self._observers = None
         logger.info(f"{type(self).__name__}: {len(self._schemes)} modules quantized.")
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Take the marks off modules that were not finished: the run was broken off."""
-        for module in self._schemes:
+        for module in (*self._schemes, *self._attention):
             if getattr(module, "quantization_status", None) is None:
-                del module.quantization_scheme
+                module.__dict__.pop("quantization_scheme", None)
+                if module in self._attention:
+                    untap_attention(state.model, module)
         return True
 
     # ------------------------------------------------------------------ helpers

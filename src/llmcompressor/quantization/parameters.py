@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.gptq import ColumnScales
 from llmcompressor.numerics.partition import dequantize_matrix, quantize_matrix
-from llmcompressor.numerics.scales import effective_scale
+from llmcompressor.numerics.scales import effective_scale, global_scale_from_amax
 from llmcompressor.observers.base import Observer
 from llmcompressor.schemes.bridge import default_observer, grid_of, needs_global_scale, partition_of
 
@@ -96,6 +96,6 @@ def observe_weight(
     observer.importance = importance_C
     observer.observe(weight_RC)
     if needs_global_scale(args) and global_scale is None:
-        global_scale = observer.global_scale()
+        global_scale = global_scale_from_amax(weight_amax(weight_RC))
     scale, zero_point = observer.qparams(global_scale, dtype=weight_RC.dtype)
     return WeightParameters(args, scale, zero_point, global_scale)

@@ -264,5 +264,5 @@ def _no_such_file(file: Path) -> RecipeError:
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     near = difflib.get_close_matches(file.name, names, n=3, cutoff=0.5)
     near = near or [name for name in names if name.endswith(_EXTENSIONS)][:8]
-    hint = f"In {folder} there is: {', '.join(near)}." if near else ""
+    hint = f"In {folder} there is: {', '.join(near)}." if near else "Check the path."
     return RecipeError(f"There is no such file: {file}.", hint)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module
 
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
@@ -39,13 +39,13 @@ class SolveRecord:
 
     Attributes:
         tokens: how many calibration tokens its statistics counted.
-        loss: of the modules solved together with it.
+        loss: of the modules solved together with it; ``None`` if no token reached it.
         dampening: the fraction that made the factorization succeed; ``None`` when none did and
             the weight was rounded to nearest.
     """
 
     tokens: int
-    loss: float
+    loss: float | None
     dampening: float | None
 
 
@@ -142,13 +142,18 @@ class GPTQModifier(QuantizationMixin):
         """Collect second moments, once for all Linears that get the same tensor."""
         super().on_calibration_start(state, event, **kwargs)
         self._order = state.call_order
-        leaders = {self._leader(module) for module in self._schemes if self._has_weight_scheme(module)}
+        leaders = {self._leader(module): None for module in self._schemes if self._is_solved(module)}
         for leader in leaders:
             self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
-        """Solve ``modules``, those with one input together."""
-        groups = list(self._groups(modules))
+        """Solve ``modules``, those with one input together; look-up tables are just rounded."""
+        solved = [module for module in modules if self._is_solved(module)]
+        for module in (module for module in modules if module not in solved):
+            parameters = self.observe(module)
+            module.weight.data = parameters.round(module.weight.data)
+            self.keep(module, parameters, rounded=True)
+        groups = list(self._groups(solved))
         problems = [problem for _, problem in groups]
         options = Options(
             self.block_size,
@@ -158,7 +163,7 @@ class GPTQModifier(QuantizationMixin):
         )
         for (members, problem), solution in zip(groups, solve(problems, options), strict=True):
             self._write(members, problem, solution)
-        for module in modules:
+        for module in solved:
             self._statistics.pop(self._leader(module), None)
 
     def _hook(self, state: State) -> Any:
@@ -167,8 +172,7 @@ class GPTQModifier(QuantizationMixin):
             tensor = first_tensor(args, kwargs)
             if tensor is None:
                 return
-            references = state.reference_inputs or {}
-            reference = references.get(module)
+            reference = _aligned_reference(module, tensor, state)
             tokens_TC = real_tokens(tensor, state.token_mask)
             if reference is not None:
                 reference = real_tokens(reference, state.token_mask)
@@ -191,7 +195,11 @@ class GPTQModifier(QuantizationMixin):
         if self._order is None:
             return module
         group = self._order.group_of(module)
-        return next(one for one in group if self._has_weight_scheme(one))
+        return next(one for one in group if self._is_solved(one))
+
+    def _is_solved(self, module: Module) -> bool:
+        """Whether the inputs matter for the weight: an embedding's rows are only looked up."""
+        return self._has_weight_scheme(module) and isinstance(module, Linear)
 
     def _groups(self, modules: Sequence[Module]) -> Iterator[tuple[list[Module], Problem]]:
         """Modules with one input, one grid and one order, and what is to be solved for them."""
@@ -225,7 +233,7 @@ class GPTQModifier(QuantizationMixin):
         name = self._names[module]
         logger.warning(f"{name} saw no calibration token; its weight is rounded to nearest.")
         self.keep(module, self.observe(module))
-        self._records[name] = SolveRecord(0, float("nan"), None)
+        self._records[name] = SolveRecord(0, None, None)
 
     def _write(self, members: Sequence[Module], problem: Problem, solution: Solution) -> None:
         tokens = self._statistics[self._leader(members[0])].tokens
@@ -252,3 +260,17 @@ class GPTQModifier(QuantizationMixin):
         super().on_calibration_end(state, event, **kwargs)
         self._statistics.clear()
         self._order = None
+
+
+def _aligned_reference(module: Module, tensor: Tensor, state: State) -> Tensor | None:
+    """What ``module`` gets in the original model, if its tokens are those of ``tensor``.
+
+    A router may send other tokens to an expert in the original model, even as many.
+    """
+    reference = (state.reference_inputs or {}).get(module)
+    if reference is None or reference.shape != tensor.shape:
+        return None
+    ids = (state.batch_data or {}).get("input_ids")
+    if tensor.ndim == 2 and isinstance(ids, Tensor) and len(tensor) != ids.numel():
+        return None
+    return reference

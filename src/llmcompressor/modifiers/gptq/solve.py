@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from llmcompressor.numerics.hessian import (
 )
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.quantization.threads import one_thread
-from llmcompressor.schemes.bridge import grid_of
+from llmcompressor.schemes.bridge import grid_of, partition_of
 
 __all__ = ["Options", "Problem", "Solution", "solve"]
 
@@ -60,6 +61,14 @@ class Problem:
         """What the weights are rounded to."""
         return grid_of(self.parameters[0].args)
 
+    @property
+    def kind(self) -> object:
+        """Equal for problems that can be stacked: shape, cells, grid, order, streams, device."""
+        pairs = zip(self.weights, self.parameters, strict=True)
+        cells = tuple((len(weight), partition_of(each.args)) for weight, each in pairs)
+        own = (self.grid, self.ordered, self.cross_CC is None, self.gram_CC.device)
+        return self.shape, cells, own
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -74,7 +83,7 @@ class Solution:
 
 
 def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
-    """Solve ``problems``; those of equal shape and grid that are small go in one batch."""
+    """Solve ``problems``; those of one kind that are small go in one batch."""
     solutions: dict[int, Solution] = {}
     alone = [[index] for index in range(len(problems))]
     for batch in _batches(problems) if options.batched else alone:
@@ -90,8 +99,7 @@ _BATCH_ELEMENTS = 2**24
 def _batches(problems: Sequence[Problem]) -> Iterator[list[int]]:
     alike: dict[object, list[int]] = {}
     for index, problem in enumerate(problems):
-        key = (problem.shape, problem.grid, problem.ordered, problem.cross_CC is None)
-        alike.setdefault(key, []).append(index)
+        alike.setdefault(problem.kind, []).append(index)
     for indices in alike.values():
         columns = problems[indices[0]].shape[1]
         size = max(1, _BATCH_ELEMENTS // columns**2)
@@ -124,14 +132,14 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
     weight_RC = _stack([torch.cat([w.float() for w in problem.weights]) for problem in problems])
     if options.ridge is not None and problems[0].cross_CC is not None:
         cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
-        weight_RC = corrected_weight(weight_RC, gram_CC, cross_CC, options.ridge)
+        weight_RC = _corrected(weight_RC, gram_CC, cross_CC, options.ridge, _steps(problems))
     weight_RC = weight_RC.masked_fill(dead_columns(gram_CC).unsqueeze(-2), 0)
     scales = _columns(problems)
     if problems[0].ordered:
         order_C = activation_order(gram_CC)
         result, dampening = _in_order(weight_RC, gram_CC, scales, order_C, problems, options)
     else:
-        damped = raise_dampening(gram_CC, options.dampening)
+        damped = raise_dampening(gram_CC, options.dampening, steps=_steps(problems))
         result = _sweep(weight_RC, damped, scales, problems, options)
         dampening = damped.dampening
     rounded_RC, loss_R = result
@@ -141,6 +149,25 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
         _solution(problem, rounded, loss, dampening)
         for problem, rounded, loss in zip(problems, rounded_RC, loss_R, strict=True)
     ]
+
+
+_STEPS = 4
+"""How often dampening is tried before giving up."""
+
+
+def _steps(problems: Sequence[Problem]) -> int:
+    """In a batch only one: what one member needs is not to be forced on the others."""
+    return _STEPS if len(problems) == 1 else 1
+
+
+def _corrected(
+    weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float, steps: int
+) -> Tensor:
+    """W* of asymmetric calibration, with the ridge raised tenfold where it is too small."""
+    for step in range(steps - 1):
+        with contextlib.suppress(SingularHessianError):
+            return corrected_weight(weight_RC, gram_CC, cross_CC, ridge * 10**step)
+    return corrected_weight(weight_RC, gram_CC, cross_CC, ridge * 10 ** (steps - 1))
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
@@ -160,7 +187,7 @@ def _in_order(
     permuted_CC = gram_CC.gather(-2, order_C.unsqueeze(-1).expand_as(gram_CC))
     permuted_CC = permuted_CC.gather(-1, order_C.unsqueeze(-2).expand_as(gram_CC))
     wide_C = order_C.unsqueeze(-2).expand(*order_C.shape[:-1], rows, columns)
-    damped = raise_dampening(permuted_CC, options.dampening)
+    damped = raise_dampening(permuted_CC, options.dampening, steps=_steps(problems))
     result = _sweep(
         weight_RC.gather(-1, wide_C), damped, _permuted(scales, order_C), problems, options
     )
@@ -192,7 +219,7 @@ def _columns(problems: Sequence[Problem]) -> ColumnScales:
             for weight, parameters in zip(problem.weights, problem.parameters, strict=True)
         ]
         groups_C = each[0].group_of_column_C
-        if any(one.scale_RG.shape[-1] != each[0].scale_RG.shape[-1] for one in each):
+        if not all(torch.equal(one.group_of_column_C, groups_C) for one in each):
             columns = problem.shape[1]
             each = [_one_per_column(one) for one in each]
             groups_C = torch.arange(columns, device=groups_C.device)

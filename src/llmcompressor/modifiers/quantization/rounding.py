@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from pydantic import PrivateAttr
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module
 
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
+from llmcompressor.errors import NonFiniteError
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.numerics.finite import is_finite
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
 
@@ -45,17 +47,34 @@ class QuantizationModifier(QuantizationMixin):
         """Also watch the inputs of weights whose observer weighs errors by them."""
         super().on_calibration_start(state, event, **kwargs)
         for module, scheme in self._schemes.items():
-            if scheme.weights is not None and "imatrix" in (scheme.weights.observer or ""):
+            weighs = scheme.weights is not None and "imatrix" in (scheme.weights.observer or "")
+            leader = self.leader(module, state)
+            watched = leader in self._tokens
+            if weighs and not watched and isinstance(module, Linear):  # not embeddings: row numbers
+                self._tokens[leader] = 0
                 self.register_hook(
-                    module, self._square_hook(state), "forward_pre", with_kwargs=True
+                    leader, self._square_hook(state), "forward_pre", with_kwargs=True
                 )
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Find the scales; the weights themselves are rounded at the end."""
-        for module in modules:
-            squares_C = self._squares.pop(module, None)
-            importance_C = None if squares_C is None else squares_C / self._tokens.pop(module)
-            self.keep(module, self.observe(module, importance_C))
+        leaders = [self.leader(module, state) for module in modules]
+        for module, leader in zip(modules, leaders, strict=True):
+            self.keep(module, self.observe(module, self._importance(leader)))
+        for leader in leaders:
+            self._squares.pop(leader, None)
+
+    def _importance(self, leader: Module) -> Tensor | None:
+        """Mean square of each input column, float32 ``[C]``; ``None`` where none was watched."""
+        squares_C = self._squares.get(leader)
+        if squares_C is None:
+            return None
+        if not is_finite(squares_C):
+            raise NonFiniteError(
+                f"The activations that go into {self._names[leader]} hold NaN or infinity. Look "
+                "for a bad weight upstream, or load the model with precision='float32'."
+            )
+        return squares_C / self._tokens[leader]
 
     def _square_hook(self, state: State) -> Any:
         @torch.no_grad()
@@ -66,6 +85,6 @@ class QuantizationModifier(QuantizationMixin):
             tokens_TC = real_tokens(tensor, state.token_mask).float()
             squares_C = tokens_TC.square().sum(dim=0)
             self._squares[module] = self._squares.get(module, 0) + squares_C
-            self._tokens[module] = self._tokens.get(module, 0) + len(tokens_TC)
+            self._tokens[module] += len(tokens_TC)
 
         return add_squares

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time, peak memory and quality beside the reference, on the same model, data and recipe.
+
+Every run is a process of its own; the tools take turns.  Each figure is stored as soon as it is
+known, so a run can be continued, or repeated in part: what is measured again replaces what was.
+Times are the least of ``--repeat`` runs, peak memory the highest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from floor import floor, rates
+from jobs import HERE, JobError, busy_core, compress_and_evaluate, evaluate, reference_python
+from models import SIZES, ModelSize, model_path, token_file
+from tables import machine, table
+
+RESULTS = HERE / "results" / "compare.json"
+TOOLS = ("reference", "one forward", "as it comes")
+STATIC_W8A8 = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+    "input_activations": {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "tensor",
+        "dynamic": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe of the table.
+
+    Attributes:
+        name: What the table calls it.
+        modifier: Class name of the modifier.
+        fields: How it is to quantize.
+    """
+
+    name: str
+    modifier: str
+    fields: dict
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the job needs data."""
+        return self.modifier == "GPTQModifier"
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Who runs it; without data there is one way for us to do it."""
+        return TOOLS if self.calibrated else ("reference", "as it comes")
+
+    def recipe(self, tool: str) -> tuple[str, dict]:
+        """Class name of the modifier and all its fields."""
+        one_forward = {"asymmetric": False} if tool == "one forward" else {}
+        return self.modifier, {**self.fields, "ignore": ["lm_head"], **one_forward}
+
+
+def preset(scheme: str) -> dict:
+    """Fields that quantize every Linear by a preset."""
+    return {"scheme": scheme, "targets": ["Linear"]}
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row("RTN W4A16", "QuantizationModifier", preset("W4A16")),
+        Row(
+            "FP8_DYNAMIC", "QuantizationModifier", {"scheme": "FP8_DYNAMIC", "targets": ["Linear"]}
+        ),
+        Row("NVFP4A16", "QuantizationModifier", preset("NVFP4A16")),
+        Row("GPTQ W4A16", "GPTQModifier", preset("W4A16")),
+        Row("GPTQ W8A8 static", "GPTQModifier", {"config_groups": {"group_0": STATIC_W8A8}}),
+    )
+}
+BUSY_ROW, BUSY_SIZE = "GPTQ W4A16", "32M"
+
+
+class Store:
+    """Results by key in a JSON file that is written after every addition."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: dict[str, dict] = json.loads(path.read_text()) if path.exists() else {}
+
+    def put(self, value: dict, *key: str) -> None:
+        """Store a result; a run's key is (model, row, tool)."""
+        self.data["/".join(key)] = value
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.write_text(json.dumps(self.data, indent=1, sort_keys=True) + "\n")
+
+    def get(self, *key: str) -> dict | None:
+        """The result, if there is one."""
+        return self.data.get("/".join(key))
+
+
+def measure(size: ModelSize, row: Row, tool: str, python: Path | str) -> dict:
+    """One run of one tool."""
+    tokens = token_file(size, "calibration") if row.calibrated else None
+    held_out = token_file(size, "held-out")
+    return compress_and_evaluate(python, str(model_path(size)), row.recipe(tool), tokens, held_out)
+
+
+def merged(runs: list[dict]) -> dict:
+    """The last run's report with the least times and the highest peak of all."""
+    times = ("oneshot_seconds", "oneshot_processor_seconds", "process_seconds", "import_seconds")
+    least = {name: min(run[name] for run in runs) for name in times}
+    peak = max(run["after_oneshot"]["peak"] for run in runs)
+    return runs[-1] | least | {"peak_mib": peak, "runs": len(runs)}
+
+
+def compare(store: Store, given: argparse.Namespace) -> None:
+    """Measure what the command line asks for. A run that fails is shown, and the next begins."""
+    pythons = {"reference": reference_python(given.reference_python)}
+    for size in (SIZES[name] for name in given.models):
+        dense = evaluate(str(model_path(size)), token_file(size, "held-out"))
+        store.put({"quality": dense}, size.name, "dense")
+        for row in (ROWS[name] for name in given.rows):
+            runs: dict[str, list[dict]] = {}
+            for tool in [tool for tool in row.tools if tool in given.tools] * given.repeat:
+                with _failure_shown(size.name, row.name, tool):
+                    run = measure(size, row, tool, pythons.get(tool, sys.executable))
+                    runs.setdefault(tool, []).append(run)
+                    _say(size.name, row.name, tool, run)
+                    store.put(merged(runs[tool]), size.name, row.name, tool)
+    for tool in given.tools if given.busy else []:
+        with _failure_shown("busy", BUSY_ROW, tool), busy_core():
+            python = pythons.get(tool, sys.executable)
+            run = measure(SIZES[BUSY_SIZE], ROWS[BUSY_ROW], tool, python)
+            _say("busy", BUSY_ROW, tool, run)
+            store.put(merged([run]), "busy", BUSY_ROW, tool)
+
+
+@contextlib.contextmanager
+def _failure_shown(*what: str) -> Iterator[None]:
+    try:
+        yield
+    except JobError as error:
+        print(f"{' '.join(what)}: {error}", file=sys.stderr, flush=True)
+
+
+def _say(size: str, row: str, tool: str, run: dict) -> None:
+    print(
+        f"{size} {row} {tool}: oneshot {run['oneshot_seconds']:.2f} s, process "
+        f"{run['process_seconds']:.2f} s, peak {run['after_oneshot']['peak']:.0f} MiB",
+        flush=True,
+    )
+
+
+def measure_floors(store: Store, names: list[str]) -> None:
+    """Floors of the models, with the rates that they rest on."""
+    for name in names:
+        found = floor(SIZES[name])
+        sums = {"one forward": found.one_forward, "as it comes": found.twin_streams}
+        store.put({**asdict(found), **sums, "rates": rates(SIZES[name])}, name, "floor")
+
+
+def run_cells(store: Store, size: str, row: Row, tool: str) -> list[str] | None:
+    """One line of the main table."""
+    run = store.get(size, row.name, tool)
+    if run is None:
+        return None
+    reference = store.get(size, row.name, "reference") or {}
+    bound = (store.get(size, "floor") or {}).get(tool) if row.calibrated else None
+    quality = run["quality"]
+    who = tool if tool == "reference" or row.calibrated else "this"
+    return [
+        size,
+        row.name,
+        who if tool == "reference" or not row.calibrated else f"this, {who}",
+        f"{run['oneshot_seconds']:.2f}{_ratio(run, reference, 'oneshot_seconds')}",
+        f"{run['process_seconds']:.2f}{_ratio(run, reference, 'process_seconds')}",
+        f"{run['peak_mib']:.0f}{_ratio(run, reference, 'peak_mib')}",
+        f"{run['oneshot_seconds'] / bound:.1f}" if bound else "",
+        f"{quality['perplexity']:.0f}",
+        f"{quality['divergence']:.5f}",
+        f"{quality['agreement']:.1%}",
+    ]
+
+
+def _ratio(run: dict, reference: dict, name: str) -> str:
+    if run is reference or name not in reference:
+        return ""
+    return f" ({run[name] / reference[name]:.2f})"
+
+
+def targets(store: Store, sizes: list[str]) -> list[list[str]]:
+    """What is promised, what was found, and whether it holds."""
+    lines = []
+    for size in sizes:
+        for row in ROWS.values():
+            reference = store.get(size, row.name, "reference")
+            for tool in row.tools[1:]:
+                run = store.get(size, row.name, tool)
+                if run is None or reference is None:
+                    continue
+                figure = "oneshot_seconds" if row.calibrated else "process_seconds"
+                limit = 1.0 if row.calibrated and tool == "as it comes" else 0.5
+                for name, bound in ((figure, limit), ("peak_mib", 1.0)):
+                    found = run[name] / reference[name]
+                    what = f"{size} {row.name} {tool}: {name} / the reference's"
+                    lines.append([what, f"{found:.2f}", bound, "yes" if found <= bound else "NO"])
+    for tool in TOOLS[1:]:
+        found = busy_ratio(store, tool)
+        if found is not None:
+            what = f"{BUSY_SIZE} {BUSY_ROW} {tool}: busy / quiet seconds"
+            lines.append([what, f"{found:.2f}", 2.5, "yes" if found <= 2.5 else "NO"])
+    return lines
+
+
+def busy_ratio(store: Store, tool: str) -> float | None:
+    """How much longer GPTQ takes beside another busy process."""
+    busy, quiet = store.get("busy", BUSY_ROW, tool), store.get(BUSY_SIZE, BUSY_ROW, tool)
+    return busy["oneshot_seconds"] / quiet["oneshot_seconds"] if busy and quiet else None
+
+
+def floor_lines(store: Store, sizes: list[str]) -> list[list[str]]:
+    """One line of the floor's table per model."""
+    lines = []
+    for name in sizes:
+        found = store.get(name, "floor")
+        if found:
+            seconds = ("forward", "gram", "cross", "one forward", "as it comes")
+            cells = [f"{found[part]:.1f}" for part in seconds]
+            lines.append([name, *cells, *(f"{rate:.0f}" for rate in found["rates"].values())])
+    return lines
+
+
+def render(store: Store) -> str:
+    """The markdown page from everything that is stored."""
+    sizes = list(SIZES)
+    every = [
+        run_cells(store, size, row, tool)
+        for size in sizes
+        for row in ROWS.values()
+        for tool in row.tools
+    ]
+    busy = [
+        [tool, f"{store.get('busy', BUSY_ROW, tool)['oneshot_seconds']:.1f}", f"{ratio:.2f}"]
+        for tool in TOOLS
+        if (ratio := busy_ratio(store, tool)) is not None
+    ]
+    dense = ", ".join(
+        f"{size} {found['quality']['perplexity']:.0f}"
+        for size in sizes
+        if (found := store.get(size, "dense"))
+    )
+    header = ("model", "recipe", "tool", "`oneshot` s", "process s", "peak MiB", "time / floor")
+    rate_names = ("Linear 10^9/s", "Gram 10^9/s", "cross 10^9/s")
+    floors = ("model", "forward s", "Gram s", "cross s", "one forward s", "twin streams s")
+    return "\n\n".join(
+        [
+            "# Beside the reference",
+            f"{store.data['machine']['text']}. Written by `benchmarks/compare.py`.",
+            "In brackets: divided by the reference's. Perplexity, divergence (mean KL, nats) and "
+            "agreement of the best token are on held-out random tokens; perplexity of the dense "
+            f"models: {dense}.",
+            table((*header, "perplexity", "KL", "agreement"), [cells for cells in every if cells]),
+            "## With one other process busy on one core",
+            f"{BUSY_SIZE}, {BUSY_ROW}.",
+            table(("tool", "`oneshot` s", "/ quiet"), busy),
+            "## The floor",
+            "Matrix products only, at the rates measured on this machine (multiplications with "
+            "addition per second).",
+            table((*floors, *rate_names), floor_lines(store, sizes)),
+            "## Targets",
+            table(("", "found", "at most", "holds"), targets(store, sizes)) + "\n",
+        ]
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS), metavar="ROW")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), metavar="TOOL")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each; the least time counts")
+    parser.add_argument("--busy", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--reference-python", help="interpreter with the reference installed")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON file to add to")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parse()
+    store = Store(given.results)
+    store.put({"text": machine()}, "machine")
+    measure_floors(store, given.models)
+    with contextlib.suppress(KeyboardInterrupt):
+        compare(store, given)
+    given.results.with_suffix(".md").write_text(render(store))
+    print(render(store))
+
+
+if __name__ == "__main__":
+    main()

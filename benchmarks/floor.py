@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The least time that GPTQ needs on this machine: its matrix products at the measured rates.
+
+One forward through the decoder layers (two with twin streams), half the products of one Gram
+matrix per distinct input (it is symmetric), and with twin streams a full cross product per
+distinct input.  Not in it: reading and writing files, factorizations, the sweep over the columns.
+
+T tokens, C columns (input width), R rows (output width).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from models import ModelSize
+
+TOKENS = 4096
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds of one model's products.
+
+    Attributes:
+        forward: One forward of all calibration tokens through the decoder layers, in bfloat16.
+        gram: One Gram matrix per distinct input, in float32, through a symmetric routine.
+        cross: One cross product per distinct input, in the faster of float32 and bfloat16.
+    """
+
+    forward: float
+    gram: float
+    cross: float
+
+    @property
+    def one_forward(self) -> float:
+        """What calibration with one stream needs."""
+        return self.forward + self.gram
+
+    @property
+    def twin_streams(self) -> float:
+        """What calibration with twin streams needs."""
+        return 2 * self.forward + self.gram + self.cross
+
+
+def floor(size: ModelSize) -> Floor:
+    """Measure the rates at the model's shapes and add up its products."""
+    linears = size.linears()
+    inputs = dict.fromkeys((source, columns) for source, columns, _ in linears)
+    tokens = size.samples * size.length
+    per_token = sum(linear_seconds(columns, rows) for _, columns, rows in linears)
+    per_token += attention_seconds(size.hidden, size.length)
+    scale = size.layers * tokens
+    return Floor(
+        forward=scale * per_token,
+        gram=scale * sum(gram_seconds(columns) for _, columns in inputs),
+        cross=scale * sum(cross_seconds(columns) for _, columns in inputs),
+    )
+
+
+@cache
+def linear_seconds(columns: int, rows: int) -> float:
+    """Seconds per token of a bfloat16 Linear."""
+    import torch  # noqa: PLC0415
+
+    x_TC = torch.randn(TOKENS, columns).bfloat16()
+    weight_RC = torch.randn(rows, columns).bfloat16()
+    return _best(lambda: torch.nn.functional.linear(x_TC, weight_RC)) / TOKENS
+
+
+def attention_seconds(hidden: int, length: int) -> float:
+    """Seconds per token of causal attention's two products at the rate of a square Linear.
+
+    Every token meets half of the sequence on average, twice: for its scores and its values.
+    """
+    seconds_per_product = linear_seconds(hidden, hidden) / hidden**2
+    return seconds_per_product * 2 * hidden * length / 2
+
+
+@cache
+def gram_seconds(columns: int) -> float:
+    """Seconds per token of ``x.T @ x`` in float32, which numpy computes by its upper half."""
+    import numpy  # noqa: PLC0415
+
+    x_TC = numpy.random.default_rng(0).standard_normal((TOKENS, columns), dtype=numpy.float32)
+    return _best(lambda: x_TC.T @ x_TC) / TOKENS
+
+
+@cache
+def cross_seconds(columns: int) -> float:
+    """Seconds per token of ``y.T @ x`` in the faster of float32 and bfloat16."""
+    import torch  # noqa: PLC0415
+
+    x_TC, y_TC = torch.randn(TOKENS, columns), torch.randn(TOKENS, columns)
+    low_x_TC, low_y_TC = x_TC.bfloat16(), y_TC.bfloat16()
+    exact = _best(lambda: y_TC.T @ x_TC)
+    return min(exact, _best(lambda: low_y_TC.T @ low_x_TC)) / TOKENS
+
+
+def rates(size: ModelSize) -> dict[str, float]:
+    """Rates in 10^9 multiplications with addition per second, for the table.
+
+    That of the Gram matrix counts only the half that has to be computed.
+    """
+    hidden = size.hidden
+    return {
+        "bfloat16 Linear": hidden**2 / linear_seconds(hidden, hidden) / 1e9,
+        "float32 Gram, half": hidden**2 / 2 / gram_seconds(hidden) / 1e9,
+        "cross product": hidden**2 / cross_seconds(hidden) / 1e9,
+    }
+
+
+def _best(product: Callable[[], object]) -> float:
+    """Least seconds of several runs: other processes can only add to it."""
+    product()
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        product()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

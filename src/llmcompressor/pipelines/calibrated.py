@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the modifiers of a recipe calibrate, and how a forward of the model calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.nn import Module
+
+from llmcompressor.modeling.call_order import CallOrder, watch_calls
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.pipelines.batches import CalibrationBatches
+from llmcompressor.pipelines.model_runs import small_batch
+
+if TYPE_CHECKING:
+    from llmcompressor.core.state import State
+
+__all__ = ["Calibrated", "owners_of", "watch_calibrated"]
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The modules that are calibrated."""
+
+    names: Mapping[Module, str]
+    """Module → name, in the order of the model."""
+    order: CallOrder
+    """When they are called, and which of them share an input; other parts of blocks are counted."""
+
+
+def owners_of(modifiers: Sequence[Modifier], state: State) -> dict[Module, list[int]]:
+    """Calibrated module → the positions of the modifiers that declare it."""
+    owners: dict[Module, list[int]] = {}
+    for position, modifier in enumerate(modifiers):
+        for module in modifier.calibrated_modules(state):
+            owners.setdefault(module, []).append(position)
+    return owners
+
+
+def watch_calibrated(
+    model: Module,
+    batches: CalibrationBatches,
+    owners: Mapping[Module, list[int]],
+    blocks: Mapping[Module, str],
+) -> Calibrated:
+    """Watch a small forward for the calls of the calibrated modules.
+
+    Args:
+        model: what is compressed.
+        batches: a cut of the first one is run.
+        owners: as :func:`owners_of` finds them.
+        blocks: inputs are shared within one block, not between them.
+    """
+    names = {module: name for name, module in model.named_modules() if module in owners}
+    region = {inner: name for block, name in blocks.items() for inner in block.modules()}
+    modules_by_name = {name: module for module, name in names.items()}
+    order = watch_calls(
+        lambda: batches.run(small_batch(batches[0])),
+        names,
+        region=lambda name: region.get(modules_by_name[name], name.rpartition(".")[0]),
+        also_count=region,
+    )
+    # Each modifier watches the first of its own.
+    return Calibrated(names, order.split(lambda module: tuple(owners[module])))

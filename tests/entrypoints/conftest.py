@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and data that the tests of this folder share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import small_models as small
+
+from llmcompressor import reset_session
+
+
+@pytest.fixture(scope="session")
+def pico() -> Iterator[Path]:
+    """The embedded model: four layers, tied embeddings, with its tokenizer."""
+    with as_file(files("llmcompressor") / "data" / "pico-stdlib") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama in bfloat16, without a tokenizer; not to be written to."""
+    folder = tmp_path_factory.mktemp("source") / "llama"
+    small.llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _fresh_session() -> Iterator[None]:
+    """What a test leaves in the default session is gone before the next."""
+    reset_session()
+    yield
+    reset_session()

@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every input that cannot be used: one error that says what to do, and nothing else happens."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_models as small
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+import llmcompressor
+import llmcompressor.checkpoint.shards
+from llmcompressor import active_session, oneshot
+from llmcompressor.errors import (
+    ArgumentError,
+    CheckpointError,
+    DatasetError,
+    InputError,
+    NonFiniteError,
+    OutputError,
+    RecipeError,
+    TargetError,
+)
+
+PICO = str(Path(llmcompressor.__file__).parent / "data" / "pico-stdlib")
+RTN = "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}}"
+STATIC = "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8, ignore: [lm_head]}}"
+GPTQ = "modifiers: {GPTQModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head]}}"
+CACHE = (
+    "modifiers: {QuantizationModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head], "
+    "kv_cache_scheme: {num_bits: 8, type: float, strategy: tensor}}}"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a case finds its input: a folder of its own with a copy of the model."""
+
+    root: Path
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def weights(self) -> Path:
+        return self.model / "model.safetensors"
+
+    @property
+    def output(self) -> Path:
+        return self.root / "output"
+
+    def correct(self) -> dict[str, Any]:
+        """Arguments with nothing wrong in them."""
+        return {
+            "model": str(self.model),
+            "recipe": GPTQ,
+            "dataset": small.token_rows(),
+            "output_dir": str(self.output),
+        }
+
+    def change_weight(self, name: str, value: float, *, whole: bool = False) -> None:
+        """Put ``value`` into one place of a weight, or everywhere."""
+        tensors = load_file(self.weights)
+        if whole:
+            tensors[name].fill_(value)
+        else:
+            tensors[name].view(-1)[7] = value
+        save_file(tensors, self.weights, metadata={"format": "pt"})
+
+    def change_config(self, **values: Any) -> None:
+        config = json.loads((self.model / "config.json").read_text())
+        (self.model / "config.json").write_text(json.dumps({**config, **values}))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is wrong, which error says so, and words of its message: thing, reason and remedy."""
+
+    name: str
+    change: Callable[[Place], dict[str, Any]]
+    error: type[Exception]
+    words: tuple[str, ...]
+    reaches_model: bool = False
+    """Whether the model is looked at: then the case is also run with a loaded model."""
+    calibrates: bool = False
+    """Whether it can be seen only while batches run."""
+
+
+def quantize(fields: str, modifier: str = "QuantizationModifier") -> dict[str, Any]:
+    return {"recipe": f"modifiers: {{{modifier}: {{{fields}}}}}"}
+
+
+def foreign_config(place: Place) -> dict[str, Any]:
+    place.change_config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
+    return {}
+
+
+def own_output(place: Place) -> dict[str, Any]:
+    oneshot(model=str(place.model), recipe=RTN, output_dir=str(place.root / "first"))
+    return {"model": str(place.root / "first")}
+
+
+def truncated(keep: float) -> Callable[[Place], dict[str, Any]]:
+    def cut(place: Place) -> dict[str, Any]:
+        data = place.weights.read_bytes()
+        place.weights.write_bytes(data[: int(len(data) * keep)])
+        return {}
+
+    return cut
+
+
+def weight(name: str, value: float, *, whole: bool = False, **arguments: Any) -> Any:
+    def change(place: Place) -> dict[str, Any]:
+        place.change_weight(name, value, whole=whole)
+        return arguments
+
+    return change
+
+
+def used_output(place: Place) -> dict[str, Any]:
+    place.output.mkdir()
+    (place.output / "notes.txt").write_text("mine")
+    return {}
+
+
+def output_file(place: Place) -> dict[str, Any]:
+    place.output.write_text("mine")
+    return {}
+
+
+def emptied_model(place: Place) -> dict[str, Any]:
+    shutil.rmtree(place.model)
+    place.model.mkdir()
+    (place.model / "README.md").write_text("no model")
+    return {}
+
+
+def no_weights(place: Place) -> dict[str, Any]:
+    place.weights.unlink()
+    return {}
+
+
+def file_of(name: str, text: str) -> Callable[[Place], dict[str, Any]]:
+    def write(place: Place) -> dict[str, Any]:
+        (place.root / name).write_text(text)
+        return {"dataset": str(place.root / name)}
+
+    return write
+
+
+def rows(**columns: Any) -> Callable[[Place], dict[str, Any]]:
+    return lambda _: {"dataset": Dataset.from_dict(columns)}
+
+
+def loader(ids: list[list[int]]) -> DataLoader[Any]:
+    return DataLoader([{"input_ids": torch.tensor(row)} for row in ids], batch_size=1)
+
+
+Q1 = "model.layers.1.self_attn.q_proj"
+NORM1 = "model.layers.1.input_layernorm.weight"
+HUGE = {"name": NORM1, "value": 3e38, "whole": True}
+"""Finite, but what it is multiplied with is not: seen by whoever reads the second block."""
+
+CASES = [
+    # ---- the recipe
+    Case(
+        "unknown preset",
+        lambda _: quantize("targets: Linear, scheme: W4A61"),
+        InputError,
+        ("W4A61", "W4A16", "FP8_DYNAMIC", "NVFP4", "UNQUANTIZED"),
+    ),
+    Case(
+        "a recipe without a modifier",
+        lambda _: {"recipe": "quantization:\n  scheme: W4A16\n  targets: Linear\n"},
+        RecipeError,
+        ("recipe", "quantization", "modifiers"),
+    ),
+    Case(
+        "a stage without a modifier",
+        lambda _: {"recipe": "quant_stage:\n  QuantizationModifier: {scheme: W4A16}\n"},
+        RecipeError,
+        ("quant_stage", "modifiers"),
+    ),
+    Case(
+        "unknown modifier",
+        lambda _: quantize("targets: Linear, scheme: W4A16", "GTPQModifier"),
+        RecipeError,
+        ("GTPQModifier", "GPTQModifier"),
+    ),
+    Case(
+        "misspelt field",
+        lambda _: quantize("targets: Linear, scheme: W4A16, dampning_frac: 0.1", "GPTQModifier"),
+        RecipeError,
+        ("dampning_frac", "dampening_frac", "GPTQModifier"),
+    ),
+    Case(
+        "scheme and config_groups",
+        lambda _: quantize(
+            "scheme: W4A16, config_groups: {g: {targets: [Linear], weights: {num_bits: 8}}}"
+        ),
+        RecipeError,
+        ("scheme", "config_groups"),
+    ),
+    Case(
+        "a recipe file that is not there",
+        lambda place: {"recipe": str(place.root / "recipe.yaml")},
+        RecipeError,
+        ("recipe.yaml",),
+    ),
+    Case(
+        "no such stage", lambda _: {"stage": "prune"}, RecipeError, ("prune", "default")
+    ),
+    # ---- arguments
+    Case(
+        "misspelt argument",
+        lambda _: {"num_calibraton_samples": 4},
+        ArgumentError,
+        ("num_calibraton_samples", "num_calibration_samples"),
+    ),
+    Case("unknown argument", lambda _: {"frobnicate": 1}, ArgumentError, ("frobnicate", "Remove")),
+    Case("misspelt output_dir", lambda _: {"outptu_dir": "x"}, ArgumentError, ("output_dir",)),
+    Case(
+        "a pipeline that reads no data",
+        lambda _: {"pipeline": "datafree"},
+        ArgumentError,
+        ("datafree", "GPTQModifier", "pipeline"),
+    ),
+    # ---- the model
+    Case(
+        "no model folder",
+        lambda place: {"model": str(place.root / "modle")},
+        CheckpointError,
+        ("modle",),
+    ),
+    Case("a folder without a model", emptied_model, CheckpointError, ("model", "config.json")),
+    Case("a folder without weights", no_weights, CheckpointError, ("model", "safetensors")),
+    Case("truncated weights", truncated(0.5), CheckpointError, ("model.safetensors", "truncated")),
+    Case("truncated header", truncated(0.0001), CheckpointError, ("model.safetensors",)),
+    Case(
+        "quantized by another tool", foreign_config, CheckpointError, ("gptq", "already quantized")
+    ),
+    Case(
+        "quantized by this one",
+        own_output,
+        CheckpointError,
+        ("first", "compressed-tensors", "already quantized"),
+    ),
+    # ---- targets against the model
+    Case(
+        "a target that matches nothing",
+        lambda _: quantize("targets: ['re:.*q_porj'], scheme: W4A16", "GPTQModifier"),
+        TargetError,
+        ("re:.*q_porj", "q_proj", "allow_unmatched"),
+        reaches_model=True,
+    ),
+    Case(
+        "one of two targets matches nothing",
+        lambda _: quantize("targets: [Linear, Liner], scheme: W4A16", "GPTQModifier"),
+        TargetError,
+        ("Liner", "Linear"),
+        reaches_model=True,
+    ),
+    Case(
+        "a group size that does not divide",
+        lambda _: quantize(
+            "config_groups: {g: {targets: [Linear], weights: {num_bits: 4, group_size: 48}}}"
+        ),
+        TargetError,
+        ("layers.1.self_attn.q_proj", "128", "48", "group size"),
+        reaches_model=True,
+    ),
+    # ---- data
+    Case(
+        "GPTQ without a dataset",
+        lambda _: {"dataset": None},
+        DatasetError,
+        ("GPTQModifier", "dataset="),
+    ),
+    Case(
+        "static activations without a dataset",
+        lambda _: {"dataset": None, "recipe": STATIC},
+        DatasetError,
+        ("QuantizationModifier", "dataset="),
+    ),
+    Case(
+        "a data file that is not there",
+        lambda place: {"dataset": str(place.root / "lines.jsonl")},
+        DatasetError,
+        ("lines.jsonl",),
+    ),
+    Case("an empty list", lambda _: {"dataset": []}, DatasetError, ("empty", "sample")),
+    Case("an empty dataset", rows(input_ids=[]), DatasetError, ("empty", "sample")),
+    Case("an empty file", file_of("data.jsonl", ""), DatasetError, ("data.jsonl", "empty")),
+    Case(
+        "an empty DataLoader",
+        lambda _: {"dataset": loader([])},
+        DatasetError,
+        ("no batch", "sample"),
+        reaches_model=True,
+    ),
+    Case(
+        "no usable columns",
+        lambda _: {
+            "dataset": Dataset.from_dict({"label": [0, 1], "score": [0.5, 0.25]}),
+            "tokenizer": PICO,
+        },
+        DatasetError,
+        ("label", "score", "text_column"),
+        reaches_model=True,
+    ),
+    Case(
+        "text without a tokenizer",
+        lambda _: {"dataset": ["some text", "some more"]},
+        DatasetError,
+        ("tokenizer",),
+        reaches_model=True,
+    ),
+    Case(
+        "a token id above the vocabulary",
+        rows(input_ids=[[5, 6, 7], [5, 128, 7]]),
+        DatasetError,
+        ("128", "127", "tokenizer"),
+        reaches_model=True,
+    ),
+    Case(
+        "a negative token id",
+        rows(input_ids=[[5, 6, 7], [5, -1, 7]]),
+        DatasetError,
+        ("-1", "127", "tokenizer"),
+        reaches_model=True,
+    ),
+    Case(
+        "a token id above the vocabulary in a DataLoader",
+        lambda _: {"dataset": loader([[5, 6], [7, 500]])},
+        DatasetError,
+        ("500", "127", "batch 1"),
+        reaches_model=True,
+    ),
+    # ---- NaN and infinity
+    *(
+        Case(
+            f"{value} in a weight, {name}",
+            weight(f"{Q1}.weight", float(value), recipe=recipe),
+            NonFiniteError,
+            (f"{Q1}.weight", "NaN or infinity", "checkpoint"),
+            reaches_model=True,
+        )
+        for name, recipe in {"RTN": RTN, "GPTQ": GPTQ}.items()
+        for value in ("nan", "inf")
+    ),
+    Case(
+        "NaN in a weight that is no target",
+        weight(NORM1, float("nan"), recipe=RTN),
+        NonFiniteError,
+        (NORM1, "NaN or infinity", "checkpoint"),
+        reaches_model=True,
+    ),
+    *(
+        Case(
+            f"activations that are not finite, {name}",
+            weight(**HUGE, recipe=recipe, **arguments),
+            NonFiniteError,
+            (Q1, "NaN or infinity"),
+            reaches_model=True,
+            calibrates=True,
+        )
+        for name, recipe, arguments in (
+            ("GPTQ", GPTQ, {}),
+            ("GPTQ in one stream", GPTQ.replace("W4A16", "W4A16, asymmetric: false"), {}),
+            ("GPTQ by layers", GPTQ, {"pipeline": "layer_sequential"}),
+            ("GPTQ, basic", GPTQ, {"pipeline": "basic"}),
+            ("static activations", STATIC, {}),
+            ("NVFP4", STATIC.replace("FP8", "NVFP4"), {}),
+            ("imatrix", RTN.replace("Linear", "Linear, weight_observer: imatrix_mse"), {}),
+        )
+    ),
+    Case(
+        "activations that are not finite, cache",
+        weight(**HUGE, recipe=CACHE),
+        NonFiniteError,
+        ("model.layers.1.self_attn", "NaN or infinity"),
+        reaches_model=True,
+        calibrates=True,
+    ),
+    # ---- the output
+    Case(
+        "an output directory in use", used_output, OutputError, ("output", "already", "overwrite")
+    ),
+    Case("an output that is a file", output_file, OutputError, ("output", "file", "Choose")),
+    Case(
+        "the input as output",
+        lambda place: {"output_dir": str(place.model)},
+        OutputError,
+        ("input model itself", "Choose"),
+    ),
+    Case(
+        "an output inside the input",
+        lambda place: {"output_dir": str(place.model / "small")},
+        OutputError,
+        ("inside the input", "Choose"),
+    ),
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, llama_folder: Path) -> Place:
+    shutil.copytree(llama_folder, tmp_path / "model")
+    return Place(tmp_path)
+
+
+def check_message(error: BaseException, words: tuple[str, ...]) -> None:
+    message = str(error)
+    for word in words:
+        assert word in message, f"{word!r} is not in: {message}"
+    if isinstance(error, InputError):
+        assert error.problem
+        assert error.remedy, f"no remedy in: {message}"
+
+
+def check_works(place: Place, model: Path | Any, name: str) -> None:
+    """A correct call right after: complete, and written under its name."""
+    oneshot(model=model, recipe=RTN, output_dir=str(place.root / name))
+    assert (place.root / name / "model.safetensors").is_file()
+    assert not list(place.root.glob("*.partial-*"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bad_input(case: Case, place: Place, llama_folder: Path) -> None:
+    arguments = {**place.correct(), **case.change(place)}
+    before = small.tree(place.root)
+    with small.counted_forwards() as calls, pytest.raises(case.error) as caught:
+        oneshot(**arguments)
+    check_message(caught.value, case.words)
+    assert bool(calls) == case.calibrates
+    assert small.tree(place.root) == before
+    assert not active_session().lifecycle.initialized_
+    check_works(place, str(llama_folder), "correct")
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.reaches_model], ids=lambda case: case.name
+)
+def test_bad_input_leaves_a_loaded_model_as_it_was(case: Case, place: Place) -> None:
+    arguments = {**place.correct(), **case.change(place)}
+    model = AutoModelForCausalLM.from_pretrained(place.model).train()
+    arguments["model"] = model
+    outside = small.fingerprint(model)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with small.counted_forwards() as calls, pytest.raises(case.error) as caught:
+        oneshot(**arguments)
+    check_message(caught.value, case.words)
+    assert bool(calls) == case.calibrates
+    assert small.fingerprint(model) == outside
+    assert not place.output.exists()
+    if not case.calibrates:  # GPTQ had solved the first block by then
+        after = model.state_dict()
+        assert all(_same(after[name], tensor) for name, tensor in weights.items())
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit; NaN equals itself."""
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))

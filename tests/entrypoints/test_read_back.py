@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``oneshot`` wrote, read by transformers in a process without this package.
+
+Equality is exact, logit for logit: the model in memory holds each weight as compressed-tensors
+decodes it, in the same dtype, and quantizes its activations with the same code.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_models as small
+import torch
+from torch import Tensor
+
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.schemes.presets import PRESETS
+
+READER = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+
+found = {}
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    with torch.no_grad():
+        found[folder.name] = {
+            "logits": model.eval()(torch.load(sys.argv[2])).logits,
+            **{key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys")},
+        }
+assert not any(name.partition(".")[0] == "llmcompressor" for name in sys.modules)
+torch.save(found, sys.argv[3])
+"""
+
+FLOAT8 = {"num_bits": 8, "type": "float"}
+INT8_CHANNEL = {"num_bits": 8, "strategy": "channel"}
+
+
+def rtn(**fields: Any) -> QuantizationModifier:
+    return QuantizationModifier(**{"targets": "Linear", "ignore": ["lm_head"], **fields})
+
+
+def gptq(**fields: Any) -> GPTQModifier:
+    return GPTQModifier(**{"targets": "Linear", "ignore": ["lm_head"], **fields})
+
+
+def group(**arguments: Any) -> dict[str, Any]:
+    return {"config_groups": {"group_0": {"targets": ["Linear"], **arguments}}}
+
+
+def blocks(rows: int, columns: int) -> dict[str, Any]:
+    return group(weights={**FLOAT8, "strategy": "block", "block_structure": [rows, columns]})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, and the model and arguments that it is run with."""
+
+    recipe: Any
+    model: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+KV = {"kv_cache_scheme": {**FLOAT8, "strategy": "tensor"}}
+STATIC_ASYMMETRIC = {"num_bits": 8, "strategy": "tensor", "symmetric": False}
+CASES: dict[str, Case] = {
+    **{name: Case(rtn(scheme=name)) for name in PRESETS},
+    **{
+        f"gptq-{name}": Case(gptq(scheme=name))
+        for name in ("W3A16", "W4A16", "W4A16_ASYM", "W8A8", "W4AFP8", "FP8_BLOCK", "NVFP4", "MXFP4")
+    },
+    "gptq-one-stream": Case(gptq(scheme="W4A16", asymmetric=False, actorder=None)),
+    "cache": Case(rtn(**KV)),
+    "cache-and-weights": Case(rtn(scheme="W4A16", **KV)),
+    "cache-gptq": Case(gptq(scheme="W8A8", **KV)),
+    "cache-per-head": Case(
+        rtn(scheme="FP8_DYNAMIC", kv_cache_scheme={**FLOAT8, "strategy": "attn_head"})
+    ),
+    "cache-int8-asymmetric": Case(rtn(scheme="W4A16", kv_cache_scheme=STATIC_ASYMMETRIC)),
+    "attention": Case(
+        rtn(
+            config_groups={
+                "group_0": {"targets": ["Linear"], "weights": INT8_CHANNEL},
+                "group_1": {
+                    "targets": ["LlamaAttention"],
+                    "input_activations": {**FLOAT8, "strategy": "tensor"},
+                },
+            }
+        )
+    ),
+    "attention-per-head": Case(
+        rtn(
+            config_groups={
+                "group_0": {
+                    "targets": ["LlamaAttention"],
+                    "input_activations": {**FLOAT8, "strategy": "attn_head"},
+                },
+            }
+        )
+    ),
+    "mixed-groups": Case(
+        rtn(
+            config_groups={
+                "W4A16": ["re:.*self_attn.*"],
+                "FP8_DYNAMIC": ["re:.*(gate|up)_proj"],
+                "NVFP4A16": ["re:.*down_proj"],
+            }
+        )
+    ),
+    "mixed-modifiers": Case(
+        [
+            gptq(scheme="W4A16", targets=["re:.*self_attn.*"], ignore=[]),
+            rtn(scheme="FP8", targets=["re:.*mlp.*"], ignore=[]),
+        ]
+    ),
+    "embedding": Case(
+        rtn(config_groups={"group_0": {"targets": ["Embedding", "Linear"], "weights": INT8_CHANNEL}})
+    ),
+    "embedding-untied": Case(
+        rtn(
+            config_groups={
+                "group_0": {"targets": ["Embedding"], "weights": INT8_CHANNEL},
+                "W4A16": ["Linear"],
+            }
+        ),
+        model={"tie_word_embeddings": True},
+        arguments={"tie_word_embeddings": False},
+    ),
+    "head": Case(rtn(scheme="W8A16", ignore=[])),
+    "tied": Case(rtn(scheme="W4A16"), model={"tie_word_embeddings": True}),
+    "static-asymmetric": Case(
+        rtn(**group(weights=INT8_CHANNEL, input_activations=STATIC_ASYMMETRIC))
+    ),
+    "static-asymmetric-gptq": Case(
+        gptq(**group(weights=INT8_CHANNEL, input_activations=STATIC_ASYMMETRIC))
+    ),
+    "outputs": Case(rtn(**group(weights=INT8_CHANNEL, output_activations=STATIC_ASYMMETRIC))),
+    "blocks-64x32": Case(rtn(**blocks(64, 32))),
+    "blocks-ragged": Case(rtn(**blocks(48, 56)), model={"intermediate_size": 200}),
+    "blocks-ragged-gptq": Case(gptq(**blocks(48, 56)), model={"intermediate_size": 200}),
+    "int8-weights-per-tensor": Case(
+        gptq(**group(weights={"num_bits": 8, "strategy": "tensor", "symmetric": False}))
+    ),
+    "groups-of-32-mse": Case(
+        rtn(
+            **group(weights={"num_bits": 4, "group_size": 32, "symmetric": False}),
+            weight_observer="mse",
+        )
+    ),
+    "imatrix": Case(rtn(scheme="W4A16", weight_observer="imatrix_mse")),
+    "bias": Case(rtn(scheme="W4A16_ASYM"), model={"attention_bias": True, "mlp_bias": True}),
+}
+UNTOUCHED = {"UNQUANTIZED"}
+"""Cases whose logits are those of the original model."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Both sides of one case."""
+
+    folder: Path
+    written: Tensor
+    read: Tensor
+    missing: list[str]
+    unexpected: list[str]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    root = tmp_path_factory.mktemp("read-back")
+    written = {name: _write(case, root / "out" / name) for name, case in CASES.items()}
+    files = [root / "tokens.pt", root / "found.pt"]
+    torch.save(small.probe(), files[0])
+    command = [sys.executable, "-W", "error", "-c", READER, root / "out", *files]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(files[1])
+    return {
+        name: Outcome(
+            root / "out" / name,
+            logits,
+            found[name]["logits"],
+            found[name]["missing_keys"],
+            found[name]["unexpected_keys"],
+        )
+        for name, logits in written.items()
+    }
+
+
+def _write(case: Case, folder: Path) -> Tensor:
+    model = oneshot(
+        model=small.llama(**case.model),
+        recipe=case.recipe,
+        dataset=small.token_rows(),
+        num_calibration_samples=8,
+        output_dir=folder,
+        **case.arguments,
+    )
+    return small.logits(model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reads_back_as_the_model_in_memory(name: str, outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes[name]
+    assert outcome.missing == []
+    assert outcome.unexpected == []
+    assert bool(torch.isfinite(outcome.written).all())
+    assert torch.equal(outcome.read, outcome.written)
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - UNTOUCHED))
+def test_each_case_changes_what_the_model_computes(
+    name: str, outcomes: dict[str, Outcome]
+) -> None:
+    """Guards the comparison: a reader that quantized nothing would agree as well."""
+    assert not torch.equal(outcomes[name].read, small.logits(small.llama(**CASES[name].model)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_configuration_obeys_the_rules_of_servers(
+    name: str, outcomes: dict[str, Outcome]
+) -> None:
+    config = json.loads((outcomes[name].folder / "config.json").read_text())
+    if name in UNTOUCHED:
+        assert "quantization_config" not in config
+        return
+    check_serving_rules(config["quantization_config"])
+
+
+def check_serving_rules(config: dict[str, Any]) -> None:
+    """The rules of the quantization_config that servers break on, without a word or with one."""
+    assert config["quant_method"] == "compressed-tensors"
+    assert config["quantization_status"] == "compressed"
+    assert isinstance(config["ignore"], list)
+    groups = config["config_groups"]
+    assert isinstance(groups, dict)
+    assert groups or config["kv_cache_scheme"]
+    targets: list[str] = []
+    formats = set()
+    for one in groups.values():
+        assert isinstance(one["targets"], list)
+        assert one["targets"]
+        targets += one["targets"]
+        skipped = len(one["targets"]) == 1 and one["targets"][0].endswith("Attention")
+        assert skipped or isinstance(one["weights"], dict)
+        if not skipped:
+            formats.add(one["format"])
+            assert one["format"] not in (None, "mixed-precision")
+    assert len(targets) == len(set(targets)), "a target of two groups: the later one would win"
+    if len(formats) > 1:
+        assert config["format"] == "mixed-precision"
+    elif formats:
+        assert formats == {config["format"]}
+    for one in groups.values():  # integer weights alone are served packed only
+        if one["weights"] and not one["input_activations"] and one["weights"]["type"] == "int":
+            assert one["format"] == "pack-quantized"

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The corrected weight is a ridge regression from the compressed stream to the original outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.asymmetric import corrected_weight
+from llmcompressor.numerics.hessian import SingularHessianError
+
+R, C, T = 12, 20, 300
+
+
+def problem(seed: int = 0, noise: float = 0.2) -> tuple[Tensor, Tensor, Tensor]:
+    """W, the original inputs X and the compressed stream's inputs Y."""
+    torch.manual_seed(seed)
+    W_RC = torch.randn(R, C, dtype=torch.float64)
+    X_TC = torch.randn(T, C, dtype=torch.float64) @ torch.randn(C, C, dtype=torch.float64)
+    return W_RC, X_TC, X_TC + noise * torch.randn(T, C, dtype=torch.float64) * X_TC.std()
+
+
+def corrected(W_RC: Tensor, X_TC: Tensor, Y_TC: Tensor, ridge: float) -> Tensor:
+    return corrected_weight(W_RC, Y_TC.T @ Y_TC, Y_TC.T @ (X_TC - Y_TC), ridge)
+
+
+def error(Q_RC: Tensor, W_RC: Tensor, X_TC: Tensor, Y_TC: Tensor) -> float:
+    return float((Y_TC @ Q_RC.T - X_TC @ W_RC.T).square().sum())
+
+
+@pytest.mark.parametrize("ridge", [1e-3, 0.03, 1.0])
+def test_it_is_ridge_regression_towards_the_weight(ridge: float) -> None:
+    W_RC, X_TC, Y_TC = problem()
+    penalty = (ridge * (Y_TC.T @ Y_TC).diagonal().mean()).sqrt()
+    # min ||Y Q^T - X W^T||^2 + penalty^2 ||Q - W||^2, as one least-squares problem
+    stacked = torch.cat([Y_TC, penalty * torch.eye(C, dtype=torch.float64)])
+    wanted = torch.cat([X_TC @ W_RC.T, penalty * W_RC.T])
+    expected_RC = torch.linalg.lstsq(stacked, wanted).solution.T
+    assert torch.allclose(corrected(W_RC, X_TC, Y_TC, ridge), expected_RC, atol=1e-9)
+
+
+def test_equal_streams_leave_the_weight_as_it_is() -> None:
+    W_RC, X_TC, _ = problem()
+    assert torch.equal(corrected(W_RC, X_TC, X_TC, 0.03), W_RC)
+
+
+def test_a_large_ridge_leaves_the_weight_as_it_is() -> None:
+    W_RC, X_TC, Y_TC = problem()
+    assert torch.allclose(corrected(W_RC, X_TC, Y_TC, 1e9), W_RC, atol=1e-8)
+
+
+def test_the_output_comes_closer_to_the_original_one() -> None:
+    W_RC, X_TC, Y_TC = problem()
+    before = error(W_RC, W_RC, X_TC, Y_TC)
+    after = error(corrected(W_RC, X_TC, Y_TC, 1e-3), W_RC, X_TC, Y_TC)
+    assert after < 0.9 * before
+    stronger = error(corrected(W_RC, X_TC, Y_TC, 0.1), W_RC, X_TC, Y_TC)
+    assert after < stronger < before
+
+
+def test_batches_are_solved_as_if_alone_and_nothing_is_changed() -> None:
+    given = [problem(seed) for seed in range(3)]
+    W = torch.stack([one[0] for one in given])
+    G = torch.stack([Y.T @ Y for _, _, Y in given])
+    cross = torch.stack([Y.T @ (X - Y) for _, X, Y in given])
+    before = [tensor.clone() for tensor in (W, G, cross)]
+    together = corrected_weight(W, G, cross, 0.03)
+    for tensor, old in zip((W, G, cross), before, strict=True):
+        assert torch.equal(tensor, old)
+    for one, result in zip(given, together, strict=True):
+        assert torch.allclose(corrected(*one, 0.03), result, atol=1e-10)
+
+
+def test_an_indefinite_matrix_is_an_error() -> None:
+    W_RC, X_TC, Y_TC = problem()
+    G_CC = Y_TC.T @ Y_TC
+    with pytest.raises(SingularHessianError, match="positive definite"):
+        corrected_weight(W_RC, -G_CC, Y_TC.T @ (X_TC - Y_TC), 0.03)

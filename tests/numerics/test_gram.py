@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gram matrices add up, are exact where it counts, and know nothing of how tokens arrive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.gram import (
+    TokenBuffer,
+    add_cross_product,
+    add_symmetric_product,
+    symmetrize_,
+)
+
+T, C = 600, 48
+
+
+def inputs(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    return (torch.randn(T, C) @ torch.randn(C, C) / 4).to(dtype)
+
+
+def gram(x_TC: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    total_CC = torch.zeros(C, C, dtype=dtype)
+    add_symmetric_product(total_CC, x_TC)
+    return total_CC
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sixteen_bit_inputs_lose_nothing_beyond_their_own_rounding(dtype: torch.dtype) -> None:
+    x_TC = inputs(dtype)
+    exact_CC = x_TC.double().T @ x_TC.double()
+    # float32 accumulation over T terms: a few units of 2^-24 each, far from bfloat16's 2^-9
+    assert relative(gram(x_TC), exact_CC) < 1e-6
+
+
+def test_float64_on_request_is_float64() -> None:
+    x_TC = inputs()
+    exact_CC = x_TC.double().T @ x_TC.double()
+    assert relative(gram(x_TC, torch.float64), exact_CC) < 1e-14
+
+
+def test_halves_sum_to_the_whole() -> None:
+    x_TC = inputs()
+    whole_CC, parts_CC = gram(x_TC), torch.zeros(C, C)
+    for part_TC in x_TC.split([1, T // 2, T - T // 2 - 1]):
+        add_symmetric_product(parts_CC, part_TC)
+    assert relative(parts_CC, whole_CC) < 1e-6
+
+
+def test_inputs_that_are_not_contiguous_or_need_gradients_are_taken_as_they_are() -> None:
+    x_TC = inputs()
+    strided_TC = x_TC.T.contiguous().T.requires_grad_()
+    assert not strided_TC.is_contiguous()
+    assert relative(gram(strided_TC), gram(x_TC)) < 1e-6
+
+
+def test_no_tokens_add_nothing() -> None:
+    assert not gram(torch.zeros(0, C)).any()
+
+
+def test_symmetrizing_gives_equal_bits_on_both_sides() -> None:
+    x_TC = inputs()
+    uneven_CC = gram(x_TC) + 1e-3 * torch.randn(C, C)
+    mean_CC = (uneven_CC.double() + uneven_CC.double().T) / 2
+    assert symmetrize_(uneven_CC) is uneven_CC
+    assert torch.equal(uneven_CC, uneven_CC.T)
+    assert relative(uneven_CC, mean_CC) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-10)],
+)
+def test_the_cross_product_is_as_good_as_its_inputs(dtype: torch.dtype, bound: float) -> None:
+    y_TC, x_TC = inputs(dtype), inputs(dtype, seed=1)
+    difference_TC = x_TC - y_TC
+    cross_CC = torch.zeros(C, C)
+    add_cross_product(cross_CC, y_TC, difference_TC)
+    exact_CC = y_TC.double().T @ difference_TC.double()
+    assert relative(cross_CC, exact_CC) < bound
+
+
+def test_rows_of_the_cross_product_belong_to_the_compressed_stream() -> None:
+    cross_CC = torch.zeros(2, 2)
+    add_cross_product(cross_CC, torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 5.0]]))
+    assert cross_CC.tolist() == [[0.0, 5.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("sizes", [[T], [1] * 20 + [T - 20], [7, 90, T - 97], [64] * 9 + [T - 576]])
+@pytest.mark.parametrize("chunk", [1, 64, 100_000])
+def test_every_token_leaves_a_buffer_once_and_in_order(sizes: list[int], chunk: int) -> None:
+    x_TC, buffer = inputs(), TokenBuffer(2, chunk)
+    out: list[list[Tensor]] = []
+    for part_TC in x_TC.split(sizes):
+        if (full := buffer.add(part_TC, -part_TC)) is not None:
+            assert len(full[0]) >= chunk
+            out.append(full)
+    if (rest := buffer.drain()) is not None:
+        assert len(rest[0]) < chunk
+        out.append(rest)
+    assert buffer.drain() is None
+    assert torch.equal(torch.cat([one[0] for one in out]), x_TC)
+    assert torch.equal(torch.cat([one[1] for one in out]), -x_TC)
+
+
+def test_a_buffer_refuses_a_missing_partner() -> None:
+    with pytest.raises(ValueError, match="argument"):
+        TokenBuffer(2).add(inputs())

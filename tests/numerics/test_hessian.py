@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The factor of the inverse, damping, and what happens when there is no factor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.hessian import (
+    SingularHessianError,
+    damp,
+    dead_columns,
+    inverse_factor,
+    raise_dampening,
+)
+
+C = 24
+
+
+def hessian(seed: int = 0, dtype: torch.dtype = torch.float64, tokens: int = 200) -> Tensor:
+    torch.manual_seed(seed)
+    x_TC = torch.randn(tokens, C, dtype=dtype) @ torch.randn(C, C, dtype=dtype)
+    return x_TC.T @ x_TC
+
+
+def indefinite(eigenvalue: float) -> Tensor:
+    """A matrix with a positive diagonal of mean 1 and one given eigenvalue below zero."""
+    direction_C = torch.ones(C, dtype=torch.float64) / C**0.5
+    outer_CC = torch.outer(direction_C, direction_C)
+    matrix_CC = torch.eye(C, dtype=torch.float64) + (eigenvalue - 1) * outer_CC
+    return matrix_CC / matrix_CC.diagonal().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_factor_is_upper_triangular_and_squares_to_the_inverse(dtype: torch.dtype) -> None:
+    H_CC = damp(hessian(dtype=dtype), 0.01)
+    U_CC = inverse_factor(H_CC)
+    assert U_CC.dtype is dtype
+    assert torch.equal(U_CC, U_CC.triu())
+    assert bool((U_CC.diagonal() > 0).all())
+    product_CC = U_CC.T @ U_CC @ H_CC
+    tolerance = 1e-9 if dtype is torch.float64 else 1e-2
+    assert torch.allclose(product_CC, torch.eye(C, dtype=dtype), atol=tolerance)
+
+
+def test_it_is_what_the_papers_get_in_three_steps() -> None:
+    H_CC = damp(hessian(), 0.01)
+    inverse_CC = torch.cholesky_inverse(torch.linalg.cholesky(H_CC))
+    theirs_CC = torch.linalg.cholesky(inverse_CC, upper=True)
+    assert torch.allclose(inverse_factor(H_CC), theirs_CC, rtol=1e-8, atol=1e-14)
+
+
+def test_batches_are_factorized_as_if_alone() -> None:
+    H_BCC = torch.stack([damp(hessian(seed), 0.01) for seed in range(3)])
+    U_BCC = inverse_factor(H_BCC)
+    for H_CC, U_CC in zip(H_BCC, U_BCC, strict=True):
+        assert torch.allclose(inverse_factor(H_CC), U_CC, rtol=1e-12)
+
+
+def test_damping_adds_a_fraction_of_the_mean_diagonal_and_changes_nothing_else() -> None:
+    H_CC = hessian()
+    before_CC = H_CC.clone()
+    added_CC = damp(H_CC, 0.25) - H_CC
+    assert torch.equal(H_CC, before_CC)
+    expected_CC = 0.25 * H_CC.diagonal().mean() * torch.eye(C, dtype=torch.float64)
+    assert torch.allclose(added_CC, expected_CC, atol=1e-9)
+
+
+def test_dead_columns_are_found_and_become_independent_of_the_rest() -> None:
+    H_CC = hessian()
+    H_CC[3], H_CC[:, 3] = 0, 0
+    assert dead_columns(H_CC).nonzero().flatten().tolist() == [3]
+    U_CC = inverse_factor(damp(H_CC, 0.01))
+    off_C = torch.cat([U_CC[3, 4:], U_CC[:3, 3]])
+    assert not off_C.any()
+    rest = [c for c in range(C) if c != 3]
+    alone_CC = inverse_factor(damp(H_CC, 0.01)[rest][:, rest])
+    assert torch.allclose(U_CC[rest][:, rest], alone_CC, rtol=1e-9)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_no_factor_is_an_error_of_its_own(bad: float) -> None:
+    H_CC = hessian()
+    H_CC[5, 5] = bad
+    with pytest.raises(SingularHessianError, match="positive definite"):
+        inverse_factor(H_CC)
+
+
+def test_one_bad_member_of_a_batch_is_an_error() -> None:
+    H_BCC = torch.stack([damp(hessian(), 0.01), indefinite(-0.5)])
+    with pytest.raises(SingularHessianError):
+        inverse_factor(H_BCC)
+
+
+def test_dampening_is_left_alone_where_it_suffices() -> None:
+    found = raise_dampening(hessian(), 0.01)
+    assert found.dampening == 0.01
+    assert torch.equal(found.factor_CC, inverse_factor(damp(hessian(), 0.01)))
+
+
+@pytest.mark.parametrize(
+    ("eigenvalue", "first", "settled"),
+    [(-0.05, 0.01, 0.1), (-0.5, 0.01, 1.0), (-5.0, 0.01, 10.0), (-0.005, 0.0, 0.01)],
+)
+def test_dampening_is_raised_tenfold_until_it_suffices(
+    eigenvalue: float, first: float, settled: float
+) -> None:
+    H_CC = indefinite(eigenvalue)
+    before_CC = H_CC.clone()
+    found = raise_dampening(H_CC, first)
+    assert found.dampening == pytest.approx(settled)
+    U_CC = found.factor_CC
+    assert torch.allclose(
+        U_CC.T @ U_CC @ damp(H_CC, settled), torch.eye(C, dtype=torch.float64), atol=1e-8
+    )
+    assert torch.equal(H_CC, before_CC)
+
+
+def test_raising_ends_after_the_steps_given() -> None:
+    with pytest.raises(SingularHessianError):
+        raise_dampening(indefinite(-0.5), 0.01, steps=2)
+    assert raise_dampening(indefinite(-0.5), 0.01, steps=3).dampening == pytest.approx(1.0)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Padding is left out of whatever has its layout, and of nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmcompressor.observers.tokens import real_tokens
+
+MASK = torch.tensor([[True, True, False], [False, True, True]])
+
+
+def activation() -> Tensor:
+    return torch.arange(24.0).reshape(2, 3, 4)
+
+
+def test_padding_is_left_out_and_real_tokens_keep_their_order() -> None:
+    tokens_TC = real_tokens(activation(), MASK)
+    assert torch.equal(tokens_TC, torch.stack([activation()[b, t] for b, t in MASK.nonzero()]))
+
+
+def test_an_activation_that_was_flattened_has_the_same_tokens() -> None:
+    flat_TC = activation().flatten(0, 1)
+    assert torch.equal(real_tokens(flat_TC, MASK), real_tokens(activation(), MASK))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (6, 4), (5, 4), (1, 2, 3, 4), (4,)])
+def test_without_a_mask_every_row_counts(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape)
+    assert torch.equal(real_tokens(values, None), values.reshape(-1, shape[-1]))
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 7, 4), (3, 2, 4)])
+def test_another_layout_has_no_such_positions(shape: tuple[int, ...]) -> None:
+    """Tokens routed to an expert, patches of an image."""
+    values = torch.randn(shape)
+    assert torch.equal(real_tokens(values, MASK), values.reshape(-1, shape[-1]))
+
+
+def test_one_sequence_given_as_a_matrix_loses_its_padding() -> None:
+    values = torch.arange(12.0).reshape(3, 4)
+    assert torch.equal(real_tokens(values, MASK[:1]), values[:2])
+
+
+def test_a_row_of_padding_alone_leaves_nothing() -> None:
+    assert real_tokens(activation(), torch.zeros_like(MASK)).shape == (0, 4)

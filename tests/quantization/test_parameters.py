@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A weight rounded in memory is, bit for bit, the weight that a reader decodes from the file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
+from torch.nn import Linear
+
+from llmcompressor.checkpoint.compress import QuantizedModule, compress
+from llmcompressor.errors import NonFiniteError
+from llmcompressor.numerics.partition import fake_quantize_matrix
+from llmcompressor.quantization.parameters import (
+    WeightParameters,
+    observe_weight,
+    weight_amax,
+)
+from llmcompressor.schemes.bridge import grid_of, partition_of
+from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
+
+NAMES = [name for name, preset in PRESETS.items() if preset.weights is not None]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ROWS, COLUMNS = 48, 256
+
+
+def weight(dtype: torch.dtype, rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
+    """Values of every sign and size, with a row of zeros and one of subnormals."""
+    torch.manual_seed(0)
+    values_RC = torch.randn(rows, columns) * torch.logspace(-3, 1, rows).unsqueeze(-1)
+    values_RC[1], values_RC[2] = 0, 1e-7
+    return values_RC.to(dtype)
+
+
+def arguments(name: str) -> QuantizationArgs:
+    args = preset_scheme(name).weights
+    assert args is not None
+    return args
+
+
+def stored(parameters: WeightParameters, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters as a module keeps them."""
+    tensors = {"weight_scale": parameters.scale.to(dtype)}
+    if not parameters.args.symmetric:
+        tensors["weight_zero_point"] = parameters.zero_point
+    if parameters.global_scale is not None:
+        tensors["weight_global_scale"] = parameters.global_scale
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_file_decodes_to_is_what_is_in_memory(name: str, dtype: torch.dtype) -> None:
+    weight_RC, scheme = weight(dtype), preset_scheme(name)
+    parameters = observe_weight(weight_RC, arguments(name))
+    rounded_RC = parameters.round(weight_RC)
+    assert rounded_RC.dtype is dtype
+    scheme = scheme.model_copy(update={"format": format_of(scheme), "input_activations": None})
+    module = QuantizedModule("m", Linear(1, 1), scheme)
+    packed = compress(module, {"weight": rounded_RC, **stored(parameters, dtype)})
+    reader = BaseCompressor.get_value_from_registry(scheme.format)
+    decoded_RC = reader.decompress(packed, scheme)["weight"]
+    assert torch.equal(decoded_RC.to(dtype), rounded_RC)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rounding_is_what_compressed_tensors_packs_and_unpacks(name: str) -> None:
+    weight_RC, scheme = weight(torch.bfloat16), preset_scheme(name)
+    parameters = observe_weight(weight_RC, arguments(name))
+    packer = BaseCompressor.get_value_from_registry(format_of(scheme))
+    own = {"weight": weight_RC, **stored(parameters, torch.bfloat16)}
+    decoded_RC = packer.decompress(packer.compress(own, scheme), scheme)["weight"]
+    assert torch.equal(parameters.round(weight_RC), decoded_RC)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_rounded_in_full_precision_is_not_rounded_again(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Solvers give values on the grid in float32; storing them must not move a code."""
+    parameters = observe_weight(weight(dtype), arguments(name))
+    once_RC = parameters.round(weight(dtype).float())
+    twice_RC = parameters.round(once_RC)
+    assert torch.equal(once_RC.to(dtype), twice_RC.to(dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_element_is_further_off_than_half_a_step(name: str) -> None:
+    weight_RC, args = weight(torch.float32), arguments(name)
+    parameters = observe_weight(weight_RC, args)
+    exact_RC = fake_quantize_matrix(
+        weight_RC.double(),
+        parameters.effective_scale.double(),
+        None if args.symmetric else parameters.zero_point,
+        grid_of(args),
+        partition_of(args),
+    )
+    off_RC = (parameters.round(weight_RC) - weight_RC).abs().double()
+    best_RC = (exact_RC - weight_RC).abs()
+    # bfloat16 holds what 4-bit floats decode to; else only float32's own rounding is between
+    slack = 2.0**-8 if args.num_bits == 4 and args.type == "float" else 2.0**-20
+    assert bool((off_RC <= best_RC + slack * weight_RC.abs() + 1e-9).all())
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "FP8", "NVFP4A16", "MXFP4"])
+def test_columns_carry_the_scales_of_every_element(name: str) -> None:
+    weight_RC = weight(torch.bfloat16)
+    parameters = observe_weight(weight_RC, arguments(name))
+    columns = parameters.columns(ROWS, COLUMNS)
+    scale_RC = columns.scale_RG[:, columns.group_of_column_C]
+    expected_RC = partition_of(parameters.args).expand(parameters.effective_scale, ROWS, COLUMNS)
+    assert columns.scale_RG.dtype is torch.float32
+    assert torch.equal(scale_RC, expected_RC.float())
+    assert (columns.zero_RG is None) == parameters.args.symmetric
+
+
+def test_ragged_blocks_are_rounded_as_the_reader_pads_them() -> None:
+    weight_RC = weight(torch.bfloat16, 200, 304)
+    scheme = preset_scheme("FP8_BLOCK")
+    parameters = observe_weight(weight_RC, arguments("FP8_BLOCK"))
+    assert parameters.scale.shape == (2, 3)
+    own = {"weight": weight_RC, **stored(parameters, torch.bfloat16)}
+    packer = BaseCompressor.get_value_from_registry(format_of(scheme))
+    decoded_RC = packer.decompress(packer.compress(own, scheme), scheme)["weight"]
+    assert torch.equal(parameters.round(weight_RC), decoded_RC[:200, :304])
+
+
+def test_a_shared_global_scale_is_used_instead_of_the_own_one() -> None:
+    weight_RC, args = weight(torch.bfloat16), arguments("NVFP4A16")
+    own = observe_weight(weight_RC, args)
+    assert own.global_scale is not None
+    assert torch.equal(own.global_scale, 448 * 6 / weight_amax(weight_RC))
+    shared = observe_weight(weight_RC, args, global_scale=own.global_scale / 4)
+    assert shared.global_scale is not None
+    assert torch.equal(shared.global_scale, own.global_scale / 4)
+    assert not torch.equal(shared.scale, own.scale)
+
+
+def test_the_observer_of_the_arguments_is_used_and_sees_the_importance() -> None:
+    args = arguments("W4A16")
+    importance_C = torch.ones(COLUMNS)
+    importance_C[:64] = 1000.0
+
+    def error(observer: str, weighed_by: Tensor) -> float:
+        named = args.model_copy(update={"observer": observer})
+        parameters = observe_weight(weight(torch.float32), named, importance_C=importance_C)
+        change_RC = parameters.round(weight(torch.float32)) - weight(torch.float32)
+        return float((change_RC.square() * weighed_by).sum())
+
+    plain_C = torch.ones(COLUMNS)
+    assert error("memoryless_mse", plain_C) < 0.95 * error("memoryless_minmax", plain_C)
+    assert error("imatrix_mse", importance_C) < 0.95 * error("memoryless_minmax", importance_C)
+
+
+def test_values_that_are_not_finite_are_refused() -> None:
+    weight_RC = weight(torch.float32)
+    weight_RC[5, 5] = float("nan")
+    with pytest.raises(NonFiniteError):
+        observe_weight(weight_RC, arguments("W4A16"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_absolute_maximum_counts_both_signs(dtype: torch.dtype) -> None:
+    assert weight_amax(torch.tensor([[1.0, -3.0]], dtype=dtype)).tolist() == [3.0]
+    assert weight_amax(torch.tensor([[2.0, -1.0]], dtype=dtype)).tolist() == [2.0]
+    assert weight_amax(torch.ones(1, 1, dtype=dtype)).dtype is torch.float32
