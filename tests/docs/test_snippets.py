@@ -265,6 +265,15 @@ def test_arguments_named_in_the_data_page_exist() -> None:
     assert told <= fields
 
 
+def test_arguments_without_effect_are_read_nowhere() -> None:
+    section = (DOCS / "data.md").read_text(encoding="utf-8").split("## Accepted without effect")[1]
+    told = re.findall(r"`(\w+)`", section.split("For training")[0])
+    sources = [path for path in (ROOT / "src").rglob("*.py") if path.parent.name != "args"]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    assert told
+    assert [name for name in told if re.search(rf"args\.{name}\b", text)] == []
+
+
 def test_pipelines_are_those_of_the_registry() -> None:
     rows = table_rows(DOCS / "sequential.md", "## The pipelines")
     assert {row[0] for row in rows} == {str(name) for name in PIPELINES} - {"data_free"}

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from datasets import Dataset
 
 VOCABULARY = 128
 
@@ -91,9 +92,7 @@ def fingerprint(model: Module) -> dict[str, Any]:
 def counted_forwards() -> Iterator[list[str]]:
     """Class names of the modules that ran inside, one per call."""
     calls: list[str] = []
-    handle = register_module_forward_pre_hook(
-        lambda module, _: calls.append(type(module).__name__)
-    )
+    handle = register_module_forward_pre_hook(lambda module, _: calls.append(type(module).__name__))
     try:
         yield calls
     finally:

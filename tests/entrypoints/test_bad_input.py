@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import small_models as small
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import llmcompressor
 import llmcompressor.checkpoint.shards
-from llmcompressor import active_session, oneshot
+from datasets import Dataset
+from llmcompressor import active_session, oneshot, reset_session
 from llmcompressor.errors import (
     ArgumentError,
     CheckpointError,
@@ -32,6 +32,8 @@ from llmcompressor.errors import (
     RecipeError,
     TargetError,
 )
+from llmcompressor.modifiers.quantization import GPTQModifier
+from llmcompressor.recipe import Recipe
 
 PICO = str(Path(llmcompressor.__file__).parent / "data" / "pico-stdlib")
 RTN = "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}}"
@@ -109,6 +111,7 @@ def foreign_config(place: Place) -> dict[str, Any]:
 
 def own_output(place: Place) -> dict[str, Any]:
     oneshot(model=str(place.model), recipe=RTN, output_dir=str(place.root / "first"))
+    reset_session()
     return {"model": str(place.root / "first")}
 
 
@@ -219,9 +222,7 @@ CASES = [
         RecipeError,
         ("recipe.yaml",),
     ),
-    Case(
-        "no such stage", lambda _: {"stage": "prune"}, RecipeError, ("prune", "default")
-    ),
+    Case("no such stage", lambda _: {"stage": "prune"}, RecipeError, ("prune", "default")),
     # ---- arguments
     Case(
         "misspelt argument",
@@ -317,7 +318,7 @@ CASES = [
             "tokenizer": PICO,
         },
         DatasetError,
-        ("label", "score", "text_column"),
+        ("label", "score", "text", "preprocessing_func"),
         reaches_model=True,
     ),
     Case(
@@ -472,3 +473,80 @@ def test_bad_input_leaves_a_loaded_model_as_it_was(case: Case, place: Place) -> 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit for bit; NaN equals itself."""
     return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights cannot be written to their end."""
+
+    def save_file(tensors: Any, filename: str, **kwargs: Any) -> None:
+        Path(filename).write_bytes(b"the beginning of a file")
+        raise OSError(errno.ENOSPC, "No space left on device", filename)
+
+    monkeypatch.setattr(llmcompressor.checkpoint.shards, "save_file", save_file)
+
+
+@pytest.mark.parametrize("existing", ["absent", "overwritten"])
+def test_a_full_disk_leaves_the_target_as_it_was(
+    existing: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = place.correct()
+    if existing == "overwritten":
+        oneshot(**{**arguments, "recipe": RTN})
+        arguments["overwrite"] = True
+    before = small.tree(place.root)
+    with monkeypatch.context() as patched:
+        fill_disk(patched)
+        with pytest.raises(OutputError) as caught:
+            oneshot(**arguments)
+    check_message(caught.value, ("full", "output", "Free some space"))
+    assert small.tree(place.root) == before
+    oneshot(**arguments)
+    assert (place.output / "model.safetensors").is_file()
+
+
+def test_a_full_disk_when_the_configuration_is_written(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights without a configuration must not appear either."""
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = small.tree(place.root)
+    arguments = place.correct()
+    with monkeypatch.context() as patched:
+        patched.setattr("llmcompressor.checkpoint.save.write_json", full)
+        with pytest.raises(OutputError):
+            oneshot(**arguments)
+    assert small.tree(place.root) == before
+
+
+def test_a_loaded_model_that_is_quantized_is_refused(place: Place) -> None:
+    model = AutoModelForCausalLM.from_pretrained(own_output(place)["model"])
+    before = small.fingerprint(model)
+    with pytest.raises(CheckpointError) as caught:
+        oneshot(**{**place.correct(), "model": model})
+    check_message(caught.value, ("first", "already quantized", "compressed-tensors"))
+    assert small.fingerprint(model) == before
+    assert not place.output.exists()
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(4, 4), print], ids=["module", "function"])
+def test_what_is_no_transformers_model_is_refused(model: Any, place: Place) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        oneshot(**{**place.correct(), "model": model})
+    check_message(caught.value, (type(model).__name__, "transformers model"))
+    assert not place.output.exists()
+
+
+def test_a_modifier_serves_again_after_a_failure(place: Place) -> None:
+    """The same object: who mends the data does not have to build the recipe anew."""
+    modifier = GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
+    good = place.correct()
+    place.change_weight(NORM1, 3e38, whole=True)
+    with pytest.raises(NonFiniteError):
+        oneshot(**{**good, "recipe": modifier})
+    place.change_weight(NORM1, 1.0, whole=True)
+    oneshot(**{**good, "recipe": modifier})
+    assert (place.output / "model.safetensors").is_file()
+    assert active_session().lifecycle.recipe == Recipe.from_modifiers(modifier)

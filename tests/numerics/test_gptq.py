@@ -29,6 +29,7 @@ GRIDS = {
     "int2": Grid("int", 2),
     "int8 asymmetric": Grid("int", 8, symmetric=False),
     "fp8": Grid("float", 8),
+    "fp8 asymmetric": Grid("float", 8, symmetric=False),
     "fp4": Grid("float", 4),
 }
 SHARE_KEPT = 0.5

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.observers.tokens import per_batch, real_tokens
 
 MASK = torch.tensor([[True, True, False], [False, True, True]])
 
@@ -46,3 +46,20 @@ def test_one_sequence_given_as_a_matrix_loses_its_padding() -> None:
 
 def test_a_row_of_padding_alone_leaves_nothing() -> None:
     assert real_tokens(activation(), torch.zeros_like(MASK)).shape == (0, 4)
+
+
+def test_batches_that_were_run_as_one_come_apart_again() -> None:
+    values, mask = torch.randn(5, 3, 4), torch.rand(5, 3) > 0.5
+    parts = list(per_batch(values, mask, (2, 1, 2)))
+    assert [len(part) for part, _ in parts] == [2, 1, 2]
+    assert torch.equal(torch.cat([part for part, _ in parts]), values)
+    assert torch.equal(torch.cat([own for _, own in parts if own is not None]), mask)
+    assert [own for _, own in per_batch(values, None, (2, 1, 2))] == [None, None, None]
+
+
+@pytest.mark.parametrize("sizes", [None, (5,), (2, 2)])
+def test_one_batch_or_another_layout_stays_whole(sizes: tuple[int, ...] | None) -> None:
+    values = torch.randn(5, 3, 4)
+    ((part, own),) = per_batch(values, None, sizes)
+    assert part is values
+    assert own is None

@@ -127,6 +127,7 @@ class State:
         batches_per_step: batches that make up one optimizer step.
         token_mask: bool ``[batch, tokens]``, true where the current calibration batch has a
             token and not padding.
+        batch_sizes: how many samples each of the calibration batches had that are now run as one.
         reference_inputs: for the current calibration batch, what each module gets in the
             original model.
         call_order: which modules a forward calls when, and which of them get the same tensor
@@ -148,6 +149,7 @@ class State:
     steps_per_epoch: int | None = None
     batches_per_step: int | None = None
     token_mask: Tensor | None = None
+    batch_sizes: tuple[int, ...] | None = None
     reference_inputs: Mapping[Module, Tensor] | None = None
     call_order: Any = None
     progress: Callable[..., Any] | None = None

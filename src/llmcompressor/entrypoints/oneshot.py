@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoin
 from llmcompressor.checkpoint.staging import check_output_dir
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
+from llmcompressor.datasets import table
 from llmcompressor.datasets.calibration import load_calibration
+from llmcompressor.datasets.source import Source, open_source
 from llmcompressor.errors import ArgumentError, DatasetError, NonFiniteError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
@@ -122,7 +124,7 @@ class Oneshot:
         )
         if not recipe.modifiers:
             logger.warning("The recipe is empty: the model will not be changed.")
-        return recipe
+        return _unused(recipe)
 
     def _check_output(self, output_dir: str | Path | None) -> Path | None:
         if output_dir is None:
@@ -130,9 +132,7 @@ class Oneshot:
         target = Path(output_dir)
         if self.recipe_args.stage:
             target /= self.recipe_args.stage
-        return check_output_dir(
-            target, source=self._source, overwrite=self.model_args.overwrite
-        )
+        return check_output_dir(target, source=self._source, overwrite=self.model_args.overwrite)
 
     def _check_data_needed(self) -> None:
         data = self.dataset_args.dataset is not None or self.dataset_args.dataset_path is not None
@@ -168,9 +168,10 @@ class Oneshot:
     def __call__(self) -> Module:
         """Load, calibrate, compress, and save."""
         with _log_file(self.log_dir):
+            source = self._open_data()
             model = self._load_model()
             processor = self._load_processor(model)
-            batches = self._load_data(model, processor)
+            batches = self._load_data(model, processor, source)
             session = active_session()
             session.reset()
             with _undone_on_error(session):
@@ -181,6 +182,16 @@ class Oneshot:
             if self.recipe_args.clear_sparse_session:
                 session.reset()
             return model
+
+    def _open_data(self) -> Source | None:
+        """The raw data, before the model: a wrong path is not to cost the time of loading it.
+
+        A registered data set is opened later, because its class may want the processor.
+        """
+        name = self.dataset_args.dataset
+        if not self._needing_data or (isinstance(name, str) and table.find(name) is not None):
+            return None
+        return open_source(self.dataset_args)
 
     def _load_model(self) -> Module:
         args = self.model_args
@@ -198,12 +209,15 @@ class Oneshot:
         )
         return _placed(model, args.device)
 
-    def _given_model(self, model: Any) -> Module:
-        if not isinstance(model, Module):
+    def _given_model(self, given: Any) -> Module:
+        writable = hasattr(given, "config") and hasattr(given, "save_pretrained")
+        if not isinstance(given, Module) or (self.output_dir is not None and not writable):
             raise ArgumentError(
-                f"The model is a {type(model).__name__}.",
+                f"The model is a {type(given).__name__}, which cannot be compressed"
+                f"{' and written' if self.output_dir else ''}.",
                 "Pass a folder, the id of a model on the hub, or a loaded transformers model.",
             )
+        model: Any = given
         check_unquantized(model)
         if not self.model_args.tie_word_embeddings:
             untie_embeddings(model)
@@ -232,7 +246,7 @@ class Oneshot:
         given = data is not None or self.dataset_args.dataset_path is not None
         return given and place is not None and not isinstance(data, torch.utils.data.DataLoader)
 
-    def _load_data(self, model: Module, processor: Any) -> Any:
+    def _load_data(self, model: Module, processor: Any, source: Source | None) -> Any:
         if not self._needing_data:
             return None
         config = getattr(model, "config", None)
@@ -243,6 +257,7 @@ class Oneshot:
             vocab_size=_vocabulary(model),
             model_max_length=getattr(config, "max_position_embeddings", None),
             seed=self.dataset_args.seed,
+            source=source,
         )
 
     def _compress(self, model: Module, batches: Any, session: CompressionSession) -> None:
@@ -290,6 +305,25 @@ class Oneshot:
             overwrite=self.model_args.overwrite,
             report=_report(session),
         )
+
+
+def _unused(recipe: Recipe) -> Recipe:
+    """The recipe with a new modifier in place of each that was part of a run before.
+
+    A modifier serves once; whoever compresses several models by one recipe, or tries again after
+    an error, need not know that.
+    """
+    if not any(modifier.initialized for modifier in recipe.modifiers):
+        return recipe
+    stages = [
+        replace(stage, modifiers=tuple(map(_like, stage.modifiers))) for stage in recipe.stages
+    ]
+    return Recipe(stages, args=recipe.args)
+
+
+def _like(modifier: Modifier) -> Modifier:
+    fields = {name: getattr(modifier, name) for name in modifier.model_fields_set}
+    return type(modifier)(**fields) if modifier.initialized else modifier
 
 
 def _report(session: CompressionSession) -> Mapping[str, Any] | None:

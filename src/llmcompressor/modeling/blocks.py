@@ -9,6 +9,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 
 from llmcompressor.errors import TargetError, did_you_mean
 from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modeling.paused_forward import check_not_nested
 
 __all__ = ["block_of", "find_blocks", "sub_blocks"]
 
@@ -23,7 +24,7 @@ def find_blocks(model: Module, targets: Sequence[str] | None = None) -> dict[Mod
             layers.
 
     Raises:
-        TargetError: if ``targets`` are given and match nothing.
+        TargetError: ``targets`` are given and match nothing, or one lies inside another.
     """
     if targets:
         found = {module: name for name, module in match_named_modules(model, list(targets), [])}
@@ -34,6 +35,7 @@ def find_blocks(model: Module, targets: Sequence[str] | None = None) -> dict[Mod
                 f"{type(model).__name__}.",
                 did_you_mean(targets[0], classes),
             )
+        check_not_nested(found)
         return found
     names = getattr(model, "_no_split_modules", None)
     blocks = dict(_outermost(model, names)) if names else {}

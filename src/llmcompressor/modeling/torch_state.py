@@ -75,7 +75,10 @@ class SuspendedState:
         home.apply(TorchState.capture())
 
     def give_back(self) -> None:
-        """Put the coroutine's own state in force again."""
+        """Put the coroutine's own state in force again.
+
+        Inference mode can only be nested: it has to be now what it was in ``home``.
+        """
         if self._guard is not None:
             self._guard.__exit__(None, None, None)
             self._guard = None

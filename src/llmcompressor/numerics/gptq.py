@@ -59,7 +59,7 @@ class GptqResult(NamedTuple):
     weight_RC: Tensor
     """Rounded and dequantized, float32 ``[..., R, C]``."""
     loss_R: Tensor
-    """½ Σ_c (w_c − q_c)² / U_cc², float32 ``[..., R]`` (arXiv:2210.17323, Alg. 1)."""
+    """½ Σ_c (w_c - q_c)² / U_cc², float32 ``[..., R]`` (arXiv:2210.17323, Alg. 1)."""
 
 
 def activation_order(hessian_CC: Tensor) -> Tensor:
@@ -104,7 +104,9 @@ def sweep(
                 rounded_CR[..., c, :] = quantized_R
                 error_R = torch.sub(column_R, quantized_R).mul_(inverse_diagonal_C[..., c, None])
                 error_CR[..., c, :] = error_R
-                _subtract_outer(work_CR[..., c + 1 : shi, :], factor_CC[..., c, c + 1 : shi], error_R)
+                _subtract_outer(
+                    work_CR[..., c + 1 : shi, :], factor_CC[..., c, c + 1 : shi], error_R
+                )
             _subtract_product(work_CR, factor_CC, error_CR, (slo, shi), (shi, hi))
         _subtract_product(work_CR, factor_CC, error_CR, (lo, hi), (hi, columns))
     loss_R = error_CR.square_().sum(dim=-2).mul_(0.5)
@@ -129,7 +131,11 @@ def _column_rounder(scales: ColumnScales, grid: Grid) -> RoundColumn:
 
     def round_float(w_R: Tensor, c: int) -> Tensor:
         g = group_of_column[c]
-        return grid.round(torch.mul(w_R, inverse_GR[..., g, :])).mul_(scale_GR[..., g, :])
+        q_R = torch.mul(w_R, inverse_GR[..., g, :])
+        if zero_GR is None:
+            return grid.round(q_R).mul_(scale_GR[..., g, :])
+        zero_R = zero_GR[..., g, :]
+        return grid.round(q_R.add_(zero_R)).sub_(zero_R).mul_(scale_GR[..., g, :])
 
     return round_int if grid.kind == "int" else round_float
 
@@ -142,7 +148,11 @@ def _subtract_outer(target_KR: Tensor, factor_K: Tensor, error_R: Tensor) -> Non
 
 
 def _subtract_product(
-    work_CR: Tensor, factor_CC: Tensor, error_CR: Tensor, done: tuple[int, int], rest: tuple[int, int]
+    work_CR: Tensor,
+    factor_CC: Tensor,
+    error_CR: Tensor,
+    done: tuple[int, int],
+    rest: tuple[int, int],
 ) -> None:
     """``work[rest] -= U[done, rest]ᵀ error[done]``."""
     if rest[0] >= rest[1]:

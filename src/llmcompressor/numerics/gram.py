@@ -9,9 +9,9 @@ gather tokens (:class:`TokenBuffer`) and multiply a few thousand at a time.
 inputs             product
 =================  =============================================================================
 CUDA, 16 bit       16-bit operands, float32 accumulation and float32 result: exact products
-CPU, float32       ``numpy``'s ``x.T @ x``: its BLAS sees one array twice and computes a half
-CPU, 16 bit        the same after a cast; a 16-bit result would round each partial sum to 8 bits
-float64            as it is
+CPU                the upper block triangle only, in float32; operands that came from bfloat16
+                   are multiplied as bfloat16, which is exact, and summed in float32
+float64            as it is, on any device
 =================  =============================================================================
 
 The cross product has no symmetry to exploit, and it only *corrects* the weight. It may therefore
@@ -20,7 +20,9 @@ be taken with 16-bit operands, and a 16-bit result per chunk (:func:`cross_produ
 
 from __future__ import annotations
 
-import numpy as np
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,10 @@ __all__ = ["TokenBuffer", "add_cross_product", "add_symmetric_product", "symmetr
 
 CHUNK_TOKENS = 4096
 """Tokens that are multiplied at once: enough to run at the machine's matrix rate."""
+_PARTS = 4
+"""Block rows of the triangle: 4 leave 10 of 16 blocks to compute."""
+_NARROWEST = 128
+"""Columns of a block row below which its products are too small to be fast."""
 
 
 def add_symmetric_product(gram_CC: Tensor, input_TC: Tensor) -> None:
@@ -43,16 +49,44 @@ def add_symmetric_product(gram_CC: Tensor, input_TC: Tensor) -> None:
     tensor([[10., 14.],
             [14., 20.]])
     """
-    if input_TC.device.type == "cpu" and gram_CC.dtype == torch.float32:
-        array = input_TC.detach().float().contiguous().numpy()
-        # Overflow is no matter for a warning here: whoever reads the sum checks that it is finite.
-        with np.errstate(over="ignore", invalid="ignore"):
-            gram_CC += torch.from_numpy(array.T @ array)
+    input_TC = input_TC.detach()
+    if input_TC.device.type == "cpu":
+        _add_half_product(gram_CC, input_TC)
     elif input_TC.device.type == "cuda" and input_TC.dtype in (torch.float16, torch.bfloat16):
         gram_CC += torch.mm(input_TC.T, input_TC, out_dtype=torch.float32)
     else:
         wide_TC = input_TC.to(gram_CC.dtype)
         gram_CC.addmm_(wide_TC.T, wide_TC)
+
+
+def _add_half_product(gram_CC: Tensor, input_TC: Tensor) -> None:
+    """The upper block triangle of ``XᵀX``, and its mirror image below.
+
+    Operands that came from bfloat16 may be multiplied as bfloat16: nothing is lost, the sums are
+    float32, and processors that have such products take them at up to four times the rate.
+    """
+    exact_in_bfloat16 = input_TC.dtype == torch.bfloat16 and gram_CC.dtype == torch.float32
+    wide_TC = input_TC.to(gram_CC.dtype)
+    columns = wide_TC.shape[1]
+    width = max(-(-columns // _PARTS), _NARROWEST)
+    with _bfloat16_products() if exact_in_bfloat16 else contextlib.nullcontext():
+        for lo in range(0, columns, width):
+            hi = min(lo + width, columns)
+            part_WC = wide_TC[:, lo:hi].T @ wide_TC[:, lo:]
+            gram_CC[lo:hi, lo:] += part_WC
+            gram_CC[hi:, lo:hi] += part_WC[:, hi - lo :].T
+
+
+@contextlib.contextmanager
+def _bfloat16_products() -> Iterator[None]:
+    """Let the CPU's float32 products use bfloat16 operands where it has an instruction for it."""
+    products = torch.backends.mkldnn.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 def add_cross_product(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor) -> None:

@@ -88,7 +88,7 @@ def inverse_factor(damped_CC: Tensor) -> Tensor:
     identity_CC = torch.eye(
         lower_CC.shape[-1], dtype=lower_CC.dtype, device=lower_CC.device
     ).expand_as(lower_CC)
-    inverse_CC = torch.linalg.solve_triangular(lower_CC, identity_CC, upper=False)
+    inverse_CC: Tensor = torch.linalg.solve_triangular(lower_CC, identity_CC, upper=False)
     return inverse_CC.flip(-2, -1).contiguous()
 
 

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
-__all__ = ["real_tokens"]
+__all__ = ["per_batch", "real_tokens"]
 
 
 def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:
@@ -24,3 +27,24 @@ def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:
         if activation.ndim == 2 and len(activation) == token_mask.numel():
             return activation[token_mask.flatten()]
     return activation.reshape(-1, activation.shape[-1])
+
+
+def per_batch(
+    activation: Tensor, token_mask: Tensor | None, sizes: tuple[int, ...] | None
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """What each of the calibration batches brought that were run as one.
+
+    Args:
+        activation: ``[samples, …]``; laid out otherwise, it is one batch.
+        token_mask: bool ``[samples, tokens]``, or ``None``.
+        sizes: samples of each batch, or ``None`` for one batch.
+
+    Yields:
+        Activation and mask of one batch after the other.
+    """
+    if sizes is None or len(sizes) == 1 or len(activation) != sum(sizes):
+        yield activation, token_mask
+        return
+    split = list(sizes)
+    masks = [None] * len(split) if token_mask is None else torch.split(token_mask, split)
+    yield from zip(torch.split(activation, split), masks, strict=True)

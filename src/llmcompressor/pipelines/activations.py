@@ -8,6 +8,7 @@ to them stays valid: the frames of the model's own code never notice.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from llmcompressor.errors import OutputError
 from llmcompressor.modeling.paused_forward import Pass
 
 __all__ = ["ActivationStore", "held_tensors"]
@@ -57,7 +59,12 @@ def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
 
 @dataclass
 class _Parked:
+    """What was done to one storage."""
+
+    tensors: list[Tensor]
     bytes: int
+    home: torch.device
+    """Where it was, and belongs when its pass runs."""
     file: Path | None = None
 
 
@@ -67,7 +74,7 @@ class ActivationStore:
     Args:
         device: where the passes run.
         budget: bytes that may stay in main memory; what exceeds it goes to memory-mapped files.
-        keep: tensors that are never moved (the model's parameters and buffers).
+        keep: tensors that are never moved (the model's own, and the batches).
         fits: nothing has to be moved, so nothing is looked for either.
 
     Attributes:
@@ -99,30 +106,29 @@ class ActivationStore:
         if self._fits or one.finished:
             return
         storages = self._storages(one)
-        size = sum(tensors[0].untyped_storage().nbytes() for tensors in storages.values())
-        records = []
-        if self._device.type != "cpu":
-            for tensors in storages.values():
-                _exchange(tensors, torch.device("cpu"))
+        size = sum(tensors[0].untyped_storage().nbytes() for tensors in storages)
         in_files = self._held + size > self._budget
-        for tensors in storages.values():
-            nbytes = tensors[0].untyped_storage().nbytes()
-            file = self._spill(tensors, nbytes) if in_files else None
-            records.append(_Parked(nbytes, file))
-        self._parked[one] = records
-        self._held += sum(record.bytes for record in records if record.file is None)
+        records = self._parked[one] = []  # kept up to date: an error leaves nothing unaccounted
+        for tensors in storages:
+            record = _Parked(tensors, tensors[0].untyped_storage().nbytes(), tensors[0].device)
+            if record.home.type != "cpu":
+                _exchange(tensors, torch.device("cpu"))
+            if in_files:
+                record.file = self._spill(tensors, record.bytes)
+            else:
+                self._held += record.bytes
+            records.append(record)
         self.peak = max(self.peak, self._held)
 
     def fetch(self, one: Pass) -> None:
         """Bring back what ``one`` holds: it is about to run."""
-        records = self._parked.pop(one, [])
-        self._held -= sum(record.bytes for record in records if record.file is None)
-        files = [record.file for record in records if record.file is not None]
-        if self._device.type != "cpu" or files:
-            for tensors in self._storages(one).values():
-                _exchange(tensors, self._device)
-        for file in files:
-            file.unlink(missing_ok=True)
+        for record in self._parked.pop(one, []):
+            if record.file is not None or record.home.type != "cpu":
+                _exchange(record.tensors, record.home)
+            if record.file is None:
+                self._held -= record.bytes
+            else:
+                record.file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove the files."""
@@ -130,7 +136,7 @@ class ActivationStore:
             self._folder.cleanup()
             self._folder = None
 
-    def _storages(self, one: Pass) -> dict[int, list[Tensor]]:
+    def _storages(self, one: Pass) -> list[list[Tensor]]:
         """Tensors by storage: views of one storage move together."""
         storages: dict[int, list[Tensor]] = {}
         for tensor in held_tensors(one):
@@ -139,19 +145,33 @@ class ActivationStore:
             storage = tensor.untyped_storage()
             if storage.nbytes() >= _SMALLEST and storage.data_ptr() not in self._keep:
                 storages.setdefault(storage.data_ptr(), []).append(tensor)
-        return storages
+        return list(storages.values())
 
     def _spill(self, tensors: list[Tensor], nbytes: int) -> Path:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="llmcompressor-activations-")
         file = Path(self._folder.name) / f"{self._files}.bin"
         self._files += 1
+        _reserve(file, nbytes)
         self.spilled += nbytes
         mapped = torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
         storage = tensors[0].untyped_storage()
         mapped.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)))
         _point(tensors, mapped.untyped_storage())
         return file
+
+
+def _reserve(file: Path, nbytes: int) -> None:
+    """Take the disk space now: writing to a mapped file on a full disk would end the process."""
+    try:
+        with file.open("wb") as handle:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle.fileno(), 0, nbytes)
+    except OSError as error:
+        raise OutputError(
+            f"Activations that exceed the memory cannot be put into {file.parent}: {error}.",
+            "Have TMPDIR name a folder with more space, or calibrate with fewer samples.",
+        ) from error
 
 
 def _exchange(tensors: list[Tensor], device: torch.device) -> None:

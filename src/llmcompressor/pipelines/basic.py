@@ -44,6 +44,7 @@ class BasicPipeline:
             with progress(len(batches), "Calibrating") as advance:
                 for index, batch in enumerate(batches):
                     state.batch_data, state.token_mask = batch, batches.mask(index)
+                    state.batch_sizes = batches.sizes(index)
                     batches.run(batch)
                     advance(1)
             LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))

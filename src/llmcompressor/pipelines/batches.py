@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import DatasetError
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.pipelines.merging import merge_batches
 from llmcompressor.pipelines.model_runs import calibration_mode, model_inputs, token_mask
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ __all__ = ["CalibrationBatches", "calibrating"]
 
 
 class CalibrationBatches(Sequence[Mapping[str, Any]]):
-    """Batches as given, the masks of their real tokens, and how the model is run on one.
+    """Batches, small ones joined, the masks of their real tokens, and how one is run.
 
     Args:
         model: what runs on them.
@@ -34,7 +35,9 @@ class CalibrationBatches(Sequence[Mapping[str, Any]]):
         self, model: Module, batches: Iterable[Mapping[str, Any]], *, use_loss_mask: bool = False
     ) -> None:
         self._model = model
-        self._batches = list(batches)
+        merged = list(merge_batches(batches))
+        self._batches = [one.batch for one in merged]
+        self._sizes = [one.sizes for one in merged]
         if not self._batches:
             raise DatasetError(
                 "The calibration data holds no batch.", "Give at least one sample to calibrate on."
@@ -55,6 +58,10 @@ class CalibrationBatches(Sequence[Mapping[str, Any]]):
     def mask(self, index: int) -> Tensor | None:
         """Bool ``[batch, tokens]`` of the real tokens of a batch; ``None`` where all are."""
         return self._masks[index]
+
+    def sizes(self, index: int) -> tuple[int, ...]:
+        """How many samples each of the batches had that are run as this one."""
+        return self._sizes[index]
 
     def run(self, batch: Mapping[str, Any]) -> object:
         """The model's own forward on a batch."""
@@ -102,6 +109,7 @@ def calibrating(
             yield batches
         finally:
             state.batch_data = state.token_mask = state.reference_inputs = None
+            state.batch_sizes = None
             state.call_order = None
 
 
@@ -155,8 +163,8 @@ def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _encoder_of(model: Module) -> Module | None:
-    config = getattr(model, "config", None)
-    if not getattr(config, "is_encoder_decoder", False) or not hasattr(model, "get_encoder"):
+    config, get_encoder = getattr(model, "config", None), getattr(model, "get_encoder", None)
+    if not getattr(config, "is_encoder_decoder", False) or get_encoder is None:
         return None
-    encoder = model.get_encoder()
+    encoder = get_encoder()
     return encoder if isinstance(encoder, Module) and encoder is not model else None

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.modeling.blocks import block_of, sub_blocks
@@ -67,13 +68,12 @@ def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, s
         tokens: of all calibration batches.
         streams: 1, or 2 with twin streams.
     """
-    weights = [
-        weight for module in modules if (weight := getattr(module, "weight", None)) is not None
-    ]
-    columns = [weight.shape[-1] for weight in weights if weight.ndim == 2]
+    weights = [getattr(module, "weight", None) for module in modules]
+    matrices = [weight for weight in weights if isinstance(weight, Tensor) and weight.ndim == 2]
+    columns = [matrix.shape[-1] for matrix in matrices]
     if not columns:
         return 0
-    itemsize = max(weight.element_size() for weight in weights)
+    itemsize = max(matrix.element_size() for matrix in matrices)
     # What one Linear returns another one gets; what the head returns is not held at all.
     hidden, widest = Counter(columns).most_common(1)[0][0], max(columns)
     states = {
@@ -124,9 +124,8 @@ def make_plan(
             if sizes[level] <= budget
             else f"activations exceed {_mib(budget)} at any level; what exceeds it goes to files"
         )
-    return Plan(
-        level, tuple(_units(level, names, order, blocks, every_block)), reason, sizes[level]
-    )
+    units = tuple(_units(level, names, order, blocks, every_block))
+    return Plan(level, units, reason, sizes[level])
 
 
 def _mib(size: int) -> str:
@@ -155,15 +154,22 @@ def _units(
     units: dict[Module, list[Module]] = {stop: [] for stop in every} if every_block else {}
     by_name = {name: stop for stop, name in stops.items()}
     for group in groups:
+        outside: Module | None = None  # the first that lies in no block: the others wait there
         for module in group:
             inside = block_of(stops, names[module])
-            stop = module if inside is None else by_name[inside]
+            outside = outside or (module if inside is None else None)
+            stop = outside if inside is None else by_name[inside]
+            assert stop is not None
             units.setdefault(stop, []).append(module)
     labels = {**names, **stops}
     return [
-        Unit(stop, labels[stop], tuple(members), stop not in names)
+        Unit(stop, labels[stop], tuple(members), _has_parts(stop) and stop in stops)
         for stop, members in units.items()
     ]
+
+
+def _has_parts(module: Module) -> bool:
+    return any(True for _ in module.children())
 
 
 def _with_unseen(names: Mapping[Module, str], order: CallOrder) -> Iterator[tuple[Module, ...]]:

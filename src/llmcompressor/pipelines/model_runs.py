@@ -42,11 +42,11 @@ def calibration_mode(model: Module) -> Iterator[None]:
             module.training = was_training
         for config, value in configs:
             config.use_cache = value
-        for module, value in zip(quantized, enabled, strict=True):
-            if value is None:
+        for module, was_enabled in zip(quantized, enabled, strict=True):
+            if was_enabled is None:
                 module.__dict__.pop("quantization_enabled", None)
             else:
-                module.quantization_enabled = value
+                module.quantization_enabled = was_enabled
 
 
 def _cache_configs(model: Module) -> list[tuple[Any, bool]]:

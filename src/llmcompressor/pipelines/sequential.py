@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -105,6 +107,7 @@ def _prepare(
     propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)
     streams = 2 if propagates and any(modifier.twin_streams for modifier in modifiers) else 1
     undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
+    budget = _budget(dataset_args)
     plan = make_plan(
         calibrated.names,
         calibrated.order,
@@ -113,7 +116,7 @@ def _prepare(
         forced=forced,
         tokens=batches.tokens,
         streams=streams,
-        budget=_budget(dataset_args),
+        budget=budget,
         every_block=undeclared,
     )
     state.call_order = calibrated.order
@@ -125,7 +128,7 @@ def _prepare(
         calibrated.order,
         streams,
         propagates,
-        budget=_budget(dataset_args),
+        budget=budget,
         to_end=undeclared or any(modifier.runs_to_end for modifier in modifiers),
         undeclared=undeclared,
     )
@@ -169,9 +172,11 @@ class _SequentialRun:
         """Take every unit of the plan in turn."""
         units = {unit.stop: unit for unit in self.plan.units}
         device = model_device(self.model)
-        keep = [*self.model.parameters(), *self.model.buffers()]
         store = ActivationStore(
-            device, self.budget, keep, fits=self.plan.bytes <= _resident_budget(device, self.budget)
+            device,
+            self.budget,
+            self._tensors_of_others(),
+            fits=self.plan.bytes <= _resident_budget(device, self.budget),
         )
         originals = OriginalWeights(len(self.batches), self.order.calls)
         with PausedForward(self._targets(), self._passes()) as forward:
@@ -180,10 +185,10 @@ class _SequentialRun:
                 for member in unit.others:
                     forward.release(member)
             hooks = EarlyHooks(forward)
-            for unit in units.values():
-                hooks.watch([unit.stop] if unit.runs_twice else unit.others)
             stepper = _Stepper(self, forward, store, originals, hooks, units)
             try:
+                for unit in units.values():
+                    hooks.watch([unit.stop] if unit.runs_twice else unit.others)
                 while (forward.pending or self.to_end) and (stop := stepper.next_stop()):
                     unit = units[stop.module]
                     advance(0, note=unit.name)
@@ -195,6 +200,14 @@ class _SequentialRun:
             self._check_all_reached(forward.pending)
         if self.undeclared:
             LifecycleCallbacks.sequential_epoch_end(tuple(self._modules_between()))
+
+    def _tensors_of_others(self) -> Iterator[torch.Tensor]:
+        """What passes refer to and do not own: parts of the model, and the batches."""
+        for module in self.model.modules():
+            for values in (module._parameters, module._buffers, vars(module)):
+                yield from (one for one in values.values() if isinstance(one, torch.Tensor))
+        for batch in self.batches:
+            yield from (one for one in batch.values() if isinstance(one, torch.Tensor))
 
     @property
     def watched(self) -> str:
@@ -256,7 +269,7 @@ class _Stepper:
     def next_stop(self) -> Stop | None:
         """Start what was not started, one batch at a time, and look who waits first."""
         for one in self.forward.unstarted():
-            self._around(one, lambda one=one: self.forward.start(one))
+            self._around(one, partial(self.forward.start, one))
         return self.forward.next_stop()
 
     def serve(self, stop: Stop, unit: Unit) -> None:
@@ -267,39 +280,56 @@ class _Stepper:
             self.originals.keep([unit.stop] if unit.runs_twice else unit.modules)
         modules = tuple(unit.stop.modules()) if unit.runs_twice else unit.modules
         LifecycleCallbacks.sequential_epoch_end(modules)
+        last = self._is_last(unit)
         self.forward.release(unit.stop)
-        if self._is_last(unit):
+        if last:
             return  # nobody needs what lies behind the last stop, the head for instance
         for one in stop.passes:
             if one.module is stop.module:  # original passes may have gone on already
                 self._send_on(one)
 
     def _is_last(self, unit: Unit) -> bool:
-        if self.forward.pending or self.run.to_end:
+        if self.run.to_end or list(self.forward.pending) != [unit.name]:
             return False
         return unit.runs_twice or not any(has_output_hooks(module) for module in unit.modules)
 
     def _calibrate(self, stop: Stop, unit: Unit) -> None:
         """Run the unit with all hooks on; an original pass goes on at once, it has its output."""
         references: dict[int, dict[Module, torch.Tensor]] = {}
+        last = self._is_last(unit)
         for one in stop.passes:
             if one.stream == "original":
                 with input_capture(unit.modules) as captured:
-                    self._send_on(one, hooks_on=True)
+                    if last:
+                        self._try(one, None)
+                    else:
+                        self._send_on(one, hooks_on=True)
                 references[one.index] = captured
             else:
-                self.store.fetch(one)
-                self._set_batch(one, references.pop(one.index, None))
+                self._try(one, references.pop(one.index, None))
+
+    def _try(self, one: Pass, references: Mapping[Module, torch.Tensor] | None) -> None:
+        """Run the module that ``one`` waits at for the hooks' sake; the pass does not go on."""
+        self.store.fetch(one)
+        self._set_batch(one, references)
+        try:
+            with self._listening(one):
                 self.hooks.run(one)
-                self.store.park(one)
-        self._set_batch(None, None)
+        finally:
+            self._set_batch(None, None)
+        self.store.park(one)
+
+    def _listening(self, one: Pass) -> AbstractContextManager[object]:
+        """Hooks are called for one stream only."""
+        watched = one.stream == self.run.watched
+        return contextlib.nullcontext() if watched else HooksMixin.disable_hooks()
 
     def _send_on(self, one: Pass, *, hooks_on: bool = False) -> None:
         """Let ``one`` run the module that it waits at, and on to its next stop."""
         assert one.module is not None
         self.store.fetch(one)
         inside = self._inside(one, one.module, hooks_on)
-        self._around(one, lambda: self.forward.resume(one, inside))
+        self._around(one, partial(self.forward.resume, one, inside))
 
     @contextlib.contextmanager
     def _inside(self, one: Pass, module: Module, hooks_on: bool) -> Iterator[None]:
@@ -309,10 +339,9 @@ class _Stepper:
 
     def _around(self, one: Pass, step: Callable[[], None]) -> None:
         """Let ``one`` run to its next stop, with the state telling hooks which batch it is."""
-        watched = one.stream == self.run.watched
         self._set_batch(one, self._reference_of(one))
         try:
-            with contextlib.nullcontext() if watched else HooksMixin.disable_hooks():
+            with self._listening(one):
                 step()
                 if one.module is not None:
                     self.hooks.show_input(one, self.units[one.module].others)
@@ -332,6 +361,7 @@ class _Stepper:
         state = self.run.state
         state.batch_data = None if one is None else self.run.batches[one.index]
         state.token_mask = None if one is None else self.run.batches.mask(one.index)
+        state.batch_sizes = None if one is None else self.run.batches.sizes(one.index)
         state.reference_inputs = references
 
 
@@ -344,14 +374,16 @@ class _WaitingInputs(Mapping[Module, torch.Tensor]):
 
     def __getitem__(self, module: Module) -> torch.Tensor:
         tensor = first_tensor(self._one.args, self._one.kwargs)
-        if module not in tuple(self) or tensor is None:
+        if module not in self._modules() or tensor is None:
             raise KeyError(module)
         return tensor
 
     def __iter__(self) -> Iterator[Module]:
-        if self._one.module is not None:
-            yield self._one.module
-            yield from self._units[self._one.module].others
+        return iter(self._modules())
 
     def __len__(self) -> int:
-        return len(tuple(self))
+        return len(self._modules())
+
+    def _modules(self) -> tuple[Module, ...]:
+        stop = self._one.module
+        return () if stop is None else (stop, *self._units[stop].others)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twin streams: for every batch one pass through the compressed weights and one through the
-original ones, so that each Linear's two inputs meet token by token.
+"""Twin streams: two passes for every batch, so that a Linear's two inputs meet token by token.
 
+One pass goes through the compressed weights and one through the original ones.
 The original pass of a batch always runs ahead of the compressed one. Where it waits, what goes
 into each module is kept for the compressed pass of that batch (``state.reference_inputs``); where
 a module is already compressed, it runs with the parameters that it had before.
@@ -38,7 +38,12 @@ class OriginalWeights:
         self._served: dict[Module, Counter[int]] = {}
 
     def keep(self, modules: Iterable[Module]) -> None:
-        """Copy the parameters of ``modules``, which are about to be compressed."""
+        """Copy the parameters of ``modules``, which are about to be compressed.
+
+        All passes wait now, so what every original pass has had as often as it will is dropped.
+        """
+        for module in [module for module in self._saved if self._all_served(module)]:
+            del self._saved[module]
         for module in modules:
             if not self._all_served(module):
                 self._saved[module] = [
@@ -61,14 +66,9 @@ class OriginalWeights:
                 owner._parameters[name] = parameter
             yield
         finally:
-            for owner, name, parameter in present:
-                owner._parameters[name] = parameter
-            self._count(one, module)
-
-    def _count(self, one: Pass, module: Module) -> None:
-        self._served.setdefault(module, Counter())[one.index] += 1
-        if self._all_served(module):
-            self._saved.pop(module, None)
+            for owner, name, present_parameter in present:
+                owner._parameters[name] = present_parameter
+            self._served.setdefault(module, Counter())[one.index] += 1
 
     def _all_served(self, module: Module) -> bool:
         """Whether every original pass has called ``module`` as often as it will."""

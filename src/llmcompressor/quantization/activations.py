@@ -16,7 +16,7 @@ from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.observers.base import Observer
-from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.observers.tokens import per_batch, real_tokens
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 
 __all__ = ["ActivationObservers"]
@@ -122,17 +122,19 @@ class ActivationObservers:
     def _observe(self, module: Module, base: str, activation: Tensor | None) -> None:
         if activation is None:
             return
-        self._feed(module, base, real_tokens(activation, self._state.token_mask))
+        state = self._state
+        for part, mask in per_batch(activation, state.token_mask, state.batch_sizes):
+            self._feed(module, base, real_tokens(part, mask))
 
     @torch.no_grad()
     def _observe_states(self, module: Module, base: str, states_BHTD: Tensor) -> None:
-        """States come as ``[batch, heads, tokens, head_dim]``; padding goes sample by sample."""
-        mask = self._state.token_mask
-        if mask is None or mask.shape != (states_BHTD.shape[0], states_BHTD.shape[2]):
-            self._feed(module, base, states_BHTD)
-            return
-        for states_HTD, mask_T in zip(states_BHTD, mask, strict=True):
-            self._feed(module, base, states_HTD[:, mask_T].unsqueeze(0))
+        """The real tokens of a batch are observed as one sequence, padded or not."""
+        state = self._state
+        for part_BHTD, mask_BT in per_batch(states_BHTD, state.token_mask, state.batch_sizes):
+            if mask_BT is not None and mask_BT.shape == part_BHTD.transpose(1, 2).shape[:2]:
+                states_NHD = part_BHTD.transpose(1, 2)[mask_BT]
+                part_BHTD = states_NHD.transpose(0, 1).unsqueeze(0)  # noqa: PLW2901 - one canonical form
+            self._feed(module, base, part_BHTD)
 
     def _feed(self, module: Module, base: str, values: Tensor) -> None:
         try:
@@ -146,6 +148,7 @@ class ActivationObservers:
     def _check_seen(self, module: Module, base: str, observer: Observer) -> None:
         if not observer.observations:
             raise TargetError(
-                f"No calibration token reached {self._names[module]}, whose {base} scale is static.",
+                f"No calibration token reached {self._names[module]}, whose {base} scale is "
+                "static.",
                 "Add data that uses it, or put it on the recipe's ignore list.",
             )

@@ -78,7 +78,7 @@ def attach_linear(
     for name, value in activations.items():
         set_parameter(module, name, value)
     # The weight holds what its codes stand for: it is not to be rounded again at every forward.
-    module.quantization_status = QuantizationStatus.DECOMPRESSED  # type: ignore[assignment]
+    module.quantization_status = QuantizationStatus.DECOMPRESSED
 
 
 def cached_attention_modules(model: Module) -> dict[Module, str]:
@@ -96,7 +96,7 @@ def tap_attention(model: Module, module: Module, *, queries: bool) -> None:
         initialize_hooked_kv_cache(model, module)
 
 
-def untap_attention(model: Module, module: Module) -> None:
+def untap_attention(model: Any, module: Module) -> None:
     """Take back :func:`tap_attention`: the calibration was broken off."""
     for name in (KV_CACHE_ATTR, IMPL_ATTR):
         module._modules.pop(name, None)
@@ -104,8 +104,7 @@ def untap_attention(model: Module, module: Module) -> None:
         if getattr(hook, "__module__", None) == QuantizedKVCache.__module__:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-    config: Any = model.config
-    hooked = config._attn_implementation == HOOKED_ATTENTION_NAME
+    hooked = model.config._attn_implementation == HOOKED_ATTENTION_NAME
     if hooked and not any(hasattr(other, IMPL_ATTR) for other in model.modules()):
         model.set_attn_implementation(QuantizedAttentionImpl._original_impl)
 
@@ -129,4 +128,4 @@ def attach_attention(
     initialize_module_for_quantization(module, scheme, force_zero_point=False)
     for name, value in states.items():
         set_parameter(module, name, value)
-    module.quantization_status = QuantizationStatus.DECOMPRESSED  # type: ignore[assignment]
+    module.quantization_status = QuantizationStatus.DECOMPRESSED

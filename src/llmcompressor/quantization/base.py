@@ -11,7 +11,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import Field, PrivateAttr
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Embedding, Module
 
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
@@ -31,7 +31,13 @@ from llmcompressor.quantization.attach import (
     tap_attention,
     untap_attention,
 )
-from llmcompressor.quantization.parameters import WeightParameters, observe_weight, weight_amax
+from llmcompressor.quantization.parameters import (
+    WeightParameters,
+    observe_weight,
+    weight_amax,
+    weight_of,
+)
+from llmcompressor.schemes.assign import listed
 from llmcompressor.schemes.bridge import needs_global_scale
 from llmcompressor.schemes.checks import check_schemes
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
@@ -151,11 +157,13 @@ class QuantizationMixin(Modifier):
         for name, scheme in schemes.items():
             module = modules[name]
             self._check_free(module, name)
+            self._check_inputs(module, name, scheme)
             if module in attention:
                 self._attention[module] = name
             else:
                 self._schemes[module] = scheme
             self._names[module] = name
+        self._check_all_attention(attention)
         if resolved.kv_cache_scheme is not None:
             self._add_caches(attention)
         self._check_finite()
@@ -163,6 +171,20 @@ class QuantizationMixin(Modifier):
         for name, scheme in schemes.items():  # last: an error above leaves the model untouched
             modules[name].quantization_scheme = scheme
         return True
+
+    def _check_all_attention(self, attention: Mapping[Module, str]) -> None:
+        """Queries are tapped in the attention function, and a model has one for all its layers."""
+        left = [
+            name
+            for module, name in attention.items()
+            if module not in self._attention and not hasattr(module, "quantization_scheme")
+        ]
+        if self._attention and left:
+            raise TargetError(
+                f"The attention of some layers is to be quantized, but not that of {listed(left)}, "
+                "and readers run all layers with one attention function.",
+                "Target all of them, or quantize keys and values alone with kv_cache_scheme.",
+            )
 
     def _add_caches(self, attention: Mapping[Module, str]) -> None:
         if not attention:
@@ -182,6 +204,14 @@ class QuantizationMixin(Modifier):
             raise TargetError(
                 f"{name} is quantized already, by another modifier or an earlier run.",
                 f"Put it on the ignore list of one of them ({type(self).__name__} is the later).",
+            )
+
+    @staticmethod
+    def _check_inputs(module: Module, name: str, scheme: QuantizationScheme) -> None:
+        if isinstance(module, Embedding) and scheme.input_activations is not None:
+            raise TargetError(
+                f"{name} is an Embedding: its inputs are row numbers, not activations.",
+                "Give embeddings a group of their own without input_activations, or ignore them.",
             )
 
     def _check_finite(self) -> None:
@@ -213,9 +243,13 @@ class QuantizationMixin(Modifier):
         """
         if module in self._fused and module not in self._global_scales:
             members = self._fused[module]
-            amax = torch.stack([weight_amax(one.weight.detach()).cpu() for one in members]).max()
+            amax = torch.stack(
+                [weight_amax(weight_of(one).detach()).cpu() for one in members]
+            ).max()
             for member in members:
-                self._global_scales[member] = global_scale_from_amax(amax).to(member.weight.device)
+                self._global_scales[member] = global_scale_from_amax(amax).to(
+                    weight_of(member).device
+                )
         return self._global_scales.get(module)
 
     # ------------------------------------------------------------------ while
@@ -253,22 +287,21 @@ class QuantizationMixin(Modifier):
         """
         if state.call_order is None:
             return module
-        return next(one for one in state.call_order.group_of(module) if one in self._schemes)
+        group: tuple[Module, ...] = state.call_order.group_of(module)
+        return next(one for one in group if one in self._schemes)
 
     def observe(self, module: Module, importance_C: Tensor | None = None) -> WeightParameters:
         """The parameters that the module's observer finds for its present weight."""
         scheme = self._schemes[module]
         assert scheme.weights is not None
         return observe_weight(
-            module.weight.detach(),
+            weight_of(module).detach(),
             scheme.weights,
             global_scale=self._global_scale(module),
             importance_C=importance_C,
         )
 
-    def keep(
-        self, module: Module, parameters: WeightParameters, *, rounded: bool = False
-    ) -> None:
+    def keep(self, module: Module, parameters: WeightParameters, *, rounded: bool = False) -> None:
         """Remember the parameters of a weight until calibration ends.
 
         Args:
@@ -287,7 +320,8 @@ class QuantizationMixin(Modifier):
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         """Round what was not rounded, and leave every module quantized."""
         self.remove_hooks()
-        missed = [m for m in self._schemes if self._has_weight_scheme(m) and m not in self._parameters]
+        weights = filter(self._has_weight_scheme, self._schemes)
+        missed = [module for module in weights if module not in self._parameters]
         if missed:
             self.quantize_weights(state, missed)
         assert self._observers is not None
@@ -298,7 +332,7 @@ class QuantizationMixin(Modifier):
                 advance(note=self._names[module])
                 parameters = self._parameters.get(module)
                 if parameters is not None and module not in self._rounded:
-                    module.weight.data = parameters.round(module.weight.data)
+                    weight_of(module).data.copy_(parameters.round(weight_of(module).data))
                 attach_linear(module, scheme, parameters, static[module])
                 advance(1)
         for module in self._attention:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
+from torch.nn import Module
 
 from llmcompressor.numerics.gptq import ColumnScales
 from llmcompressor.numerics.partition import dequantize_matrix, quantize_matrix
@@ -15,7 +16,7 @@ from llmcompressor.numerics.scales import effective_scale, global_scale_from_ama
 from llmcompressor.observers.base import Observer
 from llmcompressor.schemes.bridge import default_observer, grid_of, needs_global_scale, partition_of
 
-__all__ = ["WeightParameters", "observe_weight", "weight_amax"]
+__all__ = ["WeightParameters", "observe_weight", "weight_amax", "weight_of"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,13 @@ class WeightParameters:
         if self._zero is not None:
             zero_RG = partition.per_column(self._zero, rows, columns)[0].float()
         return ColumnScales(scale_RG.float(), zero_RG, group_of_column_C)
+
+
+def weight_of(module: Module) -> Tensor:
+    """The weight of a module that has one."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def weight_amax(weight_RC: Tensor) -> Tensor:

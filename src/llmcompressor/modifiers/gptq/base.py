@@ -23,9 +23,11 @@ from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modifiers.gptq.solve import Options, Problem, Solution, solve
+from llmcompressor.numerics.grid import Grid
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.schemes.bridge import grid_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
@@ -142,8 +144,8 @@ class GPTQModifier(QuantizationMixin):
         """Collect second moments, once for all Linears that get the same tensor."""
         super().on_calibration_start(state, event, **kwargs)
         self._order = state.call_order
-        leaders = {self._leader(module): None for module in self._schemes if self._is_solved(module)}
-        for leader in leaders:
+        solved = filter(self._is_solved, self._schemes)
+        for leader in dict.fromkeys(self._leader(module) for module in solved):
             self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
@@ -151,7 +153,7 @@ class GPTQModifier(QuantizationMixin):
         solved = [module for module in modules if self._is_solved(module)]
         for module in (module for module in modules if module not in solved):
             parameters = self.observe(module)
-            module.weight.data = parameters.round(module.weight.data)
+            weight_of(module).data.copy_(parameters.round(weight_of(module).data))
             self.keep(module, parameters, rounded=True)
         groups = list(self._groups(solved))
         problems = [problem for _, problem in groups]
@@ -203,24 +205,25 @@ class GPTQModifier(QuantizationMixin):
 
     def _groups(self, modules: Sequence[Module]) -> Iterator[tuple[list[Module], Problem]]:
         """Modules with one input, one grid and one order, and what is to be solved for them."""
-        alike: dict[object, list[Module]] = {}
+        alike: dict[tuple[Module, Grid, Any], list[Module]] = {}
         for module in modules:
             args = self._schemes[module].weights
             assert args is not None
-            alike.setdefault((self._leader(module), grid_of(args), args.actorder), []).append(module)
-        for (leader, _, actorder), members in alike.items():  # type: ignore[misc]
+            key = (self._leader(module), grid_of(args), args.actorder)
+            alike.setdefault(key, []).append(module)
+        for (leader, _, actorder), members in alike.items():
             statistics = self._statistics.get(leader)
             if statistics is None or statistics.tokens == 0:
                 for module in members:
                     self._starve(module)
                 continue
-            device = members[0].weight.device
+            device = weight_of(members[0]).device
             importance_C = statistics.gram.diagonal() / statistics.tokens
             cross = statistics.cross
             yield (
                 members,
                 Problem(
-                    weights=[module.weight.detach() for module in members],
+                    weights=[weight_of(module).detach() for module in members],
                     parameters=[self.observe(module, importance_C) for module in members],
                     gram_CC=statistics.gram.to(device),
                     cross_CC=None if cross is None else cross.to(device),
@@ -241,7 +244,7 @@ class GPTQModifier(QuantizationMixin):
             members, problem.parameters, solution.weights, strict=True
         ):
             name = self._names[module]
-            module.weight.data = parameters.round(weight).to(module.weight.dtype)
+            weight_of(module).data.copy_(parameters.round(weight))
             self.keep(module, parameters, rounded=True)
             self._records[name] = SolveRecord(tokens, solution.loss, solution.dampening)
             self._report(name, solution.dampening)
@@ -267,10 +270,11 @@ def _aligned_reference(module: Module, tensor: Tensor, state: State) -> Tensor |
 
     A router may send other tokens to an expert in the original model, even as many.
     """
-    reference = (state.reference_inputs or {}).get(module)
+    references = state.reference_inputs
+    reference = None if references is None else references.get(module)
     if reference is None or reference.shape != tensor.shape:
         return None
-    ids = (state.batch_data or {}).get("input_ids")
+    ids = None if state.batch_data is None else state.batch_data.get("input_ids")
     if tensor.ndim == 2 and isinstance(ids, Tensor) and len(tensor) != ids.numel():
         return None
     return reference

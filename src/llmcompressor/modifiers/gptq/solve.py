@@ -255,8 +255,6 @@ def _sweep(
         )
 
 
-def _solution(
-    problem: Problem, rounded_RC: Tensor, loss_R: Tensor, dampening: float
-) -> Solution:
-    weights = list(rounded_RC.split([len(weight) for weight in problem.weights]))
+def _solution(problem: Problem, rounded_RC: Tensor, loss_R: Tensor, dampening: float) -> Solution:
+    weights = list(torch.split(rounded_RC, [len(weight) for weight in problem.weights]))
     return Solution(weights, float(loss_R.sum()), dampening)

@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``oneshot``: its arguments, what it returns, what it writes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_models as small
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from datasets import Dataset
+from llmcompressor import Oneshot, active_session, create_session, oneshot
+from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
+from llmcompressor.errors import TargetError
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.recipe import Recipe
+
+DYNAMIC = (
+    "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}}"
+)
+STATIC = DYNAMIC.replace("FP8_DYNAMIC", "FP8")
+GPTQ = "modifiers: {GPTQModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head]}}"
+TEXTS = [f"class Number{n}:\n    value = {n}\n\n    def twice(self):\n" * 3 for n in range(12)]
+
+
+def quantization_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    found: dict[str, Any] = config["quantization_config"]
+    return found
+
+
+def read(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def tiny(**arguments: Any) -> Any:
+    """``oneshot`` on a random model with eight rows of tokens, unless told otherwise."""
+    defaults = {
+        "model": small.llama(),
+        "recipe": GPTQ,
+        "dataset": small.token_rows(),
+        "num_calibration_samples": 8,
+    }
+    return oneshot(**{**defaults, **arguments})
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def test_a_model_object_is_compressed_in_place_and_returned(llama_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    before = small.logits(model)
+    assert tiny(model=model) is model
+    assert not torch.equal(small.logits(model), before)
+
+
+def test_a_folder_and_its_model_object_give_the_same_files(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    tiny(model=str(llama_folder), output_dir=tmp_path / "folder")
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    tiny(model=model, output_dir=str(tmp_path / "object"))
+    assert small.tree(tmp_path / "folder") == small.tree(tmp_path / "object")
+
+
+def test_the_returned_model_generates(pico: Path) -> None:
+    model = oneshot(
+        model=pico, recipe=GPTQ, dataset=TEXTS, num_calibration_samples=4, max_seq_length=32
+    )
+    tokenizer = AutoTokenizer.from_pretrained(pico)
+    prompt = tokenizer("def main(", return_tensors="pt")
+    written = model.generate(**prompt, max_new_tokens=5, do_sample=False)
+    assert written.shape[1] == prompt["input_ids"].shape[1] + 5
+
+
+@pytest.mark.parametrize("recipe", [DYNAMIC, STATIC, GPTQ])
+def test_save_pretrained_writes_compressed_afterwards(recipe: str, tmp_path: Path) -> None:
+    model = tiny(recipe=recipe)
+    logits = small.logits(model)
+    model.save_pretrained(tmp_path / "saved")
+    assert quantization_of(tmp_path / "saved")["quantization_status"] == "compressed"
+    assert torch.equal(small.logits(read(tmp_path / "saved")), logits)
+    assert torch.equal(small.logits(model), logits), "saving changed the model in memory"
+    saved = Recipe.create_instance(tmp_path / "saved" / "recipe.yaml")
+    assert saved == Recipe.create_instance(recipe)
+
+
+def test_save_pretrained_brings_the_tokenizer_of_the_source(pico: Path, tmp_path: Path) -> None:
+    oneshot(model=pico, recipe=DYNAMIC).save_pretrained(tmp_path / "saved")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "saved" / name).read_bytes() == (pico / name).read_bytes()
+
+
+def test_save_compressed_false_writes_dense_weights(tmp_path: Path) -> None:
+    model = tiny(save_compressed=False, output_dir=tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+    assert torch.equal(small.logits(read(tmp_path / "out")), small.logits(model))
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("auto", torch.bfloat16), ("float32", torch.float32), (torch.float16, torch.float16)],
+)
+def test_precision_is_that_of_the_loaded_weights(
+    precision: Any, dtype: torch.dtype, llama_folder: Path
+) -> None:
+    model = oneshot(model=llama_folder, recipe=DYNAMIC, precision=precision)
+    assert model.dtype == dtype
+
+
+def test_untied_embeddings_let_the_head_be_quantized(pico: Path, tmp_path: Path) -> None:
+    recipe = GPTQ.replace("Linear", "[Linear, lm_head]").replace(", ignore: [lm_head]", "")
+    given = {"dataset": TEXTS, "num_calibration_samples": 4, "max_seq_length": 32}
+    with pytest.raises(TargetError, match=r"lm_head.*tie_word_embeddings=False"):
+        oneshot(model=pico, recipe=recipe, **given)
+    model = oneshot(
+        model=pico, recipe=recipe, tie_word_embeddings=False, output_dir=tmp_path / "out", **given
+    )
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {"lm_head.weight_packed", "model.embed_tokens.weight"} <= set(tensors)
+    original = load_file(pico / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(tensors["model.embed_tokens.weight"], original)
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
+    assert torch.equal(small.logits(read(tmp_path / "out")), small.logits(model))
+
+
+@pytest.mark.parametrize("ignore", ["[lm_head]", "[]"])
+def test_tied_embeddings_stay_tied(ignore: str, pico: Path, tmp_path: Path) -> None:
+    """Also where a class among the targets reaches the head."""
+    recipe = DYNAMIC.replace("[lm_head]", ignore)
+    oneshot(model=pico, recipe=recipe, output_dir=tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_what_the_model_class_does_not_own_is_carried_over(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(llama_folder, source)
+    tensors = load_file(source / "model.safetensors")
+    extra = {
+        "mtp.layers.0.proj.weight": torch.randn(8, 8).to(torch.bfloat16),
+        "mtp.norm.weight": torch.ones(8),
+    }
+    save_file({**tensors, **extra}, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "modeling_mine.py").write_text("# code that comes with the model\n")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    before = small.tree(source)
+    tiny(model=source, output_dir=tmp_path / "out")
+    assert small.tree(source) == before, "the source was written to"
+    written: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        written |= load_file(file)
+    assert all(torch.equal(written[name], tensor) for name, tensor in extra.items())
+    assert any("mtp" in entry for entry in quantization_of(tmp_path / "out")["ignore"])
+    for name in ("modeling_mine.py", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+
+# ---------------------------------------------------------------------- the recipe
+
+STAGES = """
+args: {bits: 4, size: 64}
+first_stage:
+  quantization_modifiers:
+    QuantizationModifier:
+      config_groups:
+        group_0:
+          targets: ["re:.*self_attn.*"]
+          weights: {num_bits: eval(bits), group_size: "eval(size / 2)"}
+second_stage:
+  quantization_modifiers:
+    QuantizationModifier: {scheme: FP8_DYNAMIC, targets: ["re:.*mlp.*"]}
+"""
+
+
+@pytest.mark.parametrize("stage", ["first", "second_stage"])
+def test_a_stage_is_run_alone_and_written_under_its_name(stage: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(STAGES)
+    tiny(recipe=tmp_path / "recipe.yaml", stage=stage, output_dir=tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [stage]
+    groups = quantization_of(tmp_path / "out" / stage)["config_groups"]
+    kinds = [group["weights"]["type"] for group in groups.values()]
+    assert kinds == ["int" if stage == "first" else "float"]
+
+
+def test_all_stages_are_run_without_one_named(tmp_path: Path) -> None:
+    tiny(recipe=STAGES, output_dir=tmp_path / "out")
+    config = quantization_of(tmp_path / "out")
+    assert config["format"] == "mixed-precision"
+    saved = Recipe.create_instance(tmp_path / "out" / "recipe.yaml")
+    assert [stage.name for stage in saved.stages] == ["first", "second"]
+
+
+@pytest.mark.parametrize("arguments", [{"bits": 8}, ["bits=8"], "bits=8"])
+def test_recipe_args_override_those_of_the_file(arguments: Any, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(STAGES)
+    tiny(recipe=str(path), recipe_args=arguments, stage="first", output_dir=tmp_path / "out")
+    groups = quantization_of(tmp_path / "out" / "first")["config_groups"]
+    weights = next(iter(groups.values()))["weights"]
+    assert (weights["num_bits"], weights["group_size"]) == (8, 32)
+
+
+RECIPES: dict[str, Any] = {
+    "text": GPTQ,
+    "modifier": GPTQModifier(scheme="W8A8", ignore=["lm_head"], asymmetric=False, block_size=64),
+    "two of one class": [
+        QuantizationModifier(targets=["re:.*self_attn.*"], scheme="W4A16"),
+        QuantizationModifier(targets=["re:.*mlp.*"], scheme="FP8"),
+    ],
+    "config_groups": QuantizationModifier(
+        config_groups={
+            "W8A8": ["re:.*self_attn.*"],
+            "mine": {
+                "targets": ["re:.*mlp.*"],
+                "weights": {"num_bits": 4, "group_size": 32, "symmetric": False},
+            },
+        },
+        kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"},
+    ),
+    "stages": STAGES,
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_saved_recipe_is_equal(name: str, tmp_path: Path) -> None:
+    given = Recipe.create_instance(RECIPES[name])
+    tiny(recipe=RECIPES[name], output_dir=tmp_path / "out")
+    assert Recipe.create_instance(tmp_path / "out" / "recipe.yaml") == given
+
+
+def test_an_empty_recipe_copies_the_model(llama_folder: Path, tmp_path: Path) -> None:
+    oneshot(model=llama_folder, recipe=[], output_dir=tmp_path / "out")
+    before = load_file(llama_folder / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def test_one_modifier_serves_for_several_models() -> None:
+    modifier = GPTQModifier(scheme="W4A16", ignore=["lm_head"])
+    first, second = (small.logits(tiny(recipe=modifier)) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+# ---------------------------------------------------------------------- the data
+
+
+def token_lists() -> list[list[int]]:
+    rows: list[list[int]] = small.token_rows()["input_ids"]
+    return [list(row) for row in rows]
+
+
+def test_every_form_of_the_same_data_gives_the_same_model(tmp_path: Path) -> None:
+    rows = [{"input_ids": row} for row in token_lists()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    batches = DataLoader([{"input_ids": torch.tensor(row["input_ids"])} for row in rows])
+    forms: list[Any] = [Dataset.from_list(rows), rows, str(tmp_path / "rows.jsonl"), batches]
+    results = [
+        small.logits(tiny(dataset=form, shuffle_calibration_samples=False)) for form in forms
+    ]
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_texts_are_tokenized_by_the_model_s_own_tokenizer(pico: Path) -> None:
+    given = {"num_calibration_samples": 4, "max_seq_length": 24}
+    tokenizer = AutoTokenizer.from_pretrained(pico)
+    rows = [{"input_ids": tokenizer(text)["input_ids"][:24]} for text in TEXTS]
+    results = []
+    for dataset, arguments in (
+        (TEXTS, {}),
+        (Dataset.from_dict({"story": TEXTS}), {"text_column": "story"}),
+        (TEXTS, {"tokenizer": tokenizer}),
+        (TEXTS, {"processor": str(pico)}),
+        (rows, {}),
+    ):
+        model = oneshot(model=pico, recipe=GPTQ, dataset=dataset, **given, **arguments)
+        results.append(small.logits(model))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_num_calibration_samples_and_max_seq_length_bound_the_data(pico: Path) -> None:
+    oneshot(model=pico, recipe=GPTQ, dataset=TEXTS, num_calibration_samples=3, max_seq_length=10)
+    (modifier,) = active_session().lifecycle.recipe.modifiers
+    assert {record["tokens"] for record in modifier.report().values()} == {30}
+
+
+def test_data_that_the_recipe_does_not_need_is_not_read(tmp_path: Path) -> None:
+    with small.counted_forwards() as calls:
+        tiny(recipe=DYNAMIC)
+    assert calls == []
+
+
+# ---------------------------------------------------------------------- how it runs
+
+
+@pytest.mark.parametrize("recipe", [STATIC, GPTQ])
+@pytest.mark.parametrize("pipeline", ["basic", "sequential", "layer_sequential", None])
+def test_every_pipeline_compresses(recipe: str, pipeline: str | None, tmp_path: Path) -> None:
+    model = tiny(recipe=recipe, pipeline=pipeline, output_dir=tmp_path / "out")
+    assert len(quantization_of(tmp_path / "out")["config_groups"]) == 1
+    assert torch.equal(small.logits(read(tmp_path / "out")), small.logits(model))
+
+
+@pytest.mark.parametrize("recipe", [STATIC, GPTQ.replace("W4A16", "W4A16, asymmetric: false")])
+def test_granularity_does_not_matter_for_the_first_layer(recipe: str) -> None:
+    """Nothing propagates into its first Linears: all pipelines give them the same numbers."""
+    names = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    found = []
+    for pipeline in ("basic", "sequential", "layer_sequential"):
+        model = tiny(recipe=recipe, pipeline=pipeline)
+        found.append([model.get_submodule(name).weight.clone() for name in names])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("pipeline", ["datafree", "data_free", "basic", "sequential"])
+def test_a_recipe_without_data_runs_in_any_pipeline(pipeline: str) -> None:
+    expected = small.logits(tiny(recipe=DYNAMIC))
+    assert torch.equal(
+        small.logits(tiny(recipe=DYNAMIC, dataset=None, pipeline=pipeline)), expected
+    )
+
+
+def test_the_log_goes_to_a_file_for_the_time_of_the_run(tmp_path: Path) -> None:
+    tiny(log_dir=tmp_path / "logs")
+    (file,) = (tmp_path / "logs").iterdir()
+    assert file.name.startswith("oneshot_")
+    assert file.suffix == ".log"
+    text = file.read_text()
+    assert "GPTQModifier" in text
+    tiny()
+    assert file.read_text() == text
+
+
+def test_the_log_file_is_closed_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TargetError):
+        tiny(recipe=GPTQ.replace("Linear", "Conv"), log_dir=tmp_path / "logs")
+    (file,) = (tmp_path / "logs").iterdir()
+    text = file.read_text()
+    tiny()
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_the_session_stays_unless_it_is_to_be_cleared(clear: bool) -> None:
+    with create_session() as session:
+        tiny(clear_sparse_session=clear)
+        assert session.lifecycle.initialized_ is not clear
+        assert bool(session.lifecycle.recipe.modifiers) is not clear
+
+
+def test_nothing_global_is_changed() -> None:
+    torch.manual_seed(11)
+    random.seed(11)
+
+    def state() -> tuple[Any, ...]:
+        return (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            dict(os.environ),
+            Path.cwd(),
+        )
+
+    model = small.llama()
+    before = state()
+    tiny(model=model)
+    assert state() == before
+    assert not model.training
+    assert model.config.use_cache
+
+
+def test_the_class_does_what_the_function_does(tmp_path: Path) -> None:
+    arguments = {"dataset": small.token_rows(), "num_calibration_samples": 8, "recipe": GPTQ}
+    run = Oneshot(model=small.llama(), output_dir=tmp_path / "class", **arguments)
+    assert run.recipe == Recipe.create_instance(GPTQ)
+    assert not (tmp_path / "class").exists(), "nothing happens before it is called"
+    run()
+    oneshot(model=small.llama(), output_dir=tmp_path / "function", **arguments)
+    assert small.tree(tmp_path / "class") == small.tree(tmp_path / "function")
+
+
+def test_every_argument_of_the_three_classes_is_taken() -> None:
+    direct = {"output_dir", "log_dir"}
+    defaults = {
+        field.name: getattr(parsed, field.name)
+        for parsed in (ModelArguments(model="m"), DatasetArguments(), RecipeArguments())
+        for field in dataclasses.fields(parsed)
+    }
+    run = Oneshot(**defaults)
+    assert (run.model_args.model, run.recipe.modifiers) == ("m", [])
+    assert set(inspect.signature(oneshot).parameters) - {"arguments"} <= defaults.keys() | direct
+
+
+def test_overwrite_replaces_a_checkpoint(tmp_path: Path) -> None:
+    tiny(recipe=DYNAMIC, output_dir=tmp_path / "out")
+    (tmp_path / "out" / "left.txt").write_text("from before")
+    tiny(output_dir=tmp_path / "out", overwrite=True)
+    assert quantization_of(tmp_path / "out")["format"] == "pack-quantized"
+    assert not (tmp_path / "out" / "left.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_output_below_folders_that_are_not_there(tmp_path: Path) -> None:
+    tiny(recipe=DYNAMIC, output_dir=tmp_path / "a" / "b" / "out")
+    assert (tmp_path / "a" / "b" / "out" / "config.json").is_file()
+
+
+def test_two_runs_on_one_model_with_targets_of_their_own(tmp_path: Path) -> None:
+    model = tiny(recipe=QuantizationModifier(targets=["re:.*self_attn.*"], scheme="FP8_DYNAMIC"))
+    tiny(
+        model=model,
+        recipe=GPTQModifier(targets=["re:.*mlp.*"], scheme="W4A16"),
+        output_dir=tmp_path / "out",
+    )
+    assert quantization_of(tmp_path / "out")["format"] == "mixed-precision"
+    assert torch.equal(small.logits(read(tmp_path / "out")), small.logits(model))
+    with pytest.raises(TargetError, match="quantized already"):
+        tiny(model=model)

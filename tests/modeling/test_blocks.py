@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks and their parts, found from a model's structure."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from llmcompressor.errors import TargetError
+from llmcompressor.modeling.blocks import block_of, find_blocks, sub_blocks
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.norm = nn.LayerNorm(4)
+        self.mlp = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+
+class Listed(nn.Module):
+    """A block that keeps its parts in a list, which nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Attention(), nn.ModuleDict({"up": nn.Linear(4, 4)})])
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3, layer: type[nn.Module] = Layer) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.body = nn.Module()
+        self.body.layers = nn.ModuleList(layer() for _ in range(layers))
+        self.head = nn.Linear(4, 8)
+
+
+def test_classes_that_are_kept_together_are_the_blocks() -> None:
+    model = Model()
+    model._no_split_modules = {"Attention"}
+    assert list(find_blocks(model).values()) == [f"body.layers.{i}.attention" for i in range(3)]
+
+
+def test_of_nested_classes_the_outermost_are_the_blocks() -> None:
+    model = Model(12)
+    model._no_split_modules = ["Layer", "Attention"]
+    assert list(find_blocks(model).values()) == [f"body.layers.{i}" for i in range(12)]
+
+
+@pytest.mark.parametrize("declared", [None, [], ["NotThere"], ["Linear"]])
+def test_without_usable_classes_the_outermost_lists_are_the_blocks(declared) -> None:
+    model = Model()
+    model._no_split_modules = declared
+    assert list(find_blocks(model).values()) == ["body.layers.0", "body.layers.1", "body.layers.2"]
+
+
+def test_a_list_inside_a_block_is_no_block() -> None:
+    model = Model(2, Listed)
+    assert list(find_blocks(model).values()) == ["body.layers.0", "body.layers.1"]
+
+
+def test_a_model_without_repeated_blocks_has_none() -> None:
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2))) == {}
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (["Layer"], ["body.layers.0", "body.layers.1"]),
+        (["body.layers.1"], ["body.layers.1"]),
+        (["re:.*attention$"], ["body.layers.0.attention", "body.layers.1.attention"]),
+        (["Layer", "head"], ["body.layers.0", "body.layers.1", "head"]),
+    ],
+)
+def test_the_user_may_name_them(targets, expected) -> None:
+    assert list(find_blocks(Model(2), targets).values()) == expected
+
+
+def test_targets_that_match_nothing_are_an_error_with_the_nearest_name() -> None:
+    with pytest.raises(TargetError, match=r"Layr.*match no module.*Layer"):
+        find_blocks(Model(), ["Layr"])
+
+
+def test_parts_are_the_children_that_hold_what_is_wanted() -> None:
+    layer = Layer()
+    wanted = {layer.attention.q, layer.mlp[0]}
+    assert list(sub_blocks(layer, "l", wanted).values()) == ["l.attention", "l.mlp"]
+    assert list(sub_blocks(layer, "l", {layer.mlp[1]}).values()) == ["l.mlp"]
+
+
+def test_a_list_is_never_called_so_its_entries_are_the_parts() -> None:
+    layer = Listed()
+    wanted = set(layer.modules())
+    assert list(sub_blocks(layer, "l", wanted).values()) == ["l.parts.0", "l.parts.1.up"]
+
+
+def test_the_block_of_a_name() -> None:
+    blocks = find_blocks(Model(12))
+    assert block_of(blocks, "body.layers.1.attention.q") == "body.layers.1"
+    assert block_of(blocks, "body.layers.11") == "body.layers.11"
+    assert block_of(blocks, "head") is None

@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPTQ on a whole model: quality, records, fields, and what it does when things go wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import tiny_llama as tiny
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from torch import Tensor
+from torch.nn import Linear
+
+from llmcompressor.checkpoint.compress import compress, quantized_modules
+from llmcompressor.core.state import State
+from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
+from llmcompressor.modifiers.gptq import GPTQModifier, solve
+from llmcompressor.modifiers.gptq.base import SolveRecord, _aligned_reference
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.numerics.hessian import SingularHessianError
+from llmcompressor.recipe import Recipe
+from llmcompressor.schemes.presets import PRESETS
+
+WEIGHTS: dict[str, Any] = {"num_bits": 3, "strategy": "group", "group_size": 32}
+GROUPS: dict[str, Any] = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
+NAMES = [name for name, preset in PRESETS.items() if preset.weights is not None]
+
+
+def gptq(**fields: Any) -> GPTQModifier:
+    """Three bits in groups of 32, everything but the head, one stream."""
+    given = {"ignore": ["lm_head"], "asymmetric": False, **fields}
+    if "scheme" not in given:
+        given.setdefault("config_groups", GROUPS)
+    return GPTQModifier(**given)
+
+
+def error(model: Any, reference: Tensor) -> float:
+    change = tiny.logits(model, tiny.batches()) - reference
+    return float(change.square().mean() / reference.square().mean())
+
+
+@pytest.fixture(scope="module")
+def reference() -> Tensor:
+    return tiny.logits(tiny.llama(), tiny.batches())
+
+
+@pytest.fixture(scope="module")
+def rounding_error(reference: Tensor) -> float:
+    nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
+    return error(tiny.run(tiny.llama(), nearest), reference)
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("actorder", [None, "static"])
+def test_the_model_comes_closer_to_the_original_than_by_rounding(
+    asymmetric: bool, actorder: str | None, reference: Tensor, rounding_error: float
+) -> None:
+    model = tiny.run(tiny.llama(), gptq(asymmetric=asymmetric, actorder=actorder))
+    assert error(model, reference) < 0.85 * rounding_error
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "layer_sequential"])
+def test_every_pipeline_gives_it_its_inputs(
+    pipeline: str, reference: Tensor, rounding_error: float
+) -> None:
+    model = tiny.run(tiny.llama(), gptq(), pipeline=pipeline)
+    assert error(model, reference) < 0.85 * rounding_error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_file_holds_the_weights_that_are_in_memory(name: str, dtype: torch.dtype) -> None:
+    model = tiny.run(tiny.llama(dtype, num_hidden_layers=1), gptq(scheme=name), data=DATA)
+    entries = quantized_modules(model)
+    assert len(entries) == 7
+    for entry in entries:
+        own = {key: tensor.data for key, tensor in entry.module.named_parameters(recurse=False)}
+        reader = BaseCompressor.get_value_from_registry(entry.scheme.format)
+        decoded = reader.decompress(compress(entry, own), entry.scheme)["weight"]
+        assert torch.equal(decoded.to(dtype), entry.module.weight)
+
+
+DATA = tiny.batches(number=1)
+
+
+def test_every_module_is_recorded() -> None:
+    modifier = gptq()
+    model = tiny.run(tiny.llama(), modifier)
+    assert list(modifier.records) == list(tiny.linears(model))
+    for record in modifier.records.values():
+        assert record.tokens == 8 * 2 * 24
+        assert record.dampening == 0.01
+        assert record.loss is not None
+        assert record.loss > 0
+    assert json.loads(json.dumps(modifier.report(), allow_nan=False)) == modifier.report()
+
+
+def test_the_same_input_is_counted_once_and_solved_together() -> None:
+    modifier = gptq()
+    tiny.run(tiny.llama(), modifier)
+    losses = {name: record.loss for name, record in modifier.records.items()}
+    layer = "model.layers.0."
+    q, k, o = (losses[f"{layer}self_attn.{part}_proj"] for part in "qko")
+    assert q == k
+    assert losses[f"{layer}mlp.gate_proj"] == losses[f"{layer}mlp.up_proj"]
+    assert len({q, o, losses[f"{layer}mlp.up_proj"], losses[f"{layer}mlp.down_proj"]}) == 4
+
+
+def test_modules_of_different_schemes_can_share_an_input() -> None:
+    """q in groups of 16, k in whole rows, v in eight bits, gate ignored."""
+    weights = [{**WEIGHTS, "group_size": 16}, {"num_bits": 3, "strategy": "channel"}]
+    groups = {
+        name: {"targets": [f"re:.*{name}_proj"], "weights": each}
+        for name, each in zip(
+            "qkv", [*weights, {"num_bits": 8, "strategy": "channel"}], strict=True
+        )
+    }
+    groups["up"] = {"targets": ["re:.*up_proj"], "weights": WEIGHTS}
+    model = tiny.run(tiny.llama(), gptq(config_groups=groups, ignore=[]))
+    attention = model.model.layers[1].self_attn
+    shapes = [getattr(attention, f"{name}_proj").weight_scale.shape for name in "qkv"]
+    assert shapes == [(64, 4), (32, 1), (32, 1)]
+    assert not hasattr(attention.o_proj, "weight_scale")
+    assert not hasattr(model.model.layers[1].mlp.gate_proj, "weight_scale")
+
+
+def test_equal_shapes_with_other_groups_are_solved_apart() -> None:
+    """At block level all of a block's modules are solved in one call."""
+    sizes = {"gate": 16, "up": 32}
+    groups = {
+        name: {"targets": [f"re:.*{name}_proj"], "weights": {**WEIGHTS, "group_size": size}}
+        for name, size in sizes.items()
+    }
+    together = tiny.run(
+        tiny.llama(), gptq(config_groups=groups, ignore=[]), pipeline="layer_sequential"
+    )
+    for name, size in sizes.items():
+        one = {name: groups[name]}
+        alone = tiny.run(
+            tiny.llama(),
+            gptq(config_groups=one, ignore=[]),
+            pipeline="layer_sequential",
+        )
+        weights = [
+            getattr(model.model.layers[0].mlp, f"{name}_proj").weight for model in (together, alone)
+        ]
+        assert getattr(together.model.layers[0].mlp, f"{name}_proj").weight_scale.shape[1] == (
+            64 // size
+        )
+        assert float((weights[0] != weights[1]).float().mean()) < 0.02
+
+
+def test_padding_changes_nothing() -> None:
+    data = tiny.batches()
+    plain, with_padding = gptq(), gptq()
+    a = tiny.run(tiny.llama(), plain, data=data)
+    b = tiny.run(tiny.llama(), with_padding, data=tiny.padded(data, 16))
+    for name, record in plain.records.items():
+        assert with_padding.records[name].tokens == record.tokens
+    for one, other in zip(tiny.linears(a).values(), tiny.linears(b).values(), strict=True):
+        # attention over a longer row sums in another order: single codes may fall the other way
+        assert float((one.weight != other.weight).float().mean()) < 0.02
+
+
+def test_statistics_in_main_memory_are_the_same() -> None:
+    a = tiny.run(tiny.llama(), gptq())
+    b = tiny.run(tiny.llama(), gptq(offload_hessians=True))
+    for one, other in zip(tiny.linears(a).values(), tiny.linears(b).values(), strict=True):
+        assert torch.equal(one.weight, other.weight)
+
+
+@pytest.mark.parametrize("batched", [False, True, "auto"])
+def test_batched_solving_is_a_matter_of_speed(batched: bool | str, reference: Tensor) -> None:
+    options = {"pipeline": "layer_sequential"}
+    alone = tiny.run(tiny.llama(), gptq(batched_quantization=False), **options)
+    model = tiny.run(tiny.llama(), gptq(batched_quantization=batched), **options)
+    assert error(model, reference) == pytest.approx(error(alone, reference), rel=0.1)
+
+
+def test_twice_the_same_run_gives_the_same_bits() -> None:
+    a, b = (tiny.run(tiny.llama(), gptq(asymmetric=True)) for _ in range(2))
+    for one, other in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------ when factorization fails
+
+
+def test_dampening_is_raised_where_there_are_fewer_tokens_than_columns(warned: list[str]) -> None:
+    modifier = gptq(dampening_frac=0.0)
+    tiny.run(tiny.llama(), modifier, data=tiny.batches(tokens=4, number=1))
+    raised = {name for name, record in modifier.records.items() if record.dampening}
+    assert raised
+    for name in raised:
+        assert any(name in line and "dampening" in line for line in warned)
+
+
+def test_what_cannot_be_factorized_is_rounded_and_recorded(
+    monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise SingularHessianError("no")
+
+    monkeypatch.setattr(solve, "raise_dampening", refuse)
+    modifier = gptq()
+    model = tiny.run(tiny.llama(), modifier)
+    nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
+    rounded = tiny.run(tiny.llama(), nearest)
+    for name, module in tiny.linears(model).items():
+        assert modifier.records[name].dampening is None
+        assert any(name in line and "rounded to nearest" in line for line in warned)
+        assert torch.equal(module.weight, rounded.get_submodule(name).weight)
+
+
+# ------------------------------------------------------------------ twin streams
+
+
+@pytest.mark.parametrize(
+    ("shape", "other", "used"),
+    [
+        ((2, 5, 4), (2, 5, 4), True),
+        ((10, 4), (10, 4), True),
+        ((7, 4), (6, 4), False),
+        ((7, 4), (7, 4), False),
+    ],
+    ids=["batch", "flattened batch", "other number of tokens", "as many tokens, but routed"],
+)
+def test_inputs_of_two_streams_meet_only_where_their_tokens_are_the_same(
+    shape: tuple[int, ...], other: tuple[int, ...], used: bool
+) -> None:
+    module, reference = Linear(4, 4), torch.zeros(other)
+    state = State(
+        reference_inputs={module: reference},
+        batch_data={"input_ids": torch.zeros(2, 5, dtype=torch.int64)},
+    )
+    found = _aligned_reference(module, torch.zeros(shape), state)
+    assert (found is reference) == used
+
+
+# ------------------------------------------------------------------ starved modules
+
+
+def with_spare(**changes: Any) -> Any:
+    """A model with a Linear that no forward ever calls."""
+    model = tiny.llama(**changes)
+    torch.manual_seed(3)
+    model.model.layers[1].mlp.spare = Linear(64, 32)
+    return model
+
+
+def test_a_module_that_saw_no_token_is_rounded_and_recorded(warned: list[str]) -> None:
+    modifier, name = gptq(), "model.layers.1.mlp.spare"
+    model = tiny.run(with_spare(), modifier, pipeline="basic")
+    assert modifier.records[name] == SolveRecord(0, None, None)
+    assert any(name in line and "no calibration token" in line for line in warned)
+    nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
+    rounded = tiny.run(with_spare(), nearest)
+    assert torch.equal(model.get_submodule(name).weight, rounded.get_submodule(name).weight)
+    json.dumps(modifier.report(), allow_nan=False)
+
+
+# ------------------------------------------------------------------ observers and scales
+
+
+def static(bits: int = 8, **fields: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "strategy": "channel"}
+    inputs = {"num_bits": bits, "strategy": "tensor", "observer": "static_minmax", **fields}
+    return {"all": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+
+
+def first_inputs(model: Any, name: str, data: list[tiny.Batch]) -> Tensor:
+    seen: list[Tensor] = []
+    handle = model.get_submodule(name).register_forward_pre_hook(
+        lambda _, args: seen.append(args[0])
+    )
+    for batch in data:
+        with torch.no_grad():
+            model(**batch)
+        seen[-1] = seen[-1][batch["attention_mask"].bool()]
+    handle.remove()
+    return torch.cat(seen)
+
+
+def test_static_inputs_are_calibrated_on_real_tokens_alone() -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    data = tiny.padded(tiny.batches(), 8)
+    inputs = first_inputs(tiny.llama(), name, data)
+    model = tiny.run(tiny.llama(), gptq(config_groups=static()), data=data)
+    expected = inputs.abs().max() / 127.5
+    assert torch.allclose(model.get_submodule(name).input_scale, expected, rtol=1e-6)
+    for module in tiny.linears(model).values():
+        assert module.input_scale.shape == (1,)
+        assert float(module.input_scale) > 0
+
+
+def test_fused_parts_share_one_global_scale() -> None:
+    model = tiny.run(tiny.llama(), gptq(scheme="NVFP4"))
+    before = tiny.llama()
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        for parts in (
+            [f"{prefix}self_attn.{one}_proj" for one in "qkv"],
+            [f"{prefix}self_attn.o_proj"],
+            [f"{prefix}mlp.{one}_proj" for one in ("gate", "up")],
+            [f"{prefix}mlp.down_proj"],
+        ):
+            amax = max(before.get_submodule(name).weight.detach().abs().max() for name in parts)
+            inputs = {float(model.get_submodule(name).input_global_scale) for name in parts}
+            assert len(inputs) == 1
+            for name in parts:
+                own = float(model.get_submodule(name).weight_global_scale)
+                assert own == pytest.approx(448 * 6 / float(amax), rel=1e-6)
+
+
+@pytest.mark.parametrize("observer", ["memoryless_mse", "imatrix_mse"])
+def test_the_observer_that_is_asked_for_finds_the_scales(observer: str, warned: list[str]) -> None:
+    plain = tiny.run(tiny.llama(), gptq())
+    model = tiny.run(tiny.llama(), gptq(weight_observer=observer))
+    for one, other in zip(tiny.linears(model).values(), tiny.linears(plain).values(), strict=True):
+        assert bool((one.weight_scale <= other.weight_scale).all())
+        assert not torch.equal(one.weight_scale, other.weight_scale)
+    assert not warned  # an observer without importance says so
+
+
+def test_an_embedding_is_rounded_to_nearest() -> None:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    groups = {**GROUPS, "rows": {"targets": ["Embedding"], "weights": weights}}
+    modifier = gptq(config_groups=groups)
+    model = tiny.run(tiny.llama(), modifier)
+    rounded = tiny.run(tiny.llama(), QuantizationModifier(config_groups={"rows": groups["rows"]}))
+    weight = model.model.embed_tokens.weight
+    assert torch.equal(weight, rounded.model.embed_tokens.weight)
+    assert not torch.equal(weight, tiny.llama().model.embed_tokens.weight)
+    assert "model.embed_tokens" not in modifier.records
+
+
+# ------------------------------------------------------------------ fields
+
+
+def orders(modifier: GPTQModifier) -> dict[str, Any]:
+    groups = modifier.resolve_quantization_config().groups
+    return {
+        name: getattr(scheme.weights.actorder, "value", scheme.weights.actorder)
+        for name, scheme in groups.items()
+        if scheme.weights is not None
+    }
+
+
+def grouped(**orders_by_group: str | None) -> dict[str, Any]:
+    return {
+        name: {"targets": [f"re:{name}"], "weights": {**WEIGHTS, "actorder": order}}
+        for name, order in orders_by_group.items()
+    }
+
+
+def test_columns_are_ordered_by_activation_unless_asked_otherwise() -> None:
+    assert orders(gptq()) == {"all": "static"}
+    assert orders(gptq(actorder=None)) == {"all": None}
+    assert orders(gptq(actorder=False)) == {"all": None}
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
+def test_the_order_is_for_every_strategy(strategy: str) -> None:
+    block = {"block_structure": [32, 32]} if strategy == "block" else {}
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, **block}
+    assert orders(gptq(config_groups={"g": {"targets": "Linear", "weights": weights}})) == {
+        "g": "static"
+    }
+
+
+def test_the_order_of_a_scheme_wins_over_the_default() -> None:
+    assert orders(gptq(config_groups=grouped(a="weight", b=None)))["b"] == "static"
+    assert orders(gptq(config_groups=grouped(a="weight")))["a"] in ("weight", "static")
+
+
+@pytest.mark.parametrize("own", ["static", "weight"])
+def test_the_two_names_of_one_order_agree(own: str) -> None:
+    for asked in ("static", "weight"):
+        assert orders(gptq(actorder=own, config_groups=grouped(a=asked)))["a"] is not None
+
+
+def test_two_different_orders_contradict_each_other() -> None:
+    with pytest.raises(RecipeError, match="actorder None and a scheme has"):
+        gptq(actorder=None, config_groups=grouped(a="static"))
+
+
+@pytest.mark.parametrize("value", ["group", "dynamic", True])
+def test_orders_that_no_reader_knows_are_refused_with_the_reason(value: Any) -> None:
+    with pytest.raises(RecipeError, match="compressed-tensors"):
+        gptq(actorder=value)
+    with pytest.raises(RecipeError, match="compressed-tensors"):
+        gptq(config_groups=grouped(a=value))
+
+
+def test_the_schemes_of_the_recipe_are_not_changed() -> None:
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**WEIGHTS))
+    before = scheme.model_dump()
+    gptq(config_groups={"a": scheme})
+    assert scheme.model_dump() == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 0),
+        ("dampening_frac", -0.1),
+        ("asymmetric_ridge", 0.0),
+        ("batched_quantization", "always"),
+        ("actorder", "backwards"),
+    ],
+)
+def test_fields_out_of_bounds_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(RecipeError, match=field):
+        gptq(**{field: value})
+
+
+def test_a_misspelt_field_gets_a_suggestion() -> None:
+    with pytest.raises(RecipeError, match="dampening_frac"):
+        gptq(dampening_fraction=0.1)
+
+
+@pytest.mark.parametrize(
+    "modifier",
+    [
+        gptq(config_groups=static()),
+        gptq(scheme="NVFP4", targets=["Linear"], actorder=None, dampening_frac=0.05),
+        gptq(scheme={"W4A16": ["re:.*mlp.*"], "W8A8": ["re:.*attn.*"]}, block_size=64),
+        gptq(scheme="W4A16", kv_cache_scheme={"num_bits": 8, "type": "float"}),
+    ],
+)
+def test_what_is_saved_of_a_recipe_loads_as_an_equal_one(modifier: GPTQModifier) -> None:
+    recipe = Recipe.from_modifiers(modifier)
+    read = Recipe.create_instance(recipe.yaml())
+    assert read == recipe
+    (again,) = read.modifiers
+    assert isinstance(again, GPTQModifier)
+    ours, theirs = (one.resolve_quantization_config() for one in (modifier, again))
+    assert {name: one.model_dump() for name, one in ours.groups.items()} == {
+        name: one.model_dump() for name, one in theirs.groups.items()
+    }
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def test_activations_that_are_not_finite_are_named_and_nothing_is_left_behind() -> None:
+    model = tiny.llama()
+    model.model.layers[1].input_layernorm.weight.data[3] = 3e38  # finite, but times an input
+    with pytest.raises(NonFiniteError, match=r"model\.layers\.1\.self_attn\.q_proj"):
+        tiny.run(model, gptq())
+    assert not tiny.traces(model)
+
+
+def test_a_module_that_no_batch_reaches_is_an_error_in_the_sequential_pipeline() -> None:
+    model = with_spare()
+    with pytest.raises(TargetError, match=r"model\.layers\.1\.mlp\.spare"):
+        tiny.run(model, gptq())
+    assert not tiny.traces(model)

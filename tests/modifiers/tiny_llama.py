@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random Llama, tokens for it, and runs of modifiers on it in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmcompressor.entrypoints.oneshot import oneshot
+from llmcompressor.modifiers.modifier import Modifier
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+Batch = dict[str, Tensor]
+
+
+def llama(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+    """Two layers, random weights that are large enough for errors to show."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def batches(*, tokens: int = 24, number: int = 8, seed: int = 1) -> list[Batch]:
+    """Batches of two rows, all tokens real."""
+    torch.manual_seed(seed)
+    ids = torch.randint(3, SIZES["vocab_size"], (number, 2, tokens))
+    return [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in ids]
+
+
+def padded(given: Sequence[Batch], by: int) -> list[Batch]:
+    """The same tokens, with ``by`` positions of padding to the right of each row."""
+    fill = (0, by)
+    return [{key: torch.nn.functional.pad(x, fill) for key, x in b.items()} for b in given]
+
+
+def run(
+    model: Module, *modifiers: Modifier, data: Sequence[Batch] | None = None, **arguments: Any
+) -> Any:
+    """``oneshot`` in memory."""
+    loader: Any = DataLoader(list(data or batches()), batch_size=None)
+    return oneshot(model=model, recipe=list(modifiers), dataset=loader, **arguments)
+
+
+@torch.no_grad()
+def logits(model: Any, given: Sequence[Batch]) -> Tensor:
+    """Of all batches, joined."""
+    return torch.cat([model(**batch).logits.float() for batch in given])
+
+
+def linears(model: Module) -> dict[str, Linear]:
+    """The Linears of the decoder layers."""
+    named = model.named_modules()
+    return {n: m for n, m in named if isinstance(m, Linear) and n != "lm_head"}
+
+
+def traces(model: Module) -> dict[str, list[str]]:
+    """What runs leave on modules: hooks, wrapped forwards, marks, parameters. Empty if nothing."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        left = [f"hook {hook}" for hook in module._forward_pre_hooks.values()]
+        left += [f"hook {hook}" for hook in module._forward_hooks.values()]
+        left += [key for key in module.__dict__ if key == "forward" or key.startswith("quantiz")]
+        left += [key for key in module._parameters if key not in ("weight", "bias")]
+        left += [key for key in module._modules if key in ("impl", "kv_cache")]
+        if left:
+            found[name] = left
+    return found
