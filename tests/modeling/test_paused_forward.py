@@ -292,11 +292,17 @@ ERRORS = [Broken, KeyboardInterrupt, SystemExit]
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_of_the_scheduler_unwinds_every_pass(error: type[BaseException]) -> None:
-    model = Toy()
-    with pytest.raises(error), torch.no_grad(), _paused(model) as forward:
-        for name, _ in _serve(forward):
-            if name == "b":
-                raise error
+    model, forward = Toy(), None
+
+    def until_b() -> None:
+        nonlocal forward
+        with torch.no_grad(), _paused(model) as forward:
+            for name, _ in _serve(forward):
+                if name == "b":
+                    raise error
+
+    with pytest.raises(error):
+        until_b()
     assert sorted(model.unwound) == [0, 1, 2]
     assert all(one.finished and one.module is None for one in forward.passes)
     assert _is_clean(model)
@@ -321,13 +327,18 @@ def test_an_error_inside_a_pass_unwinds_all_others(error: type[BaseException], w
     failing = model.b.register_forward_hook(fail)
     if where in ("start", "between"):
         failing.remove()
-    with pytest.raises(error), torch.no_grad(), _paused(model, targets="ab") as forward:
-        while stop := forward.next_stop():
-            forward.release(stop.module)
-            for one in stop.passes:
-                if where == "in a trial":
-                    forward.execute(one, with_hooks=True)
-                forward.resume(one)
+
+    def run() -> None:
+        with torch.no_grad(), _paused(model, targets="ab") as forward:
+            while stop := forward.next_stop():
+                forward.release(stop.module)
+                for one in stop.passes:
+                    if where == "in a trial":
+                        forward.execute(one, with_hooks=True)
+                    forward.resume(one)
+
+    with pytest.raises(error):
+        run()
     started = [0, 1] if where == "start" else [0, 1, 2]
     assert sorted(model.unwound) == started
     assert _is_clean(model)

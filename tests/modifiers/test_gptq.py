@@ -174,7 +174,7 @@ def test_statistics_in_main_memory_are_the_same() -> None:
 
 @pytest.mark.parametrize("batched", [False, True, "auto"])
 def test_batched_solving_is_a_matter_of_speed(batched: bool | str, reference: Tensor) -> None:
-    options = {"pipeline": "layer_sequential"}
+    options: dict[str, Any] = {"pipeline": "layer_sequential"}
     alone = tiny.run(tiny.llama(), gptq(batched_quantization=False), **options)
     model = tiny.run(tiny.llama(), gptq(batched_quantization=batched), **options)
     assert error(model, reference) == pytest.approx(error(alone, reference), rel=0.1)
@@ -286,7 +286,7 @@ def first_inputs(model: Any, name: str, data: list[tiny.Batch]) -> Tensor:
 
 def test_static_inputs_are_calibrated_on_real_tokens_alone() -> None:
     name = "model.layers.0.self_attn.q_proj"
-    data = tiny.padded(tiny.batches(), 8)
+    data = tiny.padded(tiny.batches(tokens=4), 40)
     inputs = first_inputs(tiny.llama(), name, data)
     model = tiny.run(tiny.llama(), gptq(config_groups=static()), data=data)
     expected = inputs.abs().max() / 127.5
@@ -298,7 +298,7 @@ def test_static_inputs_are_calibrated_on_real_tokens_alone() -> None:
 
 def test_fused_parts_share_one_global_scale() -> None:
     model = tiny.run(tiny.llama(), gptq(scheme="NVFP4"))
-    before = tiny.llama()
+    before: Any = tiny.llama()
     for layer in range(2):
         prefix = f"model.layers.{layer}."
         for parts in (

@@ -194,6 +194,26 @@ def test_dampening_is_raised_before_anything_is_given_up(ordered: bool, twin: bo
     assert bool(torch.isfinite(solution.weights[0]).all())
 
 
+def test_what_one_problem_needs_is_not_forced_on_its_batch() -> None:
+    good, raised = problem(GROUP, seed=0), indefinite(problem(GROUP, seed=1), -0.5)
+    solutions = solve([good, raised], OPTIONS)
+    assert [one.dampening for one in solutions] == [0.01, pytest.approx(1.0)]
+    alike(solutions[0], solve([good], OPTIONS)[0])
+
+
+def test_the_ridge_is_raised_no_further_than_needed() -> None:
+    one = indefinite(problem(GROUP, twin=True), -0.5)
+    assert one.cross_CC is not None
+    one = replace(one, cross_CC=0.05 * one.cross_CC / one.cross_CC.abs().max())
+    assert one.cross_CC is not None
+    (solution,) = solve([one], replace(OPTIONS, ridge=0.03))
+    target_RC = corrected_weight(one.weights[0], one.gram_CC, one.cross_CC, 3.0)
+    (expected,) = solve([replace(one, weights=[target_RC], cross_CC=None)], OPTIONS)
+    alike(solution, expected)
+    (without,) = solve([one], OPTIONS)
+    assert not torch.equal(solution.weights[0], without.weights[0])
+
+
 @pytest.mark.parametrize("twin", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_what_cannot_be_factorized_is_rounded_to_nearest(ordered: bool, twin: bool) -> None:
@@ -214,10 +234,13 @@ def test_one_bad_problem_spoils_no_other_of_its_batch() -> None:
     alike(solutions[0], solve([good], OPTIONS)[0])
 
 
-def test_nothing_given_is_changed() -> None:
-    one = problem(GROUP, twin=True, ordered=True)
-    assert one.cross_CC is not None
-    given = [*one.weights, one.gram_CC, one.cross_CC, one.parameters[0].scale]
+@pytest.mark.parametrize("twin", [False, True])
+def test_nothing_given_is_changed(twin: bool) -> None:
+    one = problem(GROUP, twin=twin, ordered=True)
+    one.gram_CC[5], one.gram_CC[:, 5] = 0, 0
+    given = [*one.weights, one.gram_CC, one.parameters[0].scale]
+    if one.cross_CC is not None:
+        given.append(one.cross_CC)
     before = [tensor.clone() for tensor in given]
     solve([one], replace(OPTIONS, ridge=0.03))
     for tensor, old in zip(given, before, strict=True):

@@ -49,9 +49,23 @@ def batches(*, tokens: int = 24, number: int = 8, seed: int = 1) -> list[Batch]:
 
 
 def padded(given: Sequence[Batch], by: int) -> list[Batch]:
-    """The same tokens, with ``by`` positions of padding to the right of each row."""
-    fill = (0, by)
-    return [{key: torch.nn.functional.pad(x, fill) for key, x in b.items()} for b in given]
+    """The same tokens, with ``by`` positions of padding to the right of each row.
+
+    The padding is made of tokens too, and of many, so that counting it would show: the padding
+    token of the model has an embedding of zero.
+    """
+    fill = 3 + torch.arange(by) % (SIZES["vocab_size"] - 3)
+    found = []
+    for batch in given:
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        more = fill.expand(len(ids), by)
+        found.append(
+            {
+                "input_ids": torch.cat([ids, more], dim=1),
+                "attention_mask": torch.cat([mask, torch.zeros_like(more)], dim=1),
+            }
+        )
+    return found
 
 
 def run(
@@ -68,7 +82,7 @@ def logits(model: Any, given: Sequence[Batch]) -> Tensor:
     return torch.cat([model(**batch).logits.float() for batch in given])
 
 
-def linears(model: Module) -> dict[str, Linear]:
+def linears(model: Module) -> dict[str, Any]:
     """The Linears of the decoder layers."""
     named = model.named_modules()
     return {n: m for n, m in named if isinstance(m, Linear) and n != "lm_head"}

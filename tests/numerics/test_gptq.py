@@ -163,8 +163,8 @@ def test_uncorrelated_inputs_leave_plain_rounding(partition: str, grid: str) -> 
     result = sweep(one.weight_RC, torch.eye(C), one.scales, one.grid)
     plain_RC = nearest(one.weight_RC, one.scales, one.grid)
     # The extreme of a symmetric group lies half way between two codes: either one is nearest.
-    distances = [(rounded - one.weight_RC).abs() for rounded in (result.weight_RC, plain_RC)]
-    assert torch.allclose(*distances, rtol=1e-6, atol=1e-6)
+    off_RC, least_RC = ((w - one.weight_RC).abs() for w in (result.weight_RC, plain_RC))
+    assert torch.allclose(off_RC, least_RC, rtol=1e-6, atol=1e-6)
     assert float((result.weight_RC != plain_RC).float().mean()) < 0.05
 
 
@@ -206,7 +206,7 @@ def test_rows_of_two_weights_are_solved_as_if_alone() -> None:
         torch.cat([a.scales.scale_RG, b.scales.scale_RG]), None, a.scales.group_of_column_C
     )
     together = sweep(torch.cat([a.weight_RC, b.weight_RC]), a.factor(), stacked, a.grid)
-    for one, weight_RC in zip((a, b), together.weight_RC.split(R), strict=True):
+    for one, weight_RC in zip((a, b), torch.split(together.weight_RC, R), strict=True):
         alone = sweep(one.weight_RC, a.factor(), one.scales, one.grid)
         assert equal_rows(weight_RC, alone.weight_RC) >= 15 / 16
 
@@ -214,8 +214,8 @@ def test_rows_of_two_weights_are_solved_as_if_alone() -> None:
 def test_nothing_given_is_changed() -> None:
     one = case("group", "int4 asymmetric")
     factor_CC = one.factor()
-    given = [one.weight_RC, factor_CC, *one.scales]
-    before = [tensor.clone() for tensor in given if tensor is not None]
+    given = [one.weight_RC, factor_CC, *(each for each in one.scales if each is not None)]
+    before = [tensor.clone() for tensor in given]
     sweep(one.weight_RC, factor_CC, one.scales, one.grid)
     for tensor, old in zip(given, before, strict=True):
         assert torch.equal(tensor, old)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 from tiny_models import is_ignored
 from torch import Tensor
 from torch.nn import Module
@@ -23,8 +23,8 @@ from llmcompressor.pipelines import PIPELINES
 class Recorder(Modifier):
     """Records the inputs of modules, batch by batch, and the events."""
 
-    targets: list[str] = ["Linear"]
-    ignore: list[str] = ["lm_head"]
+    targets: list[str] = Field(default_factory=lambda: ["Linear"])
+    ignore: list[str] = Field(default_factory=lambda: ["lm_head"])
     granularity: Granularity = Granularity.LINEAR
     twin: bool = False
     round_to: int = 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +46,27 @@ class Toy(nn.Module):
         return x, half, turned, y, total, table, plain, weight
 
 
-def _waiting(
-    count: int = 2,
-) -> tuple[Toy, PausedForward, dict[int, Any], list[torch.Tensor]]:
+def _input(index: int) -> torch.Tensor:
+    return torch.randn(LARGE, LARGE, generator=torch.Generator().manual_seed(index))
+
+
+def _waiting(count: int = 2) -> tuple[Toy, PausedForward, dict[int, Any]]:
     model, outputs = Toy(), {}
-    inputs = [torch.randn(LARGE, LARGE) for _ in range(count)]
 
     def run(index: int) -> None:
-        outputs[index] = model(inputs[index].clone())
+        outputs[index] = model(_input(index))
 
     passes = [Pass(index, lambda index=index: run(index)) for index in range(count)]
-    return model, PausedForward({model.layer: "layer"}, passes), outputs, inputs
+    return model, PausedForward({model.layer: "layer"}, passes), outputs
 
 
 def _store(model: nn.Module, budget: int) -> ActivationStore:
     keep = [*model.parameters(), *model.buffers(), model.plain]
-    return ActivationStore(torch.device("cpu"), budget, keep)
+    return ActivationStore(budget, keep)
 
 
 def test_held_tensors_are_those_of_the_call_and_of_every_frame() -> None:
-    model, paused, _, _ = _waiting(1)
+    model, paused, _ = _waiting(1)
     with torch.no_grad(), paused as forward:
         (one,) = forward.next_stop().passes
         held = held_tensors(one)
@@ -77,7 +79,7 @@ def test_held_tensors_are_those_of_the_call_and_of_every_frame() -> None:
 
 @pytest.mark.parametrize("budget", [0, 10**9])
 def test_views_stay_views_and_values_stay_to_the_bit(budget: int) -> None:
-    model, paused, outputs, inputs = _waiting()
+    model, paused, outputs = _waiting()
     with torch.no_grad(), paused as forward:
         stop = forward.next_stop()
         store = _store(model, budget)
@@ -94,8 +96,8 @@ def test_views_stay_views_and_values_stay_to_the_bit(budget: int) -> None:
             forward.resume(one)
         store.close()
     with torch.no_grad():
-        for index, x in enumerate(inputs):
-            expected = model(x.clone())
+        for index in range(2):
+            expected = model(_input(index))
             assert all(map(torch.equal, outputs[index], expected))
             full, half, turned, *_ = outputs[index]
             assert half.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
@@ -104,7 +106,7 @@ def test_views_stay_views_and_values_stay_to_the_bit(budget: int) -> None:
 
 
 def test_what_the_model_owns_is_not_moved() -> None:
-    model, paused, _, _ = _waiting()
+    model, paused, _ = _waiting()
     owned = [model.layer.weight, model.table, model.plain]
     before = [tensor.data_ptr() for tensor in owned]
     with torch.no_grad(), paused as forward:
@@ -118,18 +120,18 @@ def test_what_the_model_owns_is_not_moved() -> None:
 
 def test_parked_tensors_can_be_read_where_they_wait() -> None:
     """The original pass of a batch is asked for its input while it is put away."""
-    model, paused, _, inputs = _waiting()
+    model, paused, _ = _waiting()
     with torch.no_grad(), paused as forward:
         stop = forward.next_stop()
         store = _store(model, 0)
         for one in stop.passes:
             store.park(one)
-        assert all(torch.equal(one.args[0], inputs[one.index]) for one in stop.passes)
+        assert all(torch.equal(one.args[0], _input(one.index)) for one in stop.passes)
         store.close()
 
 
 def test_memory_is_counted_and_only_what_exceeds_it_goes_to_files() -> None:
-    model, paused, _, _ = _waiting(3)
+    model, paused, _ = _waiting(3)
     size = 4 * LARGE**2
     with torch.no_grad(), paused as forward:
         stop = forward.next_stop()
@@ -152,7 +154,7 @@ def test_files_are_removed_when_their_pass_goes_on_and_all_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    model, paused, _, _ = _waiting()
+    model, paused, _ = _waiting()
     with torch.no_grad(), paused as forward:
         stop = forward.next_stop()
         store = _store(model, 0)
@@ -184,7 +186,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
 
 
 @pytest.mark.parametrize("level", list(Granularity))
-@pytest.mark.parametrize("name", ["llama", "gemma3", "t5", "llava", "mamba"])
+@pytest.mark.parametrize("name", ["llama", "t5", "llava"])
 def test_a_tiny_budget_changes_nothing_to_the_bit(
     name: str, level: Granularity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,21 +201,16 @@ def test_a_tiny_budget_changes_nothing_to_the_bit(
 
     monkeypatch.setattr(ActivationStore, "close", watched_close)
     for budget in (10**9, 1):
-        monkeypatch.setattr(activations, "_SMALLEST", 1)
+        monkeypatch.setattr(activations, "_SMALLEST", 1024)
         monkeypatch.setattr(sequential, "_budget", lambda _, budget=budget: budget)
-        recorder = Recorder(
-            ignore=architecture.ignore, granularity=level, twin=True, round_to=2
-        )
+        recorder = Recorder(ignore=architecture.ignore, granularity=level, twin=True, round_to=2)
         model = tiny.build(name)
         batches = architecture.batches()
         before = [tensor.clone() for tensor in tiny.tensors_of(batches)]
-        layout = {"sequential_targets": None}
-        if level is Granularity.LINEAR:  # so small a budget would choose blocks
-            monkeypatch.setattr(
-                "llmcompressor.pipelines.granularity.estimate_bytes", lambda *_: 1
-            )
-            monkeypatch.setattr(sequential, "_resident_budget", lambda _, budget: budget - 1)
-        run_pipeline(model, batches, recorder, **layout)
+        # So small a budget would choose blocks.
+        monkeypatch.setattr("llmcompressor.pipelines.granularity.estimate_bytes", lambda *_: 1)
+        monkeypatch.setattr(sequential, "_resident_budget", lambda _, budget: budget - 1)
+        run_pipeline(model, batches, recorder)
         assert all(map(torch.equal, tiny.tensors_of(batches), before))
         runs.append(recorder)
     assert spilled[0] == 0
@@ -250,7 +247,7 @@ def test_gptq_writes_the_same_weights_with_and_without_files(
 
 
 def test_putting_away_frees_the_memory() -> None:
-    model, paused, _, _ = _waiting(1)
+    model, paused, _ = _waiting(1)
     with torch.no_grad(), paused as forward:
         (one,) = forward.next_stop().passes
         storage = one.args[0].untyped_storage().data_ptr()
@@ -260,4 +257,47 @@ def test_putting_away_frees_the_memory() -> None:
         assert one.args[0].untyped_storage().data_ptr() != storage
         in_memory = {tensor.untyped_storage().data_ptr() for tensor in held_tensors(one)}
         assert storage not in in_memory
+        store.close()
+
+
+def test_what_a_model_lets_go_of_later_is_not_kept_by_having_been_put_away() -> None:
+    layer, gone = nn.Linear(LARGE, LARGE), []
+
+    def run() -> None:
+        first = torch.randn(LARGE, LARGE)
+        reference = weakref.ref(first)
+        y = layer(first)
+        del first
+        gone.append(reference() is None)
+        layer(y)
+
+    paused = PausedForward({layer: "layer"}, [Pass(0, run)])
+    with torch.no_grad(), paused as forward:
+        (one,) = forward.next_stop().passes
+        store = ActivationStore(0)
+        store.park(one)
+        store.fetch(one)
+        forward.resume(one)
+        store.close()
+    assert gone == [True]
+
+
+def test_tensors_that_are_more_than_a_view_of_memory_stay_where_they_are() -> None:
+    layer = nn.Identity()
+    spectrum = torch.view_as_complex(torch.randn(LARGE, LARGE, 2))
+    held = [spectrum.conj(), torch.randn(LARGE, LARGE, device="meta"), spectrum.to_sparse()]
+
+    def run() -> None:
+        mine = list(held)
+        layer(mine[0])
+        assert all(one is other for one, other in zip(mine, held, strict=True))
+
+    paused = PausedForward({layer: "layer"}, [Pass(0, run)])
+    with torch.no_grad(), paused as forward:
+        (one,) = forward.next_stop().passes
+        store = ActivationStore(0, held)
+        store.park(one)
+        store.fetch(one)
+        assert store.spilled == 0
+        forward.resume(one)
         store.close()

@@ -103,7 +103,9 @@ def test_cross_attention_shares_the_encoders_output_within_a_layer_only() -> Non
     model = tiny.build("t5")
     names = tiny.leaves(model, "Linear", ["lm_head"])
     blocks = find_blocks(model)
-    region = {names[m]: name for block, name in blocks.items() for m in block.modules() if m in names}
+    region = {
+        names[m]: name for block, name in blocks.items() for m in block.modules() if m in names
+    }
     batch = tiny.translation_batches()[0]
     order = watch_calls(lambda: model(**batch), names, region=region.__getitem__)
     shared = [
@@ -153,9 +155,7 @@ def test_a_vocabulary_does_not_count_and_nor_does_what_has_no_matrix() -> None:
 def test_what_the_watched_batch_did_not_reach_stands_behind_its_neighbour() -> None:
     model = nn.ModuleDict({name: nn.Linear(1, 1) for name in "xabcdy"})
     names = {module: name for name, module in model.items()}
-    order = CallOrder(
-        tuple((model[name],) for name in "ad"), {model["a"]: 1, model["d"]: 1}
-    )
+    order = CallOrder(tuple((model[name],) for name in "ad"), {model["a"]: 1, model["d"]: 1})
     plan = make_plan(
         names, order, {}, finest=LINEAR, forced=None, tokens=1, streams=1, budget=10**9
     )

@@ -92,7 +92,9 @@ def test_without_propagation_inputs_are_those_of_the_original_model(level: Granu
     assert recorder._inputs.keys() == expected.keys()
     for name, inputs in expected.items():
         assert all(map(torch.equal, recorder._inputs[name], inputs)), name
-    assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, original.model.layers[0].mlp.up_proj.weight)
+    assert not torch.equal(
+        model.model.layers[0].mlp.up_proj.weight, original.model.layers[0].mlp.up_proj.weight
+    )
 
 
 def test_a_modifier_may_declare_that_nothing_propagates() -> None:

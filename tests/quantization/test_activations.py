@@ -156,10 +156,10 @@ def test_states_of_padding_do_not_count(
     """A padded batch is as much one observation as one without padding."""
     args = QuantizationArgs(num_bits=8, strategy=strategy, observer=observer)
     model = tiny.llama()
-    data = tiny.batches(number=3)
+    data = tiny.batches(number=3, tokens=4)
     module = model.model.layers[0].self_attn
     found = []
-    for batches in (data, tiny.padded(data, 8)):
+    for batches in (data, tiny.padded(data, 40)):
         modifier = Watching()
         own = ActivationObservers(modifier, State())
         for layer in model.model.layers:

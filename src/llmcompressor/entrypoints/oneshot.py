@@ -221,7 +221,9 @@ class Oneshot:
         check_unquantized(model)
         if not self.model_args.tie_word_embeddings:
             untie_embeddings(model)
-        return model if self.model_args.device is None else model.to(self.model_args.device)
+        if self.model_args.device is not None:
+            model.to(self.model_args.device)
+        return given
 
     def _load_processor(self, model: Module) -> Any:
         args = self.model_args

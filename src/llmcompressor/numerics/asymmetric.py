@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.cholesky import cholesky
 from llmcompressor.numerics.hessian import SingularHessianError, damp
 
 __all__ = ["corrected_weight"]
@@ -45,9 +46,9 @@ def corrected_weight(weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge
     >>> corrected_weight(W, Y.T @ Y, Y.T @ (Y - Y), 0.01)
     tensor([[1., 1.]])
     """
-    lower_CC, info = torch.linalg.cholesky_ex(damp(gram_CC, ridge))
-    if bool((info != 0).any()):
+    lower_CC = cholesky(damp(gram_CC, ridge), overwrite=True)
+    if lower_CC is None:
         raise SingularHessianError("The Gram matrix with its ridge is not positive definite.")
     # R right-hand sides instead of C: (G + λ)⁻¹ C Wᵀ, the product first.
-    rhs_CR = cross_CC @ weight_RC.mT
-    return weight_RC + torch.cholesky_solve(rhs_CR, lower_CC).mT
+    change_CR = torch.cholesky_solve(cross_CC @ weight_RC.mT, lower_CC)
+    return weight_RC + change_CR.mT

@@ -73,27 +73,31 @@ def sweep(
     scales: ColumnScales,
     grid: Grid,
     *,
+    order_C: Tensor | None = None,
     block: int = 128,
     strip: int = 16,
 ) -> GptqResult:
-    """Round the columns of ``weight_RC`` in order.
+    """Round the columns of ``weight_RC``, from left to right or in a given order.
 
     Nothing is mutated. The result does not depend on ``block`` and ``strip`` but for rounding.
 
     Args:
-        weight_RC: float32 ``[..., R, C]``, its columns in the order in which to round them.
-        factor_CC: upper triangular U with ``UᵀU = (H + λI)⁻¹``, float32 ``[..., C, C]``.
-        scales: scale and zero point of every row and column (columns in the same order).
+        weight_RC: float32 ``[..., R, C]``.
+        factor_CC: upper triangular U with ``UᵀU = (H + λI)⁻¹``, float32 ``[..., C, C]``; its
+            columns in the order in which they are rounded.
+        scales: scale and zero point of every row and column; columns in that order too.
         grid: the numbers that a weight may become.
+        order_C: which column comes when, int64 ``[..., C]``; the result has the columns in their
+            own places.
         block: columns whose updates to the rest of the weight are gathered into one product.
         strip: columns whose updates to the rest of the block are gathered into one product.
     """
-    work_CR = weight_RC.mT.float().contiguous().clone()
-    rounded_CR = torch.empty_like(work_CR)
-    error_CR = torch.empty_like(work_CR)
+    work_CR = _columns_first(weight_RC, order_C)
     round_column = _column_rounder(scales, grid)
     inverse_diagonal_C = factor_CC.diagonal(dim1=-2, dim2=-1).reciprocal()
     columns = work_CR.shape[-2]
+    loss_R = work_CR.new_zeros(work_CR.shape[:-2] + work_CR.shape[-1:])
+    error_BR = torch.empty_like(work_CR[..., : min(block, columns), :])
     for lo in range(0, columns, block):
         hi = min(lo + block, columns)
         for slo in range(lo, hi, strip):
@@ -101,16 +105,40 @@ def sweep(
             for c in range(slo, shi):
                 column_R = work_CR[..., c, :]
                 quantized_R = round_column(column_R, c)
-                rounded_CR[..., c, :] = quantized_R
-                error_R = torch.sub(column_R, quantized_R).mul_(inverse_diagonal_C[..., c, None])
-                error_CR[..., c, :] = error_R
+                error_R = column_R.sub_(quantized_R).mul_(inverse_diagonal_C[..., c, None])
+                error_BR[..., c - lo, :] = error_R
+                column_R.copy_(quantized_R)
                 _subtract_outer(
-                    work_CR[..., c + 1 : shi, :], factor_CC[..., c, c + 1 : shi], error_R
+                    work_CR[..., c + 1 : shi, :],
+                    factor_CC[..., c, c + 1 : shi],
+                    error_BR[..., c - lo, :],
                 )
-            _subtract_product(work_CR, factor_CC, error_CR, (slo, shi), (shi, hi))
-        _subtract_product(work_CR, factor_CC, error_CR, (lo, hi), (hi, columns))
-    loss_R = error_CR.square_().sum(dim=-2).mul_(0.5)
-    return GptqResult(rounded_CR.mT.contiguous(), loss_R)
+            error_SR = error_BR[..., slo - lo : shi - lo, :]
+            _subtract_product(work_CR[..., shi:hi, :], factor_CC[..., slo:shi, shi:hi], error_SR)
+        done_BR = error_BR[..., : hi - lo, :]
+        _subtract_product(work_CR[..., hi:, :], factor_CC[..., lo:hi, hi:], done_BR)
+        loss_R += done_BR.square().sum(dim=-2)
+    return GptqResult(_rows_first(work_CR, order_C), loss_R.mul_(0.5))
+
+
+def _columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:
+    """A float32 copy ``[..., C, R]``, its columns in ``order_C``."""
+    if order_C is None:
+        return torch.empty(weight_RC.mT.shape, dtype=torch.float32, device=weight_RC.device).copy_(
+            weight_RC.mT
+        )
+    index_CR = order_C.unsqueeze(-1).expand(weight_RC.mT.shape)
+    return weight_RC.mT.gather(-2, index_CR).float()
+
+
+def _rows_first(work_CR: Tensor, order_C: Tensor | None) -> Tensor:
+    """The inverse of :func:`_columns_first`."""
+    if order_C is None:
+        return work_CR.mT.contiguous()
+    index_RC = order_C.unsqueeze(-2).expand(work_CR.mT.shape)
+    return torch.empty(work_CR.mT.shape, dtype=work_CR.dtype, device=work_CR.device).scatter_(
+        -1, index_RC, work_CR.mT
+    )
 
 
 def _column_rounder(scales: ColumnScales, grid: Grid) -> RoundColumn:
@@ -147,19 +175,10 @@ def _subtract_outer(target_KR: Tensor, factor_K: Tensor, error_R: Tensor) -> Non
         target_KR.sub_(factor_K.unsqueeze(-1) * error_R.unsqueeze(-2))
 
 
-def _subtract_product(
-    work_CR: Tensor,
-    factor_CC: Tensor,
-    error_CR: Tensor,
-    done: tuple[int, int],
-    rest: tuple[int, int],
-) -> None:
-    """``work[rest] -= U[done, rest]ᵀ error[done]``."""
-    if rest[0] >= rest[1]:
+def _subtract_product(target_MR: Tensor, factor_KM: Tensor, error_KR: Tensor) -> None:
+    """``target -= factorᵀ error``."""
+    if target_MR.shape[-2] == 0:
         return
-    factor_KM = factor_CC[..., done[0] : done[1], rest[0] : rest[1]]
-    error_KR = error_CR[..., done[0] : done[1], :]
-    target_MR = work_CR[..., rest[0] : rest[1], :]
     if target_MR.ndim == 2:
         target_MR.addmm_(factor_KM.T, error_KR, alpha=-1)
     else:

@@ -3,7 +3,7 @@ r"""Second moments of the inputs of a Linear: ``G = XᵀX`` and the cross produc
 
 T tokens (rows), C columns (input features). G is accumulated in float32, or float64 on request,
 whatever the inputs' dtype. What is slow about G is the number of small products, so the callers
-gather tokens (:class:`TokenBuffer`) and multiply a few thousand at a time.
+gather tokens (:class:`TokenBuffer`) and multiply some two thousand at a time.
 
 =================  =============================================================================
 inputs             product
@@ -28,7 +28,7 @@ from torch import Tensor
 
 __all__ = ["TokenBuffer", "add_cross_product", "add_symmetric_product", "symmetrize_"]
 
-CHUNK_TOKENS = 4096
+CHUNK_TOKENS = 2048
 """Tokens that are multiplied at once: enough to run at the machine's matrix rate."""
 _PARTS = 4
 """Block rows of the triangle: 4 leave 10 of 16 blocks to compute."""

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.cholesky import cholesky
+
 __all__ = [
     "Damped",
     "SingularHessianError",
@@ -59,10 +61,14 @@ def damp(hessian_CC: Tensor, dampening: float) -> Tensor:
         dampening: fraction of the mean of the diagonal, at least 0.
     """
     damped_CC = hessian_CC.clone()
-    diagonal_C = damped_CC.diagonal(dim1=-2, dim2=-1)
-    diagonal_C[diagonal_C == 0] = 1
-    diagonal_C += dampening * diagonal_C.mean(dim=-1, keepdim=True)
+    damped_CC.diagonal(dim1=-2, dim2=-1).copy_(_damped_diagonal(hessian_CC, dampening))
     return damped_CC
+
+
+def _damped_diagonal(hessian_CC: Tensor, dampening: float) -> Tensor:
+    diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1).clone()
+    diagonal_C[diagonal_C == 0] = 1
+    return diagonal_C + dampening * diagonal_C.mean(dim=-1, keepdim=True)
 
 
 def inverse_factor(damped_CC: Tensor) -> Tensor:
@@ -79,9 +85,13 @@ def inverse_factor(damped_CC: Tensor) -> Tensor:
     >>> torch.allclose(U.T @ U, torch.linalg.inv(H)), float(U[1, 0])
     (True, 0.0)
     """
-    reversed_CC = damped_CC.flip(-2, -1)
-    lower_CC, info = torch.linalg.cholesky_ex(reversed_CC)
-    if bool((info != 0).any()) or not bool(torch.isfinite(lower_CC.sum())):
+    return _factor_of_reversed(damped_CC.flip(-2, -1))
+
+
+def _factor_of_reversed(reversed_CC: Tensor) -> Tensor:
+    """U from J H J, whose memory is used up: these matrices can be the largest of a run."""
+    lower_CC = cholesky(reversed_CC, overwrite=True)
+    if lower_CC is None:
         raise SingularHessianError(
             "The damped Hessian is not positive definite; more dampening is needed."
         )
@@ -89,15 +99,18 @@ def inverse_factor(damped_CC: Tensor) -> Tensor:
         lower_CC.shape[-1], dtype=lower_CC.dtype, device=lower_CC.device
     ).expand_as(lower_CC)
     inverse_CC: Tensor = torch.linalg.solve_triangular(lower_CC, identity_CC, upper=False)
-    return inverse_CC.flip(-2, -1).contiguous()
+    return inverse_CC.flip(-2, -1)
 
 
-def raise_dampening(hessian_CC: Tensor, dampening: float, *, steps: int = 4) -> Damped:
+def raise_dampening(
+    hessian_CC: Tensor, dampening: float, *, order_C: Tensor | None = None, steps: int = 4
+) -> Damped:
     """Factorize with ``dampening``, then with 10, 100, … times as much until it succeeds.
 
     Args:
         hessian_CC: symmetric, ``[..., C, C]``; not changed.
         dampening: the first fraction to try; 0 is raised to 0.001 at the second step.
+        order_C: factorize with rows and columns in this order, int64 ``[..., C]``.
         steps: how many fractions to try.
 
     Raises:
@@ -106,9 +119,25 @@ def raise_dampening(hessian_CC: Tensor, dampening: float, *, steps: int = 4) -> 
     fraction = dampening
     for step in range(steps):
         try:
-            return Damped(inverse_factor(damp(hessian_CC, fraction)), fraction)
+            reversed_CC = _reversed(hessian_CC, order_C, fraction)
+            return Damped(_factor_of_reversed(reversed_CC), fraction)
         except SingularHessianError:
             if step == steps - 1:
                 raise
         fraction = max(fraction * 10, 1e-3)
     raise AssertionError("unreachable: the last step returns or raises")
+
+
+def _reversed(hessian_CC: Tensor, order_C: Tensor | None, dampening: float) -> Tensor:
+    """J H J with damping, rows and columns of H taken in ``order_C`` first; a new tensor."""
+    diagonal_C = _damped_diagonal(hessian_CC, dampening)
+    if order_C is None:
+        reversed_CC = hessian_CC.flip(-2, -1)
+        diagonal_C = diagonal_C.flip(-1)
+    else:
+        backwards_C = order_C.flip(-1)
+        reversed_CC = hessian_CC.gather(-2, backwards_C.unsqueeze(-1).expand_as(hessian_CC))
+        reversed_CC = reversed_CC.gather(-1, backwards_C.unsqueeze(-2).expand_as(hessian_CC))
+        diagonal_C = diagonal_C.gather(-1, backwards_C)
+    reversed_CC.diagonal(dim1=-2, dim2=-1).copy_(diagonal_C)
+    return reversed_CC

@@ -8,7 +8,9 @@ to them stays valid: the frames of the model's own code never notice.
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,10 +39,23 @@ def held_tensors(one: Pass) -> list[Tensor]:
         found[id(tensor)] = tensor
     frame: FrameType | None = one.frame
     while frame is not None:
-        for tensor in _tensors_in(frame.f_locals, _DEPTH):
+        for tensor in _tensors_in(_variables(frame), _DEPTH):
             found[id(tensor)] = tensor
         frame = frame.f_back
     return list(found.values())
+
+
+def _variables(frame: FrameType) -> list[Any]:
+    """The values of a frame's variables.
+
+    Before Python 3.13 a frame keeps the dict that it makes of them, and with it what the
+    function has long let go of; it is emptied.
+    """
+    made = frame.f_locals
+    values = list(made.values())
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        made.clear()
+    return values
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
@@ -72,7 +87,6 @@ class ActivationStore:
     """Keeps what suspended passes hold within a budget.
 
     Args:
-        device: where the passes run.
         budget: bytes that may stay in main memory; what exceeds it goes to memory-mapped files.
         keep: tensors that are never moved (the model's own, and the batches).
         fits: nothing has to be moved, so nothing is looked for either.
@@ -84,16 +98,15 @@ class ActivationStore:
 
     def __init__(
         self,
-        device: torch.device,
         budget: int,
         keep: Iterable[Tensor] = (),
         *,
         fits: bool = False,
     ) -> None:
-        self._device = device
         self._budget = budget
         self._fits = fits
-        self._keep = {tensor.untyped_storage().data_ptr() for tensor in keep}
+        owned = () if fits else (tensor for tensor in keep if _is_plain(tensor))
+        self._keep = {tensor.untyped_storage().data_ptr() for tensor in owned}
         self._parked: dict[Pass, list[_Parked]] = {}
         self._held = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -140,7 +153,7 @@ class ActivationStore:
         """Tensors by storage: views of one storage move together."""
         storages: dict[int, list[Tensor]] = {}
         for tensor in held_tensors(one):
-            if tensor.is_inference() or tensor.layout is not torch.strided or tensor.is_meta:
+            if not _is_plain(tensor):
                 continue
             storage = tensor.untyped_storage()
             if storage.nbytes() >= _SMALLEST and storage.data_ptr() not in self._keep:
@@ -159,6 +172,12 @@ class ActivationStore:
         mapped.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)))
         _point(tensors, mapped.untyped_storage())
         return file
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but a view of a storage, which can be exchanged."""
+    special = tensor.is_inference() or tensor.is_meta or tensor.is_conj() or tensor.is_neg()
+    return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not special
 
 
 def _reserve(file: Path, nbytes: int) -> None:

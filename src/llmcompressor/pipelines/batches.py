@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["CalibrationBatches", "calibrating"]
 
 
+_IGNORED_LABEL = -100
+"""What stands in labels where there is nothing to predict."""
+
+
 class CalibrationBatches(Sequence[Mapping[str, Any]]):
     """Batches, small ones joined, the masks of their real tokens, and how one is run.
 
@@ -140,8 +144,8 @@ def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iter
             return
         encoded = returned.get(id(batch))
         crossed = encoded is not None and _is_same(first_tensor(args, kwargs), encoded())
-        key = "attention_mask" if module in inside or crossed else "decoder_attention_mask"
-        state.token_mask = token_mask(batch, key)
+        encodes = module in inside or crossed
+        state.token_mask = token_mask(batch) if encodes else _decoder_mask(batch)
 
     leaves = [module for module in model.modules() if not any(True for _ in module.children())]
     handles = [encoder.register_forward_hook(remember)]
@@ -153,6 +157,17 @@ def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iter
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _decoder_mask(batch: Mapping[str, Any]) -> Tensor | None:
+    """The real tokens of a decoder, which may get its inputs from labels, one position later."""
+    labels = batch.get("labels")
+    given = "decoder_attention_mask" in batch or "decoder_input_ids" in batch
+    if given or not isinstance(labels, Tensor):
+        return token_mask(batch, "decoder_attention_mask")
+    real = labels.ne(_IGNORED_LABEL).roll(1, dims=-1)
+    real[..., 0] = True  # the token that starts every sequence
+    return None if bool(real.all()) else real
 
 
 def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:

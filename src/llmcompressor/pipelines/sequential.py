@@ -36,6 +36,7 @@ from llmcompressor.pipelines.granularity import Plan, Unit, make_plan
 from llmcompressor.pipelines.model_runs import model_device
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
 from llmcompressor.progress import Advance, progress
+from llmcompressor.threads import ThreadPacer
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -173,19 +174,21 @@ class _SequentialRun:
         units = {unit.stop: unit for unit in self.plan.units}
         device = model_device(self.model)
         store = ActivationStore(
-            device,
             self.budget,
             self._tensors_of_others(),
             fits=self.plan.bytes <= _resident_budget(device, self.budget),
         )
         originals = OriginalWeights(len(self.batches), self.order.calls)
-        with PausedForward(self._targets(), self._passes()) as forward:
+        with (
+            ThreadPacer(device) as pacer,
+            PausedForward(self._targets(), self._passes()) as forward,
+        ):
             forward.surroundings = originals.in_place
             for unit in units.values():
                 for member in unit.others:
                     forward.release(member)
             hooks = EarlyHooks(forward)
-            stepper = _Stepper(self, forward, store, originals, hooks, units)
+            stepper = _Stepper(self, forward, store, originals, hooks, units, pacer)
             try:
                 for unit in units.values():
                     hooks.watch([unit.stop] if unit.runs_twice else unit.others)
@@ -265,6 +268,7 @@ class _Stepper:
     originals: OriginalWeights
     hooks: EarlyHooks
     units: Mapping[Module, Unit]
+    pacer: ThreadPacer
 
     def next_stop(self) -> Stop | None:
         """Start what was not started, one batch at a time, and look who waits first."""
@@ -327,6 +331,7 @@ class _Stepper:
     def _send_on(self, one: Pass, *, hooks_on: bool = False) -> None:
         """Let ``one`` run the module that it waits at, and on to its next stop."""
         assert one.module is not None
+        self.pacer.pace()
         self.store.fetch(one)
         inside = self._inside(one, one.module, hooks_on)
         self._around(one, partial(self.forward.resume, one, inside))

@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.asymmetric import corrected_weight
-from llmcompressor.numerics.gptq import ColumnScales, GptqResult, activation_order, sweep
+from llmcompressor.numerics.gptq import ColumnScales, activation_order, sweep
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import (
-    Damped,
     SingularHessianError,
     dead_columns,
     raise_dampening,
 )
 from llmcompressor.quantization.parameters import WeightParameters
-from llmcompressor.quantization.threads import one_thread
 from llmcompressor.schemes.bridge import grid_of, partition_of
+from llmcompressor.threads import one_thread
 
 __all__ = ["Options", "Problem", "Solution", "solve"]
 
@@ -133,20 +132,23 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
     if options.ridge is not None and problems[0].cross_CC is not None:
         cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
         weight_RC = _corrected(weight_RC, gram_CC, cross_CC, options.ridge, _steps(problems))
-    weight_RC = weight_RC.masked_fill(dead_columns(gram_CC).unsqueeze(-2), 0)
+    weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
+    order_C = activation_order(gram_CC) if problems[0].ordered else None
     scales = _columns(problems)
-    if problems[0].ordered:
-        order_C = activation_order(gram_CC)
-        result, dampening = _in_order(weight_RC, gram_CC, scales, order_C, problems, options)
-    else:
-        damped = raise_dampening(gram_CC, options.dampening, steps=_steps(problems))
-        result = _sweep(weight_RC, damped, scales, problems, options)
-        dampening = damped.dampening
-    rounded_RC, loss_R = result
+    damped = raise_dampening(gram_CC, options.dampening, order_C=order_C, steps=_steps(problems))
+    with one_thread(weight_RC.device):
+        rounded_RC, loss_R = sweep(
+            weight_RC,
+            damped.factor_CC,
+            scales if order_C is None else _permuted(scales, order_C),
+            problems[0].grid,
+            order_C=order_C,
+            block=options.block_size,
+        )
     if len(problems) == 1:
         rounded_RC, loss_R = rounded_RC.unsqueeze(0), loss_R.unsqueeze(0)
     return [
-        _solution(problem, rounded, loss, dampening)
+        _solution(problem, rounded, loss, damped.dampening)
         for problem, rounded, loss in zip(problems, rounded_RC, loss_R, strict=True)
     ]
 
@@ -172,27 +174,6 @@ def _corrected(
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
-
-
-def _in_order(
-    weight_RC: Tensor,
-    gram_CC: Tensor,
-    scales: ColumnScales,
-    order_C: Tensor,
-    problems: Sequence[Problem],
-    options: Options,
-) -> tuple[GptqResult, float]:
-    """Permute the columns, sweep, and put them back: the format never knows."""
-    rows, columns = weight_RC.shape[-2:]
-    permuted_CC = gram_CC.gather(-2, order_C.unsqueeze(-1).expand_as(gram_CC))
-    permuted_CC = permuted_CC.gather(-1, order_C.unsqueeze(-2).expand_as(gram_CC))
-    wide_C = order_C.unsqueeze(-2).expand(*order_C.shape[:-1], rows, columns)
-    damped = raise_dampening(permuted_CC, options.dampening, steps=_steps(problems))
-    result = _sweep(
-        weight_RC.gather(-1, wide_C), damped, _permuted(scales, order_C), problems, options
-    )
-    rounded_RC = torch.empty_like(result.weight_RC).scatter_(-1, wide_C, result.weight_RC)
-    return GptqResult(rounded_RC, result.loss_R), damped.dampening
 
 
 def _permuted(scales: ColumnScales, order_C: Tensor) -> ColumnScales:
@@ -240,19 +221,6 @@ def _one_per_column(scales: ColumnScales) -> ColumnScales:
     own_C = torch.arange(len(scales.group_of_column_C), device=scales.scale_RG.device)
     zero_RC = None if scales.zero_RG is None else scales.zero_RG[:, scales.group_of_column_C]
     return ColumnScales(scales.scale_RG[:, scales.group_of_column_C], zero_RC, own_C)
-
-
-def _sweep(
-    weight_RC: Tensor,
-    damped: Damped,
-    scales: ColumnScales,
-    problems: Sequence[Problem],
-    options: Options,
-) -> GptqResult:
-    with one_thread(weight_RC.device):
-        return sweep(
-            weight_RC, damped.factor_CC, scales, problems[0].grid, block=options.block_size
-        )
 
 
 def _solution(problem: Problem, rounded_RC: Tensor, loss_R: Tensor, dampening: float) -> Solution:
