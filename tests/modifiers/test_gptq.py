@@ -271,23 +271,10 @@ def static(bits: int = 8, **fields: Any) -> dict[str, Any]:
     return {"all": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
 
 
-def first_inputs(model: Any, name: str, data: list[tiny.Batch]) -> Tensor:
-    seen: list[Tensor] = []
-    handle = model.get_submodule(name).register_forward_pre_hook(
-        lambda _, args: seen.append(args[0])
-    )
-    for batch in data:
-        with torch.no_grad():
-            model(**batch)
-        seen[-1] = seen[-1][batch["attention_mask"].bool()]
-    handle.remove()
-    return torch.cat(seen)
-
-
 def test_static_inputs_are_calibrated_on_real_tokens_alone() -> None:
     name = "model.layers.0.self_attn.q_proj"
     data = tiny.padded(tiny.batches(tokens=4), 40)
-    inputs = first_inputs(tiny.llama(), name, data)
+    inputs = tiny.inputs_of(tiny.llama(), name, data)
     model = tiny.run(tiny.llama(), gptq(config_groups=static()), data=data)
     expected = inputs.abs().max() / 127.5
     assert torch.allclose(model.get_submodule(name).input_scale, expected, rtol=1e-6)

@@ -15,7 +15,7 @@ from llmcompressor.core import EventType, active_session
 from llmcompressor.errors import InputError, NonFiniteError, TargetError
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.quantization.rounding import QuantizationModifier
 from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.presets import PRESETS
@@ -80,6 +80,20 @@ def test_importance_comes_from_real_tokens(warned: list[str]) -> None:
     for one, other in zip(tiny.linears(a).values(), tiny.linears(b).values(), strict=True):
         assert float((one.weight_scale != other.weight_scale).float().mean()) < 0.02
     assert not warned
+
+
+def test_importance_is_the_mean_square_of_the_inputs() -> None:
+    data, name = tiny.padded(tiny.batches(tokens=6), 10), "model.layers.0.self_attn.k_proj"
+    inputs = tiny.inputs_of(tiny.llama(), name, data)
+    fields = {"scheme": "W3A16", "weight_observer": "imatrix_mse"}
+    model = tiny.run(tiny.llama(), nearest(**fields), data=data)
+    module = tiny.linears(model)[name]
+    expected = observe_weight(
+        tiny.linears(tiny.llama())[name].weight.detach(),
+        module.quantization_scheme.weights,
+        importance_C=inputs.square().mean(dim=0),
+    )
+    assert float((module.weight_scale != expected.scale).float().mean()) < 0.05
 
 
 def test_importance_of_an_embedding_is_not_asked_for(warned: list[str]) -> None:

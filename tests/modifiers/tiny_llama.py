@@ -32,10 +32,10 @@ SIZES: dict[str, Any] = {
 Batch = dict[str, Tensor]
 
 
-def llama(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+def llama(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Two layers, random weights that are large enough for errors to show."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
+    model: Any = LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -72,7 +72,8 @@ def run(
     model: Module, *modifiers: Modifier, data: Sequence[Batch] | None = None, **arguments: Any
 ) -> Any:
     """``oneshot`` in memory."""
-    loader: Any = DataLoader(list(data or batches()), batch_size=None)
+    rows: Any = list(data or batches())
+    loader: Any = DataLoader(rows, batch_size=None)
     return oneshot(model=model, recipe=list(modifiers), dataset=loader, **arguments)
 
 
@@ -80,6 +81,19 @@ def run(
 def logits(model: Any, given: Sequence[Batch]) -> Tensor:
     """Of all batches, joined."""
     return torch.cat([model(**batch).logits.float() for batch in given])
+
+
+def inputs_of(model: Any, name: str, given: Sequence[Batch]) -> Tensor:
+    """What goes into a module at real tokens, ``[tokens, columns]``."""
+    seen: list[Tensor] = []
+    handle = model.get_submodule(name).register_forward_pre_hook(
+        lambda _, args: seen.append(args[0])
+    )
+    for batch in given:
+        logits(model, [batch])
+        seen[-1] = seen[-1][batch["attention_mask"].bool()]
+    handle.remove()
+    return torch.cat(seen)
 
 
 def linears(model: Module) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_float64_on_request_is_float64() -> None:
 def test_halves_sum_to_the_whole() -> None:
     x_TC = inputs()
     whole_CC, parts_CC = gram(x_TC), torch.zeros(C, C)
-    for part_TC in x_TC.split([1, T // 2, T - T // 2 - 1]):
+    for part_TC in torch.split(x_TC, [1, T // 2, T - T // 2 - 1]):
         add_symmetric_product(parts_CC, part_TC)
     assert relative(parts_CC, whole_CC) < 1e-6
 
@@ -106,7 +106,7 @@ def test_rows_of_the_cross_product_belong_to_the_compressed_stream() -> None:
 def test_every_token_leaves_a_buffer_once_and_in_order(sizes: list[int], chunk: int) -> None:
     x_TC, buffer = inputs(), TokenBuffer(2, chunk)
     out: list[list[Tensor]] = []
-    for part_TC in x_TC.split(sizes):
+    for part_TC in torch.split(x_TC, sizes):
         if (full := buffer.add(part_TC, -part_TC)) is not None:
             assert len(full[0]) >= chunk
             out.append(full)

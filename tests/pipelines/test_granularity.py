@@ -370,31 +370,28 @@ def test_outputs_of_all_linears_are_seen_to_the_last() -> None:
     assert {len(outputs) for outputs in modifier._outputs.values()} == {len(batches)}
 
 
+STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+STATIC_INPUTS = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "strategy": "channel"},
+    "input_activations": STATIC,
+}
+
+
 @pytest.mark.parametrize(
     "recipe",
     [
-        {"scheme": "W8A8", "input_observer": "static_minmax"},
+        {"config_groups": {"a": STATIC_INPUTS}},
+        {"config_groups": {"a": {**STATIC_INPUTS, "output_activations": STATIC}}},
+        {"config_groups": {"a": STATIC_INPUTS}, "ignore": ["lm_head", "re:.*down_proj"]},
         {"scheme": "W4A16", "weight_observer": "imatrix_mse"},
-        {"scheme": "W8A8", "ignore": ["lm_head", "re:.*down_proj"]},
-        {"scheme": "NVFP4", "ignore": ["lm_head", "re:.*(down|o|gate)_proj"]},
+        {"scheme": "NVFP4", "ignore": ["lm_head", "re:.*down_proj"]},
     ],
-    ids=["W8A8", "imatrix", "last stop is a group", "NVFP4"],
+    ids=["inputs", "outputs", "last stop is a group", "imatrix", "NVFP4"],
 )
 def test_rounding_is_the_same_in_every_pipeline(recipe: dict[str, Any]) -> None:
     """Nothing propagates from rounding, which is done at the end; so statistics are the same."""
     found = {}
-    if recipe["scheme"] == "W8A8":
-        recipe = {
-            **{key: value for key, value in recipe.items() if key != "scheme"},
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {"num_bits": 8, "strategy": "channel"},
-                    "input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False},
-                    "output_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False},
-                }
-            },
-        }
     for pipeline in ("basic", "sequential", "layer_sequential"):
         torch.manual_seed(0)
         model = tiny.llama(hidden_size=128, intermediate_size=128)

@@ -23,6 +23,7 @@ from torch.nn import Module
 from llmcompressor.core.session_functions import LifecycleCallbacks, active_session
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
+from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
@@ -283,6 +284,7 @@ class _Stepper:
         if self.run.keeps_originals:
             self.originals.keep([unit.stop] if unit.runs_twice else unit.modules)
         modules = tuple(unit.stop.modules()) if unit.runs_twice else unit.modules
+        give_back_freed()
         LifecycleCallbacks.sequential_epoch_end(modules)
         last = self._is_last(unit)
         self.forward.release(unit.stop)

@@ -329,7 +329,7 @@ class QuantizationMixin(Modifier):
         static = {module: self._observers.parameters(module) for module in every}
         with progress(len(self._schemes), "Quantizing") as advance:
             for module, scheme in self._schemes.items():
-                advance(note=self._names[module])
+                advance(0, note=self._names[module])
                 parameters = self._parameters.get(module)
                 if parameters is not None and module not in self._rounded:
                     weight_of(module).data.copy_(parameters.round(weight_of(module).data))
