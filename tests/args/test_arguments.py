@@ -59,6 +59,8 @@ DEFAULTS = {
         "moe_calibrate_all_experts": True,
         "pipeline": "independent",
         "sequential_targets": None,
+        "sequential_granularity": "auto",
+        "activation_budget": None,
         "sequential_offload_device": "cpu",
         "quantization_aware_calibration": True,
         "sequential_prefetch": False,
@@ -112,6 +114,10 @@ def test_thirteen_names_are_ignored_in_tracing():
         ("splits", {"calibration": 3}),
         ("preprocessing_func", "no_such_form"),
         ("sequential_targets", [3]),
+        ("sequential_granularity", "layer"),
+        ("sequential_granularity", None),
+        *(("activation_budget", value) for value in (0, -1, 1.5, True, [], "", "much", "8 GiB x")),
+        *(("activation_budget", value) for value in ("-8GiB", "8GX", "0", "0GiB", "0.2B", "8.GiB")),
         ("min_tokens_per_module", float("nan")),
         ("raw_kwargs", []),
         ("dataset", 7),
@@ -132,6 +138,46 @@ def test_a_model_must_be_a_path_a_name_or_an_object(value):
 def test_a_misspelt_pipeline_gets_a_suggestion():
     with pytest.raises(ArgumentError, match="Did you mean sequential"):
         DatasetArguments(pipeline="sequental")
+
+
+@pytest.mark.parametrize("value", ["sub_blocks", "linaer", "blok"])
+def test_a_misspelt_granularity_gets_a_suggestion(value):
+    nearest = {"sub_blocks": "sub_block", "linaer": "linear", "blok": "block"}[value]
+    with pytest.raises(ArgumentError, match=rf"sequential_granularity.*Did you mean {nearest}"):
+        DatasetArguments(sequential_granularity=value)
+
+
+@pytest.mark.parametrize("spelling", ["sub_block", "sub-block", "Sub Block", " SUB_BLOCK "])
+def test_a_granularity_has_one_stored_name(spelling):
+    assert DatasetArguments(sequential_granularity=spelling).sequential_granularity == "sub_block"
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        (1, 1),
+        (12345, 12345),
+        (np.int64(7), 7),
+        ("12345", 12345),
+        ("500B", 500),
+        ("500MB", 500 * 1000**2),
+        ("500M", 500 * 1000**2),
+        ("8GiB", 8 * 1024**3),
+        ("8 gib", 8 * 1024**3),
+        (" 1.5KiB ", 1536),
+        ("0.5TB", 5 * 10**11),
+        ("2Ti", 2 * 1024**4),
+    ],
+)
+def test_a_budget_is_stored_in_bytes(given, stored):
+    budget = DatasetArguments(activation_budget=given).activation_budget
+    assert budget == stored
+    assert type(budget) is int
+
+
+def test_a_budget_that_is_no_size_gets_an_example():
+    with pytest.raises(ArgumentError, match=r"activation_budget.*'much'.*8GiB"):
+        DatasetArguments(activation_budget="much")
 
 
 @pytest.mark.parametrize("spelling", ["datafree", "data_free", "data-free", "DataFree"])

@@ -6,11 +6,11 @@ from __future__ import annotations
 import csv
 import json
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-import datasets
 from llmcompressor.datasets.formats import read_file
 from llmcompressor.errors import DatasetError
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import datasets
 import pytest
 
-import datasets
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import TextGenerationDataset, load_calibration, table
 from llmcompressor.errors import DatasetError

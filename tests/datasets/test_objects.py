@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import copy
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import datasets
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import load_calibration
 from llmcompressor.errors import DatasetError

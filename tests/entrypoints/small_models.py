@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-
-from datasets import Dataset
 
 VOCABULARY = 128
 

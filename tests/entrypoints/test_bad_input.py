@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import small_models as small
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import llmcompressor
 import llmcompressor.checkpoint.shards
-from datasets import Dataset
 from llmcompressor import active_session, oneshot, reset_session
 from llmcompressor.errors import (
     ArgumentError,

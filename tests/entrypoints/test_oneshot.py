@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import small_models as small
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from datasets import Dataset
 from llmcompressor import Oneshot, active_session, create_session, oneshot
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.errors import TargetError

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from datasets import Dataset
 from llmcompressor import evaluate
 from llmcompressor.errors import ArgumentError, CheckpointError, DatasetError
 

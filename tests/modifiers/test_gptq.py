@@ -189,6 +189,34 @@ def test_twice_the_same_run_gives_the_same_bits() -> None:
 # ------------------------------------------------------------------ when factorization fails
 
 
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_the_number_of_threads_never_changes_a_result(asymmetric: bool) -> None:
+    """Matrices large enough to be split: where LAPACK would round otherwise, too."""
+    states, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            model = tiny.llama(hidden_size=256, intermediate_size=640, num_hidden_layers=1)
+            tiny.run(model, gptq(asymmetric=asymmetric))
+            assert torch.get_num_threads() == number
+            states.append({name: value.clone() for name, value in model.state_dict().items()})
+    finally:
+        torch.set_num_threads(threads)
+    first, second = states
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize("pipeline", ["sequential", "layer_sequential"])
+def test_without_propagation_every_pipeline_finds_what_the_basic_one_finds(pipeline: str) -> None:
+    """The statistics are those of the original model."""
+    whole = tiny.linears(tiny.run(tiny.llama(), gptq(), pipeline="basic"))
+    model = tiny.run(tiny.llama(), gptq(), pipeline=pipeline, propagate_error=False)
+    for name, module in tiny.linears(model).items():
+        assert float((module.weight == whole[name].weight).float().mean()) > 0.99, name
+
+
 def test_dampening_is_raised_where_there_are_fewer_tokens_than_columns(warned: list[str]) -> None:
     modifier = gptq(dampening_frac=0.0)
     tiny.run(tiny.llama(), modifier, data=tiny.batches(tokens=4, number=1))
@@ -395,6 +423,7 @@ def test_the_schemes_of_the_recipe_are_not_changed() -> None:
         ("block_size", 0),
         ("dampening_frac", -0.1),
         ("asymmetric_ridge", 0.0),
+        ("refinements", -1),
         ("batched_quantization", "always"),
         ("actorder", "backwards"),
     ],

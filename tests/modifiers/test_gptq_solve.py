@@ -21,6 +21,7 @@ from llmcompressor.schemes.presets import preset_scheme
 
 C = 64
 OPTIONS = Options(block_size=32, dampening=0.01, ridge=None)
+SWEEP_ALONE = replace(OPTIONS, refinements=0)
 GROUP = QuantizationArgs(num_bits=4, strategy="group", group_size=16)
 ARGS = {
     "tensor": QuantizationArgs(num_bits=8, strategy="tensor"),
@@ -118,7 +119,7 @@ def test_large_problems_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_order_is_undone() -> None:
     """Activation order is nothing but solving the permuted problem."""
     one = problem(GROUP, ordered=True)
-    (solution,) = solve([one], OPTIONS)
+    (solution,) = solve([one], SWEEP_ALONE)
     order_C = one.gram_CC.diagonal().argsort(descending=True)
     assert order_C.tolist() != list(range(C))
     factor_CC = inverse_factor(damp(one.gram_CC[order_C][:, order_C], 0.01))
@@ -129,14 +130,30 @@ def test_the_order_is_undone() -> None:
     assert solution.loss == pytest.approx(float(swept.loss_R.sum()), rel=1e-3)
 
 
+@pytest.mark.parametrize("refinements", [0, 1, 2])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_the_loss_is_that_of_the_damped_output_error(ordered: bool) -> None:
+def test_the_loss_is_that_of_the_damped_output_error(ordered: bool, refinements: int) -> None:
     one = problem(GROUP, GROUP, ordered=ordered)
-    (solution,) = solve([one], OPTIONS)
+    (solution,) = solve([one], replace(OPTIONS, refinements=refinements))
     change_RC = torch.cat(solution.weights).double() - torch.cat(list(one.weights)).double()
     damped_CC = damp(one.gram_CC, 0.01).double()
     expected = float(((change_RC @ damped_CC) * change_RC).sum()) / 2
     assert solution.loss == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("name", ARGS)
+def test_refinements_lower_the_damped_output_error(name: str, ordered: bool) -> None:
+    one = problem(ARGS[name], ARGS[name], ordered=ordered)
+    damped_CC = damp(one.gram_CC, 0.01).double()
+    errors = []
+    for refinements in range(3):
+        (solution,) = solve([one], replace(OPTIONS, refinements=refinements))
+        change_RC = torch.cat(solution.weights).double() - torch.cat(list(one.weights)).double()
+        errors.append(float(((change_RC @ damped_CC) * change_RC).sum()))
+    none, once, twice = errors
+    assert once < none
+    assert twice <= once * (1 + 1e-6)
 
 
 def test_with_twin_streams_the_corrected_weight_is_swept() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.gptq import ColumnScales, activation_order, sweep
+from llmcompressor.numerics.gptq import ColumnScales, activation_order, descend, sweep
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import damp, inverse_factor
 from llmcompressor.numerics.partition import Partition
@@ -226,3 +226,165 @@ def test_activation_order_falls_and_keeps_ties_in_place() -> None:
     assert activation_order(hessian_CC).tolist() == [1, 3, 4, 0, 2, 5]
     stacked = torch.stack([hessian_CC, torch.eye(6)])
     assert activation_order(stacked)[1].tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_an_order_is_that_of_a_weight_whose_columns_were_moved(batched: bool) -> None:
+    one = case("channel", "int4 asymmetric")
+    order_C = activation_order(one.hessian_CC)
+    assert order_C.tolist() != list(range(C))
+    hessian_CC = one.hessian_CC[order_C][:, order_C]
+    factor_CC = inverse_factor(hessian_CC.double()).float()
+    moved = sweep(one.weight_RC[:, order_C], factor_CC, one.scales, one.grid)
+    expected_RC = torch.empty_like(moved.weight_RC)
+    expected_RC[:, order_C] = moved.weight_RC
+    weight, scales = one.weight_RC, one.scales
+    if batched:
+        assert scales.zero_RG is not None
+        weight, factor_CC, order_C = weight[None], factor_CC[None], order_C[None]
+        scales = ColumnScales(scales.scale_RG[None], scales.zero_RG[None], scales.group_of_column_C)
+    result = sweep(weight, factor_CC, scales, one.grid, order_C=order_C)
+    assert equal_rows(result.weight_RC.reshape(R, C), expected_RC) >= (15 / 16 if batched else 1)
+    assert torch.allclose(result.loss_R.sum(), moved.loss_R.sum(), rtol=1e-2)
+
+
+# ---------------------------------------------------------------------- coordinate descent
+
+DAMPENING = 0.05
+
+
+def damped(hessian_CC: Tensor, dampening: float = DAMPENING) -> Tensor:
+    """H + λI in float64; a dead column gets λ alone."""
+    H_CC = hessian_CC.double()
+    return H_CC + dampening * H_CC.diagonal().mean() * torch.eye(C, dtype=torch.float64)
+
+
+def textbook_descent(one: Case, rounded_RC: Tensor) -> Tensor:
+    """Each column set to its best, the error of all others computed anew: float64, no blocks."""
+    H_CC, weight_RC, found_RC = damped(one.hessian_CC), one.weight_RC.double(), rounded_RC.double()
+    for c in range(C):
+        gradient_R = (found_RC - weight_RC) @ H_CC[:, c]
+        wanted_RC = found_RC.clone()
+        wanted_RC[:, c] -= gradient_R / H_CC[c, c]
+        found_RC[:, c] = nearest(wanted_RC, one.scales, one.grid)[:, c]
+    return found_RC
+
+
+def row_errors(one: Case, rounded_RC: Tensor, dampening: float = DAMPENING) -> Tensor:
+    change_RC = rounded_RC.double() - one.weight_RC.double()
+    return ((change_RC @ damped(one.hessian_CC, dampening)) * change_RC).sum(dim=-1)
+
+
+def descended(one: Case, rounded_RC: Tensor, **changes: int) -> Tensor:
+    """What a descent makes of it."""
+    return descend(
+        one.weight_RC,
+        rounded_RC,
+        one.hessian_CC,
+        one.scales,
+        one.grid,
+        dampening=DAMPENING,
+        **changes,
+    ).weight_RC
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_descent_lowers_the_error_row_by_row_and_stays_on_the_grid(
+    partition: str, grid: str
+) -> None:
+    one = case(partition, grid)
+    rounded_RC = sweep(one.weight_RC, one.factor(), one.scales, one.grid).weight_RC
+    for start_RC in (rounded_RC, nearest(one.weight_RC, one.scales, one.grid)):
+        found_RC = descended(one, start_RC)
+        before_R, after_R = row_errors(one, start_RC), row_errors(one, found_RC)
+        assert bool((after_R <= before_R * (1 + 1e-5) + 1e-6).all())
+        assert torch.allclose(nearest(found_RC, one.scales, one.grid), found_RC, rtol=1e-5)
+    assert float(after_R.sum()) < float(before_R.sum())  # rounding to nearest leaves room
+
+
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_descent_tells_by_how_much_the_loss_of_each_row_changed(grid: str, block: int) -> None:
+    one = case("group", grid)
+    start_RC = nearest(one.weight_RC, one.scales, one.grid)
+    found = descend(
+        one.weight_RC,
+        start_RC,
+        one.hessian_CC,
+        one.scales,
+        one.grid,
+        dampening=DAMPENING,
+        block=block,
+    )
+    change_R = (row_errors(one, found.weight_RC) - row_errors(one, start_RC)) / 2
+    within = 1e-4 * float(row_errors(one, start_RC).max())
+    assert torch.allclose(found.loss_R.double(), change_R, rtol=1e-3, atol=within)
+
+
+@pytest.mark.parametrize("block", [1, 16, 24, 128])
+@pytest.mark.parametrize("grid", ["int4", "int4 asymmetric", "fp4"])
+def test_it_is_the_textbook_descent_however_it_is_cut(grid: str, block: int) -> None:
+    one = case("group", grid)
+    start_RC = nearest(one.weight_RC, one.scales, one.grid)
+    found_RC = descended(one, start_RC, block=block)
+    assert equal_rows(found_RC, textbook_descent(one, start_RC)) >= 15 / 16
+    assert equal_rows(found_RC, start_RC) < 0.5
+
+
+@pytest.mark.parametrize("grid", ["int4", "int4 asymmetric", "fp8"])
+def test_what_no_column_can_improve_is_left_as_it_is(grid: str) -> None:
+    one = case("group", grid)
+    found_RC = nearest(one.weight_RC, one.scales, one.grid)
+    for _ in range(50):
+        before_RC, found_RC = found_RC, descended(one, found_RC)
+        if torch.equal(before_RC, found_RC):
+            break
+    assert torch.equal(before_RC, found_RC)
+    assert torch.allclose(textbook_descent(one, found_RC).float(), found_RC, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dampening", [0.0, DAMPENING])
+def test_a_descent_leaves_dead_columns_alone(dampening: float) -> None:
+    one = case()
+    one.hessian_CC[9], one.hessian_CC[:, 9] = 0, 0
+    start_RC = nearest(one.weight_RC, one.scales, one.grid)
+    start_RC[:, 9] = 0
+    found_RC = descend(
+        one.weight_RC, start_RC, one.hessian_CC, one.scales, one.grid, dampening=dampening
+    ).weight_RC
+    assert not found_RC[:, 9].any()
+    assert bool(
+        (row_errors(one, found_RC, dampening) <= row_errors(one, start_RC, dampening)).all()
+    )
+
+
+def test_batches_descend_as_if_alone() -> None:
+    cases = [case("group", "int4 asymmetric", seed) for seed in range(3)]
+    starts = [nearest(one.weight_RC, one.scales, one.grid) for one in cases]
+    stacked = ColumnScales(
+        torch.stack([one.scales.scale_RG for one in cases]),
+        torch.stack([one.scales.zero_RG for one in cases if one.scales.zero_RG is not None]),
+        cases[0].scales.group_of_column_C,
+    )
+    together = descend(
+        torch.stack([one.weight_RC for one in cases]),
+        torch.stack(starts),
+        torch.stack([one.hessian_CC for one in cases]),
+        stacked,
+        cases[0].grid,
+        dampening=DAMPENING,
+    )
+    for one, start_RC, found_RC in zip(cases, starts, together.weight_RC, strict=True):
+        assert equal_rows(found_RC, descended(one, start_RC)) >= 15 / 16
+    assert together.loss_R.shape == (3, R)
+    assert bool((together.loss_R <= 0).all())
+
+
+def test_a_descent_changes_nothing_given() -> None:
+    one = case("group", "int4 asymmetric")
+    start_RC = nearest(one.weight_RC, one.scales, one.grid)
+    given = [one.weight_RC, start_RC, one.hessian_CC, *(x for x in one.scales if x is not None)]
+    before = [tensor.clone() for tensor in given]
+    descended(one, start_RC)
+    assert all(torch.equal(tensor, old) for tensor, old in zip(given, before, strict=True))

@@ -121,3 +121,27 @@ def test_raising_ends_after_the_steps_given() -> None:
     with pytest.raises(SingularHessianError):
         raise_dampening(indefinite(-0.5), 0.01, steps=2)
     assert raise_dampening(indefinite(-0.5), 0.01, steps=3).dampening == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("dead", [False, True])
+def test_an_order_gives_the_factor_of_the_matrix_with_rows_and_columns_moved(
+    batched: bool, dead: bool
+) -> None:
+    H_BCC = torch.stack([hessian(seed) for seed in range(2)])
+    if dead:
+        H_BCC[:, 5], H_BCC[:, :, 5] = 0, 0
+    order_BC = H_BCC.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True)
+    moved = [
+        raise_dampening(H_CC[order_C][:, order_C], 0.01).factor_CC
+        for H_CC, order_C in zip(H_BCC, order_BC, strict=True)
+    ]
+    before_BCC = H_BCC.clone()
+    if batched:
+        found = list(raise_dampening(H_BCC, 0.01, order_C=order_BC).factor_CC)
+    else:
+        pairs = zip(H_BCC, order_BC, strict=True)
+        found = [raise_dampening(H_CC, 0.01, order_C=o_C).factor_CC for H_CC, o_C in pairs]
+    for U_CC, expected_CC in zip(found, moved, strict=True):
+        assert torch.allclose(U_CC, expected_CC, rtol=1e-9, atol=1e-12)
+    assert torch.equal(H_BCC, before_BCC)

@@ -20,7 +20,7 @@ from llmcompressor.modeling.call_order import CallOrder, watch_calls
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.modifier import Granularity
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.pipelines import sequential
+from llmcompressor.pipelines import activations, sequential
 from llmcompressor.pipelines.granularity import Plan, estimate_bytes, make_plan
 
 LINEAR, SUB_BLOCK, BLOCK = Granularity
@@ -296,6 +296,52 @@ def test_the_head_is_not_computed(level: Granularity, twin: bool) -> None:
     )
     run_pipeline(model, tiny.text_batches(), Recorder(granularity=level, twin=twin))
     assert sum(tokens) <= 8
+
+
+@pytest.mark.parametrize(
+    ("granularity", "expected"),
+    [
+        ("auto", [set(group) for group in LAYER]),
+        ("linear", [set(group) for group in LAYER]),
+        ("sub_block", [{*LAYER[0], *LAYER[1]}, {*LAYER[2], *LAYER[3]}]),
+        ("block", [ALL]),
+    ],
+)
+def test_the_user_may_say_how_fine(granularity: str, expected: list[set[str]]) -> None:
+    told = _told(tiny.build("llama"), sequential_granularity=granularity)
+    assert _blocks_of(told) == expected * tiny.LAYERS
+
+
+def test_never_finer_than_a_modifier_allows() -> None:
+    told = _told(tiny.build("llama"), BLOCK, sequential_granularity="linear")
+    assert _blocks_of(told) == [ALL, ALL]
+
+
+def test_the_level_that_a_pipeline_is_named_after_wins() -> None:
+    told = _told(tiny.build("llama"), pipeline="layer_sequential", sequential_granularity="linear")
+    assert _blocks_of(told) == [ALL, ALL]
+
+
+def test_the_level_follows_the_budget_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what exceeds it goes to files, which nobody notices."""
+    monkeypatch.setattr(activations, "_SMALLEST", 1024)
+    spilled = []
+    close = activations.ActivationStore.close
+
+    def watched_close(store: activations.ActivationStore) -> None:
+        spilled.append(store.spilled)
+        close(store)
+
+    monkeypatch.setattr(activations.ActivationStore, "close", watched_close)
+    assert len(_told(tiny.build("llama"), activation_budget="1GiB")) == len(LAYER) * tiny.LAYERS
+    assert _blocks_of(_told(tiny.build("llama"), activation_budget=1)) == [ALL, ALL]
+    tokens = sum(batch["input_ids"].numel() for batch in tiny.text_batches())
+    just_enough = 4 * tokens * 64  # two hidden states of 32 in float32
+    parts = _told(tiny.build("llama"), activation_budget=just_enough)
+    assert len(parts) == 2 * tiny.LAYERS
+    finest = _told(tiny.build("llama"), activation_budget=1, sequential_granularity="linear")
+    assert len(finest) == len(LAYER) * tiny.LAYERS
+    assert [bool(one) for one in spilled] == [False, True, False, True]
 
 
 # ---------------------------------------------------------------------- hooks at a stop

@@ -134,7 +134,6 @@ def test_an_observer_without_effect_is_told(log: list[tuple[str, str]]) -> None:
         ({"scheme": "NVFP4"}, True),
         ({"scheme": "MXFP4"}, False),
         ({"scheme": "UNQUANTIZED"}, False),
-        ({"scheme": "W4A16", "weight_observer": "imatrix_mse"}, True),
         ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, True),
         (
             {

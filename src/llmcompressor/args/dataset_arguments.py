@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,9 @@ PIPELINES: Mapping[str, str] = {
     "sequential": "sequential",
 }
 """Pipelines as they may be spelt → as they are stored."""
+
+GRANULARITIES: Mapping[str, str] = {name: name for name in ("auto", "linear", "sub_block", "block")}
+"""Where the sequential pipeline may pause a forward."""
 
 COLLATORS: Mapping[str, str] = {"padding": "padding", "truncation": "truncation"}
 
@@ -75,6 +79,18 @@ def _splits(name: str, value: Any) -> str | list[str] | dict[str, str]:
     if not several:
         raise reject(name, value, "at least one split, for instance 'train[:5%]'")
     return several
+
+
+def _memory(name: str, value: Any) -> int:
+    """A number of bytes, or a number with a unit such as GiB."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
+        if found is None:
+            raise reject(name, value, "a number of bytes, or a size such as '8GiB'")
+        number_, prefix, binary = found.groups()
+        base = 1024 if binary else 1000
+        value = int(float(number_) * base ** " KMGT".index(prefix.upper() or " "))
+    return int(integer(1)(name, value))
 
 
 def _collator(name: str, value: Any) -> str | Callable[..., Any]:
@@ -193,15 +209,29 @@ class DatasetArguments:
             optional(strings),
         ),
     )
+    sequential_granularity: str = field(
+        default="auto",
+        metadata=about(
+            "Where a forward is paused: linear, sub_block, block; auto: the finest that fits.",
+            one_of(GRANULARITIES),
+        ),
+    )
+    activation_budget: int | str | None = field(
+        default=None,
+        metadata=about(
+            "Memory for activations, in bytes or as 8GiB; what exceeds it goes to files. Not "
+            "given: half of what is free.",
+            optional(_memory),
+        ),
+    )
     sequential_offload_device: str = field(
-        default="cpu", metadata=about("Where activations wait between blocks.", string)
+        default="cpu",
+        metadata=about("No effect: activations wait where activation_budget has room.", string),
     )
     quantization_aware_calibration: bool = field(
         default=True, metadata=about("No effect.", boolean)
     )
-    sequential_prefetch: bool = field(
-        default=False, metadata=about("Bring the next batch's activations in beforehand.", boolean)
-    )
+    sequential_prefetch: bool = field(default=False, metadata=about("No effect.", boolean))
     preprocessing_func: str | Callable[..., Any] | None = field(
         default=None,
         metadata=about(
@@ -223,7 +253,7 @@ class DatasetArguments:
         metadata=about("The DVC repository that a dvc:// dataset_path is in.", optional(path)),
     )
     sequential_targets_per_subgraph: int = field(
-        default=1, metadata=about("Blocks calibrated together.", integer(1))
+        default=1, metadata=about("No effect: blocks are calibrated one by one.", integer(1))
     )
     propagate_error: bool = field(
         default=True,

@@ -52,10 +52,6 @@ class RecipeArguments:
     stage: str | None = field(
         default=None, metadata=about("Run only this stage of the recipe.", optional(string))
     )
-    allow_unmatched: bool = field(
-        default=False,
-        metadata=about("Let a target match no module; otherwise that is an error.", boolean),
-    )
 
     def __post_init__(self) -> None:
         apply_checks(self)

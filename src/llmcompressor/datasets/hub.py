@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 from datasets import Dataset, IterableDataset
+
 from llmcompressor.datasets.rows import Row, Stream
 from llmcompressor.errors import DatasetError
 

@@ -36,6 +36,7 @@ from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import Source, open_source
 from llmcompressor.errors import ArgumentError, DatasetError, NonFiniteError
 from llmcompressor.logger import logger
+from llmcompressor.memory import give_back_freed
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines import PIPELINES, infer_pipeline
 from llmcompressor.recipe import Recipe
@@ -297,6 +298,7 @@ class Oneshot:
 
     def _save(self, model: Any, processor: Any, session: CompressionSession) -> None:
         assert self.output_dir is not None
+        give_back_freed()
         save_checkpoint(
             model,
             self.output_dir,

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.grid import Grid
+from llmcompressor.threads import one_thread
 
-__all__ = ["ColumnScales", "GptqResult", "activation_order", "sweep"]
+__all__ = ["ColumnScales", "GptqResult", "activation_order", "descend", "sweep"]
 
 RoundColumn = Callable[[Tensor, int], Tensor]
 
@@ -94,31 +95,106 @@ def sweep(
     """
     work_CR = _columns_first(weight_RC, order_C)
     round_column = _column_rounder(scales, grid)
-    inverse_diagonal_C = factor_CC.diagonal(dim1=-2, dim2=-1).reciprocal()
     columns = work_CR.shape[-2]
     loss_R = work_CR.new_zeros(work_CR.shape[:-2] + work_CR.shape[-1:])
     error_BR = torch.empty_like(work_CR[..., : min(block, columns), :])
     for lo in range(0, columns, block):
         hi = min(lo + block, columns)
-        for slo in range(lo, hi, strip):
-            shi = min(slo + strip, hi)
-            for c in range(slo, shi):
-                column_R = work_CR[..., c, :]
-                quantized_R = round_column(column_R, c)
-                error_R = column_R.sub_(quantized_R).mul_(inverse_diagonal_C[..., c, None])
-                error_BR[..., c - lo, :] = error_R
-                column_R.copy_(quantized_R)
-                _subtract_outer(
-                    work_CR[..., c + 1 : shi, :],
-                    factor_CC[..., c, c + 1 : shi],
-                    error_BR[..., c - lo, :],
-                )
-            error_SR = error_BR[..., slo - lo : shi - lo, :]
-            _subtract_product(work_CR[..., shi:hi, :], factor_CC[..., slo:shi, shi:hi], error_SR)
         done_BR = error_BR[..., : hi - lo, :]
+        with one_thread(work_CR.device):
+            _sweep_block(
+                work_CR[..., lo:hi, :],
+                factor_CC[..., lo:hi, lo:hi],
+                done_BR,
+                _from_column(lo, round_column),
+                strip,
+            )
         _subtract_product(work_CR[..., hi:, :], factor_CC[..., lo:hi, hi:], done_BR)
         loss_R += done_BR.square().sum(dim=-2)
     return GptqResult(_rows_first(work_CR, order_C), loss_R.mul_(0.5))
+
+
+def _from_column(first: int, round_column: RoundColumn) -> RoundColumn:
+    """``round_column`` for a block whose columns are counted from its own first one."""
+    return lambda w_R, b: round_column(w_R, first + b)
+
+
+def _sweep_block(
+    work_BR: Tensor, factor_BB: Tensor, error_BR: Tensor, round_column: RoundColumn, strip: int
+) -> None:
+    """Round the columns of one block in place, and write their errors to ``error_BR``."""
+    inverse_diagonal_B = factor_BB.diagonal(dim1=-2, dim2=-1).reciprocal()
+    width = work_BR.shape[-2]
+    for lo in range(0, width, strip):
+        hi = min(lo + strip, width)
+        for b in range(lo, hi):
+            column_R = work_BR[..., b, :]
+            quantized_R = round_column(column_R, b)
+            error_R = error_BR[..., b, :]
+            torch.sub(column_R, quantized_R, out=error_R).mul_(inverse_diagonal_B[..., b, None])
+            column_R.copy_(quantized_R)
+            _subtract_outer(work_BR[..., b + 1 : hi, :], factor_BB[..., b, b + 1 : hi], error_R)
+        _subtract_product(work_BR[..., hi:, :], factor_BB[..., lo:hi, hi:], error_BR[..., lo:hi, :])
+
+
+def descend(
+    weight_RC: Tensor,
+    rounded_RC: Tensor,
+    hessian_CC: Tensor,
+    scales: ColumnScales,
+    grid: Grid,
+    *,
+    dampening: float = 0.0,
+    block: int = 128,
+) -> GptqResult:
+    r"""One round of coordinate descent on what a sweep has rounded.
+
+    The sweep decides each column once, before it knows the later ones. With D = Q − W, every
+    column is now decided again, given all the others (QuantEase, arXiv:2309.01885, Eq. 8):
+
+    .. math:: q_c \leftarrow \operatorname{round}\bigl(q_c - (D H)_c / H_{cc}\bigr)
+
+    which is the exact minimum over that column, so that ``tr(D H Dᵀ)`` never rises. ``D H`` is kept
+    for one block of columns at a time, as the sweep keeps its errors.
+
+    Args:
+        weight_RC: what was to be rounded, float32 ``[..., R, C]``.
+        rounded_RC: values on the grid, float32 ``[..., R, C]``; not changed.
+        hessian_CC: H, float32 ``[..., C, C]``.
+        scales: scale and zero point of every row and column.
+        grid: the numbers that a weight may become.
+        dampening: what is added to the diagonal of H, as a fraction of its mean.
+        block: columns whose sums are kept up to date at once.
+
+    Returns:
+        Values on the grid, and by how much the loss of each row has changed (never more than 0).
+    """
+    rounded_CR = _columns_first(rounded_RC, None)
+    change_CR = rounded_CR - weight_RC.mT
+    round_column = _column_rounder(scales, grid)
+    diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)
+    added_1 = dampening * diagonal_C.mean(dim=-1, keepdim=True)
+    curvature_C = diagonal_C + added_1
+    step_C = curvature_C.reciprocal().masked_fill(diagonal_C == 0, 0)
+    columns = rounded_CR.shape[-2]
+    saved_R = rounded_CR.new_zeros(rounded_CR.shape[:-2] + rounded_CR.shape[-1:])
+    for lo in range(0, columns, block):
+        hi = min(lo + block, columns)
+        sums_BR = hessian_CC[..., lo:hi, :] @ change_CR
+        sums_BR += added_1.unsqueeze(-1) * change_CR[..., lo:hi, :]
+        with one_thread(rounded_CR.device):
+            for c in range(lo, hi):
+                column_R = rounded_CR[..., c, :]
+                wanted_R = column_R - sums_BR[..., c - lo, :] * step_C[..., c, None]
+                moved_R = round_column(wanted_R, c).sub_(column_R)
+                half_R = moved_R * (0.5 * curvature_C[..., c, None])
+                saved_R += half_R.add_(sums_BR[..., c - lo, :]).mul_(moved_R)
+                column_R += moved_R
+                change_CR[..., c, :] += moved_R
+                _subtract_outer(
+                    sums_BR[..., c - lo + 1 :, :], hessian_CC[..., c, c + 1 : hi], moved_R.neg_()
+                )
+    return GptqResult(_rows_first(rounded_CR, None), saved_R)
 
 
 def _columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:

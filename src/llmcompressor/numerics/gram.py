@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def _add_half_product(gram_CC: Tensor, input_TC: Tensor) -> None:
 @contextlib.contextmanager
 def _bfloat16_products() -> Iterator[None]:
     """Let the CPU's float32 products use bfloat16 operands where it has an instruction for it."""
-    products = torch.backends.mkldnn.matmul
+    products: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch does not declare it
     before = products.fp32_precision
     products.fp32_precision = "bf16"
     try:

@@ -277,7 +277,9 @@ def _count(values_SN: Tensor, exponent_S: Tensor, bins: int) -> Tensor:
     step = max(1, _CHUNK_ELEMENTS // S)
     for start in range(0, N, step):
         part = values_SN[:, start : start + step].float()
-        index = torch.ldexp(part, -exponent_S[:, None]).floor_().long().add_(offset_S1)
+        index = torch.ldexp(part, -exponent_S[:, None]).floor_().long()
+        # a negative value that is next to nothing on this lattice must not underflow to zero
+        index = index.where((index != 0) | (part >= 0), -1).add_(offset_S1)
         total += torch.bincount(index.flatten(), minlength=len(total))
     return total.view(S, 2 * bins)
 

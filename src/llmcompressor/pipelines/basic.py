@@ -36,7 +36,7 @@ class BasicPipeline:
         session = active_session()
         state, modifiers = session.state, session.lifecycle.recipe.modifiers
         with calibrating(
-            model, dataloader, state, use_loss_mask=getattr(dataset_args, "use_loss_mask", False)
+            model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
         ) as batches:
             owners = owners_of(modifiers, state)
             state.call_order = watch_calibrated(model, batches, owners, find_blocks(model)).order

@@ -72,7 +72,7 @@ class SequentialPipeline:
         session = active_session()
         state, modifiers = session.state, session.lifecycle.recipe.modifiers
         with calibrating(
-            model, dataloader, state, use_loss_mask=getattr(dataset_args, "use_loss_mask", False)
+            model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
         ) as batches:
             run = _prepare(model, batches, modifiers, state, dataset_args, self.forced_level)
             logger.info(
@@ -82,6 +82,7 @@ class SequentialPipeline:
             LifecycleCallbacks.calibration_epoch_start()
             with progress(len(run.plan.units), "Calibrating") as advance:
                 run.go(advance)
+            give_back_freed()
             LifecycleCallbacks.calibration_epoch_end()
 
 
@@ -101,6 +102,8 @@ def _prepare(
 ) -> _SequentialRun:
     owners = owners_of(modifiers, state)
     blocks = find_blocks(model, dataset_args.sequential_targets)
+    if forced is None and dataset_args.sequential_granularity != "auto":
+        forced = Granularity(dataset_args.sequential_granularity)
     if dataset_args.sequential_targets and set(blocks) <= set(owners):
         forced, blocks = forced or Granularity.LINEAR, find_blocks(model)
     elif dataset_args.sequential_targets:
@@ -143,7 +146,7 @@ def _is_undeclared(modifier: Modifier, state: State) -> bool:
 
 
 def _budget(dataset_args: DatasetArguments) -> int:
-    given = getattr(dataset_args, "activation_budget", None)
+    given = dataset_args.activation_budget
     return int(given or psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY)
 
 

@@ -34,6 +34,7 @@ from llmcompressor.quantization.attach import (
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     observe_weight,
+    weighs_inputs,
     weight_amax,
     weight_of,
 )
@@ -118,7 +119,9 @@ class QuantizationMixin(Modifier):
     @property
     def requires_calibration_data(self) -> bool:
         """Whether a static activation scale, a cache scale or an observer asks for data."""
-        return self.resolve_quantization_config().requires_calibration_data
+        resolved = self.resolve_quantization_config()
+        weighs = any(weighs_inputs(scheme.weights) for scheme in resolved.groups.values())
+        return weighs or resolved.requires_calibration_data
 
     @property
     def finest_granularity(self) -> Granularity:

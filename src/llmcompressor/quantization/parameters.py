@@ -13,10 +13,10 @@ from torch.nn import Module
 from llmcompressor.numerics.gptq import ColumnScales
 from llmcompressor.numerics.partition import dequantize_matrix, quantize_matrix
 from llmcompressor.numerics.scales import effective_scale, global_scale_from_amax
-from llmcompressor.observers.base import Observer
+from llmcompressor.observers.base import OBSERVERS, Observer
 from llmcompressor.schemes.bridge import default_observer, grid_of, needs_global_scale, partition_of
 
-__all__ = ["WeightParameters", "observe_weight", "weight_amax", "weight_of"]
+__all__ = ["WeightParameters", "observe_weight", "weighs_inputs", "weight_amax", "weight_of"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,14 @@ def weight_amax(weight_RC: Tensor) -> Tensor:
     """The absolute maximum of a weight, float32 ``[1]``."""
     least, greatest = weight_RC.aminmax()
     return torch.maximum(-least, greatest).float().reshape(1)
+
+
+def weighs_inputs(args: QuantizationArgs | None) -> bool:
+    """Whether the observer of a weight weighs errors by the inputs, which takes data."""
+    if args is None:
+        return False
+    name = default_observer(args, "weight")
+    return name is not None and bool(OBSERVERS.load(name).uses_importance)
 
 
 def observe_weight(

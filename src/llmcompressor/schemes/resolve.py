@@ -64,7 +64,7 @@ class ResolvedSchemes:
 
     @property
     def requires_calibration_data(self) -> bool:
-        """Whether a scale or an observer depends on activations."""
+        """Whether a static scale of activations or of the cache has to be found."""
         cache = self.kv_cache_scheme
         return (cache is not None and cache.dynamic is not True) or any(
             _needs_data(scheme) for scheme in self.groups.values()
@@ -291,5 +291,4 @@ def _needs_data(scheme: QuantizationScheme) -> bool:
     if is_empty(scheme):
         return False
     activations = (scheme.input_activations, scheme.output_activations)
-    from_inputs = scheme.weights is not None and "imatrix" in (scheme.weights.observer or "")
-    return from_inputs or any(args is not None and args.dynamic is not True for args in activations)
+    return any(args is not None and args.dynamic is not True for args in activations)

@@ -63,6 +63,8 @@ class GPTQModifier(QuantizationMixin):
         asymmetric: solve for what the original Linear does with the original inputs, given the
             inputs it gets in the compressed model. Costs a second forward.
         asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal.
+        refinements: rounds of coordinate descent after the sweep, in which every column is
+            decided again, given all the others (arXiv:2309.01885).
         offload_hessians: keep second moments in main memory while they are collected.
         batched_quantization: solve Linears of equal shape in one batch; ``"auto"`` does so where
             their matrices are small.
@@ -74,7 +76,8 @@ class GPTQModifier(QuantizationMixin):
     dampening_frac: float = Field(default=0.01, ge=0.0, le=10.0)
     actorder: Literal["static", "weight"] | None = "static"
     asymmetric: bool = True
-    asymmetric_ridge: float = Field(default=0.03, gt=0.0, le=10.0)
+    refinements: int = Field(default=1, ge=0, le=100)
+    asymmetric_ridge: float = Field(default=0.05, gt=0.0, le=10.0)
     offload_hessians: bool = False
     batched_quantization: bool | Literal["auto"] = "auto"
     sequential_update: bool = True
@@ -161,6 +164,7 @@ class GPTQModifier(QuantizationMixin):
             self.block_size,
             self.dampening_frac,
             self.asymmetric_ridge if self.asymmetric else None,
+            refinements=self.refinements,
             batched=self.batched_quantization is not False,
         )
         for (members, problem), solution in zip(groups, solve(problems, options), strict=True):

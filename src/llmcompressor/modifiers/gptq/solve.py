@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.asymmetric import corrected_weight
-from llmcompressor.numerics.gptq import ColumnScales, activation_order, sweep
+from llmcompressor.numerics.gptq import ColumnScales, activation_order, descend, sweep
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
@@ -20,7 +20,6 @@ from llmcompressor.numerics.hessian import (
 )
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.schemes.bridge import grid_of, partition_of
-from llmcompressor.threads import one_thread
 
 __all__ = ["Options", "Problem", "Solution", "solve"]
 
@@ -33,6 +32,8 @@ class Options:
     dampening: float
     ridge: float | None
     """λ of asymmetric calibration as a fraction of the mean diagonal; ``None`` without it."""
+    refinements: int = 0
+    """Rounds of coordinate descent after the sweep."""
     batched: bool = True
     """Whether small problems of equal shape are solved in one call."""
 
@@ -136,15 +137,25 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
     order_C = activation_order(gram_CC) if problems[0].ordered else None
     scales = _columns(problems)
     damped = raise_dampening(gram_CC, options.dampening, order_C=order_C, steps=_steps(problems))
-    with one_thread(weight_RC.device):
-        rounded_RC, loss_R = sweep(
+    rounded_RC, loss_R = sweep(
+        weight_RC,
+        damped.factor_CC,
+        scales if order_C is None else _permuted(scales, order_C),
+        problems[0].grid,
+        order_C=order_C,
+        block=options.block_size,
+    )
+    for _ in range(options.refinements):
+        rounded_RC, change_R = descend(
             weight_RC,
-            damped.factor_CC,
-            scales if order_C is None else _permuted(scales, order_C),
+            rounded_RC,
+            gram_CC,
+            scales,
             problems[0].grid,
-            order_C=order_C,
+            dampening=damped.dampening,
             block=options.block_size,
         )
+        loss_R = loss_R + change_R
     if len(problems) == 1:
         rounded_RC, loss_R = rounded_RC.unsqueeze(0), loss_R.unsqueeze(0)
     return [

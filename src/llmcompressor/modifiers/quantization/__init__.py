@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmcompressor.registry import resolve
+
 __all__ = ["GPTQModifier", "QuantizationMixin", "QuantizationModifier"]
 
 _HOMES = {
@@ -17,8 +19,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from llmcompressor.registry import resolve
-
     return resolve(_HOMES[name])
 
 

@@ -25,6 +25,7 @@ from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.quantization.parameters import weighs_inputs
 
 __all__ = ["QuantizationModifier"]
 
@@ -47,7 +48,7 @@ class QuantizationModifier(QuantizationMixin):
         """Also watch the inputs of weights whose observer weighs errors by them."""
         super().on_calibration_start(state, event, **kwargs)
         for module, scheme in self._schemes.items():
-            weighs = scheme.weights is not None and "imatrix" in (scheme.weights.observer or "")
+            weighs = weighs_inputs(scheme.weights)
             leader = self.leader(module, state)
             watched = leader in self._tokens
             if weighs and not watched and isinstance(module, Linear):  # not embeddings: row numbers
