@@ -123,17 +123,19 @@ def _sweep_block(
     work_BR: Tensor, factor_BB: Tensor, error_BR: Tensor, round_column: RoundColumn, strip: int
 ) -> None:
     """Round the columns of one block in place, and write their errors to ``error_BR``."""
-    inverse_diagonal_B = factor_BB.diagonal(dim1=-2, dim2=-1).reciprocal()
+    inverses_1 = factor_BB.diagonal(dim1=-2, dim2=-1).reciprocal().unsqueeze(-1).unbind(-2)
+    columns_R, errors_R = work_BR.unbind(-2), error_BR.unbind(-2)
     width = work_BR.shape[-2]
     for lo in range(0, width, strip):
         hi = min(lo + strip, width)
         for b in range(lo, hi):
-            column_R = work_BR[..., b, :]
+            column_R, error_R = columns_R[b], errors_R[b]
             quantized_R = round_column(column_R, b)
-            error_R = error_BR[..., b, :]
-            torch.sub(column_R, quantized_R, out=error_R).mul_(inverse_diagonal_B[..., b, None])
+            torch.sub(column_R, quantized_R, out=error_R).mul_(inverses_1[b])
             column_R.copy_(quantized_R)
-            _subtract_outer(work_BR[..., b + 1 : hi, :], factor_BB[..., b, b + 1 : hi], error_R)
+            if b + 1 < hi:
+                rest_KR, factor_K = work_BR[..., b + 1 : hi, :], factor_BB[..., b, b + 1 : hi]
+                _subtract_outer(rest_KR, factor_K, error_R)
         _subtract_product(work_BR[..., hi:, :], factor_BB[..., lo:hi, hi:], error_BR[..., lo:hi, :])
 
 
@@ -146,6 +148,7 @@ def descend(
     *,
     dampening: float = 0.0,
     block: int = 128,
+    strip: int = 16,
 ) -> GptqResult:
     r"""One round of coordinate descent on what a sweep has rounded.
 
@@ -165,6 +168,7 @@ def descend(
         grid: the numbers that a weight may become.
         dampening: what is added to the diagonal of H, as a fraction of its mean.
         block: columns whose sums are kept up to date at once.
+        strip: columns whose updates to the rest of the block are gathered into one product.
 
     Returns:
         Values on the grid, and by how much the loss of each row has changed (never more than 0).
@@ -182,19 +186,51 @@ def descend(
         hi = min(lo + block, columns)
         sums_BR = hessian_CC[..., lo:hi, :] @ change_CR
         sums_BR += added_1.unsqueeze(-1) * change_CR[..., lo:hi, :]
+        moved_BR = torch.empty_like(sums_BR)
         with one_thread(rounded_CR.device):
-            for c in range(lo, hi):
-                column_R = rounded_CR[..., c, :]
-                wanted_R = column_R - sums_BR[..., c - lo, :] * step_C[..., c, None]
-                moved_R = round_column(wanted_R, c).sub_(column_R)
-                half_R = moved_R * (0.5 * curvature_C[..., c, None])
-                saved_R += half_R.add_(sums_BR[..., c - lo, :]).mul_(moved_R)
-                column_R += moved_R
-                change_CR[..., c, :] += moved_R
-                _subtract_outer(
-                    sums_BR[..., c - lo + 1 :, :], hessian_CC[..., c, c + 1 : hi], moved_R.neg_()
-                )
+            _descend_block(
+                rounded_CR[..., lo:hi, :],
+                hessian_CC[..., lo:hi, lo:hi],
+                sums_BR,
+                moved_BR,
+                step_C[..., lo:hi],
+                _from_column(lo, round_column),
+                strip,
+            )
+        change_CR[..., lo:hi, :] += moved_BR
+        # ½ tr(D H Dᵀ) changes by m s + ½ H_cc m², s being the column's sum when it was decided.
+        sums_BR.addcmul_(moved_BR, curvature_C[..., lo:hi, None], value=0.5)
+        saved_R += sums_BR.mul_(moved_BR).sum(dim=-2)
     return GptqResult(_rows_first(rounded_CR, None), saved_R)
+
+
+def _descend_block(
+    rounded_BR: Tensor,
+    hessian_BB: Tensor,
+    sums_BR: Tensor,
+    moved_BR: Tensor,
+    step_B: Tensor,
+    round_column: RoundColumn,
+    strip: int,
+) -> None:
+    """Decide the columns of one block again in place; ``moved_BR`` gets by how much each moved."""
+    steps_1 = step_B.neg().unsqueeze(-1).unbind(-2)
+    columns_R, moves_R, each_R = rounded_BR.unbind(-2), moved_BR.unbind(-2), sums_BR.unbind(-2)
+    width = rounded_BR.shape[-2]
+    for lo in range(0, width, strip):
+        hi = min(lo + strip, width)
+        for b in range(lo, hi):
+            column_R, moved_R = columns_R[b], moves_R[b]
+            decided_R = round_column(torch.addcmul(column_R, each_R[b], steps_1[b]), b)
+            torch.sub(column_R, decided_R, out=moved_R)
+            column_R.copy_(decided_R)
+            if b + 1 < hi:
+                rest_KR, row_K = sums_BR[..., b + 1 : hi, :], hessian_BB[..., b, b + 1 : hi]
+                _subtract_outer(rest_KR, row_K, moved_R)
+        _subtract_product(
+            sums_BR[..., hi:, :], hessian_BB[..., lo:hi, hi:], moved_BR[..., lo:hi, :]
+        )
+    moved_BR.neg_()  # it was old minus new: what the sums lose
 
 
 def _columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:
@@ -220,26 +256,26 @@ def _rows_first(work_CR: Tensor, order_C: Tensor | None) -> Tensor:
 def _column_rounder(scales: ColumnScales, grid: Grid) -> RoundColumn:
     """One indexed lookup answers "which scale does this column use?" for every strategy."""
     scale_GR = scales.scale_RG.mT.float().contiguous()
-    inverse_GR = scale_GR.reciprocal()
-    zero_GR = None if scales.zero_RG is None else scales.zero_RG.mT.float().contiguous()
+    scales_R = scale_GR.unbind(-2)
+    inverses_R = scale_GR.reciprocal().unbind(-2)
+    zeros_R = None if scales.zero_RG is None else scales.zero_RG.mT.float().unbind(-2)
     group_of_column = scales.group_of_column_C.tolist()
+    qmin, qmax = grid.qmin, grid.qmax
 
     def round_int(w_R: Tensor, c: int) -> Tensor:
         g = group_of_column[c]
-        q_R = torch.mul(w_R, inverse_GR[..., g, :])
-        if zero_GR is None:
-            return q_R.round_().clamp_(grid.qmin, grid.qmax).mul_(scale_GR[..., g, :])
-        zero_R = zero_GR[..., g, :]
-        q_R = q_R.add_(zero_R).round_().clamp_(grid.qmin, grid.qmax)
-        return q_R.sub_(zero_R).mul_(scale_GR[..., g, :])
+        q_R = torch.mul(w_R, inverses_R[g])
+        if zeros_R is None:
+            return q_R.round_().clamp_(qmin, qmax).mul_(scales_R[g])
+        q_R = q_R.add_(zeros_R[g]).round_().clamp_(qmin, qmax)
+        return q_R.sub_(zeros_R[g]).mul_(scales_R[g])
 
     def round_float(w_R: Tensor, c: int) -> Tensor:
         g = group_of_column[c]
-        q_R = torch.mul(w_R, inverse_GR[..., g, :])
-        if zero_GR is None:
-            return grid.round(q_R).mul_(scale_GR[..., g, :])
-        zero_R = zero_GR[..., g, :]
-        return grid.round(q_R.add_(zero_R)).sub_(zero_R).mul_(scale_GR[..., g, :])
+        q_R = torch.mul(w_R, inverses_R[g])
+        if zeros_R is None:
+            return grid.round(q_R).mul_(scales_R[g])
+        return grid.round(q_R.add_(zeros_R[g])).sub_(zeros_R[g]).mul_(scales_R[g])
 
     return round_int if grid.kind == "int" else round_float
 

@@ -27,7 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["TokenBuffer", "add_cross_product", "add_symmetric_product", "symmetrize_"]
+__all__ = [
+    "TokenBuffer",
+    "add_cross_product",
+    "add_symmetric_product",
+    "add_upper_product",
+    "mirror_upper_",
+]
 
 CHUNK_TOKENS = 2048
 """Tokens that are multiplied at once: enough to run at the machine's matrix rate."""
@@ -41,7 +47,7 @@ def add_symmetric_product(gram_CC: Tensor, input_TC: Tensor) -> None:
     """Add ``XᵀX`` to ``gram_CC`` in place.
 
     Args:
-        gram_CC: float32 or float64 ``[C, C]``.
+        gram_CC: symmetric, float32 or float64 ``[C, C]``.
         input_TC: any floating dtype ``[T, C]``, on the same device.
 
     >>> gram = torch.zeros(2, 2)
@@ -50,9 +56,22 @@ def add_symmetric_product(gram_CC: Tensor, input_TC: Tensor) -> None:
     tensor([[10., 14.],
             [14., 20.]])
     """
+    add_upper_product(gram_CC, input_TC)
+    mirror_upper_(gram_CC)
+
+
+def add_upper_product(gram_CC: Tensor, input_TC: Tensor) -> None:
+    """Add ``XᵀX`` to the upper triangle of ``gram_CC``; what lies below means nothing then.
+
+    :func:`mirror_upper_` makes it whole again: once, after many of these.
+
+    Args:
+        gram_CC: float32 or float64 ``[C, C]``.
+        input_TC: any floating dtype ``[T, C]``, on the same device.
+    """
     input_TC = input_TC.detach()
     if input_TC.device.type == "cpu":
-        _add_half_product(gram_CC, input_TC)
+        _add_block_rows(gram_CC, input_TC)
     elif input_TC.device.type == "cuda" and input_TC.dtype in (torch.float16, torch.bfloat16):
         gram_CC += torch.mm(input_TC.T, input_TC, out_dtype=torch.float32)
     else:
@@ -60,8 +79,14 @@ def add_symmetric_product(gram_CC: Tensor, input_TC: Tensor) -> None:
         gram_CC.addmm_(wide_TC.T, wide_TC)
 
 
-def _add_half_product(gram_CC: Tensor, input_TC: Tensor) -> None:
-    """The upper block triangle of ``XᵀX``, and its mirror image below.
+def mirror_upper_(gram_CC: Tensor) -> Tensor:
+    """Make ``gram_CC`` symmetric in place, by its upper triangle."""
+    above_CC = gram_CC.triu(1)
+    return gram_CC.triu_().add_(above_CC.T)
+
+
+def _add_block_rows(gram_CC: Tensor, input_TC: Tensor) -> None:
+    """Block rows, each from its diagonal block on.
 
     Operands that came from bfloat16 may be multiplied as bfloat16: nothing is lost, the sums are
     float32, and processors that have such products take them at up to four times the rate.
@@ -73,9 +98,7 @@ def _add_half_product(gram_CC: Tensor, input_TC: Tensor) -> None:
     with _bfloat16_products() if exact_in_bfloat16 else contextlib.nullcontext():
         for lo in range(0, columns, width):
             hi = min(lo + width, columns)
-            part_WC = wide_TC[:, lo:hi].T @ wide_TC[:, lo:]
-            gram_CC[lo:hi, lo:] += part_WC
-            gram_CC[hi:, lo:hi] += part_WC[:, hi - lo :].T
+            gram_CC[lo:hi, lo:].addmm_(wide_TC[:, lo:hi].T, wide_TC[:, lo:])
 
 
 @contextlib.contextmanager
@@ -106,11 +129,6 @@ def add_cross_product(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor)
         cross_CC += torch.mm(input_TC.T, difference_TC.to(input_TC.dtype))
     else:
         cross_CC.addmm_(input_TC.to(cross_CC.dtype).T, difference_TC.to(cross_CC.dtype))
-
-
-def symmetrize_(gram_CC: Tensor) -> Tensor:
-    """Make ``gram_CC`` exactly symmetric, in place: the mean of it and its transpose."""
-    return gram_CC.add_(gram_CC.T.clone()).mul_(0.5)
 
 
 class TokenBuffer:

@@ -13,8 +13,8 @@ from llmcompressor.errors import NonFiniteError
 from llmcompressor.numerics.gram import (
     TokenBuffer,
     add_cross_product,
-    add_symmetric_product,
-    symmetrize_,
+    add_upper_product,
+    mirror_upper_,
 )
 
 __all__ = ["InputStatistics"]
@@ -81,7 +81,7 @@ class InputStatistics:
     def _settle(self) -> None:
         self._multiply(self._buffer.drain())
         if not self._symmetric:
-            symmetrize_(self._gram_CC)
+            mirror_upper_(self._gram_CC)
             self._symmetric = True
 
     def _multiply(self, chunk: list[Tensor] | None) -> None:
@@ -89,7 +89,7 @@ class InputStatistics:
             return
         device = self._gram_CC.device
         input_TC = chunk[0].to(device)
-        add_symmetric_product(self._gram_CC, input_TC)
+        add_upper_product(self._gram_CC, input_TC)
         if self._cross_CC is not None:
             add_cross_product(self._cross_CC, input_TC, chunk[1].to(device) - input_TC)
         self._symmetric = False
