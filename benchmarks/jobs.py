@@ -138,7 +138,7 @@ def _run(command: list[str]) -> None:
     quiet = {"TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
         command,
-        env=os.environ | offline | quiet,
+        env=_own_packages(command[0]) | offline | quiet,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -148,3 +148,12 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-30:])
         raise JobError(f"{' '.join(command[:3])} failed with code {done.returncode}:\n{tail}")
+
+
+def _own_packages(python: str) -> dict[str, str]:
+    """The environment variables; another interpreter must not find this one's packages."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTHONPATH" or python == sys.executable
+    }

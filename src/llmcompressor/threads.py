@@ -23,7 +23,7 @@ __all__ = ["ThreadPacer", "one_thread"]
 
 _PAUSE_S = 1.0
 """Seconds between two trials: what a trial takes is a few per cent of it."""
-_TRIAL_S = 0.01
+_TRIAL_S = 0.006
 """Seconds of one trial: longer than the time slices that a competing process takes."""
 _GAIN = 1.2
 """By how much more threads must be faster than fewer to be worth their waits."""

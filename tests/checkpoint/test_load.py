@@ -183,7 +183,9 @@ def test_hub_id(hub: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_hub_id(hub: Path) -> None:
-    with pytest.raises(CheckpointError, match="some-owner/other cannot be loaded"):
+    with pytest.raises(
+        CheckpointError, match="no folder some-owner/other here, and the hub did not give it"
+    ):
         load_model("some-owner/other", cache_dir=hub)
 
 

@@ -96,6 +96,8 @@ def test_only_what_was_given_is_passed_on(oneshot: Entrypoint) -> None:
         (["--num-calibration-samples", "64"], {"num_calibration_samples": 64}),
         (["--num-calibration-samples", "none"], {"num_calibration_samples": None}),
         (["--max-seq-length", "256"], {"max_seq_length": 256}),
+        (["--activation-budget", "8GiB"], {"activation_budget": "8GiB"}),
+        (["--activation-budget", "1000"], {"activation_budget": "1000"}),
         (["--min-tokens-per-module", "0.5"], {"min_tokens_per_module": 0.5}),
         (["--no-shuffle-calibration-samples"], {"shuffle_calibration_samples": False}),
         (["--streaming"], {"streaming": True}),

@@ -185,6 +185,39 @@ CASES = [
         ("W4A61", "W4A16", "FP8_DYNAMIC", "NVFP4", "UNQUANTIZED"),
     ),
     Case(
+        "misspelt observer",
+        lambda _: quantize("scheme: W4A16, weight_observer: msee", "GPTQModifier"),
+        InputError,
+        ("msee", "mse"),
+        reaches_model=True,
+    ),
+    Case(
+        "an option that the observer does not have",
+        lambda _: quantize(
+            "config_groups: {g: {targets: [Linear], weights: {num_bits: 4, group_size: 32, "
+            "observer: mse, observer_kwargs: {gird: 10}}}}",
+            "GPTQModifier",
+        ),
+        InputError,
+        ("gird", "grid"),
+        reaches_model=True,
+    ),
+    Case(
+        "4-bit floats that no format stores",
+        lambda _: quantize(
+            "config_groups: {g: {targets: [Linear], "
+            "weights: {num_bits: 4, type: float, strategy: channel}}}"
+        ),
+        RecipeError,
+        ("4-bit floats", "group_size 32", "group_size 16"),
+    ),
+    Case(
+        "a cache with a strategy for weights",
+        lambda _: quantize("kv_cache_scheme: {num_bits: 8, type: float, group_size: 32}"),
+        RecipeError,
+        ("kv_cache_scheme", "group", "attn_head"),
+    ),
+    Case(
         "a recipe without a modifier",
         lambda _: {"recipe": "quantization:\n  scheme: W4A16\n  targets: Linear\n"},
         RecipeError,

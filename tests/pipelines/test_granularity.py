@@ -270,6 +270,19 @@ def test_a_target_that_no_batch_reaches_is_an_error_that_names_it(tmp_path) -> N
     assert not hooks_left(model)
 
 
+class Tolerant(Recorder):
+    def accepts_unreached(self, name: str) -> bool:
+        return "experts" in name
+
+
+def test_a_modifier_with_a_policy_is_told_of_what_no_batch_reached() -> None:
+    model = Routed(experts=2, layers=2)
+    recorder = Tolerant()
+    run_pipeline(model, [{"x": torch.randn(1, 5, 4), "route": 1}], recorder)
+    assert {"layers.0.experts.0", "layers.1.experts.0"} <= set(recorder._seen_when_told)
+    assert not stubs_left(model)
+
+
 def test_nothing_is_written_when_a_target_is_not_reached(tmp_path) -> None:
     model = tiny.build("llava")
     text_only = [{"input_ids": torch.full((1, 6), 5), "attention_mask": torch.ones(1, 6).long()}]

@@ -184,11 +184,12 @@ class DatasetArguments:
     min_tokens_per_module: float | None = field(
         default=None,
         metadata=about(
-            "Warn about modules that see a smaller share of the tokens.", optional(number(0))
+            "No effect yet: the least share of the tokens that a module has to see.",
+            optional(number(0)),
         ),
     )
     moe_calibrate_all_experts: bool = field(
-        default=True, metadata=about("Show every expert every token while calibrating.", boolean)
+        default=True, metadata=about("No effect yet: show every expert every token.", boolean)
     )
     pipeline: str | None = field(
         default="independent",
@@ -267,7 +268,7 @@ class DatasetArguments:
     )
     max_train_samples: int | None = field(
         default=None,
-        metadata=about("Samples to train on; None for all.", optional(integer(1))),
+        metadata=about("No effect yet: samples to train on.", optional(integer(1))),
     )
     seed: int = field(
         default=0,

@@ -121,9 +121,7 @@ class ModelArguments:
     )
     distill_teacher: Any = field(
         default=None,
-        metadata=about(
-            "The teacher for distillation: a path, name or loaded model.", optional(_model)
-        ),
+        metadata=about("No effect yet: the teacher for distillation.", optional(_model)),
     )
 
     def __post_init__(self) -> None:

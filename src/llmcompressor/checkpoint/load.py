@@ -20,7 +20,7 @@ from llmcompressor.checkpoint.source import (
     quantization_method,
     quantized_error,
 )
-from llmcompressor.errors import CheckpointError
+from llmcompressor.errors import CheckpointError, did_you_mean
 from llmcompressor.logger import logger
 
 __all__ = ["check_unquantized", "load_model", "parse_precision", "untie_embeddings"]
@@ -217,4 +217,13 @@ def _loading_error(place: str, error: BaseException) -> CheckpointError:
             "Pass trust_remote_code_model=True to run it.",
         )
     remedy = "Check the name, the folder and (for a model on the hub) the connection and token."
+    if not Path(place).exists():
+        folders = [
+            entry.name for entry in Path.cwd().iterdir() if (entry / "config.json").is_file()
+        ]
+        near = did_you_mean(place, folders) if folders else ""
+        return CheckpointError(
+            f"There is no folder {place} here, and the hub did not give it: {text}",
+            f"{near} {remedy}".strip(),
+        )
     return CheckpointError(f"The model {place} cannot be loaded: {text}", remedy)

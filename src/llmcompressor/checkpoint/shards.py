@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmcompressor.checkpoint.source import INDEX, SINGLE
 from llmcompressor.errors import ArgumentError
+from llmcompressor.memory import give_back_freed
 
 __all__ = ["ShardWriter", "natural_key", "parse_size"]
 
@@ -44,6 +45,10 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     ]
 
 
+_RETURN_EVERY = 2**25
+"""Bytes of packed tensors after which freed memory is given back."""
+
+
 class ShardWriter:
     """Collects tensors and writes a file whenever the limit would be passed.
 
@@ -61,6 +66,7 @@ class ShardWriter:
         self._open_size = 0
         self._files: list[tuple[Path, list[str]]] = []
         self.total_size = 0
+        self._unreturned = 0
 
     @property
     def names(self) -> set[str]:
@@ -76,6 +82,10 @@ class ShardWriter:
             self._open[name] = _storable(tensor)
             self._open_size += size
             self.total_size += size
+            self._unreturned += size
+        if self._unreturned >= _RETURN_EVERY:
+            give_back_freed()  # what packing used lies between what is kept
+            self._unreturned = 0
 
     def flush(self) -> None:
         """Write what was collected; the next tensor begins a new file."""

@@ -107,7 +107,7 @@ def _kind(hint: Any, default: Any) -> _Kind:
         if str in plain:
             return _Kind(str, _true_or_text)
         return _Kind(bool, operator.not_ if default is True else _as_is)
-    if plain & {int, float}:
+    if plain & {int, float} and str not in plain:
         return _number(int if int in plain else float, says_none)
     if plain & {list, dict}:
         return _several(plain)

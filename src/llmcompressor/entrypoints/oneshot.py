@@ -28,6 +28,7 @@ from llmcompressor.checkpoint.load import (
 )
 from llmcompressor.checkpoint.processor import load_processor
 from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
+from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.checkpoint.staging import check_output_dir
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
@@ -158,11 +159,26 @@ class Oneshot:
         return [each for each in self.recipe.modifiers if each.requires_calibration_data]
 
     @property
-    def _source(self) -> str | None:
-        """Where the model was read from, if that is a folder on this machine."""
+    def _place(self) -> str | None:
+        """Where the model comes from: a folder, or its id on the hub."""
         model = self.model_args.model
-        place = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "")
-        return str(place) if place and Path(place).is_dir() else None
+        if isinstance(model, str | Path):
+            return str(model)
+        config = getattr(model, "config", None)
+        return getattr(config, "name_or_path", "") or getattr(model, "name_or_path", "") or None
+
+    @property
+    def _source(self) -> str | None:
+        """The model's files on this machine: its folder, or what the hub's cache has of it."""
+        if self._place is None:
+            return None
+        args = self.model_args
+        found = local_directory(self._place, revision=args.model_revision, cache_dir=args.cache_dir)
+        return None if found is None else str(found)
+
+    def _unless_copied(self, processor: Any) -> Any:
+        """Nothing to write where the files of a folder are copied as they are."""
+        return None if self._place is not None and Path(self._place).is_dir() else processor
 
     # ------------------------------------------------------------------ the run
 
@@ -228,7 +244,7 @@ class Oneshot:
 
     def _load_processor(self, model: Module) -> Any:
         args = self.model_args
-        place = args.model if isinstance(args.model, str | Path) else self._source
+        place = self._place
         if args.processor is None and not self._wants_processor(place):
             return None
         found = load_processor(
@@ -244,10 +260,14 @@ class Oneshot:
         return found.processor
 
     def _wants_processor(self, place: Any) -> bool:
-        """Whether data has to be prepared; saving copies the source's own files."""
+        """Whether data has to be prepared, or the source has no files that saving could copy."""
+        if place is None:
+            return False
+        if self.output_dir is not None and not Path(place).is_dir():
+            return True
         data = self.dataset_args.dataset
         given = data is not None or self.dataset_args.dataset_path is not None
-        return given and place is not None and not isinstance(data, torch.utils.data.DataLoader)
+        return given and not isinstance(data, torch.utils.data.DataLoader)
 
     def _load_data(self, model: Module, processor: Any, source: Source | None) -> Any:
         if not self._needing_data:
@@ -281,6 +301,8 @@ class Oneshot:
         asked = self.dataset_args.pipeline or "independent"
         inferred = infer_pipeline(self.recipe.modifiers)
         if asked != "independent" and inferred == "datafree":
+            if asked != "datafree":
+                logger.info(f"The recipe needs no data: {asked} would run the model for nothing.")
             return "datafree"
         return asked
 
@@ -294,6 +316,7 @@ class Oneshot:
                 recipe=session.get_serialized_recipe(),
                 source=self._source,
                 processor=None,
+                report=_report(session),
             )
 
     def _save(self, model: Any, processor: Any, session: CompressionSession) -> None:
@@ -303,9 +326,9 @@ class Oneshot:
             model,
             self.output_dir,
             save_compressed=self.model_args.save_compressed,
-            processor=self.model_args.processor or (None if self._source else processor),
+            processor=self.model_args.processor or self._unless_copied(processor),
             recipe_yaml=session.get_serialized_recipe(),
-            source=self._source or getattr(model, "name_or_path", None),
+            source=self._source,
             overwrite=self.model_args.overwrite,
             report=_report(session),
         )

@@ -14,7 +14,7 @@ from collections import defaultdict
 
 from torch.nn import Linear, Module
 
-__all__ = ["FUSED_SUFFIXES", "expert_sets", "fused_partners", "fused_sets"]
+__all__ = ["FUSED_SUFFIXES", "expert_sets", "fused_partners", "fused_sets", "is_expert"]
 
 FUSED_SUFFIXES: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -58,6 +58,15 @@ def fused_sets(model: Module) -> list[tuple[str, ...]]:
         if len(present) > 1:
             sets[present] = None
     return list(sets)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a module is part of one expert of a mixture.
+
+    >>> is_expert("model.layers.0.mlp.experts.3.up_proj"), is_expert("model.layers.0.mlp.up_proj")
+    (True, False)
+    """
+    return _EXPERT.match(name) is not None
 
 
 def expert_sets(model: Module) -> list[tuple[str, ...]]:

@@ -78,7 +78,7 @@ class Modifier(HooksMixin):
         end: when to end, counted in the same way.
         update: how often to update, counted in the same way.
         propagates_error: whether what comes later should see this modifier's error.
-        must_precede: names of modifier classes of which one has to come later in the recipe.
+        must_precede: names of modifier classes that may not stand before it in a recipe.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -135,6 +135,10 @@ class Modifier(HooksMixin):
     @property
     def twin_streams(self) -> bool:
         """Whether inputs of the original model are wanted beside those of the compressed one."""
+        return False
+
+    def accepts_unreached(self, name: str) -> bool:
+        """Whether it knows what to do with the module ``name``, which no batch reached."""
         return False
 
     @property

@@ -33,11 +33,13 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.hessian import ridge
 from llmcompressor.threads import one_thread
 
 __all__ = ["ColumnScales", "GptqResult", "activation_order", "descend", "sweep"]
 
-RoundColumn = Callable[[Tensor, int], Tensor]
+RoundColumn = Callable[[Tensor, int, Tensor], None]
+"""Rounds a column, given its number, into the third argument."""
 
 
 class ColumnScales(NamedTuple):
@@ -97,46 +99,47 @@ def sweep(
     round_column = _column_rounder(scales, grid)
     columns = work_CR.shape[-2]
     loss_R = work_CR.new_zeros(work_CR.shape[:-2] + work_CR.shape[-1:])
-    error_BR = torch.empty_like(work_CR[..., : min(block, columns), :])
+    rounded_BR = torch.empty_like(work_CR[..., : min(block, columns), :])
     for lo in range(0, columns, block):
         hi = min(lo + block, columns)
-        done_BR = error_BR[..., : hi - lo, :]
+        block_BR = work_CR[..., lo:hi, :]
+        done_BR = rounded_BR[..., : hi - lo, :]
         with one_thread(work_CR.device):
             _sweep_block(
-                work_CR[..., lo:hi, :],
+                block_BR,
                 factor_CC[..., lo:hi, lo:hi],
                 done_BR,
                 _from_column(lo, round_column),
                 strip,
             )
-        _subtract_product(work_CR[..., hi:, :], factor_CC[..., lo:hi, hi:], done_BR)
-        loss_R += done_BR.square().sum(dim=-2)
+        _subtract_product(work_CR[..., hi:, :], factor_CC[..., lo:hi, hi:], block_BR)
+        loss_R += block_BR.square().sum(dim=-2)
+        block_BR.copy_(done_BR)
     return GptqResult(_rows_first(work_CR, order_C), loss_R.mul_(0.5))
 
 
 def _from_column(first: int, round_column: RoundColumn) -> RoundColumn:
     """``round_column`` for a block whose columns are counted from its own first one."""
-    return lambda w_R, b: round_column(w_R, first + b)
+    return lambda w_R, b, out_R: round_column(w_R, first + b, out_R)
 
 
 def _sweep_block(
-    work_BR: Tensor, factor_BB: Tensor, error_BR: Tensor, round_column: RoundColumn, strip: int
+    work_BR: Tensor, factor_BB: Tensor, rounded_BR: Tensor, round_column: RoundColumn, strip: int
 ) -> None:
-    """Round the columns of one block in place, and write their errors to ``error_BR``."""
+    """Round the columns of one block into ``rounded_BR``; ``work_BR`` is left with the errors."""
     inverses_1 = factor_BB.diagonal(dim1=-2, dim2=-1).reciprocal().unsqueeze(-1).unbind(-2)
-    columns_R, errors_R = work_BR.unbind(-2), error_BR.unbind(-2)
+    columns_R, rounded_R = work_BR.unbind(-2), rounded_BR.unbind(-2)
     width = work_BR.shape[-2]
     for lo in range(0, width, strip):
         hi = min(lo + strip, width)
         for b in range(lo, hi):
-            column_R, error_R = columns_R[b], errors_R[b]
-            quantized_R = round_column(column_R, b)
-            torch.sub(column_R, quantized_R, out=error_R).mul_(inverses_1[b])
-            column_R.copy_(quantized_R)
+            column_R = columns_R[b]
+            round_column(column_R, b, rounded_R[b])
+            column_R.sub_(rounded_R[b]).mul_(inverses_1[b])
             if b + 1 < hi:
                 rest_KR, factor_K = work_BR[..., b + 1 : hi, :], factor_BB[..., b, b + 1 : hi]
-                _subtract_outer(rest_KR, factor_K, error_R)
-        _subtract_product(work_BR[..., hi:, :], factor_BB[..., lo:hi, hi:], error_BR[..., lo:hi, :])
+                _subtract_outer(rest_KR, factor_K, column_R)
+        _subtract_product(work_BR[..., hi:, :], factor_BB[..., lo:hi, hi:], work_BR[..., lo:hi, :])
 
 
 def descend(
@@ -177,7 +180,7 @@ def descend(
     change_CR = rounded_CR - weight_RC.mT
     round_column = _column_rounder(scales, grid)
     diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)
-    added_1 = dampening * diagonal_C.mean(dim=-1, keepdim=True)
+    added_1 = ridge(hessian_CC, dampening)
     curvature_C = diagonal_C + added_1
     step_C = curvature_C.reciprocal().masked_fill(diagonal_C == 0, 0)
     columns = rounded_CR.shape[-2]
@@ -186,17 +189,18 @@ def descend(
         hi = min(lo + block, columns)
         sums_BR = hessian_CC[..., lo:hi, :] @ change_CR
         sums_BR += added_1.unsqueeze(-1) * change_CR[..., lo:hi, :]
-        moved_BR = torch.empty_like(sums_BR)
+        moved_BR, decided_BR = torch.empty_like(sums_BR), torch.empty_like(sums_BR)
         with one_thread(rounded_CR.device):
             _descend_block(
                 rounded_CR[..., lo:hi, :],
                 hessian_CC[..., lo:hi, lo:hi],
                 sums_BR,
-                moved_BR,
+                (decided_BR, moved_BR),
                 step_C[..., lo:hi],
                 _from_column(lo, round_column),
                 strip,
             )
+        rounded_CR[..., lo:hi, :] = decided_BR
         change_CR[..., lo:hi, :] += moved_BR
         # ½ tr(D H Dᵀ) changes by m s + ½ H_cc m², s being the column's sum when it was decided.
         sums_BR.addcmul_(moved_BR, curvature_C[..., lo:hi, None], value=0.5)
@@ -208,25 +212,26 @@ def _descend_block(
     rounded_BR: Tensor,
     hessian_BB: Tensor,
     sums_BR: Tensor,
-    moved_BR: Tensor,
+    out: tuple[Tensor, Tensor],
     step_B: Tensor,
     round_column: RoundColumn,
     strip: int,
 ) -> None:
-    """Decide the columns of one block again in place; ``moved_BR`` gets by how much each moved."""
+    """Decide the columns of one block again; ``out`` gets what they become, and the difference."""
+    decided_BR, moved_BR = out
     steps_1 = step_B.neg().unsqueeze(-1).unbind(-2)
-    columns_R, moves_R, each_R = rounded_BR.unbind(-2), moved_BR.unbind(-2), sums_BR.unbind(-2)
+    columns_R, each_R = rounded_BR.unbind(-2), sums_BR.unbind(-2)
+    decided_R, moves_R = decided_BR.unbind(-2), moved_BR.unbind(-2)
     width = rounded_BR.shape[-2]
     for lo in range(0, width, strip):
         hi = min(lo + strip, width)
         for b in range(lo, hi):
-            column_R, moved_R = columns_R[b], moves_R[b]
-            decided_R = round_column(torch.addcmul(column_R, each_R[b], steps_1[b]), b)
-            torch.sub(column_R, decided_R, out=moved_R)
-            column_R.copy_(decided_R)
+            column_R = columns_R[b]
+            round_column(torch.addcmul(column_R, each_R[b], steps_1[b]), b, decided_R[b])
+            torch.sub(column_R, decided_R[b], out=moves_R[b])
             if b + 1 < hi:
                 rest_KR, row_K = sums_BR[..., b + 1 : hi, :], hessian_BB[..., b, b + 1 : hi]
-                _subtract_outer(rest_KR, row_K, moved_R)
+                _subtract_outer(rest_KR, row_K, moves_R[b])
         _subtract_product(
             sums_BR[..., hi:, :], hessian_BB[..., lo:hi, hi:], moved_BR[..., lo:hi, :]
         )
@@ -262,20 +267,23 @@ def _column_rounder(scales: ColumnScales, grid: Grid) -> RoundColumn:
     group_of_column = scales.group_of_column_C.tolist()
     qmin, qmax = grid.qmin, grid.qmax
 
-    def round_int(w_R: Tensor, c: int) -> Tensor:
+    def round_int(w_R: Tensor, c: int, out_R: Tensor) -> None:
         g = group_of_column[c]
         q_R = torch.mul(w_R, inverses_R[g])
         if zeros_R is None:
-            return q_R.round_().clamp_(qmin, qmax).mul_(scales_R[g])
+            torch.mul(q_R.round_().clamp_(qmin, qmax), scales_R[g], out=out_R)
+            return
         q_R = q_R.add_(zeros_R[g]).round_().clamp_(qmin, qmax)
-        return q_R.sub_(zeros_R[g]).mul_(scales_R[g])
+        torch.mul(q_R.sub_(zeros_R[g]), scales_R[g], out=out_R)
 
-    def round_float(w_R: Tensor, c: int) -> Tensor:
+    def round_float(w_R: Tensor, c: int, out_R: Tensor) -> None:
         g = group_of_column[c]
         q_R = torch.mul(w_R, inverses_R[g])
-        if zeros_R is None:
-            return grid.round(q_R).mul_(scales_R[g])
-        return grid.round(q_R.add_(zeros_R[g])).sub_(zeros_R[g]).mul_(scales_R[g])
+        if zeros_R is not None:
+            q_R = grid.round(q_R.add_(zeros_R[g])).sub_(zeros_R[g])
+        else:
+            q_R = grid.round(q_R)
+        torch.mul(q_R, scales_R[g], out=out_R)
 
     return round_int if grid.kind == "int" else round_float
 

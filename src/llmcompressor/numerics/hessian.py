@@ -32,6 +32,7 @@ __all__ = [
     "dead_columns",
     "inverse_factor",
     "raise_dampening",
+    "ridge",
 ]
 
 
@@ -65,10 +66,19 @@ def damp(hessian_CC: Tensor, dampening: float) -> Tensor:
     return damped_CC
 
 
+def ridge(hessian_CC: Tensor, dampening: float) -> Tensor:
+    """λ: ``dampening`` times the mean of the diagonal, dead columns taken as 1; ``[..., 1]``."""
+    return dampening * _lively_diagonal(hessian_CC).mean(dim=-1, keepdim=True)
+
+
 def _damped_diagonal(hessian_CC: Tensor, dampening: float) -> Tensor:
-    diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1).clone()
-    diagonal_C[diagonal_C == 0] = 1
-    return diagonal_C + dampening * diagonal_C.mean(dim=-1, keepdim=True)
+    return _lively_diagonal(hessian_CC) + ridge(hessian_CC, dampening)
+
+
+def _lively_diagonal(hessian_CC: Tensor) -> Tensor:
+    """The diagonal, with 1 for dead columns."""
+    diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)
+    return diagonal_C.masked_fill(diagonal_C == 0, 1)
 
 
 def inverse_factor(damped_CC: Tensor) -> Tensor:

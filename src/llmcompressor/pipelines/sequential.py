@@ -136,6 +136,7 @@ def _prepare(
         budget=budget,
         to_end=undeclared or any(modifier.runs_to_end for modifier in modifiers),
         undeclared=undeclared,
+        modifiers=modifiers,
     )
 
 
@@ -172,6 +173,7 @@ class _SequentialRun:
     budget: int
     to_end: bool
     undeclared: bool
+    modifiers: Sequence[Modifier]
 
     def go(self, advance: Advance) -> None:
         """Take every unit of the plan in turn."""
@@ -204,7 +206,9 @@ class _SequentialRun:
             finally:
                 hooks.close()
                 store.close()
-            self._check_all_reached(forward.pending)
+            missed = [name for name in forward.pending if name]
+            if missed:
+                self._tell_unreached(missed)
         if self.undeclared:
             LifecycleCallbacks.sequential_epoch_end(tuple(self._modules_between()))
 
@@ -248,18 +252,19 @@ class _SequentialRun:
         told |= {module for unit in self.plan.units for module in unit.modules}
         return (module for module in self.model.modules() if module not in told)
 
-    @staticmethod
-    def _check_all_reached(pending: Sequence[str]) -> None:
-        missed = [name for name in pending if name]
-        if missed:
-            shown = ", ".join(missed[:8]) + (
-                f" and {len(missed) - 8} more" if len(missed) > 8 else ""
-            )
+    def _tell_unreached(self, missed: Sequence[str]) -> None:
+        """Give the modules that no batch reached to modifiers that have a policy for them."""
+        shown = ", ".join(missed[:8]) + (f" and {len(missed) - 8} more" if len(missed) > 8 else "")
+        if not all(one.accepts_unreached(name) for name in missed for one in self.modifiers):
             raise TargetError(
                 f"No calibration batch reached {shown}.",
                 "Add data that uses these modules (images for a vision tower, for instance), or "
                 "put them on the recipe's ignore list.",
             )
+        logger.warning(f"No calibration batch reached {shown}.")
+        units = [unit for unit in self.plan.units if unit.name in set(missed)]
+        for unit in units:
+            LifecycleCallbacks.sequential_epoch_end(unit.modules)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets
+from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets, is_expert
 from llmcompressor.modeling.matching import check_targets
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.numerics.finite import is_finite
@@ -33,6 +33,7 @@ from llmcompressor.quantization.attach import (
 )
 from llmcompressor.quantization.parameters import (
     WeightParameters,
+    check_observers,
     observe_weight,
     weighs_inputs,
     weight_amax,
@@ -128,6 +129,10 @@ class QuantizationMixin(Modifier):
         """Only inputs are looked at, so a forward may be paused at every Linear."""
         return Granularity.LINEAR
 
+    def accepts_unreached(self, name: str) -> bool:
+        """An expert that no token was routed to is rounded; anything else lacks its data."""
+        return is_expert(name)
+
     @property
     def runs_to_end(self) -> bool:
         """States of attention and static outputs are observed on the way, to the last layer."""
@@ -145,6 +150,7 @@ class QuantizationMixin(Modifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Find the modules, check everything that can be checked, mark them with their scheme."""
         model, resolved = state.model, self.resolve_quantization_config()
+        check_observers(resolved.groups.values(), resolved.kv_cache_scheme)
         check_targets(
             model, resolved.targets, resolved.ignore, allow_unmatched=self.allow_unmatched
         )

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor
 from torch.nn import Module
 
@@ -16,7 +17,14 @@ from llmcompressor.numerics.scales import effective_scale, global_scale_from_ama
 from llmcompressor.observers.base import OBSERVERS, Observer
 from llmcompressor.schemes.bridge import default_observer, grid_of, needs_global_scale, partition_of
 
-__all__ = ["WeightParameters", "observe_weight", "weighs_inputs", "weight_amax", "weight_of"]
+__all__ = [
+    "WeightParameters",
+    "check_observers",
+    "observe_weight",
+    "weighs_inputs",
+    "weight_amax",
+    "weight_of",
+]
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,27 @@ def weight_amax(weight_RC: Tensor) -> Tensor:
     """The absolute maximum of a weight, float32 ``[1]``."""
     least, greatest = weight_RC.aminmax()
     return torch.maximum(-least, greatest).float().reshape(1)
+
+
+def check_observers(
+    schemes: Iterable[QuantizationScheme], cache: QuantizationArgs | None = None
+) -> None:
+    """Make every observer once that will be needed: its name and options are checked by that.
+
+    Raises:
+        InputError: there is no such observer, or it does not know one of its options.
+    """
+    wanted = [("k", cache)] if cache is not None else []
+    for scheme in schemes:
+        wanted += [
+            ("weight", scheme.weights),
+            ("input", scheme.input_activations),
+            ("output", scheme.output_activations),
+        ]
+    for base_name, args in wanted:
+        name = None if args is None else default_observer(args, base_name)
+        if args is not None and name is not None:
+            Observer.load_from_registry(name, base_name=base_name, args=args)
 
 
 def weighs_inputs(args: QuantizationArgs | None) -> bool:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from pydantic import BaseModel, ValidationError
 
@@ -125,7 +126,35 @@ def _checked(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
             f"{where}.weights has the strategy {str(weights.strategy)!r}, which weights cannot.",
             did_you_mean(str(weights.strategy), _WEIGHT_STRATEGIES),
         )
+    if weights.type == "int" and weights.num_bits < 2:
+        raise RecipeError(
+            f"{where}.weights has {weights.num_bits} bit, which leaves no value but zero.",
+            "Use 2 bits or more.",
+        )
+    if weights.type == "float" and weights.num_bits == 4:
+        return scheme.model_copy(update={"weights": _storable_fp4(weights, where)})
     return scheme
+
+
+_FP4_SCALES = {("group", 32): torch.uint8, ("tensor_group", 16): torch.float8_e4m3fn}
+"""Strategy and group size of the two ways in which 4-bit floats are stored → their scales."""
+
+
+def _storable_fp4(weights: QuantizationArgs, where: str) -> QuantizationArgs:
+    """The arguments with the scale's dtype filled in.
+
+    Raises:
+        RecipeError: for 4-bit floats that no format holds.
+    """
+    strategy = getattr(weights.strategy, "value", weights.strategy)
+    wanted = _FP4_SCALES.get((str(strategy), weights.group_size or 0))
+    if wanted is None or weights.scale_dtype not in (None, wanted):
+        raise RecipeError(
+            f"{where}.weights asks for 4-bit floats in a form that no format stores.",
+            "Use strategy group with group_size 32 and scale_dtype torch.uint8 (MXFP4), or "
+            "tensor_group with group_size 16 and scale_dtype torch.float8_e4m3fn (NVFP4).",
+        )
+    return weights.model_copy(update={"scale_dtype": wanted})
 
 
 def _check_keys(value: Any, cls: type[BaseModel], where: str) -> None:

@@ -210,7 +210,15 @@ def _check_shared_targets(groups: Mapping[str, QuantizationScheme]) -> None:
 def _cache_arguments(value: QuantizationArgs | Mapping[str, Any] | None) -> QuantizationArgs | None:
     if value is None:
         return None
-    return _observed(parse_args(value, "kv_cache_scheme"), "k")
+    args = parse_args(value, "kv_cache_scheme")
+    strategy = str(getattr(args.strategy, "value", args.strategy))
+    allowed = ("tensor", "attn_head") if args.dynamic is False else ("tensor", "token")
+    if strategy not in allowed:
+        raise RecipeError(
+            f"kv_cache_scheme has the strategy {strategy!r}, which keys and values cannot.",
+            f"Use {' or '.join(allowed)}.",
+        )
+    return _observed(args, "k")
 
 
 def _observed(

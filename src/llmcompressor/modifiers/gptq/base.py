@@ -64,7 +64,7 @@ class GPTQModifier(QuantizationMixin):
             inputs it gets in the compressed model. Costs a second forward.
         asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal.
         refinements: rounds of coordinate descent after the sweep, in which every column is
-            decided again, given all the others (arXiv:2309.01885).
+            decided again, given all the others (arXiv:2309.01885); below 8 bits.
         offload_hessians: keep second moments in main memory while they are collected.
         batched_quantization: solve Linears of equal shape in one batch; ``"auto"`` does so where
             their matrices are small.
