@@ -29,7 +29,7 @@ class Paced(ThreadPacer):
         self.now = 0.0
         self.tried: list[int] = []
         self.speed = speed
-        super().__init__(device, lambda: self.now)
+        super().__init__(device, clock=lambda: self.now)
 
     def rate(self, threads: int) -> float:
         self.tried.append(threads)
@@ -122,3 +122,11 @@ def test_a_rate_is_operations_by_time(threads: list[int], monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "mm", product)
     assert ThreadPacer.rate(pacer, 2) == pytest.approx(500)
     assert torch.get_num_threads() == 2
+
+
+def test_a_float32_model_keeps_its_number_of_threads(threads: list[int]) -> None:
+    """Its products depend on it for some shapes."""
+    with ThreadPacer(CPU, torch.float32, clock=lambda: 0.0) as pacer:
+        pacer.pace()
+        assert torch.get_num_threads() == 4
+    assert threads == [4]  # nothing was tried, and nothing had to be put back

@@ -7,8 +7,9 @@ every such wait lasts until that core's next time slice, and what takes a second
 work made of many small operations runs on one thread (:func:`one_thread`), and the rest asks from
 time to time which number is fastest at present (:class:`ThreadPacer`).
 
-The number of threads never changes a result: the only operation here whose result depends on it,
-LAPACK's factorization, always runs on one.
+The number of threads must not change a result. Products of bfloat16 do not depend on it, and
+LAPACK's factorization, which does, always runs on one thread. Products of float32 depend on it for
+some shapes, so that for a float32 model the number stays as it is.
 """
 
 from __future__ import annotations
@@ -50,14 +51,19 @@ class ThreadPacer:
 
     Args:
         device: where the work runs; on anything but the CPU nothing is done.
+        dtype: of the model; for anything but bfloat16 nothing is done.
         clock: seconds, rising.
     """
 
     def __init__(
-        self, device: torch.device, clock: Callable[[], float] = time.perf_counter
+        self,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._most = torch.get_num_threads()
-        self._active = device.type == "cpu" and self._most > 1
+        fits = device.type == "cpu" and dtype is torch.bfloat16
+        self._active = fits and self._most > 1
         self._clock = clock
         self._next = clock()
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["calibration_mode", "model_device", "model_inputs", "small_batch", "token_mask"]
+__all__ = [
+    "calibration_mode",
+    "model_device",
+    "model_dtype",
+    "model_inputs",
+    "small_batch",
+    "token_mask",
+]
 
 _TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"})
 _PROBE_TOKENS = 8
@@ -65,6 +72,11 @@ def model_device(model: Module) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
+def model_dtype(model: Module) -> torch.dtype:
+    """The dtype of the model's first floating parameter; float32 if it has none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
 def model_inputs(model: Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a batch that ``model.forward`` takes, on the model's device.
 
@@ -74,7 +86,7 @@ def model_inputs(model: Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     device = model_device(model)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = model_dtype(model)
     inputs = {}
     for key, value in batch.items():
         if key not in parameters and not (takes_all and key not in ("loss_mask", "text", "prompt")):

@@ -34,7 +34,7 @@ from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.granularity import Plan, Unit, make_plan
-from llmcompressor.pipelines.model_runs import model_device
+from llmcompressor.pipelines.model_runs import model_device, model_dtype
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
 from llmcompressor.progress import Advance, progress
 from llmcompressor.threads import ThreadPacer
@@ -186,7 +186,7 @@ class _SequentialRun:
         )
         originals = OriginalWeights(len(self.batches), self.order.calls)
         with (
-            ThreadPacer(device) as pacer,
+            ThreadPacer(device, model_dtype(self.model)) as pacer,
             PausedForward(self._targets(), self._passes()) as forward,
         ):
             forward.surroundings = originals.in_place
