@@ -265,9 +265,15 @@ class Oneshot:
             return False
         if self.output_dir is not None and not Path(place).is_dir():
             return True
-        data = self.dataset_args.dataset
-        given = data is not None or self.dataset_args.dataset_path is not None
-        return given and not isinstance(data, torch.utils.data.DataLoader)
+        args = self.dataset_args
+        if args.dataset is None and args.dataset_path is None:
+            return False
+        ready = isinstance(args.dataset, torch.utils.data.DataLoader) or (
+            _is_tokenized(args.dataset)
+            and args.preprocessing_func is None
+            and args.data_collator == "truncation"
+        )
+        return not ready
 
     def _load_data(self, model: Module, processor: Any, source: Source | None) -> Any:
         if not self._needing_data:
@@ -372,6 +378,15 @@ def _check_finite(model: Module) -> None:
             "dtype too narrow for it: get it anew, or load it with precision='float32' if its "
             "files are in float32."
         )
+
+
+def _is_tokenized(data: Any) -> bool:
+    """Whether rows have token ids already: nothing has to be prepared then."""
+    names = getattr(data, "column_names", None)
+    if isinstance(names, list):
+        return "input_ids" in names
+    first = data[0] if isinstance(data, list) and data else None
+    return isinstance(first, Mapping) and "input_ids" in first
 
 
 def _vocabulary(model: Any) -> int | None:
