@@ -74,7 +74,7 @@ class SourceInfo:
 def is_hub_id(model: str | os.PathLike[str]) -> bool:
     """Whether ``model`` is the form of a hub id and no local path of that name exists.
 
-    >>> is_hub_id("some-owner/some-model"), is_hub_id("./some-model"), is_hub_id("/tmp/a/b")
+    >>> is_hub_id("some-owner/some-model"), is_hub_id("./some-model"), is_hub_id("/models/a/b")
     (True, False, False)
     """
     if not isinstance(model, str) or Path(model).exists():
