@@ -89,17 +89,15 @@ def test_embeddings_are_checked_by_their_width() -> None:
 
 
 def test_weights_without_float_values_are_refused() -> None:
-    model = linears(a=32, b=32, c=32)
+    model = linears(a=32, b=32)
     model["a"].weight = nn.Parameter(torch.ones(2, 2, 2))
     model["b"].weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
-    model["c"].to("meta")
     scheme = preset_scheme("W8A8")
     with pytest.raises(TargetError) as caught:
-        check_weights_quantizable(model, dict.fromkeys("abc", scheme))
+        check_weights_quantizable(model, dict.fromkeys("ab", scheme))
     message = str(caught.value)
     assert "a (Linear: the weight has 3 dimensions)" in message
     assert "b (Linear: the weight is int8)" in message
-    assert "c (Linear: the weight has no values" in message
     with pytest.raises(TargetError, match="LayerNorm"):
         check_weights_quantizable(nn.ModuleDict({"n": nn.LayerNorm(4)}), {"n": scheme})
 

@@ -43,6 +43,7 @@ __all__ = [
     "QuantizedModule",
     "compress",
     "parse_format",
+    "quantized_module",
     "quantized_modules",
 ]
 
@@ -52,6 +53,8 @@ _FP4_FORMATS = {
     CompressionFormat.nvfp4_pack_quantized.value,
     CompressionFormat.mxfp4_pack_quantized.value,
 }
+_PACKED = CompressionFormat.pack_quantized.value
+_WORD = 32
 _NO_READER = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mixed-precision"}
 
 
@@ -100,21 +103,47 @@ def quantized_modules(
     for name, module in model.named_modules(remove_duplicate=False):
         if not is_module_quantized(module):
             continue
-        scheme: QuantizationScheme = module.quantization_scheme
-        if isinstance(module, Linear | Embedding):
-            chosen = _format(scheme, forced_format, name)
-            copy = scheme.model_copy(update={"format": chosen.value})
-            found.append(QuantizedModule(name, module, copy))
-        elif is_cached_attention_module(module):
-            copy = scheme.model_copy(update={"format": CompressionFormat.dense.value})
-            has_group = hasattr(module, IMPL_ATTR)
-            found.append(QuantizedModule(name, module, copy, True, has_group))
-        else:
-            logger.warning(
-                f"{name} ({type(module).__name__}) is written dense: the format holds compressed "
-                "weights of Linear and Embedding modules only."
-            )
+        entry = quantized_module(
+            name,
+            module,
+            module.quantization_scheme,
+            has_group=hasattr(module, IMPL_ATTR),
+            forced_format=forced_format,
+        )
+        if entry is not None:
+            found.append(entry)
     return found
+
+
+def quantized_module(
+    name: str,
+    module: Module,
+    scheme: Any,
+    *,
+    has_group: bool = True,
+    forced_format: CompressionFormat | None = None,
+) -> QuantizedModule | None:
+    """How one module is written; ``None`` with a warning if no format holds its kind.
+
+    Args:
+        name: its name in the module tree.
+        module: the module.
+        scheme: how it is quantized.
+        has_group: of attention, whether a scheme of the recipe targets it.
+        forced_format: one format for all modules instead of the one that fits.
+    """
+    if isinstance(module, Linear | Embedding):
+        chosen = _format(scheme, forced_format, name)
+        copy = scheme.model_copy(update={"format": chosen.value})
+        return QuantizedModule(name, module, copy)
+    if is_cached_attention_module(module):
+        copy = scheme.model_copy(update={"format": CompressionFormat.dense.value})
+        return QuantizedModule(name, module, copy, True, has_group)
+    logger.warning(
+        f"{name} ({type(module).__name__}) is written dense: the format holds compressed "
+        "weights of Linear and Embedding modules only."
+    )
+    return None
 
 
 def _format(
@@ -133,7 +162,8 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
 
     Args:
         entry: the module and its scheme.
-        tensors: own name → tensor (``weight`` [rows, columns] on the grid, its scales, ``bias``).
+        tensors: own name → tensor (``weight`` [rows, columns] on the grid, its scales, ``bias``);
+            on the meta device the result has shapes and dtypes only.
 
     Returns:
         Own name → tensor as the format defines them, with no parameter that a reader of this
@@ -145,7 +175,8 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
     """
     expected = _expected_parameters(entry)
     own = {key: tensor for key, tensor in tensors.items() if key in expected or not _is_qparam(key)}
-    _check_scales(entry, own, expected)
+    if not any(tensor.is_meta for tensor in own.values()):
+        _check_scales(entry, own, expected)
     if not entry.is_attention and entry.scheme.weights is not None:
         own = _pack(entry, own)
     return {key: tensor.reshape(1) if tensor.ndim == 0 else tensor for key, tensor in own.items()}
@@ -163,7 +194,8 @@ def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor
         for name, tensor in own.items()
     }
     weights = entry.scheme.weights
-    if not weights.symmetric and weights.num_bits > 6 and own["weight"].dtype is torch.bfloat16:
+    wide_codes = not weights.symmetric and weights.num_bits > 6
+    if wide_codes and own["weight"].dtype is torch.bfloat16 and not own["weight"].is_meta:
         wide["weight"] = _settle_codes(own, weights)
     compressor = BaseCompressor.get_value_from_registry(entry.scheme.format)
     if entry.scheme.format in _FP4_FORMATS:
@@ -173,6 +205,11 @@ def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor
     for name, tensor in own.items():
         if name in packed and packed[name].dtype is torch.float32:
             packed[name] = tensor
+    zero = packed.get("weight_zero_point")
+    if zero is not None and zero.is_meta and entry.scheme.format == _PACKED:
+        # compressed-tensors leaves these alone on the meta device
+        words = -(-zero.shape[0] * weights.num_bits // _WORD)
+        packed["weight_zero_point"] = zero.new_empty((words, *zero.shape[1:]), dtype=torch.int32)
     return packed
 
 

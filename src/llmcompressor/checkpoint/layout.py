@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -26,9 +26,11 @@ from transformers.core_model_loading import (
 )
 
 __all__ = [
+    "LoadedName",
     "checkpoint_layout",
     "checkpoint_names",
     "embeddings",
+    "loaded_names",
     "merges_experts",
     "owned_by_model",
 ]
@@ -135,17 +137,41 @@ def owned_by_model(
         keys: names in the checkpoint.
         state: the model's state dict.
     """
+    return set(loaded_names(model, keys, state))
+
+
+class LoadedName(NamedTuple):
+    """What a tensor of a checkpoint becomes."""
+
+    target: str
+    """The model's tensor that it becomes, or becomes a part of."""
+    merged: bool
+    """Whether it is merged with others, or split, on the way."""
+
+
+def loaded_names(
+    model: PreTrainedModel, keys: Iterable[str], state: Mapping[str, Tensor]
+) -> dict[str, LoadedName]:
+    """Tensor of a checkpoint → what it becomes; those that the model does not load are left out.
+
+    Args:
+        model: the model.
+        keys: names in the checkpoint.
+        state: the model's state dict.
+    """
     transforms = _transforms(model, reverse=False)
     own_names = dict(state)
-    owned = set()
+    names = {}
     for key in keys:
-        renamed, _ = rename_source_key(
+        renamed, pattern = rename_source_key(
             key,
             transforms.renamings,
             transforms.converters,
             model.base_model_prefix,
             own_names,
         )
-        if renamed in state or key in state:
-            owned.add(key)
-    return owned
+        if renamed in state:
+            names[key] = LoadedName(renamed, pattern is not None)
+        elif key in state:
+            names[key] = LoadedName(key, False)
+    return names

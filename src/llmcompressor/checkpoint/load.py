@@ -23,7 +23,16 @@ from llmcompressor.checkpoint.source import (
 from llmcompressor.errors import CheckpointError, did_you_mean
 from llmcompressor.logger import logger
 
-__all__ = ["check_unquantized", "load_model", "parse_precision", "untie_embeddings"]
+__all__ = [
+    "AUTO_CLASSES",
+    "check_complete",
+    "check_unquantized",
+    "load_model",
+    "model_class",
+    "parse_precision",
+    "read_config",
+    "untie_embeddings",
+]
 
 _PRECISIONS = {
     "half": torch.float16,
@@ -35,7 +44,7 @@ _PRECISIONS = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
-_AUTO_CLASSES = (
+AUTO_CLASSES = (
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
     "AutoModelForMultimodalLM",
@@ -100,7 +109,7 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(str(config_name or place), **hub)
         check_config_unquantized(config, place)
-        loader = _loader(config, trust_remote_code=trust_remote_code)
+        loader = model_class(config, trust_remote_code=trust_remote_code)
         loaded: PreTrainedModel
         loaded, info = loader.from_pretrained(
             place, config=config, dtype=parse_precision(precision), output_loading_info=True, **hub
@@ -111,7 +120,7 @@ def load_model(
         if isinstance(error, CheckpointError):
             raise
         raise _loading_error(place, error) from error
-    _check_complete(place, info)
+    check_complete(place, info)
     if not tie_word_embeddings:
         untie_embeddings(loaded)
     loaded.train(mode=False)
@@ -164,16 +173,30 @@ def untie_embeddings(model: PreTrainedModel) -> bool:
     return was_tied
 
 
-def _loader(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
+def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration of a model in a folder.
+
+    Raises:
+        CheckpointError: it cannot be read, or says that the model is quantized.
+    """
+    try:
+        config = AutoConfig.from_pretrained(str(place), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise _loading_error(str(place), error) from error
+    check_config_unquantized(config, str(place))
+    return config
+
+
+def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
     """The class that ``config.architectures`` names, else the first auto class that fits."""
     remote = getattr(config, "auto_map", None) or {}
     if trust_remote_code:
-        for name in _AUTO_CLASSES:
+        for name in AUTO_CLASSES:
             if name in remote:
                 return getattr(transformers, name)
     architectures = list(config.architectures or ())
     mapped = []
-    for name in _AUTO_CLASSES:
+    for name in AUTO_CLASSES:
         auto = getattr(transformers, name)
         found = auto._model_mapping.get(type(config), None)
         classes = found if isinstance(found, tuple | list) else [found]
@@ -193,7 +216,16 @@ def _loader(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
     )
 
 
-def _check_complete(place: str, info: Mapping[str, Any]) -> None:
+def check_complete(place: str, info: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that lacks tensors of its model.
+
+    Args:
+        place: its name.
+        info: what ``from_pretrained`` says of the tensors.
+
+    Raises:
+        CheckpointError: some would be random.
+    """
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(

@@ -20,7 +20,6 @@ from accelerate.utils.modeling import get_state_dict_offloaded_model
 from compressed_tensors.quantization import QuantizationStatus
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from llmcompressor.checkpoint.compress import (
     QuantizedModule,
@@ -28,13 +27,14 @@ from llmcompressor.checkpoint.compress import (
     parse_format,
     quantized_modules,
 )
+from llmcompressor.checkpoint.contents import Contents, divide
 from llmcompressor.checkpoint.extras import (
     copy_side_files,
     extra_ignore,
     extra_tensors,
     load_tensors,
 )
-from llmcompressor.checkpoint.layout import checkpoint_layout, checkpoint_names, embeddings
+from llmcompressor.checkpoint.layout import checkpoint_names
 from llmcompressor.checkpoint.model_config import checkpoint_config, write_json
 from llmcompressor.checkpoint.processor import PROCESSOR_FILES, processor_directory
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
@@ -89,16 +89,6 @@ class SaveOptions:
     recipe: Text = None
     source: str | os.PathLike[str] | None = None
     report: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """What goes into the weight files."""
-
-    plain: dict[str, Tensor]
-    compressed: dict[str, tuple[QuantizedModule, dict[str, Tensor]]]
-    state: Mapping[str, Tensor]
-    tied: bool | None
 
 
 def save_checkpoint(
@@ -275,7 +265,7 @@ def _write(
     forced = parse_format(options.quantization_format if options.save_compressed else "dense")
     quantized = quantized_modules(model, forced_format=forced)
     source = _source_directory(model, options)
-    contents = _contents(model, quantized, _state(model, state_dict))
+    contents = divide(model, quantized, _state(model, state_dict))
 
     writer = ShardWriter(folder, parse_size(options.max_shard_size))
     for tensors in _in_order(model, contents):
@@ -310,53 +300,7 @@ def _state(model: PreTrainedModel, given: Mapping[str, Tensor] | None) -> dict[s
     return state
 
 
-def _contents(
-    model: PreTrainedModel, quantized: list[QuantizedModule], state: dict[str, Tensor]
-) -> _Contents:
-    """Divide the state dict into the tensors of quantized modules and all others."""
-    own: dict[str, dict[str, Tensor]] = {entry.name: {} for entry in quantized}
-    plain = {}
-    for key, tensor in state.items():
-        module, _, name = key.rpartition(".")
-        if module in own:
-            own[module][name] = tensor
-        else:
-            plain[key] = tensor
-    tied = _tie(model, plain, {entry.name for entry in quantized})
-    plain = remove_tied_weights_from_state_dict(plain, model)
-    names = [entry.name for entry in quantized]
-    plain = checkpoint_layout(model, plain, names)
-    compressed = {entry.name: (entry, own[entry.name]) for entry in quantized}
-    return _Contents(plain, compressed, state, tied)
-
-
-def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) -> bool | None:
-    """Whether one tensor serves as input and output embeddings; equal ones become one.
-
-    Returns:
-        ``None`` if the model has no such pair, or shares it in a way of its own.
-    """
-    inputs, outputs = embeddings(model)
-    first, second = getattr(inputs, "weight", None), getattr(outputs, "weight", None)
-    if first is None or second is None or inputs is outputs:
-        return None
-    names = {id(module): name for name, module in model.named_modules()}
-    name_in, name_out = names.get(id(inputs)), names.get(id(outputs))
-    if {name_in, name_out} & quantized:
-        return False
-    key_in, key_out = f"{name_in}.weight", f"{name_out}.weight"
-    can_tie = key_out in (getattr(model, "_tied_weights_keys", None) or {})
-    if first is second:
-        return True if can_tie else None
-    has_bias = getattr(outputs, "bias", None) is not None
-    equal = first.shape == second.shape and torch.equal(first, second)
-    if can_tie and equal and not has_bias and {key_in, key_out} <= set(plain):
-        plain[key_out] = plain[key_in]
-        return True
-    return False
-
-
-def _in_order(model: PreTrainedModel, contents: _Contents) -> Iterator[dict[str, Tensor]]:
+def _in_order(model: PreTrainedModel, contents: Contents) -> Iterator[dict[str, Tensor]]:
     """All tensors under their names in the checkpoint, layer by layer; compressed when reached."""
     stored = checkpoint_names(model, contents.compressed)
     pieces: dict[str, Callable[[], dict[str, Tensor]]] = {}
@@ -377,7 +321,7 @@ def _compressed(
 def _carry_over(
     model: PreTrainedModel,
     source: Path | None,
-    contents: _Contents,
+    contents: Contents,
     quantized: list[QuantizedModule],
     writer: ShardWriter,
 ) -> list[str]:

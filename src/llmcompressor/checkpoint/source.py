@@ -47,11 +47,15 @@ class TensorHeader:
         dtype: safetensors' name of the dtype, such as ``"BF16"``.
         shape: the tensor's shape.
         file: the file that holds it.
+        offset: where its data begins in the file.
+        nbytes: how much there is.
     """
 
     dtype: str
     shape: tuple[int, ...]
     file: Path
+    offset: int = 0
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,16 +188,27 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     try:
         entries = json.loads(text)
         tensors = {
-            name: (str(entry["dtype"]), tuple(entry["shape"]), int(entry["data_offsets"][1]))
+            name: (str(entry["dtype"]), tuple(entry["shape"]), _offsets(entry))
             for name, entry in entries.items()
             if name != "__metadata__"
         }
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(f"The header of {file} cannot be read.", _DOWNLOAD) from error
-    expected = 8 + length + max((end for _, _, end in tensors.values()), default=0)
+    data = 8 + length
+    expected = data + max((end for _, _, (_, end) in tensors.values()), default=0)
     if size < expected:
         raise _truncated(file, size, expected)
-    return {name: TensorHeader(dtype, shape, file) for name, (dtype, shape, _) in tensors.items()}
+    return {
+        name: TensorHeader(dtype, shape, file, data + start, end - start)
+        for name, (dtype, shape, (start, end)) in tensors.items()
+    }
+
+
+def _offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
+    start, end = (int(value) for value in entry["data_offsets"])
+    if not 0 <= start <= end:
+        raise ValueError(f"data offsets {start} to {end}")
+    return start, end
 
 
 def _truncated(file: Path, size: int, expected: int) -> CheckpointError:

@@ -22,7 +22,14 @@ from pathlib import Path
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
-__all__ = ["OnExisting", "check_output_dir", "staged"]
+__all__ = [
+    "OnExisting",
+    "check_output_dir",
+    "disk_errors",
+    "put_in_place",
+    "staged",
+    "work_folder",
+]
 
 _CHOOSE = "Choose another output directory."
 _WEIGHT_FILE = re.compile(r"(model|pytorch_model).*\.(safetensors|bin|index\.json)")
@@ -110,6 +117,49 @@ def staged(
             raise OutputError(
                 f"The disk that holds {target.parent} is full; nothing was written to {target}.",
                 "Free some space or choose another output directory.",
+            ) from error
+        raise
+
+
+def work_folder(target: Path) -> Path:
+    """Where a run that can be resumed works on ``target``: ``NAME.partial`` beside it."""
+    name = f"{target.name}.partial"
+    return target / name if _must_stage_inside(target) else target.with_name(name)
+
+
+def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
+    """Give a finished folder its name.
+
+    Args:
+        folder: it lies in the :func:`work_folder` of ``target``.
+        target: the name; a checkpoint that has it is replaced if ``replace`` is true.
+        replace: see there.
+    """
+    _flush(folder)
+    if target in folder.parents:
+        work = work_folder(target)
+        for path in sorted(target.iterdir(), key=lambda path: path.name != "config.json"):
+            if replace and path != work:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
+            path.replace(target / path.name)
+        folder.rmdir()
+        _flush_one(target)
+    else:
+        _rename_over(folder, target)
+
+
+@contextmanager
+def disk_errors(target: Path) -> Iterator[None]:
+    """Say it in one sentence when the disk is full."""
+    try:
+        yield
+    except Exception as error:
+        if _is_disk_full(error) and not isinstance(error, OutputError):
+            raise OutputError(
+                f"The disk that holds {target.parent} is full; nothing was written to {target}.",
+                "Free some space and repeat the call, which continues, or choose another output "
+                "directory.",
             ) from error
         raise
 

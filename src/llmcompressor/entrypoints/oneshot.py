@@ -236,6 +236,7 @@ class Oneshot:
             )
         model: Any = given
         check_unquantized(model)
+        _check_values(model)
         if not self.model_args.tie_word_embeddings:
             untie_embeddings(model)
         if self.model_args.device is not None:
@@ -338,6 +339,18 @@ class Oneshot:
             overwrite=self.model_args.overwrite,
             report=_report(session),
         )
+
+
+def _check_values(model: Module) -> None:
+    """Refuse a model without weights; accelerate's offloaded modules have theirs elsewhere."""
+    for name, module in model.named_modules():
+        own = module._parameters.values()
+        empty = any(parameter is not None and parameter.is_meta for parameter in own)
+        if empty and not hasattr(module, "_hf_hook"):
+            raise ArgumentError(
+                f"The weights of {name} have no values, they are on the meta device.",
+                "Load the model's weights, or pass its folder instead of the model.",
+            )
 
 
 def _unused(recipe: Recipe) -> Recipe:

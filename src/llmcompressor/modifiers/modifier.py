@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -16,9 +17,10 @@ from llmcompressor.errors import InputError, LifecycleError, RecipeError, did_yo
 from llmcompressor.modeling.hooks import HooksMixin
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["Granularity", "Modifier", "Phase"]
+__all__ = ["Granularity", "Modifier", "Phase", "PlannedModule"]
 
 
 class Phase(Enum):
@@ -58,6 +60,27 @@ class Granularity(StrEnum):
     @property
     def _rank(self) -> int:
         return list(Granularity).index(self)
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """How a module will be stored.
+
+    Attributes:
+        name: its name.
+        module: the module.
+        scheme: how it is quantized (``compressed_tensors``' ``QuantizationScheme``).
+        tensors: its own tensors as they will be in memory, on the meta device.
+        is_attention: its queries, keys or values are quantized, it has no weight of its own.
+        has_group: a scheme of the recipe targets it.
+    """
+
+    name: str
+    module: Module
+    scheme: Any
+    tensors: Mapping[str, Tensor]
+    is_attention: bool = False
+    has_group: bool = True
 
 
 class Modifier(HooksMixin):
@@ -150,8 +173,24 @@ class Modifier(HooksMixin):
         """The modules whose inputs or outputs this modifier collects."""
         return []
 
+    @property
+    def works_by_block(self) -> bool:
+        """Whether :meth:`finish` completes single blocks, so that others need not be loaded."""
+        return False
+
+    def planned(self, state: State) -> list[PlannedModule]:
+        """What the modules will be stored as, before anything was done to them."""
+        return []
+
+    def finish(self, state: State, modules: Iterable[Module]) -> None:
+        """Leave ``modules``, which have seen all data, as they are to be stored.
+
+        Called for the modules of a block before it is written and let go of, where
+        :attr:`works_by_block` is true.
+        """
+
     def report(self) -> dict[str, Any]:
-        """What is worth keeping of the work done, as JSON data; empty for nothing."""
+        """What is worth keeping of the work done, by module name; empty for nothing."""
         return {}
 
     # ---- phases

@@ -105,6 +105,12 @@ class ActivationObservers:
                 found[f"{base}_zero_point"] = zero_point
         return found
 
+    def forget(self, modules: Iterable[Module]) -> None:
+        """Drop what was observed of ``modules``: it is stored with them now."""
+        for module in modules:
+            self._observers.pop(module, None)
+            self._inputs.pop(module, None)
+
     @staticmethod
     def _observer(args: QuantizationArgs | None, base: str) -> Observer | None:
         name = None if args is None else default_observer(args, base)

@@ -35,7 +35,10 @@ from llmcompressor.quantization.parameters import WeightParameters
 __all__ = [
     "attach_attention",
     "attach_linear",
+    "cache_scheme",
     "cached_attention_modules",
+    "planned_attention",
+    "planned_linear",
     "set_parameter",
     "tap_attention",
     "untap_attention",
@@ -109,6 +112,61 @@ def untap_attention(model: Any, module: Module) -> None:
         model.set_attn_implementation(QuantizedAttentionImpl._original_impl)
 
 
+def cache_scheme(args: QuantizationArgs) -> QuantizationScheme:
+    """The scheme of an attention module of which only keys and values are quantized."""
+    return QuantizationScheme(targets=list(KV_CACHE_TARGETS), input_activations=args)
+
+
+def planned_linear(module: Module, scheme: QuantizationScheme) -> dict[str, Tensor]:
+    """The tensors that a Linear or Embedding will have once it is quantized, on the meta device.
+
+    Args:
+        module: it is not changed.
+        scheme: how it will be quantized.
+    """
+    copy = _meta_copy(module)
+    initialize_module_for_quantization(copy, scheme, force_zero_point=False)
+    return _own_tensors(copy)
+
+
+def planned_attention(
+    model: Any, module: Module, scheme: QuantizationScheme, *, queries: bool
+) -> dict[str, Tensor]:
+    """As :func:`planned_linear`, for an attention module."""
+    copy = _meta_copy(module)
+    tap_attention(model, copy, queries=queries)
+    try:
+        initialize_module_for_quantization(copy, scheme, force_zero_point=False)
+        return _own_tensors(copy)
+    finally:
+        untap_attention(model, copy)
+
+
+def _meta_copy(module: Module) -> Module:
+    """A module with the same parts and form, whose own parameters have no data."""
+    copy = module.__class__.__new__(module.__class__)
+    copy.__dict__ = {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in module.__dict__.items()
+        if name not in ("forward", "quantization_scheme", "quantization_status")
+    }
+    copy.__dict__ |= {
+        name: type(value)()
+        for name, value in module.__dict__.items()
+        if isinstance(value, dict) and "hooks" in name
+    }
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            empty = torch.empty_like(parameter.detach(), device="meta")
+            copy._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+    return copy
+
+
+def _own_tensors(module: Module) -> dict[str, Tensor]:
+    parameters = {name: value for name, value in module._parameters.items() if value is not None}
+    return {name: value.detach().to("meta") for name, value in parameters.items()}
+
+
 def attach_attention(
     module: Module,
     args: QuantizationArgs,
@@ -124,7 +182,7 @@ def attach_attention(
         scheme: the scheme that targets it; by default one for the cache alone.
     """
     if scheme is None:
-        scheme = QuantizationScheme(targets=list(KV_CACHE_TARGETS), input_activations=args)
+        scheme = cache_scheme(args)
     initialize_module_for_quantization(module, scheme, force_zero_point=False)
     for name, value in states.items():
         set_parameter(module, name, value)

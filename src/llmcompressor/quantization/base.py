@@ -19,7 +19,7 @@ from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets, is_expert
 from llmcompressor.modeling.matching import check_targets
-from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.modifiers.modifier import Granularity, Modifier, PlannedModule
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.scales import global_scale_from_amax
 from llmcompressor.progress import progress
@@ -27,7 +27,10 @@ from llmcompressor.quantization.activations import ActivationObservers
 from llmcompressor.quantization.attach import (
     attach_attention,
     attach_linear,
+    cache_scheme,
     cached_attention_modules,
+    planned_attention,
+    planned_linear,
     tap_attention,
     untap_attention,
 )
@@ -83,6 +86,7 @@ class QuantizationMixin(Modifier):
     _names: dict[Module, str] = PrivateAttr(default_factory=dict)
     _parameters: dict[Module, WeightParameters] = PrivateAttr(default_factory=dict)
     _rounded: set[Module] = PrivateAttr(default_factory=set)
+    _finished: set[Module] = PrivateAttr(default_factory=set)
     _fused: dict[Module, tuple[Module, ...]] = PrivateAttr(default_factory=dict)
     _global_scales: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
     _attention: dict[Module, str] = PrivateAttr(default_factory=dict)
@@ -326,28 +330,65 @@ class QuantizationMixin(Modifier):
 
     # ------------------------------------------------------------------ after
 
-    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Round what was not rounded, and leave every module quantized."""
-        self.remove_hooks()
-        weights = filter(self._has_weight_scheme, self._schemes)
-        missed = [module for module in weights if module not in self._parameters]
+    @property
+    def works_by_block(self) -> bool:
+        """What is found for a module is complete when all batches have passed its block."""
+        return True
+
+    def planned(self, state: State) -> list[PlannedModule]:
+        """The quantized modules with the parameters that they will have."""
+        plans = []
+        for module, scheme in self._schemes.items():
+            tensors = planned_linear(module, scheme)
+            plans.append(PlannedModule(self._names[module], module, scheme, tensors))
+        for module, name in self._attention.items():
+            args, queries = self._attention_args(module)
+            own = getattr(module, "quantization_scheme", None) if queries else None
+            scheme = own if own is not None else cache_scheme(args)
+            tensors = planned_attention(state.model, module, scheme, queries=queries)
+            plans.append(
+                PlannedModule(name, module, scheme, tensors, is_attention=True, has_group=queries)
+            )
+        return plans
+
+    def finish(self, state: State, modules: Iterable[Module]) -> None:
+        """Round what was not rounded, and leave those of ``modules`` quantized that are ours."""
+        wanted = set(modules) - self._finished
+        linears = [module for module in self._schemes if module in wanted]
+        missed = [
+            module
+            for module in linears
+            if self._has_weight_scheme(module) and module not in self._parameters
+        ]
         if missed:
             self.quantize_weights(state, missed)
         assert self._observers is not None
-        every = (*self._schemes, *self._attention)
-        static = {module: self._observers.parameters(module) for module in every}
-        with progress(len(self._schemes), "Quantizing") as advance:
-            for module, scheme in self._schemes.items():
-                advance(0, note=self._names[module])
-                parameters = self._parameters.get(module)
-                if parameters is not None and module not in self._rounded:
-                    weight_of(module).data.copy_(parameters.round(weight_of(module).data))
-                attach_linear(module, scheme, parameters, static[module])
-                advance(1)
-        for module in self._attention:
+        for module in linears:
+            parameters = self._parameters.pop(module, None)
+            if parameters is not None and module not in self._rounded:
+                weight_of(module).data.copy_(parameters.round(weight_of(module).data))
+            static = self._observers.parameters(module)
+            attach_linear(module, self._schemes[module], parameters, static)
+        for module in (module for module in self._attention if module in wanted):
             args, queries = self._attention_args(module)
             scheme = getattr(module, "quantization_scheme", None) if queries else None
-            attach_attention(module, args, static[module], scheme)
+            attach_attention(module, args, self._observers.parameters(module), scheme)
+        self._observers.forget(wanted)
+        self._finished |= wanted
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Finish every module that was not finished with its block."""
+        self.remove_hooks()
+        left = [
+            module
+            for module in (*self._schemes, *self._attention)
+            if module not in self._finished
+        ]
+        with progress(len(left), "Quantizing") as advance:
+            for module in left:
+                advance(0, note=self._names[module])
+                self.finish(state, [module])
+                advance(1)
         self._observers = None
         logger.info(f"{type(self).__name__}: {len(self._schemes)} modules quantized.")
 

@@ -81,9 +81,6 @@ def _why_not(module: Module) -> str:
         return f"the weight has {weight.dim()} dimensions"
     if not weight.is_floating_point():
         return f"the weight is {str(weight.dtype).removeprefix('torch.')}"
-    # accelerate keeps the weights of an offloaded module elsewhere and puts meta tensors here.
-    if weight.is_meta and not hasattr(module, "_hf_hook"):
-        return "the weight has no values, it is on the meta device"
     return ""
 
 

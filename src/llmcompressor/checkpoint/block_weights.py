@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a model that was built without them, block by block.
+
+A block's tensors are read from the checkpoint when a forward is about to enter it, and let go of
+when all batches have left it. The next block is read on a thread meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.nn import Module, Parameter
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from llmcompressor.checkpoint.blueprint import Blueprint, meta_parameter, quiet_loading
+from llmcompressor.checkpoint.finite import first_nonfinite
+from llmcompressor.checkpoint.reading import TensorReader
+from llmcompressor.errors import CheckpointError, NonFiniteError
+from llmcompressor.logger import logger
+
+__all__ = ["BlockWeights", "REST"]
+
+REST = ""
+"""The name of what lies in no block: embeddings, the last norm, the head."""
+
+
+class BlockWeights:
+    """Loads and lets go of the blocks of one model.
+
+    Args:
+        blueprint: the model, without weights.
+        blocks: names of the modules that are loaded one by one, in order.
+        device: where weights go.
+
+    Attributes:
+        digests: block → hash of its tensors as they were read.
+    """
+
+    def __init__(
+        self, blueprint: Blueprint, blocks: Sequence[str], device: torch.device | str = "cpu"
+    ) -> None:
+        self._blueprint = blueprint
+        self._model = blueprint.model
+        self._blocks = list(blocks)
+        self._device = torch.device(device)
+        self._names = {name: blueprint.tensors_of(name, blocks) for name in blocks}
+        self._names[REST] = blueprint.tensors_of(None, blocks)
+        self._reader = TensorReader(blueprint.source.tensors)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._ahead: dict[str, Future[tuple[dict[str, Tensor], str]]] = {}
+        self.digests: dict[str, str] = {}
+
+    @property
+    def blocks(self) -> Sequence[str]:
+        """Names of the blocks, in order."""
+        return self._blocks
+
+    def source_bytes(self, block: str) -> int:
+        """Bytes of a block's tensors in the checkpoint."""
+        headers = self._blueprint.source.tensors
+        return sum(headers[name].nbytes for name in self._names[block])
+
+    def load_rest(self) -> None:
+        """Load what lies in no block, and find out which embeddings are tied."""
+        self.load(REST)
+        _settle_ties(self._model)
+
+    def load(self, block: str) -> None:
+        """Read a block's tensors and put them into the model.
+
+        Raises:
+            CheckpointError: a file cannot be read, or the block is not complete.
+            NonFiniteError: a tensor holds NaN or infinity.
+        """
+        future = self._ahead.pop(block, None)
+        tensors, digest = future.result() if future is not None else self._read(block)
+        before = self.digests.setdefault(block, digest)
+        if before != digest:
+            raise CheckpointError(
+                f"The weights of {block or 'the model'} have changed while they were used.",
+                "Give a model folder that nothing writes to.",
+            )
+        self._assign(tensors)
+        self._share(block)
+        self._check(block)
+
+    def read_ahead(self, block: str) -> None:
+        """Begin to read a block on a thread; :meth:`load` will find it read."""
+        if block not in self._ahead:
+            self._ahead[block] = self._pool.submit(self._read, block)
+
+    def after(self, block: str) -> str | None:
+        """The block that follows."""
+        position = self._blocks.index(block) + 1
+        return self._blocks[position] if position < len(self._blocks) else None
+
+    def release(self, block: str) -> None:
+        """Let go of a block's tensors; those that it shares with others stay."""
+        module = self._model.get_submodule(block)
+        outside = self._shared_outside(module)
+        for inner in module.modules():
+            for name, parameter in inner._parameters.items():
+                if parameter is not None and id(parameter) not in outside:
+                    inner._parameters[name] = meta_parameter(parameter)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+        self._reader.close()
+
+    # ------------------------------------------------------------------ helpers
+
+    def _read(self, block: str) -> tuple[dict[str, Tensor], str]:
+        digest = xxhash.xxh3_128()
+        tensors = {name: self._reader.read(name, digest) for name in self._names[block]}
+        return tensors, digest.hexdigest()
+
+    @torch.no_grad()
+    def _assign(self, tensors: Mapping[str, Tensor]) -> None:
+        names = self._blueprint.names
+        merged = {name: tensor for name, tensor in tensors.items() if names[name].merged}
+        for name, tensor in tensors.items():
+            if name not in merged:
+                self._put(names[name].target, tensor)
+        if merged:
+            self._convert(merged)
+
+    def _put(self, target: str, tensor: Tensor) -> None:
+        """Put one tensor in the place of a parameter or buffer, in that one's dtype."""
+        path, _, own = target.rpartition(".")
+        module = self._model.get_submodule(path)
+        present = module._parameters.get(own)
+        if present is None:
+            buffer = module._buffers[own]
+            assert buffer is not None
+            module._buffers[own] = tensor.to(self._device, buffer.dtype)
+            return
+        value = tensor.to(self._device, present.dtype)
+        module._parameters[own] = Parameter(value, requires_grad=value.is_floating_point())
+
+    def _convert(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let transformers merge, split or permute tensors on their way into the model."""
+        model: Any = self._model
+        conversions = getattr(model, "_weight_conversions", None)
+        config = LoadStateDictConfig(
+            device_map={"": self._device},
+            dtype=self._blueprint.dtype,
+            dtype_plan=model._get_dtype_plan(self._blueprint.dtype),
+            weight_mapping=get_model_conversion_mapping(model),
+        )
+        with quiet_loading():
+            info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
+        model._weight_conversions = conversions
+        if info.conversion_errors:
+            name, error = next(iter(info.conversion_errors.items()))
+            raise CheckpointError(f"The tensors of {name} cannot be merged: {error}")
+
+    def _share(self, block: str) -> None:
+        """What was one tensor before is one tensor again."""
+        for owners in self._blueprint.shared:
+            loaded = [
+                module._parameters[name] for module, name in owners if not _is_empty(module, name)
+            ]
+            if loaded:
+                for module, name in owners:
+                    module._parameters[name] = loaded[0]
+
+    def _shared_outside(self, module: Module) -> set[int]:
+        """Parameters of a block that other parts of the model use too."""
+        inside = set(module.modules())
+        return {
+            id(owner._parameters[name])
+            for owners in self._blueprint.shared
+            if any(other not in inside for other, _ in owners)
+            for owner, name in owners
+        }
+
+    def _check(self, block: str) -> None:
+        module = self._model.get_submodule(block)
+        names = self._own_modules(block)
+        empty = [
+            f"{name}.{own}"
+            for name in names
+            for own, parameter in self._model.get_submodule(name)._parameters.items()
+            if parameter is not None and parameter.is_meta
+        ]
+        if empty:
+            raise CheckpointError(
+                f"The checkpoint has nothing for {empty[0]} ({len(empty)} such tensors).",
+                "Check that config.json belongs to these weights.",
+            )
+        bad = first_nonfinite(self._model, names)
+        if bad is not None:
+            raise NonFiniteError(
+                f"The weight {bad} holds NaN or infinity: the {type(module).__name__} would "
+                "compute nothing. Check the checkpoint it was read from."
+            )
+
+    def _own_modules(self, block: str) -> list[str]:
+        """Names of the modules of a block; for the rest those that lie in no block."""
+        if block:
+            inner = self._model.get_submodule(block).named_modules(prefix=block)
+            return [name for name, _ in inner]
+        inside = tuple(f"{name}." for name in self._blocks)
+        return [
+            name
+            for name, _ in self._model.named_modules()
+            if not (inside and f"{name}.".startswith(inside))
+        ]
+
+
+def _is_empty(module: Module, name: str) -> bool:
+    parameter = module._parameters[name]
+    return parameter is None or parameter.is_meta
+
+
+def _settle_ties(model: Any) -> None:
+    """Tie what the configuration ties and the checkpoint holds twice, if it is equal.
+
+    transformers decides so too, but it has to see the values.
+    """
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in list(tied.items()):
+        path, _, own = target.rpartition(".")
+        module = model.get_submodule(path)
+        first, second = model.get_parameter(source), model.get_parameter(target)
+        if first is second or first.is_meta or second.is_meta:
+            continue
+        if torch.equal(first, second):
+            module._parameters[own] = first
+        else:
+            logger.warning(
+                f"The configuration ties {target} to {source}, but the checkpoint holds different "
+                "values for them: they stay apart."
+            )
+            tied.pop(target)
+
+
+def parameters_of(modules: Iterable[Module]) -> int:
+    """Bytes of all parameters of some modules."""
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for module in modules
+        for parameter in module.parameters(recurse=False)
+    )

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write blocks into their places in the output, on a thread, each journalled when durable."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from llmcompressor.checkpoint.output_layout import OutputLayout
+from llmcompressor.checkpoint.reading import dtype_name
+from llmcompressor.errors import CheckpointError, OutputError
+
+__all__ = ["BlockWriter"]
+
+_WAITING = 2
+"""Blocks that may wait to be written: more would only take memory."""
+_CHUNK = 2**26
+
+
+@dataclass(frozen=True)
+class _Job:
+    tensors: Mapping[str, Tensor]
+    commit: Callable[[str], None]
+
+
+class BlockWriter:
+    """Writes the tensors of blocks to the places that a layout gives them.
+
+    Args:
+        folder: where the files are.
+        layout: what they hold.
+
+    Creating it takes the disk space of the whole output, so that a full disk is found at once.
+
+    Raises:
+        OutputError: there is not enough space.
+    """
+
+    def __init__(self, folder: Path, layout: OutputLayout) -> None:
+        self._folder = folder
+        self._layout = layout
+        self._check_space()
+        self._files = {file.name: self._create(file.name) for file in layout.files}
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(_WAITING)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="block-writer", daemon=True)
+        self._thread.start()
+
+    def write(self, tensors: Mapping[str, Tensor], commit: Callable[[str], None]) -> None:
+        """Hand tensors over.
+
+        Args:
+            tensors: stored name → tensor, on any device.
+            commit: called with their hash once they are durable, on the writer's thread.
+        """
+        self._raise_failure()
+        on_host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+        for name, tensor in on_host.items():
+            self._check_expected(name, tensor)
+        self._jobs.put(_Job(on_host, commit))
+
+    def flush(self) -> None:
+        """Wait until everything is durable and committed."""
+        self._jobs.join()
+        self._raise_failure()
+
+    def digest_of(self, names: Iterable[str]) -> str:
+        """Hash of what stands in the places of some tensors now."""
+        digest = xxhash.xxh3_128()
+        for name in sorted(names):
+            place = self._layout.places[name]
+            descriptor, left = self._files[place.file], place.stored.nbytes
+            offset = place.offset
+            while left:
+                part = os.pread(descriptor, min(left, _CHUNK), offset)
+                if not part:
+                    break
+                digest.update(part)
+                offset, left = offset + len(part), left - len(part)
+        return digest.hexdigest()
+
+    def digests_of(self, groups: Mapping[str, Iterable[str]]) -> dict[str, str]:
+        """:meth:`digest_of` of several groups of tensors, on all cores."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            found = {key: pool.submit(self.digest_of, names) for key, names in groups.items()}
+            return {key: future.result() for key, future in found.items()}
+
+    def close(self) -> None:
+        """Stop the thread, without waiting for what has failed, and close the files."""
+        self._jobs.put(None)
+        self._thread.join()
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    # ------------------------------------------------------------------ on the thread
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._failure is None:
+                    self._do(job)
+            except BaseException as error:  # raised again where the next block is handed over
+                self._failure = error
+            finally:
+                del job
+                self._jobs.task_done()
+        self._jobs.task_done()
+
+    def _do(self, job: _Job) -> None:
+        digest = xxhash.xxh3_128()
+        touched = set()
+        for name in sorted(job.tensors):
+            view = _bytes_of(job.tensors[name])
+            digest.update(view)
+            place = self._layout.places[name]
+            _write_all(self._files[place.file], view, place.offset)
+            touched.add(place.file)
+        for file in touched:
+            os.fdatasync(self._files[file])
+        job.commit(digest.hexdigest())
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # ------------------------------------------------------------------ files
+
+    def _check_expected(self, name: str, tensor: Tensor) -> None:
+        place = self._layout.places.get(name)
+        found = (dtype_name(tensor.dtype), tuple(tensor.shape))
+        if place is None or (place.stored.dtype, place.stored.shape) != found:
+            planned = "nothing" if place is None else f"{place.stored.dtype} {place.stored.shape}"
+            raise CheckpointError(
+                f"{name} was to be stored as {planned} and is {found[0]} {found[1]}.",
+                "This is a defect of llmcompressor; the model was not written.",
+            )
+
+    def _check_space(self) -> None:
+        present = sum(file.stat().st_blocks * 512 for file in self._folder.iterdir())
+        needed = self._layout.file_size - present
+        free = shutil.disk_usage(self._folder).free
+        if needed > free:
+            raise OutputError(
+                f"The output needs {needed / 1e9:.2f} GB more and the disk that holds "
+                f"{self._folder} has {free / 1e9:.2f} GB left.",
+                "Free some space or choose another output directory.",
+            )
+
+    def _create(self, name: str) -> int:
+        """The file with its header and all its space; data that it holds already is kept."""
+        file = next(one for one in self._layout.files if one.name == name)
+        descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT, 0o666)
+        if os.fstat(descriptor).st_size != file.size:
+            os.ftruncate(descriptor, file.size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, file.size)
+        _write_all(descriptor, memoryview(file.header), 0)
+        return descriptor
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done : done + _CHUNK], offset + done)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes into the weight files: the tensors of quantized modules, and all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from llmcompressor.checkpoint.compress import QuantizedModule
+from llmcompressor.checkpoint.layout import checkpoint_layout, embeddings
+
+__all__ = ["Contents", "divide"]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What goes into the weight files.
+
+    Attributes:
+        plain: stored name → tensor, of what is not quantized.
+        plain_keys: names in the model of what became ``plain``.
+        compressed: module → how it is written, and its own tensors.
+        state: the model's state dict.
+        tied: whether input and output embeddings are one tensor; ``None`` if there is no pair.
+    """
+
+    plain: dict[str, Tensor]
+    plain_keys: frozenset[str]
+    compressed: dict[str, tuple[QuantizedModule, dict[str, Tensor]]]
+    state: Mapping[str, Tensor]
+    tied: bool | None
+
+
+def divide(
+    model: PreTrainedModel, quantized: Sequence[QuantizedModule], state: Mapping[str, Tensor]
+) -> Contents:
+    """Divide the state dict into the tensors of quantized modules and all others.
+
+    Args:
+        model: the model.
+        quantized: its quantized modules.
+        state: name → tensor; on the meta device where weights are not loaded.
+    """
+    own: dict[str, dict[str, Tensor]] = {entry.name: {} for entry in quantized}
+    plain = {}
+    for key, tensor in state.items():
+        module, _, name = key.rpartition(".")
+        if module in own:
+            own[module][name] = tensor
+        else:
+            plain[key] = tensor
+    tied = _tie(model, plain, {entry.name for entry in quantized})
+    plain = remove_tied_weights_from_state_dict(plain, model)
+    keys = frozenset(plain)
+    names = [entry.name for entry in quantized]
+    plain = checkpoint_layout(model, plain, names)
+    compressed = {entry.name: (entry, own[entry.name]) for entry in quantized}
+    return Contents(plain, keys, compressed, state, tied)
+
+
+def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) -> bool | None:
+    """Whether one tensor serves as input and output embeddings; equal ones become one.
+
+    Returns:
+        ``None`` if the model has no such pair, or shares it in a way of its own.
+    """
+    inputs, outputs = embeddings(model)
+    first, second = getattr(inputs, "weight", None), getattr(outputs, "weight", None)
+    if first is None or second is None or inputs is outputs:
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    name_in, name_out = names.get(id(inputs)), names.get(id(outputs))
+    if {name_in, name_out} & quantized:
+        return False
+    key_in, key_out = f"{name_in}.weight", f"{name_out}.weight"
+    can_tie = key_out in (getattr(model, "_tied_weights_keys", None) or {})
+    if first is second:
+        return True if can_tie else None
+    has_bias = getattr(outputs, "bias", None) is not None
+    known = not (first.is_meta or second.is_meta)
+    equal = known and first.shape == second.shape and torch.equal(first, second)
+    if can_tie and equal and not has_bias and {key_in, key_out} <= set(plain):
+        plain[key_out] = plain[key_in]
+        return True
+    return False

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run has finished, on disk, so that a run that was killed can go on.
+
+One line per finished block is appended after the block's data is durable. A line carries a
+checksum: one that was torn by a crash, or damaged later, counts as not written, and its block is
+done again. The first line is the run's fingerprint: everything that decides the bytes of the
+output. A run goes on only where all of it agrees.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from llmcompressor.errors import OutputError
+from llmcompressor.logger import logger
+
+__all__ = ["BlockEntry", "Journal", "differences"]
+
+_RUN, _BLOCK, _READY = "run", "block", "ready"
+
+
+@dataclass(frozen=True)
+class BlockEntry:
+    """A finished block.
+
+    Attributes:
+        block: its name; empty for what lies in no block.
+        digest: hash of its tensors as they were written.
+        source: hash of its tensors as they were read.
+        report: what the modifiers recorded of its modules, by modifier.
+        stage: which of several passes over the model wrote it; the last one writes the output.
+    """
+
+    block: str
+    digest: str
+    source: str
+    report: Mapping[str, Any] = field(default_factory=dict)
+    stage: int = 0
+
+
+class Journal:
+    """The journal of one run.
+
+    Args:
+        file: where it is; it need not exist.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.fingerprint: dict[str, Any] | None = None
+        self.entries: dict[tuple[int, str], BlockEntry] = {}
+        self.is_ready = False
+        self._read()
+
+    def begin(self, fingerprint: Mapping[str, Any]) -> None:
+        """Write the first line; what was there is replaced."""
+        self.entries.clear()
+        self.is_ready = False
+        self.fingerprint = dict(fingerprint)
+        replacement = self._file.with_suffix(".new")
+        with replacement.open("wb") as stream:
+            stream.write(_line(_RUN, self.fingerprint))
+            _make_durable(stream.fileno())
+        replacement.replace(self._file)
+        sync_folder(self._file.parent)
+
+    def add(self, entry: BlockEntry) -> None:
+        """Append a finished block; its data must be durable."""
+        self._append(_BLOCK, vars(entry))
+        self.entries[entry.stage, entry.block] = entry
+
+    def mark_ready(self) -> None:
+        """Every file of the output is there; only its name is to be changed."""
+        self._append(_READY, {})
+        self.is_ready = True
+
+    def _append(self, kind: str, content: Mapping[str, Any]) -> None:
+        with self._file.open("ab") as stream:
+            stream.write(_line(kind, content))
+            _make_durable(stream.fileno())
+
+    def _read(self) -> None:
+        if not self._file.is_file():
+            return
+        damaged = 0
+        for kind, content in _lines(self._file):
+            if kind == _RUN:
+                self.fingerprint = content
+            elif kind == _BLOCK:
+                entry = BlockEntry(**content)
+                self.entries[entry.stage, entry.block] = entry
+            elif kind == _READY:
+                self.is_ready = True
+            else:
+                damaged += 1
+        if damaged:
+            logger.warning(f"{damaged} damaged line(s) of {self._file}: what they say is redone.")
+            self._mend()
+        if self.fingerprint is None:
+            raise OutputError(
+                f"The journal {self._file} is damaged: it does not say what run it is of.",
+                'Start afresh with resume="never" (--resume never), or restore the file.',
+            )
+
+    def _mend(self) -> None:
+        """Write what could be read anew, so that lines can be appended."""
+        if self.fingerprint is None:
+            return
+        entries, ready = dict(self.entries), self.is_ready
+        self.begin(self.fingerprint)
+        for entry in entries.values():
+            self.add(entry)
+        if ready:
+            self.mark_ready()
+
+
+def differences(present: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:
+    """Which items of two fingerprints differ, and how, one line each."""
+    now, then = dict(_flat(present)), dict(_flat(recorded))
+    for name in {**then, **now}:
+        if now.get(name) != then.get(name):
+            yield f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now"
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _make_durable(handle)
+    finally:
+        os.close(handle)
+
+
+def _flat(items: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in items.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _line(kind: str, content: Mapping[str, Any]) -> bytes:
+    text = json.dumps([kind, content], separators=(",", ":"), ensure_ascii=False)
+    return f"{_checksum(text)} {text}\n".encode()
+
+
+def _checksum(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for raw in file.read_bytes().split(b"\n"):
+        if not raw:
+            continue
+        checksum, _, text = raw.decode("utf-8", errors="replace").partition(" ")
+        if checksum != _checksum(text):
+            yield "damaged", {}
+            continue
+        kind, content = json.loads(text)
+        yield kind, content
+
+
+def _make_durable(descriptor: int) -> None:
+    os.fsync(descriptor)

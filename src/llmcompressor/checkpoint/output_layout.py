@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every tensor of the output will stand, known before any of them is computed.
+
+A safetensors file begins with a header that places all its tensors. As names, dtypes and shapes
+follow from the model and its schemes, the files are laid out first; blocks are then written to
+their places in any order, a run that was killed goes on where it was, and the size of the output
+is known to the byte.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from llmcompressor.checkpoint.reading import DTYPES
+from llmcompressor.checkpoint.source import INDEX, SINGLE
+
+__all__ = ["OutputFile", "OutputLayout", "Place", "Stored", "lay_out"]
+
+_ALIGNMENT = 8
+# The order of safetensors: wide dtypes first, so that every tensor is aligned to its dtype.
+_ORDER = (
+    "BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 "
+    "I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64"
+).split()
+
+
+class Stored(NamedTuple):
+    """A tensor as it is stored."""
+
+    name: str
+    dtype: str
+    """safetensors' name of the dtype."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class Place(NamedTuple):
+    """Where a tensor stands."""
+
+    file: str
+    offset: int
+    """Bytes from the beginning of the file."""
+    stored: Stored
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file of weights.
+
+    Attributes:
+        name: its name.
+        header: what it begins with, the length included.
+        size: bytes of the whole file.
+    """
+
+    name: str
+    header: bytes
+    size: int
+
+
+@dataclass(frozen=True)
+class OutputLayout:
+    """All files of weights.
+
+    Attributes:
+        files: in order.
+        places: tensor → where it stands.
+        total_size: bytes of all tensors.
+    """
+
+    files: Sequence[OutputFile]
+    places: Mapping[str, Place]
+    total_size: int
+
+    @property
+    def file_size(self) -> int:
+        """Bytes of all files of weights."""
+        return sum(file.size for file in self.files)
+
+    def index(self) -> str | None:
+        """The text of the index; ``None`` where one file needs none."""
+        if len(self.files) == 1:
+            return None
+        index = {
+            "metadata": {"total_size": self.total_size},
+            "weight_map": {name: place.file for name, place in self.places.items()},
+        }
+        return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+    @property
+    def index_name(self) -> str:
+        """The name of the index file."""
+        return INDEX
+
+
+def lay_out(tensors: Iterable[Stored], limit: int) -> OutputLayout:
+    """Divide tensors into files, in their order, and place them.
+
+    Args:
+        tensors: in the order in which they should stand.
+        limit: bytes of tensors per file; a single larger one gets a file of its own.
+    """
+    groups: list[list[Stored]] = [[]]
+    held = 0
+    for stored in tensors:
+        if groups[-1] and held + stored.nbytes > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(stored)
+        held += stored.nbytes
+    files: list[OutputFile] = []
+    places: dict[str, Place] = {}
+    for number, group in enumerate(groups, start=1):
+        name = (
+            SINGLE
+            if len(groups) == 1
+            else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        )
+        header, offsets = _header(group)
+        files.append(OutputFile(name, header, len(header) + sum(one.nbytes for one in group)))
+        for stored in group:
+            places[stored.name] = Place(name, len(header) + offsets[stored.name], stored)
+    total = sum(place.stored.nbytes for place in places.values())
+    return OutputLayout(files, places, total)
+
+
+def _header(group: Sequence[Stored]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file, as safetensors writes it, and where each tensor begins behind it."""
+    ordered = sorted(group, key=lambda one: (-_ORDER.index(one.dtype), one.name))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    begin = 0
+    for stored in ordered:
+        offsets[stored.name] = begin
+        entries[stored.name] = {
+            "dtype": stored.dtype,
+            "shape": list(stored.shape),
+            "data_offsets": [begin, begin + stored.nbytes],
+        }
+        begin += stored.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text, offsets

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors a checkpoint will hold, from the model's structure and its schemes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmcompressor.checkpoint.compress import (
+    QuantizedModule,
+    compress,
+    parse_format,
+    quantized_module,
+)
+from llmcompressor.checkpoint.contents import Contents, divide
+from llmcompressor.checkpoint.extras import extra_ignore, extra_tensors
+from llmcompressor.checkpoint.layout import checkpoint_layout, checkpoint_names
+from llmcompressor.checkpoint.output_layout import Stored
+from llmcompressor.checkpoint.reading import dtype_name
+from llmcompressor.checkpoint.shards import natural_key
+from llmcompressor.checkpoint.source import TensorHeader
+
+__all__ = ["Prediction", "predict", "stored_block"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the weight files will hold.
+
+    Attributes:
+        quantized: the modules that will be quantized, and how each is written.
+        stored: all tensors, in the order in which they stand.
+        plain_keys: the model's tensors that are stored and not quantized.
+        extras: tensors of the source that the model class does not own.
+        ignore: patterns that keep those unquantized.
+        tied: whether input and output embeddings are one tensor; ``None`` if there is no pair.
+    """
+
+    quantized: Sequence[QuantizedModule]
+    stored: Sequence[Stored]
+    plain_keys: frozenset[str]
+    extras: Sequence[str]
+    ignore: Sequence[str]
+    tied: bool | None
+
+
+def predict(
+    model: PreTrainedModel,
+    planned: Sequence[Any],
+    headers: Mapping[str, TensorHeader],
+    *,
+    save_compressed: bool = True,
+) -> Prediction:
+    """Find out what the checkpoint will hold; nothing is computed.
+
+    Args:
+        model: the model; its weights may be on the meta device.
+        planned: what the modifiers say that its modules will be stored as
+            (:class:`~llmcompressor.modifiers.modifier.PlannedModule`).
+        headers: the tensors of the source.
+        save_compressed: weights are packed, not written dense.
+    """
+    forced = parse_format(None if save_compressed else "dense")
+    quantized, tensors = [], {}
+    for plan in planned:
+        entry = quantized_module(
+            plan.name, plan.module, plan.scheme, has_group=plan.has_group, forced_format=forced
+        )
+        if entry is not None:
+            quantized.append(entry)
+            tensors[plan.name] = plan.tensors
+    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    quantized.sort(key=lambda entry: order[entry.name])
+    state = _expected_state(model, tensors)
+    contents = divide(model, quantized, state)
+    stored = _in_order(model, contents)
+    names = {one.name for one in stored}
+    extras = extra_tensors(model, headers, state, names)
+    stored += [Stored(name, headers[name].dtype, headers[name].shape) for name in extras]
+    own = checkpoint_names(model, [entry.name for entry in quantized])
+    ignore = extra_ignore(extras, names, [*own, *own.values()]) if extras else []
+    return Prediction(quantized, stored, contents.plain_keys, extras, ignore, contents.tied)
+
+
+def stored_block(
+    model: PreTrainedModel,
+    block: Mapping[str, Tensor],
+    quantized: Sequence[QuantizedModule],
+    plain_keys: frozenset[str],
+) -> dict[str, Tensor]:
+    """The tensors of a part of the model as they are stored, compressed.
+
+    Args:
+        model: the model.
+        block: name in the model → tensor.
+        quantized: the quantized modules of this part.
+        plain_keys: as predicted.
+    """
+    own: dict[str, dict[str, Tensor]] = {entry.name: {} for entry in quantized}
+    plain = {}
+    for key, tensor in block.items():
+        module, _, name = key.rpartition(".")
+        if module in own:
+            own[module][name] = tensor
+        elif key in plain_keys:
+            plain[key] = tensor
+    found = checkpoint_layout(model, plain, list(own))
+    places = checkpoint_names(model, list(own))
+    for entry in quantized:
+        for name, tensor in compress(entry, own[entry.name]).items():
+            found[f"{places[entry.name]}.{name}"] = tensor
+    return found
+
+
+def _expected_state(
+    model: PreTrainedModel, tensors: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The state dict that the model will have."""
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    state = {
+        name: value
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor) and name not in ignored
+    }
+    for module, own in tensors.items():
+        state |= {f"{module}.{name}": tensor for name, tensor in own.items()}
+    return state
+
+
+def _in_order(model: PreTrainedModel, contents: Contents) -> list[Stored]:
+    places = checkpoint_names(model, contents.compressed)
+    pieces = {name: [_stored(name, tensor)] for name, tensor in contents.plain.items()}
+    for module, (entry, own) in contents.compressed.items():
+        place = places[module]
+        on_meta = {name: tensor.to("meta") for name, tensor in own.items()}
+        pieces[place] = [
+            _stored(f"{place}.{name}", tensor) for name, tensor in compress(entry, on_meta).items()
+        ]
+    return [one for name in sorted(pieces, key=natural_key) for one in pieces[name]]
+
+
+def _stored(name: str, tensor: Tensor) -> Stored:
+    return Stored(name, dtype_name(tensor.dtype), tuple(tensor.shape))

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read single tensors of safetensors files into memory of their own.
+
+The files are read, not mapped: mapped pages count as memory of the process for as long as the
+mapping lives, and a file that shrinks or fails under a mapping ends the process with a signal,
+where a read raises an error that names it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from llmcompressor.checkpoint.source import TensorHeader
+from llmcompressor.errors import CheckpointError
+
+__all__ = ["DTYPES", "TensorReader", "dtype_name"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+}
+"""safetensors' names of dtypes."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CHUNK = 2**26
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """safetensors' name of a dtype.
+
+    >>> dtype_name(torch.bfloat16)
+    'BF16'
+    """
+    return _NAMES[dtype]
+
+
+class TensorReader:
+    """Reads tensors of a checkpoint by name; it may be used by several threads.
+
+    Args:
+        headers: name → where it is.
+    """
+
+    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
+        self._headers = headers
+        self._files: dict[Path, int] = {}
+
+    def read(self, name: str, digest: xxhash.xxh3_128 | None = None) -> Tensor:
+        """A tensor on the CPU, in the dtype of the file.
+
+        Args:
+            name: which.
+            digest: updated with the bytes read.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is shorter than it was.
+        """
+        header = self._headers[name]
+        data = torch.empty(header.nbytes, dtype=torch.uint8)
+        view = memoryview(data.numpy())
+        done = 0
+        while done < header.nbytes:
+            done += self._read_into(header, view[done : done + _CHUNK], done)
+        if digest is not None:
+            digest.update(view)
+        return data.view(self._dtype(header, name)).reshape(header.shape)
+
+    def close(self) -> None:
+        """Close the files."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def _read_into(self, header: TensorHeader, view: memoryview, done: int) -> int:
+        try:
+            if header.file not in self._files:
+                self._files[header.file] = os.open(header.file, os.O_RDONLY)
+            count = os.preadv(self._files[header.file], [view], header.offset + done)
+        except OSError as error:
+            raise CheckpointError(
+                f"The file {header.file} cannot be read: {error.strerror or error}.",
+                "Check the disk; what is finished is kept, and the same call continues.",
+            ) from error
+        if count == 0:
+            raise CheckpointError(
+                f"The file {header.file} has become shorter while it was read.",
+                "Restore it; what is finished is kept, and the same call continues.",
+            )
+        return count
+
+    @staticmethod
+    def _dtype(header: TensorHeader, name: str) -> torch.dtype:
+        if header.dtype not in DTYPES:
+            raise CheckpointError(
+                f"The tensor {name} of {header.file} has the dtype {header.dtype}, which torch "
+                "does not know.",
+                "Convert the checkpoint.",
+            )
+        return DTYPES[header.dtype]

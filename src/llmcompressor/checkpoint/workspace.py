@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder in which a run works: ``NAME.partial`` beside the output ``NAME``.
+
+::
+
+    NAME.partial/
+        lock             held while a run is at work; it dies with its process
+        journal          what is finished
+        files/           the output, growing in place; renamed to NAME at the end
+        scratch/         blocks between two passes over the model
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from llmcompressor.checkpoint.journal import Journal, differences
+from llmcompressor.checkpoint.staging import disk_errors, put_in_place, work_folder
+from llmcompressor.errors import OutputError
+from llmcompressor.logger import logger
+
+__all__ = ["Workspace", "finished_before", "opened"]
+
+_JOURNAL, _LOCK, _FILES, _SCRATCH = "journal", "lock", "files", "scratch"
+
+
+class Workspace:
+    """The working folder of one run, locked.
+
+    Attributes:
+        target: the output directory.
+        folder: the working folder.
+        journal: what is finished.
+    """
+
+    def __init__(self, target: Path, folder: Path, lock: IO[str]) -> None:
+        self.target = target
+        self.folder = folder
+        self._lock = lock
+        self.journal = Journal(folder / _JOURNAL)
+
+    @property
+    def files(self) -> Path:
+        """Where the output grows."""
+        return self.folder / _FILES
+
+    @property
+    def scratch(self) -> Path:
+        """Where blocks wait between two passes over the model."""
+        return self.folder / _SCRATCH
+
+    def start_afresh(self, fingerprint: Mapping[str, Any]) -> None:
+        """Forget what was finished."""
+        for folder in (self.files, self.scratch):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.journal.begin(fingerprint)
+        self.files.mkdir()
+
+    def publish(self, *, replace: bool) -> None:
+        """Give the finished output its name, and remove the working folder."""
+        put_in_place(self.files, self.target, replace=replace)
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the working folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._lock.close()
+
+
+@contextmanager
+def opened(
+    target: Path, fingerprint: Mapping[str, Any], *, resume: str = "auto"
+) -> Iterator[Workspace]:
+    """The workspace of a run, whether it begins or goes on.
+
+    Args:
+        target: the output directory.
+        fingerprint: everything that decides the bytes of the output.
+        resume: ``"auto"``: go on if there is something to go on with; ``"never"``: throw it
+            away; ``"must"``: refuse to begin.
+
+    Raises:
+        OutputError: another run is at work on the same output, there is nothing to resume, or
+            what is there is of another run.
+    """
+    folder = work_folder(target)
+    journal = folder / _JOURNAL
+    if resume == "must" and not journal.is_file():
+        raise OutputError(
+            f"There is nothing to resume: {folder} is not there.",
+            'Start with resume="auto" (the default).',
+        )
+    with disk_errors(target):
+        created = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _locked(folder, target)
+        if resume == "never":
+            journal.unlink(missing_ok=True)
+        try:
+            workspace = Workspace(target, folder, lock)
+            _compare(workspace, fingerprint)
+            yield workspace
+        except BaseException:
+            lock.close()
+            if created and not journal.is_file():
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        lock.close()
+
+
+def finished_before(target: Path) -> bool:
+    """Whether a run was killed after its output got its name and before it had tidied up."""
+    folder = work_folder(target)
+    if not (folder / _JOURNAL).is_file() or (folder / _FILES).exists():
+        return False
+    if not (target / "config.json").is_file() or not Journal(folder / _JOURNAL).is_ready:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
+def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
+    recorded = workspace.journal.fingerprint
+    if recorded is None:
+        workspace.start_afresh(fingerprint)
+        return
+    differing = list(differences(fingerprint, recorded))
+    if differing:
+        raise OutputError(
+            f"{workspace.folder} holds the progress of another run: {_listed(differing)}.",
+            "Repeat the call that was broken off, choose another output directory, or pass "
+            'resume="never" (--resume never) to throw that progress away.',
+        )
+    logger.info(f"Continuing the run in {workspace.folder}.")
+    workspace.files.mkdir(exist_ok=True)
+
+
+def _listed(items: Iterable[str]) -> str:
+    items = list(items)
+    return "; ".join(items[:4]) + (f"; and {len(items) - 4} more" if len(items) > 4 else "")
+
+
+def _locked(folder: Path, target: Path) -> IO[str]:
+    """Hold the lock of a working folder until the file is closed or the process ends."""
+    lock = (folder / _LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        owner = lock.read().strip()
+        lock.close()
+        raise OutputError(
+            f"Another run{f' (process {owner})' if owner else ''} is writing {target}.",
+            "Wait for it, or choose another output directory.",
+        ) from error
+    lock.seek(0)
+    lock.truncate()
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
