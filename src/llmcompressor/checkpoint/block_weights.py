@@ -7,7 +7,7 @@ when all batches have left it. The next block is read on a thread meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -21,11 +21,12 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from llmcompressor.checkpoint.blueprint import Blueprint, meta_parameter, quiet_loading
 from llmcompressor.checkpoint.finite import first_nonfinite
+from llmcompressor.checkpoint.layout import LoadedName
 from llmcompressor.checkpoint.reading import TensorReader
 from llmcompressor.errors import CheckpointError, NonFiniteError
 from llmcompressor.logger import logger
 
-__all__ = ["BlockWeights", "REST"]
+__all__ = ["REST", "BlockWeights"]
 
 REST = ""
 """The name of what lies in no block: embeddings, the last norm, the head."""
@@ -40,6 +41,7 @@ class BlockWeights:
         device: where weights go.
 
     Attributes:
+        device: where weights go.
         digests: block → hash of its tensors as they were read.
     """
 
@@ -49,7 +51,7 @@ class BlockWeights:
         self._blueprint = blueprint
         self._model = blueprint.model
         self._blocks = list(blocks)
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         self._names = {name: blueprint.tensors_of(name, blocks) for name in blocks}
         self._names[REST] = blueprint.tensors_of(None, blocks)
         self._reader = TensorReader(blueprint.source.tensors)
@@ -87,8 +89,8 @@ class BlockWeights:
                 f"The weights of {block or 'the model'} have changed while they were used.",
                 "Give a model folder that nothing writes to.",
             )
-        self._assign(tensors)
-        self._share(block)
+        self.put(tensors, self._blueprint.names)
+        self.settle(block)
         self._check(block)
 
     def read_ahead(self, block: str) -> None:
@@ -124,8 +126,13 @@ class BlockWeights:
         return tensors, digest.hexdigest()
 
     @torch.no_grad()
-    def _assign(self, tensors: Mapping[str, Tensor]) -> None:
-        names = self._blueprint.names
+    def put(self, tensors: Mapping[str, Tensor], names: Mapping[str, LoadedName]) -> None:
+        """Put tensors of a checkpoint into the model.
+
+        Args:
+            tensors: name in the checkpoint → tensor.
+            names: what each of them becomes.
+        """
         merged = {name: tensor for name, tensor in tensors.items() if names[name].merged}
         for name, tensor in tensors.items():
             if name not in merged:
@@ -141,9 +148,9 @@ class BlockWeights:
         if present is None:
             buffer = module._buffers[own]
             assert buffer is not None
-            module._buffers[own] = tensor.to(self._device, buffer.dtype)
+            module._buffers[own] = tensor.to(self.device, buffer.dtype)
             return
-        value = tensor.to(self._device, present.dtype)
+        value = tensor.to(self.device, present.dtype)
         module._parameters[own] = Parameter(value, requires_grad=value.is_floating_point())
 
     def _convert(self, tensors: Mapping[str, Tensor]) -> None:
@@ -151,7 +158,7 @@ class BlockWeights:
         model: Any = self._model
         conversions = getattr(model, "_weight_conversions", None)
         config = LoadStateDictConfig(
-            device_map={"": self._device},
+            device_map={"": self.device},
             dtype=self._blueprint.dtype,
             dtype_plan=model._get_dtype_plan(self._blueprint.dtype),
             weight_mapping=get_model_conversion_mapping(model),
@@ -163,8 +170,8 @@ class BlockWeights:
             name, error = next(iter(info.conversion_errors.items()))
             raise CheckpointError(f"The tensors of {name} cannot be merged: {error}")
 
-    def _share(self, block: str) -> None:
-        """What was one tensor before is one tensor again."""
+    def settle(self, block: str) -> None:
+        """What was one tensor before ``block`` was loaded is one tensor again."""
         for owners in self._blueprint.shared:
             loaded = [
                 module._parameters[name] for module, name in owners if not _is_empty(module, name)
@@ -242,12 +249,3 @@ def _settle_ties(model: Any) -> None:
                 "values for them: they stay apart."
             )
             tied.pop(target)
-
-
-def parameters_of(modules: Iterable[Module]) -> int:
-    """Bytes of all parameters of some modules."""
-    return sum(
-        parameter.numel() * parameter.element_size()
-        for module in modules
-        for parameter in module.parameters(recurse=False)
-    )

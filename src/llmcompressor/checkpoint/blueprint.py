@@ -108,13 +108,13 @@ class _Absent(Tensor):
     """A tensor on the meta device that stays there when it is moved."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.to:
             dtype = (kwargs or {}).get("dtype")
-            return args[0] if dtype is None else super().__torch_function__(
-                func, types, args[:1], {"dtype": dtype}
+            return (
+                args[0]
+                if dtype is None
+                else super().__torch_function__(func, types, args[:1], {"dtype": dtype})
             )
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -148,9 +148,7 @@ def _plain_meta(model: Module) -> list[list[tuple[Module, str]]]:
                 kept[id(parameter)] = parameter
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(
-                    buffer.as_subclass(Tensor), device="meta"
-                )
+                module._buffers[name] = torch.empty_like(buffer.as_subclass(Tensor), device="meta")
     for key, owners in places.items():
         if kept[key].is_meta:
             plain = meta_parameter(kept[key])

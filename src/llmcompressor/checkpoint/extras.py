@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from llmcompressor.checkpoint.layout import owned_by_model
 from llmcompressor.checkpoint.source import TensorHeader
 
-__all__ = ["copy_side_files", "extra_ignore", "extra_tensors", "load_tensors"]
+__all__ = ["copy_side_files", "extra_ignore", "extra_tensors", "load_tensors", "side_files"]
 
 _RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\.")
@@ -110,12 +110,30 @@ def copy_side_files(source: Path, target: Path, *, without: set[str] | None = No
         target: the folder to copy into.
         without: file names that are not copied.
     """
-    skipped = _WRITTEN_HERE | (without or set())
     for path in sorted(source.iterdir()):
-        if path.is_dir() and path.name in _COPIED_FOLDERS and path.name not in skipped:
+        if not _is_copied(path, without or set()):
+            continue
+        if path.is_dir():
             shutil.copytree(path, target / path.name)
-        elif path.is_file() and path.name not in skipped and _belongs(path.name):
+        else:
             shutil.copyfile(path, target / path.name)
+
+
+def side_files(source: Path) -> list[Path]:
+    """The files that :func:`copy_side_files` copies, those in folders included."""
+    found: list[Path] = []
+    for path in sorted(source.iterdir()):
+        if _is_copied(path, set()):
+            found += [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+    return found
+
+
+def _is_copied(path: Path, without: set[str]) -> bool:
+    if path.name in _WRITTEN_HERE | without:
+        return False
+    if path.is_dir():
+        return path.name in _COPIED_FOLDERS
+    return path.is_file() and _belongs(path.name)
 
 
 def _belongs(name: str) -> bool:

@@ -23,7 +23,7 @@ from llmcompressor.logger import logger
 
 __all__ = ["BlockEntry", "Journal", "differences"]
 
-_RUN, _BLOCK, _READY = "run", "block", "ready"
+_RUN, _BLOCK, _CHOICE, _READY = "run", "block", "choice", "ready"
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,14 @@ class Journal:
         self._file = file
         self.fingerprint: dict[str, Any] | None = None
         self.entries: dict[tuple[int, str], BlockEntry] = {}
+        self.choices: dict[str, Any] = {}
         self.is_ready = False
         self._read()
 
     def begin(self, fingerprint: Mapping[str, Any]) -> None:
         """Write the first line; what was there is replaced."""
         self.entries.clear()
+        self.choices.clear()
         self.is_ready = False
         self.fingerprint = dict(fingerprint)
         replacement = self._file.with_suffix(".new")
@@ -75,6 +77,18 @@ class Journal:
         """Append a finished block; its data must be durable."""
         self._append(_BLOCK, vars(entry))
         self.entries[entry.stage, entry.block] = entry
+
+    def decide(self, name: str, value: Any) -> Any:
+        """A choice that depends on the machine's state: the one made when the run began.
+
+        Args:
+            name: what is chosen.
+            value: what would be chosen now.
+        """
+        if name not in self.choices:
+            self._append(_CHOICE, {"name": name, "value": value})
+            self.choices[name] = value
+        return self.choices[name]
 
     def mark_ready(self) -> None:
         """Every file of the output is there; only its name is to be changed."""
@@ -96,6 +110,8 @@ class Journal:
             elif kind == _BLOCK:
                 entry = BlockEntry(**content)
                 self.entries[entry.stage, entry.block] = entry
+            elif kind == _CHOICE:
+                self.choices[content["name"]] = content["value"]
             elif kind == _READY:
                 self.is_ready = True
             else:
@@ -113,8 +129,10 @@ class Journal:
         """Write what could be read anew, so that lines can be appended."""
         if self.fingerprint is None:
             return
-        entries, ready = dict(self.entries), self.is_ready
+        entries, choices, ready = dict(self.entries), dict(self.choices), self.is_ready
         self.begin(self.fingerprint)
+        for name, value in choices.items():
+            self.decide(name, value)
         for entry in entries.values():
             self.add(entry)
         if ready:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llmcompressor.logger import logger
 
-__all__ = ["checkpoint_config", "write_json"]
+__all__ = ["checkpoint_config", "json_text", "write_json"]
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -68,9 +68,14 @@ def checkpoint_config(
     return config
 
 
+def json_text(content: Mapping[str, Any]) -> str:
+    """JSON the way all our files have it: indented, keys in their given order."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON the way all our files are written: indented, keys in their given order."""
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Write :func:`json_text`."""
+    file.write_text(json_text(content), encoding="utf-8")
 
 
 def _read(source: Path | None) -> dict[str, Any] | None:

@@ -23,10 +23,28 @@ __all__ = ["OutputFile", "OutputLayout", "Place", "Stored", "lay_out"]
 
 _ALIGNMENT = 8
 # The order of safetensors: wide dtypes first, so that every tensor is aligned to its dtype.
-_ORDER = (
-    "BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 "
-    "I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64"
-).split()
+_ORDER = [
+    "BOOL",
+    "F4",
+    "F6_E2M3",
+    "F6_E3M2",
+    "U8",
+    "I8",
+    "F8_E5M2",
+    "F8_E4M3",
+    "F8_E8M0",
+    "I16",
+    "U16",
+    "F16",
+    "BF16",
+    "I32",
+    "U32",
+    "F32",
+    "C64",
+    "F64",
+    "I64",
+    "U64",
+]
 
 
 class Stored(NamedTuple):
@@ -121,9 +139,7 @@ def lay_out(tensors: Iterable[Stored], limit: int) -> OutputLayout:
     places: dict[str, Place] = {}
     for number, group in enumerate(groups, start=1):
         name = (
-            SINGLE
-            if len(groups) == 1
-            else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         )
         header, offsets = _header(group)
         files.append(OutputFile(name, header, len(header) + sum(one.nbytes for one in group)))

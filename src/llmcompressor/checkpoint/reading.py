@@ -46,7 +46,7 @@ _CHUNK = 2**26
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """safetensors' name of a dtype.
+    """Safetensors' name of a dtype.
 
     >>> dtype_name(torch.bfloat16)
     'BF16'

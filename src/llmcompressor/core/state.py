@@ -133,6 +133,8 @@ class State:
         call_order: which modules a forward calls when, and which of them get the same tensor
             (``llmcompressor.modeling.call_order.CallOrder``).
         progress: called by long work inside a modifier to say how far it is.
+        keeper: who has the weights of blocks that are loaded one by one
+            (``llmcompressor.pipelines.residency.Keeper``); ``None`` if the model is in memory.
     """
 
     model: Any = None
@@ -153,6 +155,7 @@ class State:
     reference_inputs: Mapping[Module, Tensor] | None = None
     call_order: Any = None
     progress: Callable[..., Any] | None = None
+    keeper: Any = None
 
     @property
     def compression_ready(self) -> bool:

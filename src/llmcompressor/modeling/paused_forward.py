@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -143,6 +143,11 @@ class PausedForward:
         return [self._names[module] for module in self._order if module in self._pending]
 
     @property
+    def pending_modules(self) -> Collection[Module]:
+        """The targets that are still to be calibrated."""
+        return self._pending
+
+    @property
     def passes(self) -> Sequence[Pass]:
         """All passes, in order."""
         return self._passes
@@ -155,6 +160,17 @@ class PausedForward:
     def release(self, module: Module) -> None:
         """``module`` is done: later calls of it run it instead of suspending their pass."""
         self._pending.discard(module)
+
+    def retire(self, modules: Iterable[Module]) -> None:
+        """Give those of ``modules`` that are targets their own forward back: all have left them."""
+        for module in modules:
+            if module in self._saved:
+                self._pending.discard(module)
+                forward = self._saved.pop(module)
+                if forward is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.forward = forward
 
     def unstarted(self) -> Sequence[Pass]:
         """Passes that have not begun."""

@@ -189,6 +189,9 @@ class Modifier(HooksMixin):
         :attr:`works_by_block` is true.
         """
 
+    def adopt(self, state: State, modules: Iterable[Module]) -> None:
+        """Take ``modules`` as finished: an earlier run has written them."""
+
     def report(self) -> dict[str, Any]:
         """What is worth keeping of the work done, by module name; empty for nothing."""
         return {}

@@ -12,6 +12,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.pipelines.batches import calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.model_runs import calibration_mode
+from llmcompressor.pipelines.residency import Residency
 from llmcompressor.progress import progress
 
 if TYPE_CHECKING:
@@ -61,7 +62,27 @@ class DataFreePipeline:
         dataset_args: DatasetArguments | None = None,
     ) -> None:
         """Fire the calibration events for all modifiers of the active session."""
+        session = active_session()
+        state = session.state
         with calibration_mode(model):
             LifecycleCallbacks.calibration_epoch_start()
-            LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))
+            if state.keeper is None:
+                LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))
+            else:
+                modifiers = session.lifecycle.recipe.modifiers
+                self._by_block(model, Residency(state.keeper, state, modifiers))
             LifecycleCallbacks.calibration_epoch_end()
+
+    @staticmethod
+    def _by_block(model: Module, residency: Residency) -> None:
+        """One block after another, each loaded and let go of."""
+        residency.adopt_finished()
+        names = residency.unfinished
+        with progress(len(names), "Compressing") as advance:
+            for name in names:
+                advance(0, note=name)
+                residency.enter(name)
+                LifecycleCallbacks.sequential_epoch_end(residency.modules_of(name))
+                residency.leave(name)
+                advance(1)
+        LifecycleCallbacks.sequential_epoch_end(residency.others(model.modules()))

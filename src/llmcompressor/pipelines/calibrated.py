@@ -13,6 +13,7 @@ from llmcompressor.modeling.call_order import CallOrder, watch_calls
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.model_runs import small_batch
+from llmcompressor.pipelines.residency import hollow_weights
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
@@ -56,11 +57,12 @@ def watch_calibrated(
     names = {module: name for name, module in model.named_modules() if module in owners}
     region = {inner: name for block, name in blocks.items() for inner in block.modules()}
     modules_by_name = {name: module for module, name in names.items()}
-    order = watch_calls(
-        lambda: batches.run(small_batch(batches[0])),
-        names,
-        region=lambda name: region.get(modules_by_name[name], name.rpartition(".")[0]),
-        also_count=region,
-    )
+    with hollow_weights(model):
+        order = watch_calls(
+            lambda: batches.run(small_batch(batches[0])),
+            names,
+            region=lambda name: region.get(modules_by_name[name], name.rpartition(".")[0]),
+            also_count=region,
+        )
     # Each modifier watches the first of its own.
     return Calibrated(names, order.split(lambda module: tuple(owners[module])))

@@ -25,7 +25,7 @@ from llmcompressor.modeling.blocks import block_of, sub_blocks
 from llmcompressor.modeling.call_order import CallOrder
 from llmcompressor.modifiers.modifier import Granularity
 
-__all__ = ["Plan", "Unit", "estimate_bytes", "make_plan"]
+__all__ = ["Choice", "Plan", "Unit", "choose_level", "estimate_bytes", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Unit:
     """The calibrated modules that belong to the stop, in call order."""
     runs_twice: bool
     """Whether the stop is run once to calibrate and once to go on."""
+    is_gate: bool = False
+    """Whether nothing is calibrated here: the passes only wait for each other."""
 
     @property
     def others(self) -> tuple[Module, ...]:
@@ -84,33 +86,35 @@ def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, s
     return tokens * states * itemsize * streams
 
 
-def make_plan(
-    names: Mapping[Module, str],
-    order: CallOrder,
-    blocks: dict[Module, str],
+@dataclass(frozen=True)
+class Choice:
+    """A level, and why it was chosen."""
+
+    level: Granularity
+    reason: str
+    bytes: int
+    """About what the suspended passes hold at once."""
+
+
+def choose_level(
+    modules: Sequence[Module],
     *,
     finest: Granularity,
     forced: Granularity | None,
     tokens: int,
     streams: int,
     budget: int,
-    every_block: bool = False,
-) -> Plan:
-    """Choose the finest level that is allowed and fits, and lay out its units.
+) -> Choice:
+    """Choose the finest level that is allowed and whose activations fit.
 
     Args:
-        names: calibrated module → name.
-        order: which of them are called when, and which share an input.
-        blocks: the model's blocks.
+        modules: the calibrated modules; nothing but the forms of their weights is looked at.
         finest: the finest level that every modifier's declarations allow.
         forced: the level the user asked for, if any.
         tokens: of all calibration batches.
         streams: 1, or 2 with twin streams.
         budget: bytes for activations.
-        every_block: stop at all blocks, also at those that hold none of ``names``.
     """
-    modules = list(names)
-    finest = Granularity.BLOCK if every_block else finest
     levels = [level for level in Granularity if level >= finest]
     sizes = {level: estimate_bytes(level, modules, tokens, streams) for level in levels}
     if forced is not None:
@@ -124,8 +128,46 @@ def make_plan(
             if sizes[level] <= budget
             else f"activations exceed {_mib(budget)} at any level; what exceeds it goes to files"
         )
-    units = tuple(_units(level, names, order, blocks, every_block))
-    return Plan(level, units, reason, sizes[level])
+    return Choice(level, reason, sizes[level])
+
+
+def make_plan(
+    names: Mapping[Module, str],
+    order: CallOrder,
+    blocks: dict[Module, str],
+    *,
+    finest: Granularity,
+    forced: Granularity | None,
+    tokens: int,
+    streams: int,
+    budget: int,
+    every_block: bool = False,
+    gates: Mapping[Module, str] | None = None,
+    to_end: bool = False,
+) -> Plan:
+    """Choose the finest level that is allowed and fits, and lay out its units.
+
+    Args:
+        names: calibrated module → name.
+        order: which of them are called when, and which share an input.
+        blocks: the model's blocks.
+        finest: the finest level that every modifier's declarations allow.
+        forced: the level the user asked for, if any.
+        tokens: of all calibration batches.
+        streams: 1, or 2 with twin streams.
+        budget: bytes for activations.
+        every_block: stop at all blocks, also at those that hold none of ``names``.
+        gates: blocks to stop at, if they hold no stop, for all passes to be at the same one.
+        to_end: the passes go on behind the last module that is calibrated.
+    """
+    modules = list(names)
+    finest = Granularity.BLOCK if every_block else finest
+    chosen = choose_level(
+        modules, finest=finest, forced=forced, tokens=tokens, streams=streams, budget=budget
+    )
+    stops = _units(chosen.level, names, order, blocks, every_block)
+    units = tuple(_with_gates(stops, order, gates or {}, to_end=to_end))
+    return Plan(chosen.level, tuple(units), chosen.reason, chosen.bytes)
 
 
 def _mib(size: int) -> str:
@@ -166,6 +208,25 @@ def _units(
         Unit(stop, labels[stop], tuple(members), _has_parts(stop) and stop in stops)
         for stop, members in units.items()
     ]
+
+
+def _with_gates(
+    units: list[Unit], order: CallOrder, gates: Mapping[Module, str], *, to_end: bool
+) -> Iterator[Unit]:
+    """The units, and where they come in the order of calls the gates that hold none of them."""
+    called = {module: position for position, module in enumerate(order.calls)}
+    stops = {unit.stop for unit in units}
+    free = [gate for gate in gates if not any(inner in stops for inner in gate.modules())]
+    free.sort(key=lambda gate: called.get(gate, len(called)))
+    for unit in units:
+        position = called.get(unit.stop, -1)
+        while free and called.get(free[0], len(called)) < position:
+            gate = free.pop(0)
+            yield Unit(gate, gates[gate], (), runs_twice=False, is_gate=True)
+        yield unit
+    for gate in free:
+        if to_end and gate in called:
+            yield Unit(gate, gates[gate], (), runs_twice=False, is_gate=True)
 
 
 def _has_parts(module: Module) -> bool:

@@ -67,8 +67,8 @@ def _cache_configs(model: Module) -> list[tuple[Any, bool]]:
 
 
 def model_device(model: Module) -> torch.device:
-    """Where the model's inputs belong: the device of its first parameter."""
-    parameter = next(model.parameters(), None)
+    """Where the model's inputs belong: the device of its first parameter that is loaded."""
+    parameter = next((one for one in model.parameters() if not one.is_meta), None)
     return torch.device("cpu") if parameter is None else parameter.device
 
 

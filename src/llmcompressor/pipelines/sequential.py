@@ -35,6 +35,7 @@ from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.granularity import Plan, Unit, make_plan
 from llmcompressor.pipelines.model_runs import model_device, model_dtype
+from llmcompressor.pipelines.residency import Residency
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
 from llmcompressor.progress import Advance, progress
 from llmcompressor.threads import ThreadPacer
@@ -74,14 +75,21 @@ class SequentialPipeline:
         with calibrating(
             model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
         ) as batches:
-            run = _prepare(model, batches, modifiers, state, dataset_args, self.forced_level)
+            keeper = state.keeper
+            residency = None if keeper is None else Residency(keeper, state, modifiers)
+            run = _prepare(
+                model, batches, modifiers, state, dataset_args, self.forced_level, residency
+            )
             logger.info(
                 f"Sequential calibration: {len(run.plan.units)} stops at {run.plan.level} level "
                 f"({run.plan.reason}); {len(batches)} batches, {run.streams} stream(s)."
             )
             LifecycleCallbacks.calibration_epoch_start()
-            with progress(len(run.plan.units), "Calibrating") as advance:
-                run.go(advance)
+            if residency is not None:
+                residency.adopt_finished()
+            if run.has_work:
+                with progress(len(run.plan.units), "Calibrating") as advance:
+                    run.go(advance)
             give_back_freed()
             LifecycleCallbacks.calibration_epoch_end()
 
@@ -99,8 +107,9 @@ def _prepare(
     state: State,
     dataset_args: DatasetArguments,
     forced: Granularity | None,
+    residency: Residency | None = None,
 ) -> _SequentialRun:
-    owners = owners_of(modifiers, state)
+    owners = _owners(modifiers, state, residency)
     blocks = find_blocks(model, dataset_args.sequential_targets)
     if forced is None and dataset_args.sequential_granularity != "auto":
         forced = Granularity(dataset_args.sequential_granularity)
@@ -113,17 +122,24 @@ def _prepare(
     streams = 2 if propagates and any(modifier.twin_streams for modifier in modifiers) else 1
     undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
     budget = _budget(dataset_args)
-    plan = make_plan(
+    to_end = undeclared or any(modifier.runs_to_end for modifier in modifiers)
+    lay_out = partial(
+        make_plan,
         calibrated.names,
         calibrated.order,
         blocks,
         finest=max((m.finest_granularity for m in modifiers), default=Granularity.BLOCK),
-        forced=forced,
         tokens=batches.tokens,
         streams=streams,
         budget=budget,
         every_block=undeclared,
+        gates=None if residency is None else state.keeper.names,
+        to_end=to_end,
     )
+    plan = lay_out(forced=forced)
+    if residency is not None:  # the level decides the result: it stays that of the first attempt
+        level = Granularity(state.keeper.decide("granularity", int(plan.level)))
+        plan = plan if level is plan.level else lay_out(forced=level)
     state.call_order = calibrated.order
     return _SequentialRun(
         model,
@@ -134,10 +150,26 @@ def _prepare(
         streams,
         propagates,
         budget=budget,
-        to_end=undeclared or any(modifier.runs_to_end for modifier in modifiers),
+        to_end=to_end,
         undeclared=undeclared,
         modifiers=modifiers,
+        residency=residency,
     )
+
+
+def _owners(
+    modifiers: Sequence[Modifier], state: State, residency: Residency | None
+) -> dict[Module, list[int]]:
+    """The modules to calibrate; in a stream without what needs no data, or is finished."""
+    if residency is None:
+        return owners_of(modifiers, state)
+    needing = [modifier for modifier in modifiers if modifier.requires_calibration_data]
+    owners = owners_of(needing, state)
+    return {
+        module: positions
+        for module, positions in owners.items()
+        if not residency.is_finished(module)
+    }
 
 
 def _is_undeclared(modifier: Modifier, state: State) -> bool:
@@ -174,6 +206,15 @@ class _SequentialRun:
     to_end: bool
     undeclared: bool
     modifiers: Sequence[Modifier]
+    residency: Residency | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is left to calibrate: an earlier run may have finished all of it."""
+        all_finished = self.residency is not None and not self.residency.unfinished
+        if any(not unit.is_gate for unit in self.plan.units):
+            return True
+        return self.to_end and not all_finished
 
     def go(self, advance: Advance) -> None:
         """Take every unit of the plan in turn."""
@@ -188,6 +229,7 @@ class _SequentialRun:
         with (
             ThreadPacer(device, model_dtype(self.model)) as pacer,
             PausedForward(self._targets(), self._passes()) as forward,
+            contextlib.nullcontext() if self.residency is None else self.residency.watching(),
         ):
             forward.surroundings = originals.in_place
             for unit in units.values():
@@ -202,13 +244,14 @@ class _SequentialRun:
                     unit = units[stop.module]
                     advance(0, note=unit.name)
                     stepper.serve(stop, unit)
+                    stepper.settle()
                     advance()
+                missed = {unit for unit in units.values() if unit.stop in forward.pending_modules}
+                self._tell_unreached([unit for unit in units.values() if unit in missed])
+                stepper.settle_all()
             finally:
                 hooks.close()
                 store.close()
-            missed = [name for name in forward.pending if name]
-            if missed:
-                self._tell_unreached(missed)
         if self.undeclared:
             LifecycleCallbacks.sequential_epoch_end(tuple(self._modules_between()))
 
@@ -252,8 +295,12 @@ class _SequentialRun:
         told |= {module for unit in self.plan.units for module in unit.modules}
         return (module for module in self.model.modules() if module not in told)
 
-    def _tell_unreached(self, missed: Sequence[str]) -> None:
+    def _tell_unreached(self, units: Sequence[Unit]) -> None:
         """Give the modules that no batch reached to modifiers that have a policy for them."""
+        units = [unit for unit in units if not unit.is_gate]
+        if not units:
+            return
+        missed = [unit.name for unit in units]
         shown = ", ".join(missed[:8]) + (f" and {len(missed) - 8} more" if len(missed) > 8 else "")
         if not all(one.accepts_unreached(name) for name in missed for one in self.modifiers):
             raise TargetError(
@@ -262,8 +309,10 @@ class _SequentialRun:
                 "put them on the recipe's ignore list.",
             )
         logger.warning(f"No calibration batch reached {shown}.")
-        units = [unit for unit in self.plan.units if unit.name in set(missed)]
         for unit in units:
+            block = None if self.residency is None else self.residency.block_of(unit.stop)
+            if self.residency is not None and block is not None:
+                self.residency.enter(block)
             LifecycleCallbacks.sequential_epoch_end(unit.modules)
 
 
@@ -290,10 +339,14 @@ class _Stepper:
         if unit.runs_twice:
             self._calibrate(stop, unit)
         if self.run.keeps_originals:
-            self.originals.keep([unit.stop] if unit.runs_twice else unit.modules)
+            whole = unit.runs_twice or unit.is_gate
+            self.originals.keep([unit.stop] if whole else unit.modules)
         modules = tuple(unit.stop.modules()) if unit.runs_twice else unit.modules
         give_back_freed()
-        LifecycleCallbacks.sequential_epoch_end(modules)
+        if not unit.is_gate:
+            LifecycleCallbacks.sequential_epoch_end(modules)
+        elif self.run.residency is not None and self.run.residency.is_finished(unit.stop):
+            self.run.residency.replace_finished(unit.stop)
         last = self._is_last(unit)
         self.forward.release(unit.stop)
         if last:
@@ -301,6 +354,32 @@ class _Stepper:
         for one in stop.passes:
             if one.module is stop.module:  # original passes may have gone on already
                 self._send_on(one)
+
+    def settle(self) -> None:
+        """Let go of every block that all passes have left and that holds no stop any more."""
+        residency = self.run.residency
+        if residency is None:
+            return
+        waiting = [one.module for one in self.forward.passes if one.module is not None]
+        places = {residency.block_of(module) for module in waiting}
+        if None in places:
+            return  # a pass that waits outside may have come from inside
+        pending = {residency.block_of(module) for module in self.forward.pending_modules}
+        for name in list(residency.loaded):
+            again = self.run.order.calls.get(residency.loaded[name], 1) > 1
+            if name not in places | pending and not again:
+                self.forward.retire(residency.modules_of(name))
+                residency.leave(name)
+
+    def settle_all(self) -> None:
+        """All is calibrated: let go of every block that is still there."""
+        residency = self.run.residency
+        if residency is None:
+            return
+        self.forward.stop()
+        for name in list(residency.loaded):
+            self.forward.retire(residency.modules_of(name))
+            residency.leave(name)
 
     def _is_last(self, unit: Unit) -> bool:
         if self.run.to_end or list(self.forward.pending) != [unit.name]:

@@ -376,6 +376,17 @@ class QuantizationMixin(Modifier):
         self._observers.forget(wanted)
         self._finished |= wanted
 
+    def adopt(self, state: State, modules: Iterable[Module]) -> None:
+        """Mark those of ``modules`` as quantized that are ours; their values are on disk."""
+        wanted = set(modules)
+        for module in (module for module in self._schemes if module in wanted):
+            attach_linear(module, self._schemes[module], None, {})
+        for module in (module for module in self._attention if module in wanted):
+            args, queries = self._attention_args(module)
+            scheme = getattr(module, "quantization_scheme", None) if queries else None
+            attach_attention(module, args, {}, scheme)
+        self._finished |= wanted
+
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         """Finish every module that was not finished with its block."""
         self.remove_hooks()

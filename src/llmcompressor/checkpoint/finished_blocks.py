@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of the output, read back into the model that they were made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.config import CompressionFormat
+from torch import Tensor
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+
+from llmcompressor.checkpoint.block_weights import BlockWeights
+from llmcompressor.checkpoint.compress import QuantizedModule
+from llmcompressor.checkpoint.layout import checkpoint_names, loaded_names
+from llmcompressor.checkpoint.output_layout import OutputLayout
+from llmcompressor.checkpoint.reading import TensorReader
+from llmcompressor.checkpoint.source import TensorHeader
+
+__all__ = ["FinishedBlocks", "headers_of"]
+
+
+def headers_of(layout: OutputLayout, folder: Path) -> dict[str, TensorHeader]:
+    """The tensors of an output, as headers of its files would tell."""
+    return {
+        name: TensorHeader(
+            place.stored.dtype,
+            place.stored.shape,
+            folder / place.file,
+            place.offset,
+            place.stored.nbytes,
+        )
+        for name, place in layout.places.items()
+    }
+
+
+class FinishedBlocks:
+    """Puts blocks of a written checkpoint into the model, dense as they were in memory.
+
+    Args:
+        model: its modules are marked as quantized.
+        quantized: its quantized modules.
+        layout: what the checkpoint holds.
+        weights: knows which tensors a block has.
+        device: where weights go.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        quantized: Sequence[QuantizedModule],
+        layout: OutputLayout,
+        weights: BlockWeights,
+        device: torch.device | str,
+    ) -> None:
+        self._model = model
+        self._entries = {entry.name: entry for entry in quantized}
+        self._places = checkpoint_names(model, list(self._entries))
+        self._by_place = {place: name for name, place in self._places.items()}
+        self._layout = layout
+        self._weights = weights
+        self._device = torch.device(device)
+        self._plain = loaded_names(model, self._plain_names(), model.state_dict())
+
+    def names_of(self, block: str) -> list[str]:
+        """The stored tensors of a block."""
+        inside = f"{block}."
+        names = [name for name, own in self._plain.items() if own.target.startswith(inside)]
+        for name in self._layout.places:
+            module = self._by_place.get(name.rpartition(".")[0])
+            if module is not None and module.startswith(inside):
+                names.append(name)
+        return names
+
+    @torch.no_grad()
+    def restore(self, block: str, folder: Path) -> None:
+        """Put a block in place.
+
+        Args:
+            block: its name.
+            folder: where the files are.
+        """
+        reader = TensorReader(headers_of(self._layout, folder))
+        try:
+            packed: dict[str, dict[str, Tensor]] = {}
+            plain = {}
+            for name in self.names_of(block):
+                place, _, own = name.rpartition(".")
+                module = self._by_place.get(place)
+                if module is None:
+                    plain[name] = reader.read(name)
+                else:
+                    packed.setdefault(module, {})[own] = reader.read(name)
+        finally:
+            reader.close()
+        self._weights.put(plain, self._plain)
+        for module, tensors in packed.items():
+            self._unpack(self._entries[module], tensors)
+        self._weights.settle(block)
+
+    def _plain_names(self) -> Iterable[str]:
+        for name in self._layout.places:
+            if name.rpartition(".")[0] not in self._by_place:
+                yield name
+
+    def _unpack(self, entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> None:
+        module, scheme = entry.module, entry.scheme
+        values: dict[str, Tensor] = dict(tensors)
+        dense = entry.is_attention or scheme.weights is None
+        if not dense and scheme.format != CompressionFormat.dense.value:
+            compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
+            values |= compressor.decompress(dict(tensors), scheme)
+        for name, present in list(module._parameters.items()):
+            if present is not None and name in values:
+                value = values[name].to(self._device, present.dtype).reshape(present.shape)
+                module._parameters[name] = Parameter(value, requires_grad=False)

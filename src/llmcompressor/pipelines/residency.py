@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that are in memory only while batches pass through them.
+
+Whoever has the weights (a stream over a checkpoint) is asked for a block when a pass enters it,
+and told when all passes have left it and every modifier is done with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.nn import Module, Parameter
+
+from llmcompressor.modifiers.modifier import Modifier
+
+if TYPE_CHECKING:
+    from llmcompressor.core.state import State
+
+__all__ = ["Keeper", "Residency", "hollow_weights"]
+
+
+class Keeper(Protocol):
+    """Who has the weights of the blocks."""
+
+    names: Mapping[Module, str]
+    """Block → name, in order."""
+    finished: Collection[str]
+    """Blocks that an earlier run has finished."""
+
+    def decide(self, name: str, value: Any) -> Any:
+        """A choice that depends on the machine's state: the one made when the run began."""
+
+    def enter(self, block: str) -> None:
+        """Load a block's original weights."""
+
+    def restore(self, block: str) -> None:
+        """Put a block in place as an earlier run has left it."""
+
+    def leave(self, block: str) -> None:
+        """Keep a finished block elsewhere, and let go of its weights."""
+
+
+class Residency:
+    """Which blocks are loaded.
+
+    Args:
+        keeper: who has the others.
+        state: what modifiers are called with.
+        modifiers: those that finish a block before it is written.
+    """
+
+    def __init__(self, keeper: Keeper, state: State, modifiers: Sequence[Modifier]) -> None:
+        self._keeper = keeper
+        self._state = state
+        self._modifiers = modifiers
+        self._region = {
+            inner: name for block, name in keeper.names.items() for inner in block.modules()
+        }
+        self._blocks = {name: block for block, name in keeper.names.items()}
+        self.loaded: dict[str, Module] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Load every block when it is called while the body runs."""
+        handles = [
+            block.register_forward_pre_hook(self._arrive, prepend=True)
+            for block in self._keeper.names
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def block_of(self, module: Module) -> str | None:
+        """The block that a module lies in."""
+        return self._region.get(module)
+
+    def is_finished(self, module: Module) -> bool:
+        """Whether an earlier run has finished the block that a module lies in."""
+        return self._region.get(module) in self._keeper.finished
+
+    def replace_finished(self, module: Module) -> None:
+        """Have the original weights of a finished block make room for the compressed ones."""
+        self._keeper.restore(self._region[module])
+
+    def enter(self, name: str) -> None:
+        """Load a block unless it is loaded."""
+        if name not in self.loaded:
+            self.loaded[name] = self._blocks[name]
+            self._keeper.enter(name)
+
+    def leave(self, name: str) -> None:
+        """Have a block finished, written and let go of."""
+        block = self.loaded.pop(name)
+        if name not in self._keeper.finished:
+            modules = tuple(block.modules())
+            for modifier in self._modifiers:
+                modifier.finish(self._state, modules)
+        self._keeper.leave(name)
+
+    def adopt_finished(self) -> None:
+        """Tell modifiers which of their modules an earlier run has finished."""
+        modules = [
+            module for module, name in self._region.items() if name in self._keeper.finished
+        ]
+        for modifier in self._modifiers:
+            modifier.adopt(self._state, modules)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Blocks that no earlier run has finished, in order."""
+        return [name for name in self._blocks if name not in self._keeper.finished]
+
+    def modules_of(self, name: str) -> tuple[Module, ...]:
+        """A block and its parts."""
+        return tuple(self._blocks[name].modules())
+
+    def others(self, modules: Iterable[Module]) -> tuple[Module, ...]:
+        """Those of ``modules`` that lie in no block."""
+        return tuple(module for module in modules if module not in self._region)
+
+    def _arrive(self, module: Module, args: object) -> None:
+        self.enter(self._region[module])
+
+
+@contextlib.contextmanager
+def hollow_weights(model: Module) -> Iterator[None]:
+    """Give every parameter that is not loaded the value zero, which takes no memory.
+
+    A forward shows then what is called and what is shared, without a weight being read.
+    """
+    empty = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_meta
+    ]
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    try:
+        for module, name, parameter in empty:
+            zero = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            module._parameters[name] = Parameter(zero, requires_grad=False)
+        yield
+    finally:
+        for module, name, parameter in empty:
+            module._parameters[name] = parameter

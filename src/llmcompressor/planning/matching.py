@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the patterns of a recipe match, what they miss, and what becomes of every matrix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from compressed_tensors.utils.match import match_targets
+from torch import Tensor
+from torch.nn import Embedding, Linear, Module
+
+from llmcompressor.modeling.matching import as_targets, matches, near_matches
+from llmcompressor.modifiers.modifier import Modifier, PlannedModule
+from llmcompressor.planning.result import Match, ModuleRow
+from llmcompressor.schemes.assign import is_router
+from llmcompressor.schemes.presets import format_of
+
+__all__ = ["describe", "match_patterns", "module_rows", "numberless"]
+
+_MOST_NAMES = 3
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+
+
+def numberless(name: str) -> str:
+    """A name with ``*`` for its numbers: the modules of all blocks have one.
+
+    >>> numberless("model.layers.12.mlp.experts.3.up_proj")
+    'model.layers.*.mlp.experts.*.up_proj'
+    """
+    return _NUMBER.sub("*", name)
+
+
+def describe(scheme: Any) -> str:
+    """A scheme in a few words: of its weights, then of its inputs, outputs.
+
+    Args:
+        scheme: a ``QuantizationScheme``.
+    """
+    parts = []
+    for title, args in (
+        ("", scheme.weights),
+        ("inputs ", scheme.input_activations),
+        ("outputs ", scheme.output_activations),
+    ):
+        if args is not None:
+            parts.append(title + _describe_args(args))
+    return ", ".join(parts) or "nothing"
+
+
+def _describe_args(args: Any) -> str:
+    strategy = str(getattr(args.strategy, "value", args.strategy))
+    if args.group_size and args.group_size > 0:
+        strategy = f"group {args.group_size}"
+    elif args.block_structure:
+        strategy = f"block {'x'.join(map(str, args.block_structure))}"
+    kind = str(getattr(args.type, "value", args.type))
+    words = [f"{kind}{args.num_bits}", strategy]
+    if not args.symmetric:
+        words.append("asymmetric")
+    if args.dynamic:
+        words.append("dynamic")
+    return " ".join(words)
+
+
+@dataclass
+class _Tally:
+    """The names that one pattern matches."""
+
+    matched: int = 0
+    decided: int = 0
+    first: list[str] = field(default_factory=list)
+    first_decided: list[str] = field(default_factory=list)
+
+    def add(self, name: str, *, decides: bool) -> None:
+        self.matched += 1
+        if len(self.first) < _MOST_NAMES:
+            self.first.append(name)
+        if decides:
+            self.decided += 1
+            if len(self.first_decided) < _MOST_NAMES:
+                self.first_decided.append(name)
+
+
+def match_patterns(
+    model: Module, modifiers: Iterable[Modifier], planned: Mapping[Modifier, Sequence[str]]
+) -> list[Match]:
+    """What each target and each ignore entry of each modifier matches.
+
+    Args:
+        model: the model.
+        modifiers: of the recipe.
+        planned: the modules that a modifier quantizes, where its initialization succeeded.
+    """
+    modules = dict(model.named_modules())
+    found: list[Match] = []
+    for modifier in modifiers:
+        targets, ignore = _patterns_of(modifier)
+        quantized = set(planned.get(modifier, ()))
+        tallies = _tally(modules, targets, ignore, quantized)
+        for (role, pattern), tally in tallies.items():
+            hint = "" if tally.matched else near_matches(model, pattern)
+            found.append(
+                Match(
+                    type(modifier).__name__,
+                    role,
+                    pattern,
+                    tally.matched,
+                    tally.decided,
+                    tuple(tally.first_decided or tally.first),
+                    hint,
+                )
+            )
+    return found
+
+
+def _tally(
+    modules: Mapping[str, Module],
+    targets: Sequence[str],
+    ignore: Sequence[str],
+    quantized: set[str],
+) -> dict[tuple[str, str], _Tally]:
+    tallies = {("target", one): _Tally() for one in targets}
+    tallies |= {("ignore", one): _Tally() for one in ignore}
+    for name, module in modules.items():
+        wanting = [one for one in targets if matches(name, module, one)]
+        deciding = match_targets(name, module, targets)[:1] if name in quantized else []
+        for one in wanting:
+            tallies["target", one].add(name, decides=one in deciding)
+        is_wanted = bool(wanting) and isinstance(module, Linear | Embedding)
+        for one in ignore:
+            if matches(name, module, one):
+                tallies["ignore", one].add(name, decides=is_wanted)
+    return tallies
+
+
+def _patterns_of(modifier: Modifier) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The targets and ignore entries of a modifier, with those of its groups."""
+    resolve = getattr(modifier, "resolve_quantization_config", None)
+    if resolve is not None:
+        resolved = resolve()
+        return tuple(resolved.targets), tuple(resolved.ignore)
+    return as_targets(getattr(modifier, "targets", None)), as_targets(
+        getattr(modifier, "ignore", None)
+    )
+
+
+def module_rows(
+    model: Module, modifiers: Sequence[Modifier], planned: Sequence[PlannedModule]
+) -> list[ModuleRow]:
+    """What becomes of every matrix of the model, by the pattern of the names.
+
+    Args:
+        model: the model.
+        modifiers: of the recipe; their ignore entries explain what stays dense.
+        planned: the modules that will be quantized.
+    """
+    schemes = {one.name: one.scheme for one in planned}
+    wanted = [_patterns_of(modifier) for modifier in modifiers]
+    rows: dict[tuple[str, str, str, str], list[int]] = {}
+    for name, module, weights in _matrices(model):
+        scheme = schemes.get(name)
+        if scheme is not None:
+            key = (numberless(name), describe(scheme), str(format_of(scheme)), "")
+        else:
+            key = (numberless(name), "dense", "", _why_dense(name, module, wanted))
+        rows.setdefault(key, []).append(weights)
+    rows |= {
+        (numberless(one.name), describe(one.scheme), "", ""): [0]
+        for one in planned
+        if one.is_attention
+    }
+    return [
+        ModuleRow(pattern, scheme, form, len(sizes), sum(sizes), why)
+        for (pattern, scheme, form, why), sizes in rows.items()
+    ]
+
+
+def _matrices(model: Module) -> Iterator[tuple[str, Module, int]]:
+    """Modules that own a matrix or a stack of them, and how many weights."""
+    for name, module in model.named_modules():
+        sizes = [one.numel() for one in module.parameters(recurse=False) if one.ndim > 1]
+        if sizes:
+            yield name, module, sum(sizes)
+
+
+def _why_dense(
+    name: str, module: Module, patterns: Sequence[tuple[Sequence[str], Sequence[str]]]
+) -> str:
+    """Why a module that owns a matrix is not quantized."""
+    targeted = False
+    for targets, ignore in patterns:
+        if any(matches(name, module, one) for one in targets):
+            targeted = True
+            entry = next((one for one in ignore if matches(name, module, one)), None)
+            if entry is not None:
+                return f"ignored by {entry!r}"
+    if targeted and is_router(name, module):
+        return "a router, which engines serve unquantized"
+    if targeted:
+        return "its weight is the input embedding's"
+    stack = any(isinstance(one, Tensor) and one.ndim == 3 for one in module.parameters())
+    if stack and not isinstance(module, Linear | Embedding):
+        return "a stack of matrices, which no target reaches"
+    return "no target"

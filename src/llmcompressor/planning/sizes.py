@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the output will hold, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationStatus
+
+from llmcompressor.checkpoint.extras import side_files
+from llmcompressor.checkpoint.layout import checkpoint_names
+from llmcompressor.checkpoint.model_config import checkpoint_config, json_text
+from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
+from llmcompressor.checkpoint.prediction import Prediction, predict
+from llmcompressor.checkpoint.quantization_config import build_quantization_config
+from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE
+from llmcompressor.checkpoint.shards import parse_size
+from llmcompressor.modifiers.modifier import PlannedModule
+from llmcompressor.planning.matching import describe, numberless
+from llmcompressor.planning.result import Dense, ModuleRow, SchemeBytes, Sizes
+from llmcompressor.planning.subject import Subject
+
+__all__ = ["Output", "predict_output"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """The checkpoint that would be written.
+
+    Attributes:
+        prediction: its tensors.
+        layout: its weight files.
+        config: its ``config.json``.
+        places: quantized module → the name under which its tensors are stored.
+    """
+
+    prediction: Prediction
+    layout: OutputLayout
+    config: Mapping[str, Any]
+    places: Mapping[str, str]
+
+    def sizes(self, subject: Subject, recipe: str) -> Sizes:
+        """Bytes of the input and of the output's files."""
+        own = (self.layout.index() or "", json_text(self.config), recipe)
+        others = sum(len(text.encode()) for text in own)
+        if subject.directory is not None:
+            others += sum(path.stat().st_size for path in side_files(subject.directory))
+        files = {file.name: file.size for file in self.layout.files}
+        return Sizes(subject.source_bytes, self.layout.file_size, files, others)
+
+    def stored_bytes(self) -> dict[str, int]:
+        """Name of a stored module → bytes of its tensors."""
+        sizes: dict[str, int] = {}
+        for place in self.layout.places.values():
+            owner = place.stored.name.rpartition(".")[0]
+            sizes[owner] = sizes.get(owner, 0) + place.stored.nbytes
+        return sizes
+
+    def by_scheme(self, planned: Sequence[PlannedModule]) -> list[SchemeBytes]:
+        """Bytes before and after, by scheme."""
+        stored = self.stored_bytes()
+        formats = {entry.name: str(entry.scheme.format) for entry in self.prediction.quantized}
+        rows: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+        for one in planned:
+            if one.name in formats:
+                key = (describe(one.scheme), formats[one.name])
+                after = stored.get(self.places[one.name], 0)
+                rows.setdefault(key, []).append((*_own(one), after))
+        return [
+            SchemeBytes(scheme, form, len(each), *(sum(column) for column in zip(*each, strict=True)))
+            for (scheme, form), each in rows.items()
+        ]
+
+    def dense(self, rows: Sequence[ModuleRow]) -> list[Dense]:
+        """Bytes of what is stored as it was, by the pattern of the names.
+
+        Args:
+            rows: what becomes of the model's matrices.
+        """
+        reasons = {row.pattern: row.why for row in rows if row.why}
+        quantized = set(self.places.values())
+        extras = {numberless(name.rpartition(".")[0]) for name in self.prediction.extras}
+        sizes: dict[str, int] = {}
+        for owner, size in self.stored_bytes().items():
+            if owner not in quantized:
+                key = numberless(owner)
+                sizes[key] = sizes.get(key, 0) + size
+        return [
+            Dense(key, size, _COPIED if key in extras else _reason(key, reasons))
+            for key, size in sizes.items()
+        ]
+
+
+_COPIED = "no part of the model class: copied"
+
+
+def _reason(place: str, reasons: Mapping[str, str]) -> str:
+    """Why a stored module is dense: its own reason, or that of the stack which it becomes."""
+    while place and place not in reasons:
+        place = place.rpartition(".")[0]
+    return reasons.get(place, "")
+
+
+def _own(planned: PlannedModule) -> tuple[int, int]:
+    """Weights of a module, and bytes of its parameters."""
+    parameters = list(planned.module.parameters(recurse=False))
+    matrices = [one.numel() for one in parameters if one.ndim > 1]
+    return sum(matrices), sum(one.numel() * one.element_size() for one in parameters)
+
+
+def predict_output(
+    subject: Subject, planned: Sequence[PlannedModule], *, save_compressed: bool = True
+) -> Output:
+    """The checkpoint that a run would write.
+
+    Args:
+        subject: the model.
+        planned: what the modifiers will make of its modules.
+        save_compressed: weights are packed, not written dense.
+    """
+    prediction = predict(
+        subject.model, planned, subject.headers, save_compressed=save_compressed
+    )
+    status = QuantizationStatus.COMPRESSED if save_compressed else QuantizationStatus.DECOMPRESSED
+    quantization = build_quantization_config(
+        subject.model, prediction.quantized, status=status, extra_ignore=prediction.ignore
+    )
+    config = checkpoint_config(
+        subject.model, subject.directory, tied=prediction.tied, quantization=quantization
+    )
+    layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
+    names = [entry.name for entry in prediction.quantized]
+    return Output(prediction, layout, config, checkpoint_names(subject.model, names))

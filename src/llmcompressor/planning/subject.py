@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that a plan is about: its structure and its files, none of its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from transformers import PreTrainedModel
+
+from llmcompressor.args import ModelArguments
+from llmcompressor.checkpoint.blueprint import build_blueprint
+from llmcompressor.checkpoint.layout import LoadedName
+from llmcompressor.checkpoint.load import check_unquantized, untie_embeddings
+from llmcompressor.checkpoint.source import TensorHeader, inspect_source, local_directory
+from llmcompressor.errors import ArgumentError, CheckpointError
+from llmcompressor.modeling.blocks import find_blocks
+
+__all__ = ["REST", "Part", "Subject", "open_subject"]
+
+REST = ""
+"""The name of what lies in no block."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block, or what lies in none.
+
+    Attributes:
+        name: of the block.
+        modules: the block and everything inside, by name.
+        loaded: bytes of its parameters in the model's dtype.
+        source: bytes of its tensors in the files.
+        merged: bytes of those that are merged or split while they are loaded.
+    """
+
+    name: str
+    modules: Mapping[str, Module]
+    loaded: int
+    source: int
+    merged: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned.
+
+    Attributes:
+        model: on the meta device; the plan may mark its modules.
+        place: where it comes from, in words.
+        directory: its folder; ``None`` where it was given as an object of no folder.
+        headers: the tensors of its files.
+        names: tensor of its files → what it becomes in the model.
+        source_bytes: of its weight files, or of its parameters.
+        is_in_memory: it was given loaded.
+    """
+
+    model: PreTrainedModel
+    place: str
+    directory: Path | None
+    headers: Mapping[str, TensorHeader]
+    names: Mapping[str, LoadedName]
+    source_bytes: int
+    is_in_memory: bool
+
+    @cached_property
+    def module_names(self) -> Mapping[str, Module]:
+        """All modules by name."""
+        return dict(self.model.named_modules())
+
+    def parts(self, targets: Sequence[str] | None = None) -> list[Part]:
+        """The blocks in order, and at the end what lies in none.
+
+        Args:
+            targets: what the user calls a block, if not the decoder layers.
+        """
+        blocks = find_blocks(self.model, targets)
+        region = {
+            inner: name
+            for block, name in blocks.items()
+            for inner in block.modules()
+        }
+        members: dict[str, dict[str, Module]] = {name: {} for name in [*blocks.values(), REST]}
+        for name, module in self.module_names.items():
+            members[region.get(module, REST)][name] = module
+        source = self._source_of(members)
+        return [
+            Part(name, modules, _own_bytes(modules.values()), *source[name])
+            for name, modules in members.items()
+        ]
+
+    def _source_of(self, members: Mapping[str, Mapping[str, Module]]) -> dict[str, tuple[int, int]]:
+        part_of = {module: part for part, modules in members.items() for module in modules}
+        found = {part: (0, 0) for part in members}
+        for name, own in self.names.items():
+            part = part_of.get(own.target.rpartition(".")[0], REST)
+            size = self.headers[name].nbytes
+            whole, merged = found[part]
+            found[part] = (whole + size, merged + (size if own.merged else 0))
+        return found
+
+
+def open_subject(args: ModelArguments) -> Subject:
+    """The model that the arguments name, without its weights.
+
+    Raises:
+        CheckpointError: it is not on this machine, is damaged, incomplete or quantized already.
+        ArgumentError: what was given is no model.
+    """
+    if isinstance(args.model, str | Path):
+        return _from_folder(args)
+    if not isinstance(args.model, PreTrainedModel):
+        raise ArgumentError(
+            f"The model is a {type(args.model).__name__}, which cannot be planned.",
+            "Pass a folder, the id of a model on the hub, or a loaded transformers model.",
+        )
+    return _from_object(args.model, tie=args.tie_word_embeddings)
+
+
+def _from_folder(args: ModelArguments) -> Subject:
+    folder = local_directory(args.model, revision=args.model_revision, cache_dir=args.cache_dir)
+    source = inspect_source(args.model if folder is None else folder)
+    if not source.tensors:
+        raise CheckpointError(
+            f"The weights of {source.directory} are not safetensors files, whose headers are "
+            "what is planned from.",
+            "Load the model with transformers and save it; it writes safetensors.",
+        )
+    blueprint = build_blueprint(
+        source,
+        config_name=args.config_name,
+        precision=args.precision,
+        trust_remote_code=args.trust_remote_code_model,
+    )
+    if not args.tie_word_embeddings:
+        untie_embeddings(blueprint.model)
+    return Subject(
+        blueprint.model,
+        str(args.model),
+        source.directory,
+        source.tensors,
+        blueprint.names,
+        source.size,
+        is_in_memory=False,
+    )
+
+
+def _from_object(model: PreTrainedModel, *, tie: bool) -> Subject:
+    check_unquantized(model)
+    hollow = _without_weights(model)
+    if not tie:
+        untie_embeddings(hollow)
+    place = str(getattr(model.config, "name_or_path", "") or "")
+    folder = local_directory(place) if place else None
+    headers: Mapping[str, TensorHeader] = {}
+    if folder is not None:
+        headers = inspect_source(folder, allow_quantized=True).tensors
+    size = _own_bytes(hollow.modules())
+    name = place or type(model).__name__
+    return Subject(hollow, name, folder, headers, {}, size, is_in_memory=True)
+
+
+def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model whose parameters have no data."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter.detach(), device="meta")
+        memo[id(parameter)] = Parameter(empty, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def _own_bytes(modules: Iterator[Module] | Any) -> int:
+    """Bytes of the parameters of some modules; one that several of them share counts once."""
+    found: dict[int, Tensor] = {}
+    for module in modules:
+        found |= {id(one): one for one in module.parameters(recurse=False)}
+    return sum(one.numel() * one.element_size() for one in found.values())

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole checkpoint: files, rules, then the data of one module after another."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from llmcompressor.errors import CheckpointError
+from llmcompressor.progress import progress
+from llmcompressor.verification.decode import Codes, codes_of
+from llmcompressor.verification.expected import expected_tensors, misfits
+from llmcompressor.verification.facts import Deployment, Finding
+from llmcompressor.verification.files import Files, open_checkpoint
+from llmcompressor.verification.layout import Entry
+from llmcompressor.verification.reference import Reference, WeightError
+from llmcompressor.verification.report import VerificationReport
+from llmcompressor.verification.rules.base import View
+from llmcompressor.verification.scheme import Scheme
+from llmcompressor.verification.serving import check_view
+from llmcompressor.verification.values import check_codes, check_plain, check_scales
+
+__all__ = ["verify_files"]
+
+_MOST_WORKERS = 4
+
+
+@dataclass
+class _Done:
+    """What is known of one module after its data was read."""
+
+    findings: list[Finding] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    error: WeightError | None = None
+
+
+def verify_files(
+    checkpoint: str | os.PathLike[str],
+    reference: str | os.PathLike[str] | None = None,
+    *,
+    deployment: Deployment | None = None,
+    workers: int | None = None,
+) -> VerificationReport:
+    """Read a checkpoint as its readers will and say what is wrong with it.
+
+    Each module's data is read once, in slices of rows; the memory does not grow with the model.
+
+    Args:
+        checkpoint: its folder.
+        reference: the folder of the model that it was made from.
+        deployment: where it is to be served.
+        workers: threads that read; as many as there are cores by default, four at most.
+
+    Returns:
+        The report.
+
+    Raises:
+        CheckpointError: a folder is not there or holds no model.
+    """
+    start = time.perf_counter()
+    files = open_checkpoint(checkpoint)
+    original = None if reference is None else _reference(reference, files)
+    headers = {name: info for name, info in files.headers.items() if name not in files.broken}
+    view = View(files.config, headers, files.read, deployment)
+    findings = [*files.findings, *check_view(view)]
+    done = list(_read_all(files, view, original, workers))
+    for one in done:
+        findings += one.findings
+    if original is not None:
+        used = {name for one in done for name in one.used}
+        findings += [*original.missing(used), *original.beside()]
+    return VerificationReport(
+        checkpoint=str(files.directory),
+        reference=None if original is None else str(original.files.directory),
+        findings=tuple(findings),
+        tensors=len(files.places),
+        modules=len(view.matrices),
+        quantized=len(view.quantized),
+        bytes=files.size,
+        seconds=time.perf_counter() - start,
+        work=original.work.value if original is not None else "",
+        errors=tuple(one.error for one in done if one.error is not None),
+    )
+
+
+def _reference(reference: str | os.PathLike[str], files: Files) -> Reference:
+    original = open_checkpoint(reference)
+    if original.findings:
+        first = original.findings[0]
+        raise CheckpointError(
+            f"The reference {reference} is damaged: {first.module}: {first.message}", first.remedy
+        )
+    return Reference(original, files)
+
+
+def _read_all(
+    files: Files, view: View, original: Reference | None, workers: int | None
+) -> Iterator[_Done]:
+    """Every module's data, in the order in which it lies in the files."""
+    entries = sorted(view.entries.values(), key=lambda entry: _position(files, entry))
+    schemes = {entry.name: scheme for entry, scheme in view.coded()}
+    count = workers or min(os.cpu_count() or 1, _MOST_WORKERS)
+
+    def work(entry: Entry) -> _Done:
+        return _read(files, view, original, entry, schemes.get(entry.name))
+
+    with (
+        progress(len(entries), "Verifying") as advance,
+        ThreadPoolExecutor(max_workers=count) as pool,
+    ):
+        for one in _ordered(pool, work, entries):
+            advance()
+            yield one
+
+
+def _ordered(
+    pool: ThreadPoolExecutor, work: Callable[[Entry], _Done], entries: list[Entry]
+) -> Iterator[_Done]:
+    try:
+        yield from pool.map(work, entries)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+
+
+def _position(files: Files, entry: Entry) -> tuple[str, int]:
+    name = next(iter(entry.own))
+    place = files.places[f"{entry.name}.{name}" if entry.name else name]
+    return str(place.file), place.start
+
+
+def _read(
+    files: Files, view: View, original: Reference | None, entry: Entry, scheme: Scheme | None
+) -> _Done:
+    done = _Done()
+    if entry.is_quantized:
+        done.findings += check_scales(files, entry)
+        codes = _codes(files, view, entry, scheme)
+        if codes is not None:
+            done.findings += check_codes(codes)
+            if original is not None:
+                found, done.error = original.compare_codes(codes, done.used)
+                done.findings += found
+        elif original is not None:
+            # what cannot be decoded has findings already; its original is accounted for
+            source = original.find(f"{entry.name}.weight", (entry.rows or 0, 0))
+            done.used |= {source.name} if source is not None else set()
+    for own in entry.own:
+        name = f"{entry.name}.{own}" if entry.name else own
+        if entry.is_quantized and own != "bias":
+            continue
+        done.findings += check_plain(files, name)
+        if original is not None:
+            done.findings += original.compare_plain(name, done.used)
+    return done
+
+
+def _codes(files: Files, view: View, entry: Entry, scheme: Scheme | None) -> Codes | None:
+    """The codes of a module whose tensors are all there and fit."""
+    columns = view.columns(entry, scheme) if scheme is not None else None
+    if scheme is None or columns is None or entry.rows is None:
+        return None
+    needed = {
+        own: wanted
+        for own, wanted in expected_tensors(scheme, entry.rows, columns).items()
+        if own.startswith("weight")
+    }
+    if any(what for _, what, _ in misfits(entry.own, needed)):
+        return None
+    return codes_of(files, entry, scheme, columns)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What servers build of each architecture, as a table.
+
+A row says what rules about names need to know of vLLM 0.33: what it joins into one matrix (S17),
+which modules it never quantizes (S20, S58, S59, S57), how experts are named (S68) and under which
+paths it looks schemes up (S18a). Models without a row are taken to be like Llama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["FAMILIES", "Family", "family_of", "text_settings"]
+
+Fusion = Mapping[str, tuple[str, ...]]
+
+_QKV: Fusion = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_GATE_UP: Fusion = {"gate_up_proj": ("gate_proj", "up_proj")}
+_BOTH: Fusion = {**_QKV, **_GATE_UP}
+_MLA: Fusion = {**_GATE_UP, "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
+_LINEAR_ATTENTION: Fusion = {
+    **_BOTH,
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+_W123 = ("w1", "w3", "w2")
+_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture as vLLM builds it.
+
+    Attributes:
+        types: the values of ``model_type`` in ``config.json``.
+        fused: joined module → its shards, in order (S17).
+        experts: names of gate, up and down as vLLM looks them up (S62, S68).
+        expert_parent: the module that holds ``experts``.
+        lookup: part of a checkpoint's path → what stands there in vLLM's (S18a).
+        plain: patterns of modules that are never quantized (S20).
+        gate_is_quantizable: the router gate gets the quantization configuration (S58).
+        quantizes_head: the output head does (S59).
+        quantizes_embedding: the input embedding does (S57).
+        drops_scales: suffixes of unknown scales are dropped without a word (S19).
+        is_mla: attention caches a latent, so the scales of keys and values do nothing (S55).
+        draft: pattern of the draft layers' modules (S61).
+    """
+
+    types: tuple[str, ...]
+    fused: Fusion = field(default_factory=lambda: MappingProxyType(_BOTH))
+    experts: tuple[str, str, str] = _GATE_UP_DOWN
+    expert_parent: str = "mlp"
+    lookup: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    plain: tuple[str, ...] = ()
+    gate_is_quantizable: bool = False
+    quantizes_head: bool = True
+    quantizes_embedding: bool = True
+    drops_scales: bool = False
+    is_mla: bool = False
+    draft: str = r"(?:model\.)?mtp\."
+
+
+_SHARED_GATE = r"(?:.*\.)?shared_expert_gate"
+_MTP_FC = r"(?:.*\.)?eh_proj"
+_INDEXER = r"(?:.*\.)?indexer\.(?:wk|weights_proj)"
+
+_TYPES_LIKE_LLAMA = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "granite",
+    "smollm3",
+    "olmo2",
+    "seed_oss",
+)
+FAMILIES: tuple[Family, ...] = (
+    Family(_TYPES_LIKE_LLAMA),
+    Family(("phi3",), fused={}),
+    Family(
+        ("mixtral",),
+        fused=_QKV,
+        experts=_W123,
+        expert_parent="block_sparse_moe",
+        quantizes_embedding=False,
+    ),
+    Family(("phimoe",), fused=_QKV, experts=_W123, expert_parent="block_sparse_moe"),
+    Family(
+        ("minimax_m2",),
+        fused=_QKV,
+        experts=_W123,
+        expert_parent="block_sparse_moe",
+        lookup={".block_sparse_moe.": ".mlp."},
+    ),
+    Family(("qwen2_moe",), plain=(_SHARED_GATE,)),
+    Family(("qwen3_moe",), plain=(_SHARED_GATE,), gate_is_quantizable=True, drops_scales=True),
+    Family(
+        ("qwen3_next",),
+        plain=(_SHARED_GATE,),
+        quantizes_head=False,
+        quantizes_embedding=False,
+    ),
+    Family(
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        fused=_LINEAR_ATTENTION,
+        plain=(_SHARED_GATE,),
+        quantizes_embedding=False,
+    ),
+    Family(("olmoe", "nemotron_h"), fused=_QKV),
+    Family(("glm4_moe",), quantizes_embedding=False, plain=(_MTP_FC,), draft=""),
+    Family(("gpt_oss",), fused=_QKV, quantizes_head=False, quantizes_embedding=False),
+    Family(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2"),
+        fused=_MLA,
+        plain=(_MTP_FC,),
+        is_mla=True,
+        draft="",
+    ),
+    Family(
+        ("deepseek_v32", "glm_moe_dsa"),
+        fused=_MLA,
+        plain=(_MTP_FC, _INDEXER),
+        is_mla=True,
+        draft="",
+    ),
+    Family(("llama4", "llama4_text"), expert_parent="feed_forward"),
+    Family(("exaone_moe",), drops_scales=True),
+    Family(("exaone",), lookup={"transformer.": "model."}),
+    Family(
+        ("falcon_h1", "zamba2", "granitemoehybrid"),
+        lookup={".mamba.": ".mixer."},
+        quantizes_head=False,
+    ),
+    Family(("jamba", "mamba", "mamba2", "bloom", "opt"), quantizes_head=False),
+    Family(("mistral3",), drops_scales=True),
+)
+_BY_TYPE = {name: family for family in FAMILIES for name in family.types}
+_LIKE_LLAMA = FAMILIES[0]
+
+
+def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of ``config.json`` that describes the language model."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) and text else config
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The row for a configuration; that of Llama if there is none."""
+    for settings in (config, text_settings(config)):
+        found = _BY_TYPE.get(str(settings.get("model_type") or ""))
+        if found is not None:
+            return _without_lora(found, text_settings(config))
+    return _LIKE_LLAMA
+
+
+def _without_lora(family: Family, settings: Mapping[str, Any]) -> Family:
+    """DeepSeek joins ``q_a_proj`` only where queries go through a latent (S17)."""
+    if family.is_mla and not settings.get("q_lora_rank"):
+        return _replaced(family, dict(_GATE_UP))
+    return family
+
+
+def _replaced(family: Family, fused: Fusion) -> Family:
+    return Family(
+        types=family.types,
+        fused=fused,
+        plain=family.plain,
+        is_mla=family.is_mla,
+        draft=family.draft,
+    )

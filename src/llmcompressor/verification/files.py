@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a checkpoint: their headers, their index, and one tensor's bytes at a time.
+
+A safetensors file is a little-endian 64-bit length, so many bytes of JSON, and the data, tensor
+after tensor without a gap. Data is read with plain reads rather than a mapping of the file, so that
+what was read does not stay in the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcompressor.errors import CheckpointError
+from llmcompressor.verification.facts import Finding, Severity, TensorInfo
+
+__all__ = ["DTYPES", "TITLES", "Files", "Place", "open_checkpoint"]
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_MOST_HEADER = 100 << 20
+_DAMAGED = "Copy the file again, or compress the model anew."
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+TITLES = {
+    "F1": "config.json is there and is JSON",
+    "F2": "the index is there and is JSON",
+    "F3": "every shard is there and whole",
+    "F4": "headers are sane: known dtypes, sizes that fit, no gap and no overlap",
+    "F5": "every tensor of the index is in the shard that it names",
+    "F6": "no tensor and no shard is left over",
+    "F7": "no tensor is in two shards",
+    "F8": "the index's total is that of the tensors",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes are.
+
+    Attributes:
+        file: the file.
+        start: position of the first byte.
+        size: bytes.
+        info: dtype and shape.
+    """
+
+    file: Path
+    start: int
+    size: int
+    info: TensorInfo
+
+
+@dataclass
+class Files:
+    """A checkpoint that can be read.
+
+    Attributes:
+        directory: where it is.
+        config: the content of ``config.json``; empty if it cannot be read.
+        places: tensor name → its place.
+        findings: what is wrong with the files.
+        size: bytes of all weight files.
+        broken: tensors whose bytes cannot be read.
+    """
+
+    directory: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    size: int = 0
+    broken: set[str] = field(default_factory=set)
+
+    @property
+    def headers(self) -> dict[str, TensorInfo]:
+        """Tensor name → dtype and shape."""
+        return {name: place.info for name, place in self.places.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A tensor, or its rows from ``start`` up to ``stop``.
+
+        Raises:
+            CheckpointError: the file cannot be read that far.
+        """
+        place = self.places[name]
+        shape = place.info.shape
+        dtype = DTYPES[place.info.dtype]
+        offset, size = place.start, place.size
+        if shape and (start or stop is not None):
+            last = shape[0] if stop is None else min(stop, shape[0])
+            row = place.size // max(shape[0], 1)
+            offset, size = offset + start * row, max(last - start, 0) * row
+            shape = (max(last - start, 0), *shape[1:])
+        if size == 0:
+            return torch.empty(shape, dtype=dtype)
+        data = bytearray(size)
+        with place.file.open("rb", buffering=0) as stream:
+            stream.seek(offset)
+            view, done = memoryview(data), 0
+            while done < size:
+                count = stream.readinto(view[done:])
+                if not count:
+                    raise CheckpointError(f"The file {place.file} ends within {name}.", _DAMAGED)
+                done += count
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+
+    def say(self, rule: str, module: str, message: str, remedy: str = _DAMAGED) -> None:
+        """Note that something is wrong with the files."""
+        self.findings.append(Finding(rule, module, message, remedy, Severity.ERROR))
+
+
+def open_checkpoint(directory: str | os.PathLike[str]) -> Files:
+    """Read configuration, index and headers; what is wrong with them is in ``findings``.
+
+    Raises:
+        CheckpointError: there is no such folder, or it holds neither configuration nor weights.
+    """
+    folder = Path(directory).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"There is no checkpoint folder {directory}.", "Give a folder with config.json."
+        )
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards and not (folder / CONFIG).exists():
+        raise CheckpointError(
+            f"The folder {directory} holds no model.", "Give a folder with config.json and weights."
+        )
+    files = Files(folder.resolve())
+    files.config = _json(files, CONFIG, "F1") or {}
+    headers = {path.name: _header(files, path) for path in shards}
+    files.size = sum(path.stat().st_size for path in shards)
+    if (folder / INDEX).exists():
+        _by_index(files, headers)
+    else:
+        _without_index(files, headers)
+    return files
+
+
+def _json(files: Files, name: str, rule: str) -> dict[str, Any] | None:
+    path = files.directory / name
+    if not path.is_file():
+        files.say(rule, name, "The file is not there.")
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        files.say(rule, name, f"The file is no JSON: {error}.")
+        return None
+    if not isinstance(content, dict):
+        files.say(rule, name, "The file holds no JSON object.")
+        return None
+    return content
+
+
+def _header(files: Files, path: Path) -> dict[str, Place]:
+    """The tensors of one file; empty if its header cannot be read."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        if start == b"version ":
+            files.say("F3", path.name, "It is a Git LFS pointer.", "Run `git lfs pull`.")
+            return {}
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= _MOST_HEADER:
+            files.say("F4", path.name, "It is no safetensors file.")
+            return {}
+        text = stream.read(length)
+    try:
+        raw = json.loads(text)
+        entries = {name: raw[name] for name in raw if name != "__metadata__"}
+        places = {name: _place(path, 8 + length, entry) for name, entry in entries.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        short = len(text) < length
+        said = "It is truncated within its header." if short else f"Its header is damaged: {error}."
+        files.say("F3" if short else "F4", path.name, said)
+        return {}
+    _check_places(files, path, places, size, 8 + length)
+    return places
+
+
+def _place(path: Path, base: int, entry: Any) -> Place:
+    first, last = (int(offset) for offset in entry["data_offsets"])
+    shape = tuple(int(size) for size in entry["shape"])
+    return Place(path, base + first, last - first, TensorInfo(str(entry["dtype"]), shape))
+
+
+def _check_places(
+    files: Files, path: Path, places: Mapping[str, Place], size: int, base: int
+) -> None:
+    position = base
+    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].size)):
+        dtype = DTYPES.get(place.info.dtype)
+        if dtype is None:
+            files.say("F4", name, f"Its dtype {place.info.dtype} is not known.")
+            files.broken.add(name)
+        elif place.size != prod(place.info.shape) * dtype.itemsize:
+            files.say(
+                "F4",
+                name,
+                f"It has {place.size} bytes, and {place.info.dtype} of {list(place.info.shape)} "
+                f"takes {prod(place.info.shape) * dtype.itemsize}.",
+            )
+            files.broken.add(name)
+        if place.start != position:
+            what = "leaves a gap" if place.start > position else "overlaps another tensor"
+            files.say("F4", name, f"It {what} in {path.name}.")
+        position = max(position, place.start + place.size)
+        if position > size:
+            files.broken.add(name)
+    if size < position:
+        files.say("F3", path.name, f"It is truncated: it holds {size} of {position} bytes.")
+    elif size > position:
+        files.say("F4", path.name, f"It has {size - position} bytes beyond its tensors.")
+
+
+def _by_index(files: Files, headers: Mapping[str, Mapping[str, Place]]) -> None:
+    index = _json(files, INDEX, "F2") or {}
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        files.say("F2", INDEX, "It has no weight_map.")
+        weight_map = {name: file for file, own in headers.items() for name in own}
+    for file in sorted({str(file) for file in weight_map.values()} - set(headers)):
+        files.say("F3", file, "The index names this shard, and it is not there.")
+    for name, file in weight_map.items():
+        place = headers.get(str(file), {}).get(name)
+        if place is not None:
+            files.places[name] = place
+        elif str(file) in headers:
+            files.say("F5", name, f"The index places it in {file}, which does not hold it.")
+    _check_left_over(files, headers, weight_map)
+    total = index.get("metadata", {}).get("total_size") if isinstance(index, dict) else None
+    actual = sum(place.size for place in files.places.values())
+    if isinstance(total, int) and total != actual:
+        files.say(
+            "F8", INDEX, f"Its total_size is {total}, the tensors have {actual} bytes.", "Write it."
+        )
+
+
+def _check_left_over(
+    files: Files, headers: Mapping[str, Mapping[str, Place]], weight_map: Mapping[str, Any]
+) -> None:
+    used = {str(file) for file in weight_map.values()}
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    for file, own in headers.items():
+        if file not in used:
+            files.say("F6", file, "The index does not name this file.", "Remove it.")
+            continue
+        for name in own:
+            homes[name].append(file)
+            if name not in weight_map:
+                files.say("F6", name, f"It is in {file}, and the index does not name it.")
+    for name, where in homes.items():
+        if len(where) > 1:
+            files.say("F7", name, f"It is in {len(where)} shards: {', '.join(sorted(where))}.")
+
+
+def _without_index(files: Files, headers: Mapping[str, Mapping[str, Place]]) -> None:
+    if not headers:
+        files.say("F3", SINGLE, "The folder holds no safetensors file.")
+    elif SINGLE not in headers and len(headers) > 1:
+        files.say("F2", INDEX, "There are several shards and no index.")
+    for file, own in headers.items():
+        if SINGLE in headers and file != SINGLE:
+            files.say("F6", file, "Nothing names this file.", "Remove it.")
+            continue
+        files.places.update(own)
+
+
+def tensor_chunks(files: Files, name: str, most: int) -> Iterator[Tensor]:
+    """A tensor in slices of whole rows of about ``most`` elements."""
+    shape = files.places[name].info.shape
+    if len(shape) < 2 or prod(shape) <= most:
+        yield files.read(name)
+        return
+    rows = max(most // max(prod(shape[1:]), 1), 1)
+    for start in range(0, shape[0], rows):
+        yield files.read(name, start, start + rows)

@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint against the model that it was made from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from llmcompressor.verification.decode import CHUNK, Codes, Part
+from llmcompressor.verification.facts import Finding, Severity
+from llmcompressor.verification.files import DTYPES, Files, tensor_chunks
+from llmcompressor.verification.layout import EXPERT
+from llmcompressor.verification.scheme import Args
+
+__all__ = ["TITLES", "Reference", "WeightError", "Work"]
+
+TITLES = {
+    "R1": "every tensor of the original is accounted for",
+    "R2": "nothing was added to the original",
+    "R3": "decoded weights are as near as their grid allows",
+    "R4": "what is not quantized is unchanged",
+    "R5": "tied embeddings stay tied, or both are there",
+    "R6": "config.json and the files beside it are those of the original",
+}
+_COPY = "Copy it from the original model."
+_AGAIN = "Compress the model anew."
+_RECOMPUTED = re.compile(
+    r"(?:.*\.)?(?:rotary_emb\.inv_freq|rotary_emb\.(?:cos|sin)_cached|position_ids"
+    r"|attn\.(?:bias|masked_bias))$"
+)
+_QPARAM = re.compile(
+    r"(?:.*\.)?(?:weight|input|output|q|k|v)_(?:packed|scale|zero_point|global_scale|shape)$"
+)
+_STACK = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<own>gate_up_proj|down_proj)$")
+_PREFIXES = ("model.", "language_model.", "transformer.")
+_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_OTHER_NAMES = {usual: short for short, usual in _NAMES.items()}
+_MODIFIER = re.compile(r"\b([A-Z]\w*Modifier)\b")
+_SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "preprocessor_config.json",
+    "chat_template.jinja",
+)
+_FREE_KEYS = frozenset(
+    [
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "quantization_config",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    ]
+)
+_LEAST_COSINE = 0.4
+_LEAST_ROW_COSINE = 0.1
+
+
+class Work(Enum):
+    """What may have been done to the weights, by the recipe that lies beside them."""
+
+    NEAREST = "rounded to the nearest"
+    SOLVED = "solved for"
+    MOVED = "moved between layers"
+    UNKNOWN = "not known"
+
+
+_WORK = {"QuantizationModifier": Work.NEAREST, "GPTQModifier": Work.SOLVED}
+_MOVES = frozenset({"AWQModifier", "SmoothQuantModifier", "SpinQuantModifier", "QuIPModifier"})
+
+
+def work_of(files: Files) -> Work:
+    """What the recipe in the checkpoint's folder says of its weights."""
+    path = files.directory / "recipe.yaml"
+    try:
+        names = set(_MODIFIER.findall(path.read_text(encoding="utf-8")))
+    except OSError:
+        return Work.UNKNOWN
+    if not names:
+        return Work.UNKNOWN
+    if names & _MOVES:
+        return Work.MOVED
+    found = {_WORK.get(name, Work.UNKNOWN) for name in names}
+    if Work.UNKNOWN in found:
+        return Work.UNKNOWN
+    return Work.NEAREST if found == {Work.NEAREST} else Work.SOLVED
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """How far a decoded weight is from the original.
+
+    Attributes:
+        module: the module.
+        relative: Frobenius norm of the difference over that of the original.
+        cosine: of the two as vectors.
+    """
+
+    module: str
+    relative: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the original of a weight is.
+
+    Attributes:
+        name: the tensor.
+        expert: the index within a stack, ``None`` if the tensor is the weight itself.
+        half: which half of a stack's matrix: 0, 1 or ``None``.
+        turned: the stack holds [columns, rows].
+    """
+
+    name: str
+    expert: int | None = None
+    half: int | None = None
+    turned: bool = False
+
+
+@dataclass
+class _Sums:
+    """Sums over a weight, from which its error follows."""
+
+    error: float = 0.0
+    source: float = 0.0
+    decoded: float = 0.0
+    product: float = 0.0
+    beyond: int = 0
+    worst: float = 0.0
+    bad_rows: list[int] = field(default_factory=list)
+
+
+class Reference:
+    """The original model's files, and what of them has been found again.
+
+    Args:
+        files: the original.
+        checkpoint: what was made of it.
+    """
+
+    def __init__(self, files: Files, checkpoint: Files) -> None:
+        self.files = files
+        self.checkpoint = checkpoint
+        self.work = work_of(checkpoint)
+        self._by_tail: dict[str, list[str]] = {}
+        for name in files.places:
+            self._by_tail.setdefault(_tail(name), []).append(name)
+
+    def find(self, name: str, shape: Sequence[int] | None = None) -> _Source | None:
+        """Where the original of a tensor is.
+
+        Args:
+            name: the tensor's name in the checkpoint, for a module's weight ``….weight``.
+            shape: the shape that it must have there.
+        """
+        for candidate in _candidates(name):
+            if candidate in self.files.places:
+                return _Source(candidate)
+        match = EXPERT.match(name.removesuffix(".weight"))
+        if match is not None and name.endswith(".weight"):
+            return self._in_stack(match["experts"], int(match["index"]), match["own"], shape)
+        near = self._by_tail.get(_tail(name), [])
+        return _Source(near[0]) if len(near) == 1 else None
+
+    def _in_stack(
+        self, experts: str, index: int, own: str, shape: Sequence[int] | None
+    ) -> _Source | None:
+        own = _NAMES.get(own, own)
+        is_down = own == "down_proj"
+        name = f"{experts}.{'down_proj' if is_down else 'gate_up_proj'}"
+        found = next((each for each in _candidates(name) if each in self.files.places), None)
+        near = self._by_tail.get(_tail(name), [])
+        found = found or (near[0] if len(near) == 1 else None)
+        if found is None or shape is None:
+            return None
+        stacked = self.files.places[found].info.shape
+        rows = shape[0] * (1 if is_down else 2)
+        if len(stacked) != 3 or index >= stacked[0]:
+            return None
+        half = None if is_down else int(own == "up_proj")
+        return _Source(found, index, half, turned=tuple(stacked[1:]) != (rows, shape[1]))
+
+    def rows(self, source: _Source, start: int, stop: int) -> Tensor:
+        """Rows of the original of a weight."""
+        if source.expert is None:
+            return self.files.read(source.name, start, stop)
+        matrix = self.files.read(source.name, source.expert, source.expert + 1)[0]
+        matrix = matrix.T if source.turned else matrix
+        if source.half is not None:
+            count = matrix.shape[0] // 2
+            matrix = matrix[source.half * count : (source.half + 1) * count]
+        return matrix[start:stop]
+
+    def shape(self, source: _Source) -> tuple[int, ...]:
+        """The shape of the original of a weight."""
+        shape = self.files.places[source.name].info.shape
+        if source.expert is None:
+            return shape
+        rows, columns = (shape[2], shape[1]) if source.turned else (shape[1], shape[2])
+        return (rows if source.half is None else rows // 2, columns)
+
+    def compare_codes(
+        self, codes: Codes, used: set[str]
+    ) -> tuple[list[Finding], WeightError | None]:
+        """A quantized weight against its original.
+
+        Args:
+            codes: the codes.
+            used: takes the names of tensors of the original that were found.
+        """
+        name = codes.entry.name
+        source = self.find(f"{name}.weight", (codes.rows, codes.columns)) or self._tied(name)
+        if source is None or source.name in self.files.broken:
+            return [_finding("R2", name, "The original has no such weight.", _AGAIN)], None
+        used.add(source.name)
+        shape = self.shape(source)
+        if shape != (codes.rows, codes.columns):
+            said = f"Its shape is {[codes.rows, codes.columns]} and was {list(shape)}."
+            return [_finding("R3", name, said, _AGAIN)], None
+        sums = _Sums()
+        eps = torch.finfo(DTYPES[self.files.places[source.name].info.dtype]).eps
+        for part in codes.parts():
+            rows = len(part.decoded)
+            original = self.rows(source, part.start, part.start + rows).float()
+            _add(sums, part, original)
+            if self.work is Work.NEAREST:
+                _bound(sums, part, original, codes.args, max(eps, 2**-8))
+        return list(self._judge(name, codes.args, sums)), _error(name, sums)
+
+    def _tied(self, name: str) -> _Source | None:
+        """The input embedding, for a head that the original does not hold."""
+        if not name.endswith(("lm_head", "embed_out")):
+            return None
+        for each, place in self.files.places.items():
+            if each.endswith(("embed_tokens.weight", "wte.weight")) and len(place.info.shape) == 2:
+                return _Source(each)
+        return None
+
+    def _judge(self, name: str, args: Args, sums: _Sums) -> Iterator[Finding]:
+        found = _error(name, sums)
+        if self.work is Work.MOVED:
+            return
+        if found.cosine < _LEAST_COSINE or found.relative > 1.2:
+            yield _finding(
+                "R3",
+                name,
+                f"Decoded it has nothing of the original: relative error {found.relative:.3g}, "
+                f"cosine {found.cosine:.3g}.",
+                _AGAIN,
+            )
+        elif sums.bad_rows:
+            yield _finding(
+                "R3",
+                name,
+                f"{len(sums.bad_rows)} of its rows have nothing of the original, such as row "
+                f"{sums.bad_rows[0]}.",
+                _AGAIN,
+            )
+        elif sums.beyond:
+            yield _finding(
+                "R3",
+                name,
+                f"{sums.beyond} of its values are not rounded to the nearest: the worst is "
+                f"{sums.worst:.3g} times as far off as {args} allows.",
+                _AGAIN,
+            )
+
+    def compare_plain(self, name: str, used: set[str]) -> list[Finding]:
+        """A tensor that is not quantized against its original."""
+        place = self.checkpoint.places[name]
+        if _QPARAM.match(name) and place.info.numel <= 1 << 16 and self.find(name) is None:
+            return []
+        source = self.find(name, place.info.shape)
+        if source is None:
+            return self._from_single_experts(name, used) or self._added(name)
+        used.add(source.name)
+        if source.name in self.files.broken or name in self.checkpoint.broken:
+            return []
+        shape = self.shape(source)
+        if shape != place.info.shape:
+            said = f"Its shape is {list(place.info.shape)} and was {list(shape)}."
+            return [_finding("R4", name, said, _COPY)]
+        if source.expert is not None:
+            equal = _equal(self.checkpoint.read(name), self.rows(source, 0, place.info.shape[0]))
+        else:
+            equal = all(
+                _equal(ours, theirs)
+                for ours, theirs in zip(
+                    tensor_chunks(self.checkpoint, name, CHUNK),
+                    tensor_chunks(self.files, source.name, CHUNK),
+                    strict=True,
+                )
+            )
+        return [] if equal else [self._changed(name)]
+
+    def _changed(self, name: str) -> Finding:
+        meant = self.work in (Work.MOVED, Work.UNKNOWN)
+        return _finding(
+            "R4",
+            name,
+            "It is not quantized, and differs from the original.",
+            "Check that a modifier was meant to change it." if meant else _COPY,
+            Severity.NOTE if self.work is Work.MOVED else Severity.ERROR,
+        )
+
+    def _added(self, name: str) -> list[Finding]:
+        tied = self._tied(name.rpartition(".")[0])
+        if tied is not None:
+            same = _same_tensor(self.checkpoint, name, self.files, tied.name)
+            return [] if same else [self._changed(name)]
+        said = "The original has no such tensor."
+        return [_finding("R2", name, said, "Check where it comes from.", Severity.WARNING)]
+
+    def _from_single_experts(self, name: str, used: set[str]) -> list[Finding] | None:
+        """A stack of experts whose originals were stored one by one."""
+        match = _STACK.match(name)
+        shape = self.checkpoint.places[name].info.shape
+        if match is None or len(shape) != 3:
+            return None
+        owns = ("down_proj",) if match["own"] == "down_proj" else ("gate_proj", "up_proj")
+        for index in range(shape[0]):
+            pieces = []
+            for own in owns:
+                source = self.find(f"{match['experts']}.{index}.{own}.weight")
+                if source is None:
+                    return None
+                used.add(source.name)
+                pieces.append(self.files.read(source.name))
+            ours = self.checkpoint.read(name, index, index + 1)[0]
+            if not _equal(ours, torch.cat(pieces)):
+                return [self._changed(name)]
+        return []
+
+    def missing(self, used: set[str]) -> Iterator[Finding]:
+        """R1 and R5: what of the original was not found in the checkpoint."""
+        for name in self.files.places:
+            if name in used or _RECOMPUTED.match(name):
+                continue
+            twin = self._twin(name, used)
+            if twin is not None:
+                continue
+            head = name.endswith(("lm_head.weight", "embed_out.weight"))
+            yield _finding(
+                "R5" if head else "R1",
+                name,
+                "The original has its own output head, and the checkpoint has none."
+                if head
+                else "The original has this tensor, and the checkpoint has not.",
+                _COPY,
+            )
+
+    def _twin(self, name: str, used: set[str]) -> str | None:
+        """Another tensor of the original with the same content, which was found."""
+        info = self.files.places[name].info
+        for other in used:
+            place = self.files.places[other]
+            if other != name and place.info == info and info.numel > 1:
+                if _same_tensor(self.files, name, self.files, other):
+                    return other
+        return None
+
+    def beside(self) -> Iterator[Finding]:
+        """R6: the configuration and what lies beside the weights."""
+        ours, theirs = self.checkpoint.config, self.files.config
+        for key in sorted(set(theirs) - _FREE_KEYS):
+            if key not in ours:
+                said = f"config.json has lost {key}."
+            elif ours[key] != theirs[key] and not isinstance(theirs[key], Mapping):
+                said = f"{key} is {ours[key]!r} in config.json and was {theirs[key]!r}."
+            else:
+                continue
+            yield _finding("R6", "config.json", said, _COPY, Severity.WARNING)
+        for name in _SIDE_FILES:
+            there = (self.files.directory / name).is_file()
+            if there and not (self.checkpoint.directory / name).is_file():
+                said = "The original has this file, and the checkpoint has not."
+                yield _finding("R6", name, said, _COPY, Severity.WARNING)
+
+
+def _finding(
+    rule: str, module: str, message: str, remedy: str, severity: Severity = Severity.ERROR
+) -> Finding:
+    return Finding(rule, module, message, remedy, severity)
+
+
+def _tail(name: str) -> str:
+    """A name without the prefixes that differ between versions of transformers."""
+    while name.startswith(_PREFIXES):
+        name = name.partition(".")[2]
+    return name
+
+
+def _candidates(name: str) -> Iterator[str]:
+    yield name
+    parent, _, own = name.rpartition(".")
+    base, _, last = parent.rpartition(".")
+    other = _NAMES.get(last) or _OTHER_NAMES.get(last)
+    if other is not None:
+        yield f"{base}.{other}.{own}"
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two tensors are the same, in the dtype of the first."""
+    if ours.dtype != theirs.dtype:
+        theirs = theirs.to(ours.dtype)
+    same = torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+    return same or torch.equal(ours, theirs)
+
+
+def _same_tensor(files: Files, name: str, others: Files, other: str) -> bool:
+    first, second = files.places[name].info, others.places[other].info
+    if first.shape != second.shape or {name} & files.broken or {other} & others.broken:
+        return False
+    pairs = zip(tensor_chunks(files, name, CHUNK), tensor_chunks(others, other, CHUNK), strict=True)
+    return all(_equal(ours, theirs) for ours, theirs in pairs)
+
+
+def _add(sums: _Sums, part: Part, original: Tensor) -> None:
+    difference = part.decoded - original
+    sums.error += float(difference.square().sum(dtype=torch.float64))
+    source = original.square().sum(dim=1)
+    decoded = part.decoded.square().sum(dim=1)
+    product = (part.decoded * original).sum(dim=1)
+    sums.source += float(source.sum(dtype=torch.float64))
+    sums.decoded += float(decoded.sum(dtype=torch.float64))
+    sums.product += float(product.sum(dtype=torch.float64))
+    cosine = product / (source.sqrt() * decoded.sqrt()).clamp_min(1e-30)
+    bad = (source > 0) & ~(cosine > _LEAST_ROW_COSINE)
+    sums.bad_rows += [part.start + int(row) for row in bad.nonzero()]
+
+
+def _error(name: str, sums: _Sums) -> WeightError:
+    if not sums.source:
+        return WeightError(name, 0.0 if not sums.error else float("inf"), 1.0)
+    norm = sqrt(sums.source) * sqrt(sums.decoded)
+    return WeightError(
+        name, sqrt(sums.error / sums.source), sums.product / norm if norm else float("nan")
+    )
+
+
+def _bound(sums: _Sums, part: Part, original: Tensor, args: Args, eps: float) -> None:
+    """Count values that are further off than rounding to the nearest allows.
+
+    A value is within half a step of its code. Beyond the ends of the grid it may be anywhere: there
+    its code is the last one. The dtype in which the quotient was rounded adds to the half step.
+    """
+    scale = part.scale.clamp_min(1e-30)
+    units = part.decoded / scale
+    off = (part.decoded - original).abs() / scale
+    zero = part.zero if part.zero is not None else torch.zeros(())
+    if args.kind == "int":
+        half = torch.full_like(units, 0.5)
+        low, high = -(2.0 ** (args.bits - 1)) - zero, 2.0 ** (args.bits - 1) - 1 - zero
+        at_end = (units >= high - 0.25) | (units <= low + 0.25)
+    else:
+        half = _half_steps(units, args.bits)
+        at_end = units.abs() >= (448.0 if args.bits == 8 else 6.0) * (1 - 2**-6)
+    outwards = (original - part.decoded) * (units - torch.sign(units) * 0.5) >= 0
+    allowed = half + 2 * eps * (units.abs() + zero.abs() + 1)
+    beyond = (off > allowed) & ~(at_end & outwards)
+    count = int(beyond.sum())
+    if count:
+        sums.beyond += count
+        sums.worst = max(sums.worst, float((off / allowed)[beyond].max()))
+
+
+def _half_steps(units: Tensor, bits: int) -> Tensor:
+    """Half the wider of the two steps beside a float of the grid.
+
+    >>> _half_steps(torch.tensor([0.0, 1.5, 2.0, 6.0]), 4)
+    tensor([0.2500, 0.2500, 0.5000, 1.0000])
+    """
+    mantissa, least = (1, 0.5) if bits == 4 else (3, 2.0**-9)
+    # a value just below a power of two is taken for it
+    exponent = torch.floor(torch.log2(units.abs().clamp_min(least) * (1 + 2**-6)))
+    return (torch.exp2(exponent - mantissa) / 2).clamp_min(least / 2)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which group each server gives to a module.
+
+Three procedures, each as its reader has it: vLLM 0.33 (names in the order of the file, then joined
+shards, then classes as substrings of vLLM's own), SGLang 0.5 (classes before joined shards) and
+compressed-tensors 0.19, so transformers 5.17 (exact names, patterns, classes, each sorted).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from llmcompressor.verification.families import Family
+from llmcompressor.verification.layout import EXPERT, Entry, served_name
+from llmcompressor.verification.scheme import Group
+
+__all__ = ["Choice", "Resolver", "compiled", "served_class"]
+
+_CLASSES = {
+    "qkv_proj": "QKVParallelLinear",
+    "gate_up_proj": "MergedColumnParallelLinear",
+    "o_proj": "RowParallelLinear",
+    "down_proj": "RowParallelLinear",
+}
+_CLASS_OF = {"embedding": "VocabParallelEmbedding", "head": "ParallelLMHead", "gate": "GateLinear"}
+_PLAIN_CLASS = {"linear": "Linear", "head": "Linear", "embedding": "Embedding"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a server makes of a module.
+
+    Attributes:
+        group: the group it gets, ``None`` if it stays unquantized.
+        ignored: it is on the list of what to ignore.
+        mixed: some of the shards it is joined from are ignored, others not.
+    """
+
+    group: Group | None = None
+    ignored: bool = False
+    mixed: bool = False
+
+
+def compiled(pattern: str) -> re.Pattern[str] | None:
+    """The expression behind ``re:``, ``None`` if it is none or cannot be read."""
+    if not pattern.startswith("re:"):
+        return None
+    try:
+        return re.compile(pattern[3:])
+    except re.error:
+        return None
+
+
+def served_class(kind: str, path: str) -> str:
+    """The class of vLLM that stands for a module.
+
+    >>> served_class("linear", "model.layers.0.self_attn.qkv_proj")
+    'QKVParallelLinear'
+    """
+    last = path.rpartition(".")[2]
+    return _CLASS_OF.get(kind) or _CLASSES.get(last, "ColumnParallelLinear")
+
+
+class _Names:
+    """Names and patterns, asked by name."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = list(texts)
+        self.position: dict[str, int] = {}
+        self.patterns: list[tuple[int, re.Pattern[str]]] = []
+        for index, text in enumerate(self.texts):
+            expression = compiled(text)
+            if expression is not None:
+                self.patterns.append((index, expression))
+            else:
+                self.position.setdefault(text, index)
+
+    def first(self, name: str) -> int | None:
+        """Position of the first text that equals or matches ``name``."""
+        best = self.position.get(name)
+        for index, expression in self.patterns:
+            if best is not None and index > best:
+                break
+            if expression.match(name):
+                return index
+        return best
+
+
+class Resolver:
+    """Answers for one configuration.
+
+    Args:
+        config: the whole ``config.json``.
+        groups: its groups, in order.
+        ignore: names and patterns to ignore.
+        family: how vLLM builds the architecture.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        groups: Sequence[Group],
+        ignore: Sequence[str],
+        family: Family,
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.ignore = ignore
+        self.family = family
+        self._fused_of = {
+            shard: key for key, shards in family.fused.items() for shard in shards if shards
+        }
+        self._experts: dict[str, Choice] = {}
+
+    @cached_property
+    def _targets(self) -> dict[str, Group]:
+        """Target → group, as a dict of vLLM: a later group takes a target, its place stays."""
+        found: dict[str, Group] = {}
+        for group in self.groups:
+            if not group.is_attention:
+                found.update(dict.fromkeys(group.targets, group))
+        return found
+
+    @cached_property
+    def _served_targets(self) -> _Names:
+        return _Names(self._renamed(self._targets))
+
+    @cached_property
+    def _served_ignore(self) -> _Names:
+        return _Names(self._renamed(self.ignore))
+
+    @cached_property
+    def _plain_ignore(self) -> _Names:
+        return _Names(self.ignore)
+
+    @cached_property
+    def _sorted_targets(self) -> list[str]:
+        return sorted(self._targets, key=lambda text: ("re:" in text, text))
+
+    @cached_property
+    def _plain_targets(self) -> _Names:
+        return _Names(self._sorted_targets)
+
+    def _renamed(self, texts: Iterable[str]) -> list[str]:
+        """Only entries with a dot that are no patterns are renamed (S18)."""
+        return [
+            text if text.startswith("re:") or "." not in text else self.served(text)
+            for text in texts
+        ]
+
+    def served(self, name: str) -> str:
+        """The path under which vLLM looks ``name`` up."""
+        return served_name(name, self.config, self.family)
+
+    def unit(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """The joined module that ``name`` is part of and its shards; itself if there is none."""
+        parent, dot, last = name.rpartition(".")
+        key = self._fused_of.get(last)
+        if key is None or EXPERT.match(name):
+            return name, ()
+        return f"{parent}{dot}{key}", tuple(
+            f"{parent}{dot}{shard}" for shard in self.family.fused[key]
+        )
+
+    def vllm(self, entry: Entry) -> Choice:
+        """What vLLM 0.33 makes of a module."""
+        found = EXPERT.match(entry.name)
+        if found is not None:
+            return self._of_experts(found["experts"])
+        path, shards = self.unit(self.served(entry.name))
+        return self._joined(path, shards, entry.kind, class_first=False)
+
+    def sglang(self, entry: Entry) -> Choice:
+        """What SGLang 0.5 makes of a module."""
+        path, shards = self.unit(self.served(entry.name))
+        return self._joined(path, shards, entry.kind, class_first=True)
+
+    def alone(self, entry: Entry) -> Choice:
+        """What vLLM would make of a shard if it were joined with nothing."""
+        return self._joined(self.served(entry.name), (), entry.kind, class_first=False)
+
+    def _of_experts(self, experts: str) -> Choice:
+        """The choice for a whole mixture: expert 0 stands for all (S62)."""
+        if experts not in self._experts:
+            served = self.served(f"{experts}.0.gate_proj").rpartition(".0.")[0]
+            each = [
+                self._joined(f"{served}.0.{own}", (), "linear", class_first=False)
+                for own in self.family.experts
+            ]
+            first = each[0]
+            mixed = any(other.ignored != first.ignored for other in each[1:])
+            self._experts[experts] = Choice(first.group, first.ignored, mixed)
+        return self._experts[experts]
+
+    def _joined(
+        self, path: str, shards: tuple[str, ...], kind: str, *, class_first: bool
+    ) -> Choice:
+        ignored, mixed = self._is_ignored(path, shards, suffixes=class_first)
+        if ignored:
+            return Choice(ignored=True, mixed=mixed)
+        name = self._named(path)
+        if name is not None:
+            return Choice(name, mixed=mixed)
+        by_shards, by_class = self._by_shards(shards), self._by_class(path, kind)
+        first, second = (by_class, by_shards) if class_first else (by_shards, by_class)
+        return Choice(first or second, mixed=mixed)
+
+    def _is_ignored(
+        self, path: str, shards: tuple[str, ...], *, suffixes: bool
+    ) -> tuple[bool, bool]:
+        if self._ignores(path, suffixes):
+            return True, False
+        flags = [self._ignores(shard, suffixes) for shard in shards]
+        return bool(flags) and all(flags), any(flags) and not all(flags)
+
+    def _ignores(self, path: str, suffixes: bool) -> bool:
+        if self._served_ignore.first(path) is not None:
+            return True
+        if not suffixes:
+            return False
+        tails = path.split(".")
+        known = self._served_ignore.position
+        return any(".".join(tails[index:]) in known for index in range(1, len(tails)))
+
+    def _named(self, path: str) -> Group | None:
+        position = self._served_targets.first(path)
+        return None if position is None else self._in_order[position]
+
+    @cached_property
+    def _in_order(self) -> list[Group]:
+        return list(self._targets.values())
+
+    def _by_shards(self, shards: tuple[str, ...]) -> Group | None:
+        found = [self._named(shard) for shard in shards]
+        return found[0] if found and all(group is not None for group in found) else None
+
+    def _by_class(self, path: str, kind: str) -> Group | None:
+        cls = served_class(kind, path)
+        for target, group in self._targets.items():
+            expression = compiled(target)
+            if expression.match(cls) if expression else target.lower() in cls.lower():
+                return group
+        return None
+
+    def transformers(self, entry: Entry) -> Choice:
+        """What compressed-tensors 0.19, and so transformers 5.17, makes of a module."""
+        cls = _PLAIN_CLASS.get(entry.kind, "")
+        names = dict.fromkeys((entry.name, self.served(entry.name)))
+        if cls in self.ignore or any(self._plain_ignore.first(name) is not None for name in names):
+            return Choice(ignored=True)
+        for name in names:
+            position = self._plain_targets.first(name)
+            if position is not None:
+                return Choice(self._targets[self._sorted_targets[position]])
+        return Choice(self._targets.get(cls))
+
+    def naming(self, entry: Entry) -> list[Group]:
+        """The groups with a target that names this module."""
+        names = {entry.name, self.served(entry.name)}
+        return [
+            group
+            for group, targets in self._names_of_groups
+            if any(targets.first(name) is not None for name in names)
+        ]
+
+    @cached_property
+    def _names_of_groups(self) -> list[tuple[Group, _Names]]:
+        return [(group, _Names(group.targets)) for group in self.groups]

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule is, and the view of a checkpoint that its check gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from llmcompressor.verification.expected import columns_of, expected_tensors, misfits
+from llmcompressor.verification.facts import Deployment, Severity, TensorInfo, Tensors
+from llmcompressor.verification.families import Family, family_of, text_settings
+from llmcompressor.verification.layout import EXPERT, Entry, entries_of
+from llmcompressor.verification.resolve import Choice, Resolver
+from llmcompressor.verification.scheme import Group, Scheme, parse_groups, settings_of
+
+__all__ = ["CONFIG", "DEPLOYMENT", "HEADERS", "TENSORS", "Problem", "Rule", "View", "joined"]
+
+CONFIG, HEADERS, TENSORS, DEPLOYMENT = "config", "headers", "tensors", "deployment"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One breach of a rule.
+
+    Attributes:
+        module: what breaches it.
+        message: how, one sentence.
+        remedy: what to do about it, one sentence.
+        severity: where it is not the rule's own.
+    """
+
+    module: str
+    message: str
+    remedy: str = ""
+    severity: Severity | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of a server, as data.
+
+    Attributes:
+        number: its number in the specification, such as ``S30``.
+        title: the rule in a few words.
+        check: finds breaches.
+        server: whose rule it is.
+        versions: the releases that it was read in.
+        needs: ``config``, ``headers``, ``tensors`` (small ones) or ``deployment``.
+        severity: of a breach, unless the breach says otherwise.
+        is_limit: the checkpoint is sound and this server alone cannot serve it; unless that
+            server is asked about, a breach is a warning.
+    """
+
+    number: str
+    title: str
+    check: Callable[[View], Iterable[Problem]]
+    server: str = "vllm"
+    versions: str = "0.33"
+    needs: str = HEADERS
+    severity: Severity = Severity.ERROR
+    is_limit: bool = False
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A tensor that is not as a scheme wants it.
+
+    Attributes:
+        entry: the module.
+        scheme: its scheme.
+        columns: columns of its weight.
+        own: the tensor's own name.
+        what: ``missing``, ``extra``, ``dtype`` or ``shape``.
+        sentence: how it differs.
+    """
+
+    entry: Entry
+    scheme: Scheme
+    columns: int
+    own: str
+    what: str
+    sentence: str
+
+
+class View:
+    """A checkpoint as rules see it: nothing here reads a file.
+
+    Args:
+        config: the content of ``config.json``.
+        headers: tensor name → dtype and shape.
+        tensors: reads a small tensor, ``None`` if data is out of reach.
+        deployment: where it is to be served.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        headers: Mapping[str, TensorInfo],
+        tensors: Tensors | None = None,
+        deployment: Deployment | None = None,
+    ) -> None:
+        self.config = config
+        self.headers = headers
+        self.tensors = tensors
+        self.deployment = deployment or Deployment()
+        self._choices: dict[tuple[str, str], Choice] = {}
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The ``quantization_config``, empty if there is none."""
+        return settings_of(self.config) or {}
+
+    @cached_property
+    def text(self) -> Mapping[str, Any]:
+        """The settings of the language model."""
+        return text_settings(self.config)
+
+    @cached_property
+    def family(self) -> Family:
+        """How vLLM builds the architecture."""
+        return family_of(self.config)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The configuration's groups."""
+        return parse_groups(self.settings)
+
+    @cached_property
+    def ignore(self) -> list[str]:
+        """The texts of ``ignore``."""
+        found = self.settings.get("ignore")
+        return [str(text) for text in found] if isinstance(found, list) else []
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """The checkpoint's modules."""
+        return entries_of(self.headers)
+
+    @cached_property
+    def resolver(self) -> Resolver:
+        """Who gives which group to a module."""
+        return Resolver(self.config, self.groups, self.ignore, self.family)
+
+    @cached_property
+    def matrices(self) -> list[Entry]:
+        """Modules with a weight of two dimensions, quantized or not."""
+        return [entry for entry in self.entries.values() if entry.kind != "other"]
+
+    @cached_property
+    def quantized(self) -> list[Entry]:
+        """Modules that hold codes."""
+        return [entry for entry in self.matrices if entry.is_quantized]
+
+    @cached_property
+    def is_tied(self) -> bool:
+        """Whether input and output embeddings are one tensor."""
+        for holder in (self.text, self.config):
+            if "tie_word_embeddings" in holder:
+                return bool(holder["tie_word_embeddings"])
+        return False
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype in which the model is to run."""
+        own = self.config.get("dtype") or self.config.get("torch_dtype") or self.text.get("dtype")
+        return self.deployment.plain_dtype or str(own or "bfloat16").removeprefix("torch.")
+
+    def choice(self, entry: Entry, server: str = "vllm") -> Choice:
+        """What a server makes of a module."""
+        key = (server, entry.name)
+        if key not in self._choices:
+            self._choices[key] = getattr(self.resolver, server)(entry)
+        return self._choices[key]
+
+    def scheme(self, entry: Entry) -> Scheme | None:
+        """The scheme that vLLM looks up for a module."""
+        group = self.choice(entry).group
+        return group.scheme if group is not None else None
+
+    def coded(self) -> Iterator[tuple[Entry, Scheme]]:
+        """Quantized modules that a server finds a scheme for."""
+        for entry in self.quantized:
+            scheme = self.scheme(entry) or self._elsewhere(entry)
+            if scheme is not None and scheme.weights is not None:
+                yield entry, scheme
+
+    def _elsewhere(self, entry: Entry) -> Scheme | None:
+        group = self.choice(entry, "transformers").group
+        return group.scheme if group is not None else None
+
+    def is_plain(self, entry: Entry) -> bool:
+        """Whether vLLM builds a module without a scheme, whatever the configuration says."""
+        if entry.kind == "gate":
+            return not self.family.gate_is_quantizable
+        if entry.kind == "head":
+            return not self.family.quantizes_head
+        return any(pattern.fullmatch(entry.name) for pattern in self._plain_patterns)
+
+    @cached_property
+    def _plain_patterns(self) -> list[re.Pattern[str]]:
+        return [re.compile(pattern) for pattern in self.family.plain]
+
+    def columns(self, entry: Entry, scheme: Scheme) -> int | None:
+        """Columns of a module's weight."""
+        return columns_of(entry, scheme, self.stored_shape(entry))
+
+    def stored_shape(self, entry: Entry) -> tuple[int, ...] | None:
+        """The content of ``weight_shape``, where data may be read."""
+        if self.tensors is None or "weight_shape" not in entry.own:
+            return None
+        if entry.own["weight_shape"].shape != (2,):
+            return None
+        return tuple(int(size) for size in self.tensors(f"{entry.name}.weight_shape").tolist())
+
+    @cached_property
+    def used(self) -> list[Group]:
+        """The groups that vLLM gives to some module."""
+        names = {
+            choice.group.name
+            for choice in (self.choice(entry) for entry in self.matrices)
+            if choice.group is not None
+        }
+        return [group for group in self.groups if group.name in names]
+
+    @cached_property
+    def misfits(self) -> list[Misfit]:
+        """Where the tensors of quantized modules are not those of their schemes."""
+        found = []
+        for entry, scheme in self.coded():
+            columns = self.columns(entry, scheme)
+            if entry.rows is None or columns is None:
+                continue
+            wanted = expected_tensors(scheme, entry.rows, columns)
+            found += [
+                Misfit(entry, scheme, columns, own, what, sentence)
+                for own, what, sentence in misfits(entry.own, wanted)
+            ]
+            found += [
+                Misfit(entry, scheme, columns, own, "extra", f"It has a {own}, which is not read.")
+                for own in entry.own
+                if own not in wanted and own != "bias"
+            ]
+        return found
+
+    @cached_property
+    def joined(self) -> dict[str, list[Entry]]:
+        """Joined module (by its path in the checkpoint) → its shards, of two or more."""
+        found: dict[str, list[Entry]] = {}
+        for entry in self.matrices:
+            if entry.kind == "linear" and not entry.is_expert:
+                path, shards = self.resolver.unit(entry.name)
+                if shards:
+                    found.setdefault(path, []).append(entry)
+        return {path: shards for path, shards in found.items() if len(shards) > 1}
+
+    @cached_property
+    def mixtures(self) -> dict[str, dict[int, dict[str, Entry]]]:
+        """Path of a mixture → index of an expert → projection → module."""
+        found: dict[str, dict[int, dict[str, Entry]]] = {}
+        for entry in self.matrices:
+            match = EXPERT.match(entry.name)
+            if match is not None:
+                experts = found.setdefault(match["experts"], {})
+                experts.setdefault(int(match["index"]), {})[match["own"]] = entry
+        return found
+
+    @cached_property
+    def expert_pairs(self) -> list[tuple[str, Entry, Entry]]:
+        """Gate and up of each expert, with the expert's path."""
+        pairs = []
+        for path, experts in self.mixtures.items():
+            for index, own in experts.items():
+                for gate, up in (("gate_proj", "up_proj"), ("w1", "w3")):
+                    if gate in own and up in own:
+                        pairs.append((f"{path}.{index}", own[gate], own[up]))
+        return pairs
+
+    @cached_property
+    def attentions(self) -> list[str]:
+        """Paths of the modules that hold keys and values."""
+        parents = {
+            entry.parent
+            for entry in self.matrices
+            if entry.last in ("k_proj", "qkv_proj") and "vision" not in entry.name
+        }
+        return sorted(parents)
+
+    @property
+    def is_compressed_tensors(self) -> bool:
+        """Whether the configuration says that the checkpoint is quantized in this format."""
+        method = str(self.settings.get("quant_method") or "").lower().replace("_", "-")
+        return method == "compressed-tensors"
+
+
+def joined(names: Iterable[str], most: int = 4) -> str:
+    """Some names for a message.
+
+    >>> joined(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    every = list(names)
+    shown = ", ".join(every[:most])
+    return f"{shown} and {len(every) - most} more" if len(every) > most else shown

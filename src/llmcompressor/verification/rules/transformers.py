@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Section 12: transformers (T1 to T6)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from llmcompressor.verification.facts import Severity
+from llmcompressor.verification.layout import Entry
+from llmcompressor.verification.rules.base import CONFIG, Problem, Rule, View, joined
+from llmcompressor.verification.rules.config import raw_groups
+from llmcompressor.verification.scheme import Args, Group, Scheme
+
+__all__ = ["RULES"]
+
+_GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
+_VERSION = "5.17"
+
+
+def keys_are_known(view: View) -> Iterator[Problem]:
+    """T1."""
+    if not view.settings:
+        return
+    if not view.settings.get("config_groups") and not view.settings.get("kv_cache_scheme"):
+        yield Problem(
+            "quantization_config",
+            "It has neither config_groups nor kv_cache_scheme.",
+            "Write the groups, or leave quantization_config out.",
+        )
+    for name, raw in raw_groups(view):
+        unknown = sorted(set(raw) - _GROUP_KEYS) if isinstance(raw, Mapping) else []
+        if unknown:
+            yield Problem(
+                name, f"The group has keys that are refused: {joined(unknown)}.", "Remove them."
+            )
+
+
+def status_is_compressed(view: View) -> Iterator[Problem]:
+    """T2."""
+    status = view.settings.get("quantization_status")
+    if view.settings and view.quantized and status != "compressed":
+        yield Problem(
+            "quantization_config",
+            f"Its quantization_status is {status!r}, so packed weights are not looked for and "
+            "weights are random.",
+            'Set quantization_status to "compressed".',
+        )
+
+
+def nothing_is_random(view: View) -> Iterator[Problem]:
+    """T4: every module that is looked for compressed has its tensors."""
+    for entry in view.matrices:
+        if entry.is_quantized or entry.is_expert or _is_free(view, entry):
+            continue
+        group = view.choice(entry, "transformers").group
+        if group is None or group.scheme.weights is None or group.scheme.format == "dense":
+            continue
+        if _may_be_another_class(entry):
+            continue
+        yield Problem(
+            entry.name,
+            f"transformers looks for its codes ({group.name}), and the file holds a plain weight.",
+            "Add it to ignore.",
+        )
+
+
+def _is_free(view: View, entry: Entry) -> bool:
+    """Tensors that the model class does not own are not looked for."""
+    draft = view.family.draft
+    if draft and re.match(draft, entry.name):
+        return True
+    count = view.text.get("num_hidden_layers")
+    layer = re.match(r"(?:.*\.)?layers\.(\d+)\.", entry.name)
+    return layer is not None and isinstance(count, int) and int(layer[1]) >= count
+
+
+def _may_be_another_class(entry: Entry) -> bool:
+    """Router gates are often of a class of their own, which the target Linear does not reach."""
+    return entry.kind == "gate"
+
+
+def selection_is_the_same(view: View) -> Iterator[Problem]:
+    """T5."""
+    for entry in view.quantized:
+        if entry.is_expert:
+            continue
+        choice = view.choice(entry, "transformers")
+        if choice.group is None:
+            why = "ignores it" if choice.ignored else "finds no target for it"
+            yield Problem(
+                entry.name,
+                f"It is quantized, and transformers {why}: its weight is random there.",
+                "Give it a target in one group, and take it off ignore.",
+            )
+
+
+def _guessed(view: View) -> Group | None:
+    """The group that transformers takes for experts: named by a pattern, else by a class."""
+    ordered = sorted(view.groups, key=lambda group: group.name)
+    for group in ordered:
+        if any(text.startswith("re:") and "experts" in text for text in group.targets):
+            return group
+    for group in ordered:
+        if any(not text.startswith("re:") for text in group.targets):
+            return group
+    return None
+
+
+def experts_are_restored(view: View) -> Iterator[Problem]:
+    """T6."""
+    for path, experts in view.mixtures.items():
+        entry = next(iter(next(iter(experts.values())).values()))
+        guessed = _guessed(view)
+        if not entry.is_quantized:
+            yield from _dense_experts(path, guessed)
+            continue
+        group = view.choice(entry).group
+        scheme = group.scheme if group is not None else None
+        if scheme is None or scheme.weights is None:
+            continue
+        for reason in _lost(entry, scheme, scheme.weights):
+            yield Problem(path, reason, "Serve it with vLLM.")
+        if guessed is not None and guessed.scheme != scheme:
+            yield Problem(
+                path,
+                f"transformers takes {guessed.name} for its experts, which have another scheme.",
+                "Name the experts by a pattern with 'experts' in it, in one group.",
+            )
+
+
+def _dense_experts(path: str, guessed: Group | None) -> Iterator[Problem]:
+    weights = guessed.scheme.weights if guessed is not None else None
+    if guessed is None or weights is None or (weights.kind == "float" and weights.bits == 8):
+        return
+    yield Problem(
+        path,
+        f"Its experts are plain, and transformers looks for codes of {guessed.name}: they are "
+        "random there.",
+        "Put a group of 8-bit floats first whose pattern says 'experts' and matches nothing.",
+        Severity.ERROR,
+    )
+
+
+def _lost(entry: Entry, scheme: Scheme, weights: Args) -> Iterator[str]:
+    if weights.is_nvfp4:
+        yield "transformers loses the global scales of NVFP4 experts: they are scaled wrong."
+    if not weights.symmetric and entry.form == "packed":
+        yield "transformers cannot load packed experts with zero points."
+    if scheme.format in ("int-quantized", "naive-quantized") and weights.kind == "int":
+        yield "transformers does not find 8-bit integer experts: they are random."
+    if weights.kind == "float" and weights.strategy == "block":
+        yield "transformers multiplies block scales of experts without expanding them."
+    if weights.is_mxfp8 or weights.is_mxfp4:
+        yield "transformers takes the exponents of MX experts for numbers."
+    if entry.form == "packed" and weights.bits in (3, 5, 6, 7) and "weight_shape" not in entry.own:
+        yield f"Without weight_shape the width of {weights.bits}-bit experts is not known."
+
+
+RULES = (
+    Rule(
+        "T1",
+        "the configuration has groups, and known keys",
+        keys_are_known,
+        server="transformers",
+        versions=_VERSION,
+        needs=CONFIG,
+    ),
+    Rule(
+        "T2",
+        "quantization_status is compressed",
+        status_is_compressed,
+        server="transformers",
+        versions=_VERSION,
+    ),
+    Rule(
+        "T4",
+        "no weight is initialized at random",
+        nothing_is_random,
+        server="transformers",
+        versions=_VERSION,
+    ),
+    Rule(
+        "T5",
+        "quantized modules are found",
+        selection_is_the_same,
+        server="transformers",
+        versions=_VERSION,
+    ),
+    Rule(
+        "T6",
+        "experts are restored",
+        experts_are_restored,
+        server="transformers",
+        versions=_VERSION,
+        is_limit=True,
+    ),
+)

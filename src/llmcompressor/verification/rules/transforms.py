@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Section 11: ``transform_config`` (S73 to S77)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmcompressor.verification.layout import Entry
+from llmcompressor.verification.resolve import compiled
+from llmcompressor.verification.rules.base import CONFIG, DEPLOYMENT, Problem, Rule, View, joined
+
+__all__ = ["RULES"]
+
+_KEYS = frozenset({"type", "apply", "randomize", "requires_grad", "block_size", "head_dim"})
+_KEYS_MORE = frozenset({"precision"})
+_APPLY_KEYS = frozenset({"targets", "location", "inverse", "ignore"})
+_ONLINE = ("input", "output")
+_CACHE = ("k_cache", "q_attn")
+
+
+def _transforms(view: View) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    settings = view.settings.get("transform_config")
+    groups = settings.get("config_groups") if isinstance(settings, Mapping) else None
+    for name, raw in groups.items() if isinstance(groups, Mapping) else ():
+        if isinstance(raw, Mapping):
+            yield str(name), raw
+
+
+def _applied(view: View) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    for name, raw in _transforms(view):
+        applied = raw.get("apply")
+        for one in applied if isinstance(applied, list) else ():
+            if isinstance(one, Mapping):
+                yield name, raw, one
+
+
+def _reached(view: View, one: Mapping[str, Any]) -> list[Entry]:
+    """The matrices that an application names."""
+    targets = one.get("targets")
+    texts = [targets] if isinstance(targets, str) else list(targets or ())
+    ignored = one.get("ignore")
+    left_out = [ignored] if isinstance(ignored, str) else list(ignored or ())
+    return [
+        entry
+        for entry in view.matrices
+        if any(_names(text, entry) for text in texts)
+        and not any(_names(text, entry) for text in left_out)
+    ]
+
+
+def _names(text: str, entry: Entry) -> bool:
+    expression = compiled(text)
+    if expression is not None:
+        return expression.match(entry.name) is not None
+    return text == entry.name or (text == "Linear" and entry.kind in ("linear", "head"))
+
+
+def transforms_are_read(view: View) -> Iterator[Problem]:
+    """S73."""
+    for name, raw in _transforms(view):
+        unknown = sorted(set(raw) - _KEYS - _KEYS_MORE)
+        if unknown:
+            yield Problem(name, f"It has keys that are refused: {joined(unknown)}.", "Remove them.")
+    for name, _, one in _applied(view):
+        unknown = sorted(set(one) - _APPLY_KEYS)
+        if unknown:
+            yield Problem(name, f"It has keys that are refused: {joined(unknown)}.", "Remove them.")
+        location = str(one.get("location"))
+        if location in _CACHE:
+            reached = _reached(view, one)
+            what = "raises for Linear modules" if reached else "is never applied, silently"
+            yield Problem(
+                name,
+                f"The location {location} {what}.",
+                "Leave the rotation of queries and keys out.",
+            )
+
+
+def transforms_reach_linears(view: View) -> Iterator[Problem]:
+    """S74."""
+    for name, _, one in _applied(view):
+        if one.get("location") not in _ONLINE:
+            continue
+        lost = [
+            entry.name
+            for entry in _reached(view, one)
+            if entry.is_expert or entry.kind in ("head", "embedding")
+        ]
+        if lost:
+            yield Problem(
+                name,
+                f"It is online on {joined(lost)}, where it is silently not applied.",
+                "Fuse it into the weights, or leave these modules out.",
+            )
+
+
+def transforms_restrict(view: View) -> Iterator[Problem]:
+    """S75."""
+    online = [each for each in _applied(view) if each[2].get("location") in _ONLINE]
+    for tp in view.deployment.tp:
+        if online and tp > 1:
+            yield Problem(
+                online[0][0],
+                f"Online transforms are not served over {tp} devices.",
+                "Serve it on one device.",
+                view.deployment.tp_severity(tp),
+            )
+            break
+    for name, _, one in online:
+        reached = _reached(view, one)
+        biased = [entry.name for entry in reached if "bias" in entry.own]
+        if biased:
+            yield Problem(
+                name,
+                f"It is online on {joined(biased)}, which have a bias.",
+                "Leave these modules out.",
+            )
+        if one.get("location") == "input":
+            yield from _partly(view, name, reached)
+
+
+def _partly(view: View, name: str, reached: list[Entry]) -> Iterator[Problem]:
+    names = {entry.name for entry in reached}
+    for path, shards in view.joined.items():
+        with_it = [shard for shard in shards if shard.name in names]
+        if with_it and len(with_it) < len(shards):
+            yield Problem(
+                path,
+                f"Only some of its shards have the input transform {name}.",
+                "Transform the input of all of them.",
+            )
+
+
+def transforms_have_tensors(view: View) -> Iterator[Problem]:
+    """S76."""
+    for name, raw, one in _applied(view):
+        location = one.get("location")
+        if location not in _ONLINE:
+            continue
+        for entry in _reached(view, one):
+            info = view.headers.get(f"{entry.name}.{name}_{location}.weight")
+            size = raw.get("head_dim") or raw.get("block_size")
+            if info is None:
+                yield Problem(
+                    entry.name, f"It has no {name}_{location}.weight.", "Compress it anew."
+                )
+            elif len(info.shape) != 2 or (size and info.shape != (size, size)):
+                yield Problem(
+                    entry.name,
+                    f"Its {name}_{location}.weight has the shape {list(info.shape)}.",
+                    "Compress it anew.",
+                )
+
+
+def transformers_applies_none(view: View) -> Iterator[Problem]:
+    """S77."""
+    online = [name for name, _, one in _applied(view) if one.get("location") in _ONLINE]
+    if online:
+        yield Problem(
+            "transform_config",
+            f"transformers does not apply {joined(dict.fromkeys(online))}: what it computes is "
+            "wrong.",
+            "Serve it with vLLM, or fuse the transforms into the weights.",
+        )
+
+
+RULES = (
+    Rule("S73", "transforms have known keys and places", transforms_are_read, needs=CONFIG),
+    Rule("S74", "online transforms are on plain Linears", transforms_reach_linears),
+    Rule("S75", "one device, no bias, whole inputs", transforms_restrict, needs=DEPLOYMENT),
+    Rule("S76", "transforms have their tensors", transforms_have_tensors),
+    Rule(
+        "S77",
+        "transformers applies no transforms",
+        transformers_applies_none,
+        server="transformers",
+        versions="5.17",
+        is_limit=True,
+    ),
+)

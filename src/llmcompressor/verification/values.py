@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of one module: scales, zero points, codes, plain floats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompressor.verification.decode import CHUNK, Codes
+from llmcompressor.verification.facts import Finding, Severity
+from llmcompressor.verification.files import Files, tensor_chunks
+from llmcompressor.verification.layout import PLAIN_FLOATS, Entry
+
+__all__ = ["TITLES", "check_codes", "check_plain", "check_scales"]
+
+TITLES = {
+    "S27": "integers are offset by half their range",
+    "S72": "scales are finite and positive",
+    "V1": "scales are not an untouched buffer",
+    "V2": "zero points and codes are in range, and zero points were calculated",
+    "V3": "unused bits of packed words are zero",
+    "V4": "codes were written",
+    "V5": "scales use the range of the codes",
+    "V6": "plain tensors are finite",
+}
+_AGAIN = "Compress the model anew."
+_SCALES = ("weight_scale", "input_scale", "output_scale")
+_GLOBAL = ("weight_global_scale", "input_global_scale")
+_FEW = 8
+_SAMPLE_ROWS = 64
+_OUTER = 0.65
+
+
+@dataclass
+class _Say:
+    """Collects findings about one module."""
+
+    module: str
+    findings: list[Finding]
+
+    def __call__(
+        self,
+        rule: str,
+        message: str,
+        remedy: str = _AGAIN,
+        severity: Severity = Severity.ERROR,
+    ) -> None:
+        server = "vllm" if rule.startswith("S") else ""
+        self.findings.append(Finding(rule, self.module, message, remedy, severity, server))
+
+
+def check_scales(files: Files, entry: Entry) -> list[Finding]:
+    """Scales of a quantized module by themselves (S72)."""
+    say = _Say(entry.name, [])
+    for own in (*_SCALES, *_GLOBAL):
+        name = f"{entry.name}.{own}"
+        if own not in entry.own or name in files.broken:
+            continue
+        raw = files.read(name)
+        if raw.dtype is torch.uint8:
+            if bool((raw == 255).any()):
+                say("S72", f"Its {own} has {int((raw == 255).sum())} exponents that mean NaN.")
+            continue
+        if not raw.dtype.is_floating_point:
+            continue
+        scale = raw.float()
+        if not bool(torch.isfinite(scale).all()):
+            bad = int((~torch.isfinite(scale)).sum())
+            say("S72", f"Its {own} has {bad} of {scale.numel()} values that are not finite.")
+        elif bool((scale < 0).any()):
+            say("S72", f"Its {own} has {int((scale < 0).sum())} negative values.")
+        elif own != "output_scale" and bool((scale == 0).any()):
+            # 8-bit float scales of all-zero groups may be zero; check_codes looks at them
+            if raw.dtype is not torch.float8_e4m3fn or bool((scale == 0).all()):
+                say("S72", f"Its {own} has {int((scale == 0).sum())} values of zero.")
+        if own == "input_scale" and scale.numel() == 1 and float(scale.reshape(())) == 1.0:
+            say(
+                "V1",
+                "Its input_scale is exactly 1, as if it had never been calibrated.",
+                severity=Severity.WARNING,
+            )
+    return say.findings
+
+
+def check_codes(codes: Codes) -> list[Finding]:
+    """Codes against their scales and zero points, in one pass over the codes."""
+    say = _Say(codes.entry.name, [])
+    seen = _Pass(codes)
+    for start, stop in codes.spans():
+        seen.look(codes.raw(start, stop), start)
+    _say_of_codes(say, codes, seen)
+    scale = codes.own("weight_scale")
+    if scale is not None:
+        _check_untouched(say, codes, scale, seen)
+        _check_used(say, codes, scale, seen)
+    zero = codes.zero_points()
+    if zero is not None:
+        _check_zero_points(say, codes, zero)
+    if codes.stored == "weight_packed" and codes.args.kind == "int":
+        _check_packing(say, codes)
+    return say.findings
+
+
+class _Pass:
+    """What one pass over the codes of a module sees.
+
+    Args:
+        codes: the codes.
+    """
+
+    def __init__(self, codes: Codes) -> None:
+        self.codes = codes
+        self.rows_unwritten: list[int] = []
+        self.is_constant = True
+        self.not_a_number = 0
+        self.out_of_range = 0
+        self.largest = torch.zeros(codes.rows)
+        self._first: int | None = None
+
+    def look(self, raw: Tensor, start: int) -> None:
+        """Take in some rows."""
+        plain = raw.view(torch.uint8) if raw.dtype is torch.float8_e4m3fn else raw
+        if plain.numel() == 0:
+            return
+        low, high = plain.aminmax()
+        first = int(plain.reshape(-1)[0])
+        self._first = first if self._first is None else self._first
+        self.is_constant &= int(low) == int(high) == self._first
+        if raw.dtype is torch.int32:
+            dead = (plain == 0).all(dim=1)
+            self.rows_unwritten += [start + int(row) for row in dead.nonzero()[:8]]
+        elif raw.dtype is torch.float8_e4m3fn:
+            magnitude = plain & 127
+            self.not_a_number += int((magnitude == 127).sum())
+            self.largest[start : start + len(raw)] = (
+                raw.view(torch.uint8).bitwise_and(127).view(torch.float8_e4m3fn).float().amax(1)
+            )
+        elif raw.dtype is torch.int8:
+            limit = 2 ** (self.codes.args.bits - 1)
+            self.out_of_range += int((plain >= limit).sum()) + int((plain < -limit).sum())
+            self.largest[start : start + len(raw)] = torch.maximum(
+                plain.amax(1).float(), -plain.amin(1).float()
+            )
+
+
+def _say_of_codes(say: _Say, codes: Codes, seen: _Pass) -> None:
+    if seen.not_a_number:
+        say("V6", f"Its weight has {seen.not_a_number} codes that mean NaN.")
+    if seen.out_of_range:
+        say("V2", f"Its weight has {seen.out_of_range} codes beyond {codes.args.bits} bits.")
+    if seen.is_constant and codes.rows * codes.columns > 1:
+        scale = codes.own("weight_scale")
+        # a weight of zeros has the least scale there is
+        varied = scale is not None and scale.numel() > 1 and len(scale.unique()) > 1
+        if varied or (codes.stored == "weight_packed" and codes.args.kind == "int"):
+            say("V4", "All of its codes are equal: they were never written.")
+            return
+    if seen.rows_unwritten and codes.args.symmetric:
+        say(
+            "V4",
+            f"Some of its rows hold zero words, such as row {seen.rows_unwritten[0]}: they were "
+            "never written.",
+        )
+
+
+def _check_untouched(say: _Say, codes: Codes, scale: Tensor, seen: _Pass) -> None:
+    """V1, and S72 for zero scales of groups that are not zero."""
+    if seen.is_constant:
+        return
+    first = float(scale.reshape(-1)[0].float()) if scale.numel() else 0.0
+    if scale.numel() >= _FEW and bool((scale.float() == first).all()):
+        is_exponent = scale.dtype is torch.uint8
+        if first in ((127.0, 0.0) if is_exponent else (1.0,)):
+            what = "They are all 1" if first else "They are all zero"
+            say("V1", f"{what} for a weight that varies: its scales were never calculated.")
+        elif first != 0 and not is_exponent:
+            say(
+                "V1",
+                f"All of its {scale.numel()} scales are {first:.6g}.",
+                severity=Severity.WARNING,
+            )
+    elif scale.dtype is torch.float8_e4m3fn and bool((scale.float() == 0).any()):
+        if _has_codes_without_scale(codes, scale):
+            say("S72", "Its weight_scale is zero for groups whose codes are not.")
+
+
+def _has_codes_without_scale(codes: Codes, scale: Tensor) -> bool:
+    """Whether a group with a scale of zero has a code other than zero (4-bit floats)."""
+    if codes.stored != "weight_packed" or scale.ndim != 2 or not codes.args.group:
+        return False
+    rows = (scale.float() == 0).any(dim=1).nonzero().reshape(-1)[:_SAMPLE_ROWS]
+    width = codes.args.group // 2
+    for row in rows.tolist():
+        magnitudes = codes.raw(row, row + 1).reshape(-1) & 0x77
+        groups = magnitudes[: scale.shape[1] * width].reshape(-1, width)
+        if bool((groups.amax(dim=1)[scale[row].float() == 0] != 0).any()):
+            return True
+    return False
+
+
+def _check_used(say: _Say, codes: Codes, scale: Tensor, seen: _Pass) -> None:
+    """V5, for codes of 8 bits with a scale per row or tensor."""
+    if codes.stored != "weight" or codes.args.strategy not in ("tensor", "channel"):
+        return
+    top = 448.0 if codes.args.kind == "float" else float(2 ** (codes.args.bits - 1) - 1)
+    largest = seen.largest.amax() if codes.args.strategy == "tensor" else seen.largest.median()
+    if 0 < float(largest) < top / 8 and codes.args.symmetric:
+        say(
+            "V5",
+            f"Its codes reach {float(largest):.3g} of {top:.0f}: its scales are too large.",
+            severity=Severity.WARNING,
+        )
+
+
+def _check_zero_points(say: _Say, codes: Codes, zero: Tensor) -> None:
+    """V2."""
+    limit = 2 ** (codes.args.bits - 1)
+    if zero.dtype is torch.int8 and bool(((zero >= limit) | (zero < -limit)).any()):
+        say("V2", f"Its zero points are not all within {codes.args.bits} bits.")
+    elif zero.numel() >= _FEW and bool((zero == -limit).all()):
+        say("V2", "All of its zero points are the least code: they were never calculated.")
+
+
+def _check_packing(say: _Say, codes: Codes) -> None:
+    """V3 and S27."""
+    bits = codes.args.bits
+    used = codes.columns * bits % 32
+    if used:
+        for start, stop in codes.spans():
+            # the words are unsigned; shifted as 64-bit integers no sign is carried along
+            last = codes.raw(start, stop)[:, -1].to(torch.int64) & 0xFFFFFFFF
+            if bool((last >> used).any()):
+                say("V3", "Unused bits at the end of its rows are not zero.")
+                break
+    if bits < 3 or not codes.args.symmetric:
+        return
+    middle = min(codes.rows, _SAMPLE_ROWS)
+    start = (codes.rows - middle) // 2
+    sample = codes.integers(start, start + middle).float().abs()
+    if float((sample >= 2 ** (bits - 2)).float().mean()) > _OUTER:
+        say(
+            "S27",
+            "Most of its codes are at the ends of their range, as if they were stored without the "
+            "offset.",
+            "Store each code plus half the range.",
+            Severity.WARNING,
+        )
+
+
+def check_plain(files: Files, name: str) -> Iterator[Finding]:
+    """V6, for a tensor of plain floats."""
+    if name in files.broken or files.places[name].info.dtype not in PLAIN_FLOATS:
+        return
+    bad = 0
+    for chunk in tensor_chunks(files, name, CHUNK * 2):
+        # a sum is not finite if one summand is not; it may also overflow
+        if not bool(torch.isfinite(chunk.sum(dtype=torch.float32))):
+            bad += int((~torch.isfinite(chunk)).sum())
+    if bad:
+        say = _Say(name, [])
+        say("V6", f"It has {bad} values that are not finite.", "Compress a sound model.")
+        yield from say.findings
