@@ -27,6 +27,7 @@ FLOORS = {
     "progress": 1,
     "metrics": 1,
     "args": 1,
+    "verification": 2,
     "numerics": 1,
     "core.events": 1,
     "core.state": 1,
@@ -180,6 +181,7 @@ def test_imports_point_down() -> None:
         ("checkpoint.save", "modifiers.modifier_x"),
         ("recipe.recipe", "quantization.base"),
         ("entrypoints.oneshot", "cli.app"),
+        ("verification.check", "checkpoint.save"),
     ],
 )
 def test_the_rule_sees_a_breach(importer: str, imported: str) -> None:
@@ -218,6 +220,19 @@ def test_mathematics_imports_only_torch() -> None:
         if full.split(".")[0] not in allowed
     ]
     assert not strange, "\n".join(strange)
+
+
+def test_the_verifier_shares_nothing_with_the_writer() -> None:
+    known = {name for name, _ in modules()}
+    shared = [
+        f"{name}:{line}: {full}"
+        for name, path in modules()
+        if name.split(".")[0] == "verification"
+        for line, full in imports(name, path)
+        if (own := own_module(full, known)) is not None
+        and room(own) not in {"verification", "errors", "progress"}
+    ]
+    assert not shared, "\n".join(shared)
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -23,6 +23,7 @@ PUBLIC = {
         "evaluate",
         "oneshot",
         "reset_session",
+        "verify",
     ],
     "llmcompressor.args": [
         "DataTrainingArguments",

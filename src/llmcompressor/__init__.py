@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from llmcompressor.entrypoints.evaluate import evaluate
     from llmcompressor.entrypoints.oneshot import Oneshot, oneshot
+    from llmcompressor.entrypoints.verify import verify
     from llmcompressor.logger import LoggerConfig, configure_logger
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "evaluate",
     "oneshot",
     "reset_session",
+    "verify",
 ]
 
 __version__ = "0.1.0"
@@ -51,6 +53,7 @@ _HOMES = {
     "evaluate": "llmcompressor.entrypoints.evaluate",
     "oneshot": "llmcompressor.entrypoints.oneshot",
     "reset_session": "llmcompressor.core.session_functions",
+    "verify": "llmcompressor.entrypoints.verify",
 }
 
 

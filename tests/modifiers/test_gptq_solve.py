@@ -147,7 +147,7 @@ def test_refinements_lower_the_damped_output_error(
     name: str, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        module, "_FINE_BITS", 99
+        module, "FINE_BITS", 99
     )  # at 8 bits there is less to gain, but the same way
     one = problem(ARGS[name], ARGS[name], ordered=ordered)
     damped_CC = damp(one.gram_CC, 0.01).double()

@@ -14,6 +14,7 @@ from llmcompressor.args.dataset_arguments import DatasetArguments
 from llmcompressor.args.model_arguments import ModelArguments
 from llmcompressor.args.parsing import parse_arguments
 from llmcompressor.args.recipe_arguments import RecipeArguments
+from llmcompressor.args.run_arguments import RunArguments
 
 if TYPE_CHECKING:
     from llmcompressor.args.training_arguments import TrainingArguments
@@ -23,6 +24,7 @@ __all__ = [
     "DatasetArguments",
     "ModelArguments",
     "RecipeArguments",
+    "RunArguments",
     "TrainingArguments",
     "parse_arguments",
 ]

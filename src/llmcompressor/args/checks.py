@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "optional",
     "path",
     "reject",
+    "size",
     "string",
     "strings",
 ]
@@ -150,3 +152,15 @@ def one_of(options: Mapping[str, str]) -> Check:
         raise ArgumentError(problem, did_you_mean(str(value), options))
 
     return check
+
+
+def size(name: str, value: Any) -> int:
+    """A number of bytes, or a number with a unit such as GiB; stored as bytes."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
+        if found is None:
+            raise reject(name, value, "a number of bytes, or a size such as '8GiB'")
+        digits, prefix, binary = found.groups()
+        base = 1024 if binary else 1000
+        value = int(float(digits) * base ** " KMGT".index(prefix.upper() or " "))
+    return int(integer(1)(name, value))

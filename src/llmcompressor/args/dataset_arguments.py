@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from llmcompressor.args.checks import (
     optional,
     path,
     reject,
+    size,
     string,
     strings,
 )
@@ -79,18 +79,6 @@ def _splits(name: str, value: Any) -> str | list[str] | dict[str, str]:
     if not several:
         raise reject(name, value, "at least one split, for instance 'train[:5%]'")
     return several
-
-
-def _memory(name: str, value: Any) -> int:
-    """A number of bytes, or a number with a unit such as GiB."""
-    if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
-        if found is None:
-            raise reject(name, value, "a number of bytes, or a size such as '8GiB'")
-        number_, prefix, binary = found.groups()
-        base = 1024 if binary else 1000
-        value = int(float(number_) * base ** " KMGT".index(prefix.upper() or " "))
-    return int(integer(1)(name, value))
 
 
 def _collator(name: str, value: Any) -> str | Callable[..., Any]:
@@ -222,7 +210,7 @@ class DatasetArguments:
         metadata=about(
             "Memory for activations, in bytes or as 8GiB; what exceeds it goes to files. Not "
             "given: half of what is free.",
-            optional(_memory),
+            optional(size),
         ),
     )
     sequential_offload_device: str = field(

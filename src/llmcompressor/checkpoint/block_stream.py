@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from llmcompressor.checkpoint.block_writer import BlockWriter
 from llmcompressor.checkpoint.blueprint import Blueprint
 from llmcompressor.checkpoint.finished_blocks import FinishedBlocks
 from llmcompressor.checkpoint.journal import BlockEntry
+from llmcompressor.checkpoint.layout import LoadedName
 from llmcompressor.checkpoint.on_demand import load_on_demand
 from llmcompressor.checkpoint.output_layout import OutputLayout
 from llmcompressor.checkpoint.prediction import Prediction, stored_block
+from llmcompressor.checkpoint.scratch_blocks import ScratchBlocks
 from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_freed
@@ -31,6 +34,9 @@ Report = Callable[[Sequence[str]], Mapping[str, Any]]
 class BlockStream:
     """Brings blocks into the model and their compressed forms into the output.
 
+    A recipe may need several passes over the model. All but the last leave their blocks in a
+    scratch folder, dense, and the next one takes them from there.
+
     Args:
         blueprint: the model, of which everything but the blocks is loaded.
         weights: the blocks.
@@ -38,10 +44,11 @@ class BlockStream:
         layout: where.
         workspace: the folder and journal of the run.
         report: what was recorded of some modules, given their names.
+        stages: how many passes there are.
 
     Attributes:
         names: module of a block → its name, in order.
-        finished: blocks that an earlier run has written.
+        stage: the present pass.
     """
 
     def __init__(
@@ -52,6 +59,8 @@ class BlockStream:
         layout: OutputLayout,
         workspace: Workspace,
         report: Report,
+        *,
+        stages: int = 1,
     ) -> None:
         self._blueprint = blueprint
         self._model = blueprint.model
@@ -60,6 +69,8 @@ class BlockStream:
         self._workspace = workspace
         self._report = report
         self._layout = layout
+        self._last = stages - 1
+        self._scratch = ScratchBlocks(workspace.scratch)
         self._writer = BlockWriter(workspace.files, layout)
         self._restorer = FinishedBlocks(
             self._model, prediction.quantized, layout, weights, weights.device
@@ -67,31 +78,48 @@ class BlockStream:
         self.names: dict[Module, str] = {
             self._model.get_submodule(name): name for name in weights.blocks
         }
-        self.finished = self._intact()
-        self._written = set(self.finished)
+        self.stage = 0
+        self._intact = self._find_intact()
+        self._done = {(stage, block) for stage, block in self._intact}
 
     # ------------------------------------------------------------------ for pipelines
 
+    @property
+    def finished(self) -> set[str]:
+        """Blocks that an earlier run has finished in the present pass."""
+        return {block for stage, block in self._intact if stage == self.stage and block != REST}
+
+    @property
+    def rest_is_finished(self) -> bool:
+        """Whether an earlier run has written everything."""
+        return (self._last, REST) in self._intact
+
     def decide(self, name: str, value: Any) -> Any:
         """A choice that depends on the machine's state: the one made when the run began."""
-        return self._workspace.journal.decide(name, value)
+        return self._workspace.journal.decide(f"{self.stage}.{name}", value)
 
     def enter(self, block: str) -> None:
-        """Load a block's original weights; the next one is read meanwhile."""
+        """Load a block as the pass before left it; the next one is read meanwhile."""
+        if self.stage > 0:
+            self._put_scratch(self.stage - 1, block)
+            return
         self._weights.load(block)
         following = self._weights.after(block)
         if following is not None:
             self._weights.read_ahead(following)
 
     def restore(self, block: str) -> None:
-        """Put a block in place as an earlier run has left it."""
+        """Put a block in place as an earlier run has left it in the present pass."""
+        if self.stage < self._last:
+            self._put_scratch(self.stage, block)
+            return
         self._writer.flush()
         self._restorer.restore(block, self._workspace.files)
 
     def leave(self, block: str) -> None:
         """Write a block, unless that was done by an earlier run, and let go of it."""
-        if block not in self._written:
-            self._write(block, self._tensors_of(block))
+        if (self.stage, block) not in self._done:
+            self._keep(block)
         self._weights.release(block)
         give_back_freed()
 
@@ -99,13 +127,30 @@ class BlockStream:
 
     def complete(self) -> None:
         """Write what no pipeline came by, and what lies in no block."""
+        assert self.stage == self._last
         for block in self._weights.blocks:
-            if block not in self._written:
+            if (self.stage, block) not in self._done:
                 self.enter(block)
                 self.leave(block)
-        if REST not in self._written:
+        if not self.rest_is_finished:
             self._write(REST, self._rest() | self._extras())
         self._writer.flush()
+
+    def restore_rest(self, folder: Path) -> None:
+        """Put in place what lies in no block, as an earlier run has written it.
+
+        Args:
+            folder: where the checkpoint is now.
+        """
+        self._restorer.restore(REST, folder)
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """What was recorded of all blocks, whichever run it was: modifier → module → record."""
+        found: dict[str, dict[str, Any]] = {}
+        for entry in self._workspace.journal.entries.values():
+            for modifier, records in entry.report.items():
+                found.setdefault(modifier, {}).update(records)
+        return found
 
     def close(self) -> None:
         """Stop the threads."""
@@ -119,9 +164,19 @@ class BlockStream:
             folder: where the checkpoint is now.
         """
         for module, name in self.names.items():
-            load_on_demand(module, lambda name=name: self._restorer.restore(name, folder))
+            load_on_demand(module, partial(self._restorer.restore, name, folder))
 
     # ------------------------------------------------------------------ helpers
+
+    def _keep(self, block: str) -> None:
+        tensors = self._tensors_of(block)
+        self._done.add((self.stage, block))
+        if self.stage == self._last:
+            self._write(block, tensors)
+            return
+        digest = self._scratch.write(self.stage, block, tensors)
+        names = [name for name, _ in self._model.get_submodule(block).named_modules(prefix=block)]
+        self._commit(block, dict(self._report(names)), digest)
 
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
         entries = [
@@ -129,14 +184,17 @@ class BlockStream:
         ]
         stored = stored_block(self._model, tensors, entries, self._prediction.plain_keys)
         extras = {name: tensors[name] for name in self._prediction.extras if name in tensors}
-        source = self._weights.digests.get(block, "")
         report = dict(self._report([entry.name for entry in entries]))
+        self._writer.write(stored | extras, partial(self._commit, block, report))
 
-        def commit(digest: str) -> None:
-            self._workspace.journal.add(BlockEntry(block, digest, source, report))
+    def _commit(self, block: str, report: Mapping[str, Any], digest: str) -> None:
+        source = self._weights.digests.get(block, "") if self.stage == 0 else ""
+        self._workspace.journal.add(BlockEntry(block, digest, source, report, self.stage))
 
-        self._writer.write(stored | extras, commit)
-        self._written.add(block)
+    def _put_scratch(self, stage: int, block: str) -> None:
+        tensors = self._scratch.read(stage, block)
+        self._weights.put(tensors, {name: LoadedName(name, merged=False) for name in tensors})
+        self._weights.settle(block)
 
     def _tensors_of(self, block: str) -> dict[str, Tensor]:
         state = self._model.get_submodule(block).state_dict()
@@ -163,23 +221,24 @@ class BlockStream:
     def _block_of(self, name: str) -> str:
         return next((block for block in self._weights.blocks if name.startswith(f"{block}.")), REST)
 
-    def _intact(self) -> set[str]:
-        """The blocks that the journal has and that are on disk as they were written."""
-        journal = self._workspace.journal
-        groups = {block: self._stored_names(block) for (_, block) in journal.entries}
-        found = self._writer.digests_of(groups)
-        intact = {
-            block for (_, block), entry in journal.entries.items() if entry.digest == found[block]
-        }
-        damaged = sorted(set(groups) - intact)
+    def _find_intact(self) -> set[tuple[int, str]]:
+        """What the journal has and what is on disk as it was written."""
+        entries = self._workspace.journal.entries
+        groups = {block: self._restorer.names_of(block) for s, block in entries if s == self._last}
+        written = self._writer.digests_of(groups)
+        intact = set()
+        for (stage, block), entry in entries.items():
+            kept = self._scratch.digest(stage, block) if stage < self._last else written[block]
+            if kept == entry.digest:
+                intact.add((stage, block))
+            if stage == 0 and entry.source:
+                self._weights.digests[block] = entry.source
+        damaged = sorted({block or "the rest" for _, block in set(entries) - intact})
         if damaged:
             logger.warning(f"{', '.join(damaged)}: damaged on the disk, and done again.")
+        if len([block for stage, block in intact if stage == self._last]) <= len(self.names):
+            intact.discard((self._last, REST))  # what is done again may change what comes last
         if intact:
-            logger.info(f"{len(intact)} of {len(self.names) + 1} parts are finished already.")
+            total = (self._last + 1) * len(self.names) + 1
+            logger.info(f"{len(intact)} of {total} parts are finished already.")
         return intact
-
-    def _stored_names(self, block: str) -> list[str]:
-        if block:
-            return self._restorer.names_of(block)
-        inside = {name for one in self._weights.blocks for name in self._restorer.names_of(one)}
-        return [name for name in self._layout.places if name not in inside]

@@ -42,6 +42,7 @@ class BlockWeights:
 
     Attributes:
         device: where weights go.
+        reads_ahead: whether :meth:`read_ahead` does anything.
         digests: block → hash of its tensors as they were read.
     """
 
@@ -57,6 +58,7 @@ class BlockWeights:
         self._reader = TensorReader(blueprint.source.tensors)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self._ahead: dict[str, Future[tuple[dict[str, Tensor], str]]] = {}
+        self.reads_ahead = True
         self.digests: dict[str, str] = {}
 
     @property
@@ -95,7 +97,7 @@ class BlockWeights:
 
     def read_ahead(self, block: str) -> None:
         """Begin to read a block on a thread; :meth:`load` will find it read."""
-        if block not in self._ahead:
+        if self.reads_ahead and block not in self._ahead:
             self._ahead[block] = self._pool.submit(self._read, block)
 
     def after(self, block: str) -> str | None:

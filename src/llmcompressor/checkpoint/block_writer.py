@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import xxhash
 from torch import Tensor
 
 from llmcompressor.checkpoint.output_layout import OutputLayout
-from llmcompressor.checkpoint.reading import dtype_name
+from llmcompressor.checkpoint.reading import bytes_of, dtype_name
 from llmcompressor.errors import CheckpointError, OutputError
 
 __all__ = ["BlockWriter"]
@@ -121,7 +120,7 @@ class BlockWriter:
         digest = xxhash.xxh3_128()
         touched = set()
         for name in sorted(job.tensors):
-            view = _bytes_of(job.tensors[name])
+            view = bytes_of(job.tensors[name])
             digest.update(view)
             place = self._layout.places[name]
             _write_all(self._files[place.file], view, place.offset)
@@ -167,10 +166,6 @@ class BlockWriter:
             os.posix_fallocate(descriptor, 0, file.size)
         _write_all(descriptor, memoryview(file.header), 0)
         return descriptor
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:

@@ -44,7 +44,8 @@ class Blueprint:
     Attributes:
         model: in evaluation mode; what is computed and not stored (rotary tables) is real.
         source: its checkpoint.
-        names: tensor of the checkpoint → the model's tensor that it becomes; without those that the model class does not own.
+        names: tensor of the checkpoint → the model's tensor that it becomes; without those that
+            the model class does not own.
         dtype: what the model was asked to be loaded in.
         shared: parameters that are one tensor: the places of each.
     """

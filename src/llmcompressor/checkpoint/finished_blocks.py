@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from llmcompressor.checkpoint.block_weights import BlockWeights
+from llmcompressor.checkpoint.block_weights import REST, BlockWeights
 from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.layout import checkpoint_names, loaded_names
 from llmcompressor.checkpoint.output_layout import OutputLayout
@@ -67,7 +67,10 @@ class FinishedBlocks:
         self._plain = loaded_names(model, self._plain_names(), model.state_dict())
 
     def names_of(self, block: str) -> list[str]:
-        """The stored tensors of a block."""
+        """The stored tensors of a block; for :data:`REST` those of none."""
+        if block == REST:
+            inside_any = {name for one in self._weights.blocks for name in self.names_of(one)}
+            return [name for name in self._layout.places if name not in inside_any]
         inside = f"{block}."
         names = [name for name, own in self._plain.items() if own.target.startswith(inside)]
         for name in self._layout.places:

@@ -28,6 +28,7 @@ __all__ = [
     "check_complete",
     "check_unquantized",
     "load_model",
+    "loading_error",
     "model_class",
     "parse_precision",
     "read_config",
@@ -119,7 +120,7 @@ def load_model(
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise _loading_error(place, error) from error
+        raise loading_error(place, error) from error
     check_complete(place, info)
     if not tie_word_embeddings:
         untie_embeddings(loaded)
@@ -180,9 +181,11 @@ def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> Pr
         CheckpointError: it cannot be read, or says that the model is quantized.
     """
     try:
-        config = AutoConfig.from_pretrained(str(place), trust_remote_code=trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            str(place), trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, ImportError) as error:
-        raise _loading_error(str(place), error) from error
+        raise loading_error(str(place), error) from error
     check_config_unquantized(config, str(place))
     return config
 
@@ -241,7 +244,8 @@ def check_complete(place: str, info: Mapping[str, Any]) -> None:
         )
 
 
-def _loading_error(place: str, error: BaseException) -> CheckpointError:
+def loading_error(place: str, error: BaseException) -> CheckpointError:
+    """One clear error for whatever transformers or the hub raised while loading ``place``."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return CheckpointError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -19,7 +20,7 @@ from torch import Tensor
 from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.errors import CheckpointError
 
-__all__ = ["DTYPES", "TensorReader", "dtype_name"]
+__all__ = ["DTYPES", "TensorReader", "bytes_of", "dtype_name"]
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -54,6 +55,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # numpy's stubs know no buffers
+    return memoryview(raw)
+
+
 class TensorReader:
     """Reads tensors of a checkpoint by name; it may be used by several threads.
 
@@ -77,7 +84,7 @@ class TensorReader:
         """
         header = self._headers[name]
         data = torch.empty(header.nbytes, dtype=torch.uint8)
-        view = memoryview(data.numpy())
+        view = bytes_of(data)
         done = 0
         while done < header.nbytes:
             done += self._read_into(header, view[done : done + _CHUNK], done)

@@ -8,7 +8,7 @@ file. Nothing is asked of any hub.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,8 @@ from llmcompressor.checkpoint.extras import (
 )
 from llmcompressor.checkpoint.layout import checkpoint_names
 from llmcompressor.checkpoint.model_config import checkpoint_config, write_json
+from llmcompressor.checkpoint.output_layout import OutputLayout
+from llmcompressor.checkpoint.prediction import Prediction
 from llmcompressor.checkpoint.processor import PROCESSOR_FILES, processor_directory
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
 from llmcompressor.checkpoint.shards import ShardWriter, natural_key, parse_size
@@ -48,7 +50,14 @@ from llmcompressor.checkpoint.staging import OnExisting, check_output_dir, stage
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
 from llmcompressor.logger import logger
 
-__all__ = ["SaveOptions", "modify_save_pretrained", "save_checkpoint"]
+__all__ = [
+    "DEFAULT_SHARD_SIZE",
+    "REPORT_FILE",
+    "SaveOptions",
+    "modify_save_pretrained",
+    "save_checkpoint",
+    "write_beside_weights",
+]
 
 RECIPE_FILE = "recipe.yaml"
 REPORT_FILE = "compression_report.json"
@@ -273,15 +282,52 @@ def _write(
     ignore = _carry_over(model, source, contents, quantized, writer)
     writer.close()
 
-    # readers take dense weights of this status as they are, without rounding them again
-    dense = QuantizationStatus.DECOMPRESSED
-    status = QuantizationStatus.COMPRESSED if options.save_compressed else dense
-    quantization = build_quantization_config(model, quantized, status=status, extra_ignore=ignore)
+    quantization = _quantization(model, quantized, ignore, compressed=options.save_compressed)
     _write_side_files(model, folder, source, options)
     write_json(
         folder / "config.json",
         checkpoint_config(model, source, tied=contents.tied, quantization=quantization),
     )
+
+
+def write_beside_weights(
+    model: PreTrainedModel,
+    folder: Path,
+    options: SaveOptions,
+    prediction: Prediction,
+    layout: OutputLayout,
+) -> None:
+    """Write every file of a checkpoint but its weights.
+
+    Args:
+        model: the model; no weight of it is looked at.
+        folder: where to.
+        options: how.
+        prediction: what the weight files hold.
+        layout: where in them.
+    """
+    index = layout.index()
+    if index is not None:
+        (folder / layout.index_name).write_text(index, encoding="utf-8")
+    source = _source_directory(model, options)
+    _write_side_files(model, folder, source, options)
+    quantization = _quantization(
+        model, prediction.quantized, prediction.ignore, compressed=options.save_compressed
+    )
+    config = checkpoint_config(model, source, tied=prediction.tied, quantization=quantization)
+    write_json(folder / "config.json", config)
+
+
+def _quantization(
+    model: PreTrainedModel,
+    quantized: Sequence[QuantizedModule],
+    ignore: Sequence[str],
+    *,
+    compressed: bool,
+) -> dict[str, Any] | None:
+    # readers take dense weights of this status as they are, without rounding them again
+    status = QuantizationStatus.COMPRESSED if compressed else QuantizationStatus.DECOMPRESSED
+    return build_quantization_config(model, quantized, status=status, extra_ignore=ignore)
 
 
 def _state(model: PreTrainedModel, given: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ def check_output_dir(
         raise OutputError(f"The output {target} is a file, not a directory.", _CHOOSE)
     if source is not None:
         _check_apart(target, _absolute(source))
-    if target.is_dir() and any(target.iterdir()):
+    if target.is_dir() and any(path != work_folder(target) for path in target.iterdir()):
         _check_replaceable(target, overwrite=overwrite)
     _check_writable(target)
     return target

@@ -25,7 +25,7 @@ from llmcompressor.checkpoint.staging import disk_errors, put_in_place, work_fol
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
-__all__ = ["Workspace", "finished_before", "opened"]
+__all__ = ["Workspace", "opened", "was_published"]
 
 _JOURNAL, _LOCK, _FILES, _SCRATCH = "journal", "lock", "files", "scratch"
 
@@ -44,11 +44,12 @@ class Workspace:
         self.folder = folder
         self._lock = lock
         self.journal = Journal(folder / _JOURNAL)
+        self.is_published = was_published(target)
 
     @property
     def files(self) -> Path:
-        """Where the output grows."""
-        return self.folder / _FILES
+        """Where the output grows, or where it is if it has its name already."""
+        return self.target if self.is_published else self.folder / _FILES
 
     @property
     def scratch(self) -> Path:
@@ -57,6 +58,7 @@ class Workspace:
 
     def start_afresh(self, fingerprint: Mapping[str, Any]) -> None:
         """Forget what was finished."""
+        self.is_published = False
         for folder in (self.files, self.scratch):
             shutil.rmtree(folder, ignore_errors=True)
         self.journal.begin(fingerprint)
@@ -65,6 +67,7 @@ class Workspace:
     def publish(self, *, replace: bool) -> None:
         """Give the finished output its name, and remove the working folder."""
         put_in_place(self.files, self.target, replace=replace)
+        self.is_published = True
         self.remove()
 
     def remove(self) -> None:
@@ -112,21 +115,28 @@ def opened(
             yield workspace
         except BaseException:
             lock.close()
-            if created and not journal.is_file():
+            if _has_progress(folder):
+                logger.warning(f"What is finished is kept in {folder}: the same call continues.")
+            elif created:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         lock.close()
 
 
-def finished_before(target: Path) -> bool:
+def was_published(target: Path) -> bool:
     """Whether a run was killed after its output got its name and before it had tidied up."""
-    folder = work_folder(target)
+    folder = work_folder(target.expanduser().resolve())
     if not (folder / _JOURNAL).is_file() or (folder / _FILES).exists():
         return False
-    if not (target / "config.json").is_file() or not Journal(folder / _JOURNAL).is_ready:
-        return False
-    shutil.rmtree(folder, ignore_errors=True)
-    return True
+    try:
+        return Journal(folder / _JOURNAL).is_ready and (target / "config.json").is_file()
+    except OutputError:
+        return False  # a damaged journal; the run itself says so
+
+
+def _has_progress(folder: Path) -> bool:
+    journal = folder / _JOURNAL
+    return journal.is_file() and bool(Journal(journal).entries)
 
 
 def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from llmcompressor import __version__
-from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
+from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.cli.failures import reporting
 from llmcompressor.cli.options import call_arguments, parameters_of
+from llmcompressor.cli.verify import verify_command
 
 __all__ = ["app"]
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_ARGUMENTS = (ModelArguments, DatasetArguments, RecipeArguments)
+_ARGUMENTS = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -83,6 +84,7 @@ def _oneshot_signature() -> inspect.Signature:
             *parameters_of(RecipeArguments, panel="Recipe", required=["recipe"]),
             *parameters_of(DatasetArguments, panel="Calibration data and pipeline"),
             *parameters_of(ModelArguments, panel="Model", skip=["model"]),
+            *parameters_of(RunArguments, panel="Run"),
             inspect.Parameter(
                 "log_dir",
                 keyword,
@@ -188,6 +190,9 @@ def _text_source(dataset: str | None, text_file: Path | None) -> str | Path | No
     if not text_file.is_file():
         raise typer.BadParameter(f"There is no file {text_file}.", param_hint="--text-file")
     return text_file
+
+
+app.command("verify")(verify_command)
 
 
 @app.command("demo")

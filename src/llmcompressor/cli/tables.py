@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from llmcompressor.entrypoints.demo import DemoResult, DemoRow
     from llmcompressor.evaluation.report import Report
+    from llmcompressor.verification.report import VerificationReport
 
-__all__ = ["print_demo", "print_report"]
+__all__ = ["print_demo", "print_report", "print_verification"]
 
 _NONE = "-"
+_STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
@@ -52,6 +55,26 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
     console.print(*lines, sep="\n", markup=False, highlight=False)
     if result.folder is not None:
         console.print(f"The checkpoints are in {result.folder}.", markup=False, highlight=False)
+
+
+def print_verification(report: VerificationReport, console: Console | None = None) -> None:
+    """The figures, then a row per finding; findings with equal words share one."""
+    console = console or Console()
+    console.print(*report.figures(), sep="\n", markup=False, highlight=False)
+    rows = report.rows()
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("", "Rule", "Where", "What, and what to do"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("", "Rule"))
+    for row in rows:
+        table.add_row(
+            Text(row.severity, style=_STYLES[row.severity]),
+            row.rule,
+            Text(row.where),
+            Text(row.text),
+        )
+    console.print(table)
 
 
 def _cells(row: DemoRow) -> list[str]:

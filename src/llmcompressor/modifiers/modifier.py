@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["Granularity", "Modifier", "Phase", "PlannedModule"]
+__all__ = ["Effort", "Granularity", "Modifier", "Phase", "PlannedModule"]
 
 
 class Phase(Enum):
@@ -60,6 +60,27 @@ class Granularity(StrEnum):
     @property
     def _rank(self) -> int:
         return list(Granularity).index(self)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What calibrating and solving modules with one input takes.
+
+    Attributes:
+        gram: multiply-adds per token, for second moments of the input.
+        cross: multiply-adds per token, for products with the original model's input.
+        solve: multiply-adds once all tokens were seen.
+        visits: passes over the weights that are not products, column by column for instance.
+        statistics: bytes that are held from the first token until the modules are solved.
+        workspace: further bytes while they are solved.
+    """
+
+    gram: int = 0
+    cross: int = 0
+    solve: int = 0
+    visits: int = 0
+    statistics: int = 0
+    workspace: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,6 +202,14 @@ class Modifier(HooksMixin):
     def planned(self, state: State) -> list[PlannedModule]:
         """What the modules will be stored as, before anything was done to them."""
         return []
+
+    def effort(self, modules: Sequence[Module]) -> Effort:
+        """What calibrating and solving ``modules``, which get one input, takes.
+
+        Args:
+            modules: of :meth:`calibrated_modules`; their weights may be on the meta device.
+        """
+        return Effort()
 
     def finish(self, state: State, modules: Iterable[Module]) -> None:
         """Leave ``modules``, which have seen all data, as they are to be stored.

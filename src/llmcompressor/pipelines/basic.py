@@ -76,7 +76,7 @@ class DataFreePipeline:
     @staticmethod
     def _by_block(model: Module, residency: Residency) -> None:
         """One block after another, each loaded and let go of."""
-        residency.adopt_finished()
+        residency.begin()
         names = residency.unfinished
         with progress(len(names), "Compressing") as advance:
             for name in names:
@@ -85,4 +85,5 @@ class DataFreePipeline:
                 LifecycleCallbacks.sequential_epoch_end(residency.modules_of(name))
                 residency.leave(name)
                 advance(1)
-        LifecycleCallbacks.sequential_epoch_end(residency.others(model.modules()))
+        if not residency.rest_is_finished:
+            LifecycleCallbacks.sequential_epoch_end(residency.others(model.modules()))

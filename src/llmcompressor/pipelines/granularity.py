@@ -216,7 +216,12 @@ def _with_gates(
     """The units, and where they come in the order of calls the gates that hold none of them."""
     called = {module: position for position, module in enumerate(order.calls)}
     stops = {unit.stop for unit in units}
-    free = [gate for gate in gates if not any(inner in stops for inner in gate.modules())]
+    within = {inner for stop in stops for inner in stop.modules()}
+    free = [
+        gate
+        for gate in gates
+        if gate not in within and not any(inner in stops for inner in gate.modules())
+    ]
     free.sort(key=lambda gate: called.get(gate, len(called)))
     for unit in units:
         position = called.get(unit.stop, -1)

@@ -27,8 +27,14 @@ class Keeper(Protocol):
 
     names: Mapping[Module, str]
     """Block → name, in order."""
-    finished: Collection[str]
-    """Blocks that an earlier run has finished."""
+
+    @property
+    def finished(self) -> Collection[str]:
+        """Blocks that an earlier run has finished."""
+
+    @property
+    def rest_is_finished(self) -> bool:
+        """Whether an earlier run has finished everything."""
 
     def decide(self, name: str, value: Any) -> Any:
         """A choice that depends on the machine's state: the one made when the run began."""
@@ -60,6 +66,8 @@ class Residency:
             inner: name for block, name in keeper.names.items() for inner in block.modules()
         }
         self._blocks = {name: block for block, name in keeper.names.items()}
+        self._visited: set[str] = set()
+        self._early = _before_data(modifiers)
         self.loaded: dict[str, Module] = {}
 
     @contextlib.contextmanager
@@ -89,31 +97,53 @@ class Residency:
 
     def enter(self, name: str) -> None:
         """Load a block unless it is loaded."""
-        if name not in self.loaded:
-            self.loaded[name] = self._blocks[name]
-            self._keeper.enter(name)
+        if name in self.loaded:
+            return
+        self.loaded[name] = self._blocks[name]
+        self._visited.add(name)
+        self._keeper.enter(name)
+        if name not in self._keeper.finished:
+            self._finish(self._early, self.modules_of(name))
 
     def leave(self, name: str) -> None:
         """Have a block finished, written and let go of."""
-        block = self.loaded.pop(name)
+        self.loaded.pop(name)
         if name not in self._keeper.finished:
-            modules = tuple(block.modules())
-            for modifier in self._modifiers:
-                modifier.finish(self._state, modules)
+            self._finish(self._modifiers, self.modules_of(name))
         self._keeper.leave(name)
 
-    def adopt_finished(self) -> None:
+    def begin(self) -> None:
         """Tell modifiers which of their modules an earlier run has finished."""
-        modules = [
-            module for module, name in self._region.items() if name in self._keeper.finished
-        ]
+        finished = self._keeper.finished
+        modules = [module for module, name in self._region.items() if name in finished]
+        others = self.others(self._state.model.modules())
+        if self._keeper.rest_is_finished:
+            modules += others
         for modifier in self._modifiers:
             modifier.adopt(self._state, modules)
+        if not self._keeper.rest_is_finished:
+            self._finish(self._early, others)
+
+    def visit_rest(self) -> None:
+        """Load, have finished and let go of every block that no pass has come by."""
+        for name in self.unfinished:
+            if name not in self._visited:
+                self.enter(name)
+                self.leave(name)
+
+    def _finish(self, modifiers: Sequence[Modifier], modules: Sequence[Module]) -> None:
+        for modifier in modifiers:
+            modifier.finish(self._state, modules)
 
     @property
     def unfinished(self) -> list[str]:
         """Blocks that no earlier run has finished, in order."""
         return [name for name in self._blocks if name not in self._keeper.finished]
+
+    @property
+    def rest_is_finished(self) -> bool:
+        """Whether an earlier run has finished everything."""
+        return self._keeper.rest_is_finished
 
     def modules_of(self, name: str) -> tuple[Module, ...]:
         """A block and its parts."""
@@ -148,3 +178,9 @@ def hollow_weights(model: Module) -> Iterator[None]:
     finally:
         for module, name, parameter in empty:
             module._parameters[name] = parameter
+
+
+def _before_data(modifiers: Sequence[Modifier]) -> list[Modifier]:
+    """Those that need no data and stand before one that does: it sees what they have done."""
+    needing = [place for place, one in enumerate(modifiers) if one.requires_calibration_data]
+    return list(modifiers[: needing[0]]) if needing else []

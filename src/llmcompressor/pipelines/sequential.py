@@ -86,10 +86,12 @@ class SequentialPipeline:
             )
             LifecycleCallbacks.calibration_epoch_start()
             if residency is not None:
-                residency.adopt_finished()
+                residency.begin()
             if run.has_work:
                 with progress(len(run.plan.units), "Calibrating") as advance:
                     run.go(advance)
+            if residency is not None:
+                residency.visit_rest()
             give_back_freed()
             LifecycleCallbacks.calibration_epoch_end()
 
@@ -138,7 +140,7 @@ def _prepare(
     )
     plan = lay_out(forced=forced)
     if residency is not None:  # the level decides the result: it stays that of the first attempt
-        level = Granularity(state.keeper.decide("granularity", int(plan.level)))
+        level = Granularity(state.keeper.decide("granularity", str(plan.level)))
         plan = plan if level is plan.level else lay_out(forced=level)
     state.call_order = calibrated.order
     return _SequentialRun(

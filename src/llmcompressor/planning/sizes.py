@@ -69,7 +69,9 @@ class Output:
                 after = stored.get(self.places[one.name], 0)
                 rows.setdefault(key, []).append((*_own(one), after))
         return [
-            SchemeBytes(scheme, form, len(each), *(sum(column) for column in zip(*each, strict=True)))
+            SchemeBytes(
+                scheme, form, len(each), *(sum(column) for column in zip(*each, strict=True))
+            )
             for (scheme, form), each in rows.items()
         ]
 
@@ -120,9 +122,7 @@ def predict_output(
         planned: what the modifiers will make of its modules.
         save_compressed: weights are packed, not written dense.
     """
-    prediction = predict(
-        subject.model, planned, subject.headers, save_compressed=save_compressed
-    )
+    prediction = predict(subject.model, planned, subject.headers, save_compressed=save_compressed)
     status = QuantizationStatus.COMPRESSED if save_compressed else QuantizationStatus.DECOMPRESSED
     quantization = build_quantization_config(
         subject.model, prediction.quantized, status=status, extra_ignore=prediction.ignore

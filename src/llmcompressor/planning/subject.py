@@ -82,11 +82,7 @@ class Subject:
             targets: what the user calls a block, if not the decoder layers.
         """
         blocks = find_blocks(self.model, targets)
-        region = {
-            inner: name
-            for block, name in blocks.items()
-            for inner in block.modules()
-        }
+        region = {inner: name for block, name in blocks.items() for inner in block.modules()}
         members: dict[str, dict[str, Module]] = {name: {} for name in [*blocks.values(), REST]}
         for name, module in self.module_names.items():
             members[region.get(module, REST)][name] = module

@@ -284,7 +284,11 @@ class QuantizationMixin(Modifier):
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
         """Quantize the weights of those of ``modules`` that are this modifier's."""
-        mine = [module for module in modules if self._has_weight_scheme(module)]
+        mine = [
+            module
+            for module in modules
+            if self._has_weight_scheme(module) and module not in self._finished
+        ]
         if mine:
             self.quantize_weights(state, mine)
 
@@ -391,9 +395,7 @@ class QuantizationMixin(Modifier):
         """Finish every module that was not finished with its block."""
         self.remove_hooks()
         left = [
-            module
-            for module in (*self._schemes, *self._attention)
-            if module not in self._finished
+            module for module in (*self._schemes, *self._attention) if module not in self._finished
         ]
         with progress(len(left), "Quantizing") as advance:
             for module in left:

@@ -97,7 +97,9 @@ class Codes:
         raw = self.raw(start, stop)
         if self.stored == "weight":
             return raw
-        return unpack_from_int32(raw, self.args.bits, torch.Size((stop - start, self.columns)))
+        shape = torch.Size((stop - start, self.columns))
+        codes: Tensor = unpack_from_int32(raw, self.args.bits, shape)
+        return codes
 
     def zero_points(self) -> Tensor | None:
         """Zero points int8, in the shape of the scale."""
@@ -105,7 +107,8 @@ class Codes:
         if zero is None or scale is None or zero.dtype is not torch.int32:
             return zero
         shape = torch.Size(scale.shape)
-        return unpack_from_int32(zero, self.args.bits, shape, packed_dim=0)
+        unpacked: Tensor = unpack_from_int32(zero, self.args.bits, shape, packed_dim=0)
+        return unpacked
 
     def parts(self) -> Iterator[Part]:
         """The whole weight, decoded, part by part."""

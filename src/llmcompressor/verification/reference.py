@@ -364,12 +364,14 @@ class Reference:
     def _twin(self, name: str, used: set[str]) -> str | None:
         """Another tensor of the original with the same content, which was found."""
         info = self.files.places[name].info
-        for other in used:
-            place = self.files.places[other]
-            if other != name and place.info == info and info.numel > 1:
-                if _same_tensor(self.files, name, self.files, other):
-                    return other
-        return None
+        alike = (
+            other
+            for other in used
+            if other != name and self.files.places[other].info == info and info.numel > 1
+        )
+        return next(
+            (other for other in alike if _same_tensor(self.files, name, self.files, other)), None
+        )
 
     def beside(self) -> Iterator[Finding]:
         """R6: the configuration and what lies beside the weights."""

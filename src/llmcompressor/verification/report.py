@@ -11,9 +11,10 @@ from typing import Any
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.reference import WeightError
 
-__all__ = ["Merged", "VerificationReport", "merged"]
+__all__ = ["Merged", "Row", "VerificationReport", "merged"]
 
 _ORDER = (Severity.ERROR, Severity.WARNING, Severity.NOTE)
+_MOST_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,39 @@ class Merged:
     first: Finding
     modules: tuple[str, ...]
 
-    @property
-    def where(self) -> str:
-        """The first module and how many more."""
-        more = len(self.modules) - 1
-        return f"{self.modules[0]} and {more} more" if more else self.modules[0]
+
+@dataclass(frozen=True)
+class Row:
+    """A line for a person.
+
+    Attributes:
+        severity: ``error``, ``warning`` or ``note``.
+        rule: the rule's number.
+        where: the first module and how many more.
+        text: what is wrong and what to do.
+    """
+
+    severity: str
+    rule: str
+    where: str
+    text: str
 
 
 def merged(findings: Iterable[Finding]) -> list[Merged]:
-    """Findings with equal words, one line each; errors first."""
+    """Findings with equal words, one entry each; errors first."""
     groups: dict[tuple[str, str, Severity], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.rule, finding.message, finding.severity), []).append(finding)
-    lines = [
+    entries = [
         Merged(same[0], tuple(dict.fromkeys(each.module for each in same)))
         for same in groups.values()
     ]
-    return sorted(lines, key=lambda line: _ORDER.index(line.first.severity))
+    return sorted(entries, key=lambda entry: _ORDER.index(entry.first.severity))
+
+
+def _where(modules: tuple[str, ...]) -> str:
+    first, more = modules[0] or "the model", len(modules) - 1
+    return f"{first} and {more} more" if more else first
 
 
 @dataclass(frozen=True)
@@ -86,14 +103,16 @@ class VerificationReport:
         found = Counter(finding.severity for finding in self.findings)
         return {severity.value: found[severity] for severity in _ORDER}
 
-    def summary(self) -> str:
-        """A few lines of text."""
+    def figures(self) -> list[str]:
+        """The report in a few lines, without its findings."""
         counts = self.counts
         lines = [
             f"{self.checkpoint}: {'good' if self.ok else 'NOT good'}",
             f"{self.quantized} of {self.modules} matrices quantized, {self.tensors} tensors, "
             f"{self.bytes / 1e6:.1f} MB in {self.seconds:.1f} s",
-            f"{counts['error']} errors, {counts['warning']} warnings, {counts['note']} notes",
+            ", ".join(
+                f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items()
+            ),
         ]
         if self.errors:
             worst = max(self.errors, key=lambda each: each.relative)
@@ -102,12 +121,26 @@ class VerificationReport:
                 f"relative error of weights: {mean:.4f} on average, "
                 f"{worst.relative:.4f} at most ({worst.module})"
             )
-        for line in merged(self.findings):
-            first = line.first
-            lines.append(
-                f"{first.severity.value} {first.rule} {line.where}: {first.message} {first.remedy}"
-            )
-        return "\n".join(lines)
+        return lines
+
+    def rows(self, most: int = _MOST_ROWS) -> list[Row]:
+        """A row for findings with equal words, errors first; ``most`` per rule, then one more."""
+        rows = []
+        by_rule: dict[tuple[Severity, str], list[Merged]] = {}
+        for entry in merged(self.findings):
+            by_rule.setdefault((entry.first.severity, entry.first.rule), []).append(entry)
+        for (severity, rule), entries in by_rule.items():
+            for entry in entries[:most]:
+                text = f"{entry.first.message} {entry.first.remedy}".strip()
+                rows.append(Row(severity.value, rule, _where(entry.modules), text))
+            if left := entries[most:]:
+                text = f"{len(left)} more of this kind; as JSON the report holds all."
+                rows.append(Row(severity.value, rule, _where(left[0].modules), text))
+        return rows
+
+    def __str__(self) -> str:
+        rows = (f"{row.severity} {row.rule} {row.where}: {row.text}" for row in self.rows())
+        return "\n".join([*self.figures(), *rows])
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON data; findings with equal words are one entry."""

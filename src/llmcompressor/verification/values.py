@@ -61,28 +61,34 @@ def check_scales(files: Files, entry: Entry) -> list[Finding]:
             continue
         raw = files.read(name)
         if raw.dtype is torch.uint8:
-            if bool((raw == 255).any()):
-                say("S72", f"Its {own} has {int((raw == 255).sum())} exponents that mean NaN.")
+            count = int((raw == 255).sum())
+            said = f"{count} exponents that mean NaN" if count else ""
+        elif raw.dtype.is_floating_point:
+            said = _bad_scale(raw.float(), own, raw.dtype is torch.float8_e4m3fn)
+        else:
             continue
-        if not raw.dtype.is_floating_point:
-            continue
-        scale = raw.float()
-        if not bool(torch.isfinite(scale).all()):
-            bad = int((~torch.isfinite(scale)).sum())
-            say("S72", f"Its {own} has {bad} of {scale.numel()} values that are not finite.")
-        elif bool((scale < 0).any()):
-            say("S72", f"Its {own} has {int((scale < 0).sum())} negative values.")
-        elif own != "output_scale" and bool((scale == 0).any()):
-            # 8-bit float scales of all-zero groups may be zero; check_codes looks at them
-            if raw.dtype is not torch.float8_e4m3fn or bool((scale == 0).all()):
-                say("S72", f"Its {own} has {int((scale == 0).sum())} values of zero.")
-        if own == "input_scale" and scale.numel() == 1 and float(scale.reshape(())) == 1.0:
+        if said:
+            say("S72", f"Its {own} has {said}.")
+        elif own == "input_scale" and raw.numel() == 1 and float(raw.reshape(())) == 1.0:
             say(
                 "V1",
                 "Its input_scale is exactly 1, as if it had never been calibrated.",
                 severity=Severity.WARNING,
             )
     return say.findings
+
+
+def _bad_scale(scale: Tensor, own: str, is_small: bool) -> str:
+    """What is wrong with a scale; 8-bit floats may be zero for groups of zeros."""
+    bad = int((~torch.isfinite(scale)).sum())
+    if bad:
+        return f"{bad} of {scale.numel()} values that are not finite"
+    negative = int((scale < 0).sum())
+    if negative:
+        return f"{negative} negative values"
+    zeros = int((scale == 0).sum())
+    is_bad = zeros == scale.numel() if is_small else zeros > 0
+    return f"{zeros} values of zero" if is_bad and own != "output_scale" and zeros else ""
 
 
 def check_codes(codes: Codes) -> list[Finding]:
@@ -140,7 +146,9 @@ class _Pass:
             )
         elif raw.dtype is torch.int8:
             limit = 2 ** (self.codes.args.bits - 1)
-            self.out_of_range += int((plain >= limit).sum()) + int((plain < -limit).sum())
+            if int(high) >= limit or int(low) < -limit:
+                wide = plain.to(torch.int16)
+                self.out_of_range += int(((wide >= limit) | (wide < -limit)).sum())
             self.largest[start : start + len(raw)] = torch.maximum(
                 plain.amax(1).float(), -plain.amin(1).float()
             )
@@ -154,7 +162,7 @@ def _say_of_codes(say: _Say, codes: Codes, seen: _Pass) -> None:
     if seen.is_constant and codes.rows * codes.columns > 1:
         scale = codes.own("weight_scale")
         # a weight of zeros has the least scale there is
-        varied = scale is not None and scale.numel() > 1 and len(scale.unique()) > 1
+        varied = scale is not None and not _is_constant(scale)
         if varied or (codes.stored == "weight_packed" and codes.args.kind == "int"):
             say("V4", "All of its codes are equal: they were never written.")
             return
@@ -182,9 +190,13 @@ def _check_untouched(say: _Say, codes: Codes, scale: Tensor, seen: _Pass) -> Non
                 f"All of its {scale.numel()} scales are {first:.6g}.",
                 severity=Severity.WARNING,
             )
-    elif scale.dtype is torch.float8_e4m3fn and bool((scale.float() == 0).any()):
-        if _has_codes_without_scale(codes, scale):
-            say("S72", "Its weight_scale is zero for groups whose codes are not.")
+    elif scale.dtype is torch.float8_e4m3fn and _has_codes_without_scale(codes, scale):
+        say("S72", "Its weight_scale is zero for groups whose codes are not.")
+
+
+def _is_constant(scale: Tensor) -> bool:
+    wide = scale.float().reshape(-1)
+    return bool((wide == wide[:1]).all())
 
 
 def _has_codes_without_scale(codes: Codes, scale: Tensor) -> bool:
@@ -218,9 +230,10 @@ def _check_used(say: _Say, codes: Codes, scale: Tensor, seen: _Pass) -> None:
 def _check_zero_points(say: _Say, codes: Codes, zero: Tensor) -> None:
     """V2."""
     limit = 2 ** (codes.args.bits - 1)
-    if zero.dtype is torch.int8 and bool(((zero >= limit) | (zero < -limit)).any()):
+    wide = zero.to(torch.int16) if zero.dtype is torch.int8 else zero
+    if zero.dtype is torch.int8 and bool(((wide >= limit) | (wide < -limit)).any()):
         say("V2", f"Its zero points are not all within {codes.args.bits} bits.")
-    elif zero.numel() >= _FEW and bool((zero == -limit).all()):
+    elif zero.numel() >= _FEW and bool((wide == -limit).all()):
         say("V2", "All of its zero points are the least code: they were never calculated.")
 
 

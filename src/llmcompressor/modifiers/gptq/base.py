@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor
 from torch.nn import Linear, Module
@@ -22,7 +23,9 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
-from llmcompressor.modifiers.gptq.solve import Options, Problem, Solution, solve
+from llmcompressor.modifiers.gptq.effort import effort_of
+from llmcompressor.modifiers.gptq.solve import FINE_BITS, Options, Problem, Solution, solve
+from llmcompressor.modifiers.modifier import Effort
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
@@ -140,6 +143,20 @@ class GPTQModifier(QuantizationMixin):
                 "Keep one of them.",
             )
         return asked
+
+    def effort(self, modules: Sequence[Module]) -> Effort:
+        """Second moments, and one factorization and sweep for all that get one input."""
+        solved = [module for module in modules if self._is_solved(module)]
+        bits = [grid_of(args).bits for args in map(self._weight_args, solved) if args is not None]
+        return effort_of(
+            [weight_of(module) for module in solved],
+            twin=self.asymmetric,
+            refinements=self.refinements if min(bits, default=FINE_BITS) < FINE_BITS else 0,
+        )
+
+    def _weight_args(self, module: Module) -> QuantizationArgs | None:
+        weights: QuantizationArgs | None = self._schemes[module].weights
+        return weights
 
     # ------------------------------------------------------------------ while
 

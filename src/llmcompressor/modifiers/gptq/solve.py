@@ -145,7 +145,7 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
         order_C=order_C,
         block=options.block_size,
     )
-    for _ in range(options.refinements if problems[0].grid.bits < _FINE_BITS else 0):
+    for _ in range(options.refinements if problems[0].grid.bits < FINE_BITS else 0):
         rounded_RC, change_R = descend(
             weight_RC,
             rounded_RC,
@@ -164,7 +164,7 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
     ]
 
 
-_FINE_BITS = 8
+FINE_BITS = 8
 """Bits from which the sweep leaves nothing to gain for a refinement."""
 _STEPS = 4
 """How often dampening is tried before giving up."""

@@ -176,6 +176,13 @@ def schemes_are_served(view: View) -> Iterator[Problem]:
         if group.scheme.format == "dense":
             continue
         found = served_scheme(group.scheme, view.deployment.capability)
+        static = group.scheme.outputs is not None and group.scheme.outputs.is_static
+        if found.name and static and found.name != "WNA8O8Int":
+            yield Problem(
+                group.name,
+                f"{found.name} takes no scales of outputs: they are unknown tensors.",
+                "Leave outputs unquantized.",
+            )
         if not found.name:
             yield Problem(
                 group.name, f"{found.reason} It is {group.scheme}.", "Choose another scheme."

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that decides the bytes of a run's output, so that only the same run is continued."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.checkpoint.reading import bytes_of
+from llmcompressor.checkpoint.source import CONFIG, SourceInfo
+
+__all__ = ["fingerprint_of"]
+
+_LIBRARIES = ("llmcompressor", "torch", "transformers", "compressed-tensors")
+_CALIBRATION = (
+    "pipeline",
+    "sequential_targets",
+    "sequential_granularity",
+    "propagate_error",
+    "use_loss_mask",
+)
+"""Arguments that change what is found for a given set of batches."""
+
+
+def fingerprint_of(
+    source: SourceInfo,
+    *,
+    recipe: str | None,
+    batches: Iterable[Mapping[str, Any]] | None,
+    dataset_args: DatasetArguments,
+    dtype: torch.dtype,
+    device: torch.device,
+    output: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a run's journal begins with.
+
+    Args:
+        source: the original checkpoint.
+        recipe: as YAML.
+        batches: calibration batches.
+        dataset_args: how they are run.
+        dtype: of the model.
+        device: where it computes.
+        output: what decides how the output is written.
+    """
+    prints: dict[str, Any] = {
+        "source": _source(source),
+        "recipe": recipe,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "machine": platform.machine(),
+        "versions": {name: version(name) for name in _LIBRARIES},
+        "output": dict(output),
+    }
+    if batches is not None:
+        prints["calibration"] = {name: getattr(dataset_args, name) for name in _CALIBRATION}
+        prints["data"] = _data(batches)
+        prints["seed"] = dataset_args.seed
+        if dtype is not torch.bfloat16 and device.type == "cpu":
+            # products of other dtypes are summed in an order that depends on it
+            prints["threads"] = torch.get_num_threads()
+    return json.loads(json.dumps(prints))  # type: ignore[no-any-return]  # as it is read back
+
+
+def _source(source: SourceInfo) -> dict[str, str]:
+    """File → size and hash of its header; its data is hashed when it is read."""
+    by_file: dict[str, list[str]] = {}
+    for name, header in source.tensors.items():
+        entry = f"{name} {header.dtype} {header.shape} {header.offset}"
+        by_file.setdefault(str(header.file), []).append(entry)
+    prints = {}
+    for file in sorted(by_file):
+        path = next(h.file for h in source.tensors.values() if str(h.file) == file)
+        digest = xxhash.xxh3_64_hexdigest("\n".join(sorted(by_file[file])).encode())
+        prints[path.name] = f"{path.stat().st_size} bytes, header {digest}"
+    config = source.directory / CONFIG
+    prints[CONFIG] = xxhash.xxh3_64_hexdigest(config.read_bytes())
+    return prints
+
+
+def _data(batches: Iterable[Mapping[str, Any]]) -> str:
+    """A hash of the values of all batches."""
+    digest = xxhash.xxh3_128()
+    count = 0
+    for batch in batches:
+        count += 1
+        for name in sorted(batch):
+            value = batch[name]
+            if isinstance(value, Tensor):
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(bytes_of(value.detach().cpu().contiguous()))
+            else:
+                digest.update(f"{name} {value!r}".encode())
+    return f"{count} batches, {digest.hexdigest()}"

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run with the whole model in memory: for model objects, and for what has to see all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from llmcompressor.checkpoint.finite import first_nonfinite
+from llmcompressor.checkpoint.load import (
+    check_unquantized,
+    load_model,
+    untie_embeddings,
+)
+from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
+from llmcompressor.core.session import CompressionSession
+from llmcompressor.core.session_functions import active_session
+from llmcompressor.datasets.source import Source
+from llmcompressor.entrypoints.job import Job, compression_report, report_of, undone_on_error
+from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
+from llmcompressor.logger import logger
+from llmcompressor.memory import give_back_freed
+from llmcompressor.pipelines import PIPELINES
+
+__all__ = ["run_in_memory"]
+
+_SHARE_FOR_WEIGHTS = 0.6
+"""Of an accelerator's free memory: the rest is for activations and solvers."""
+
+
+def run_in_memory(job: Job, source: Source | None) -> Module:
+    """Load a model, compress all of it, and write it.
+
+    Args:
+        job: what to do.
+        source: the raw calibration data.
+
+    Returns:
+        The compressed model.
+    """
+    if job.run_args.resume == "must":
+        raise OutputError(
+            "There is nothing to resume: this run needs the whole model in memory, and such a run "
+            "keeps no journal.",
+            'Leave resume="must" (--resume must) out.',
+        )
+    model = _load_model(job)
+    processor = job.load_processor(model)
+    batches = job.load_data(model, processor, source)
+    session = active_session()
+    session.reset()
+    with undone_on_error(session):
+        _compress(job, model, batches, session)
+    report = compression_report(report_of(session.lifecycle.recipe.modifiers), model)
+    if hasattr(model, "save_pretrained"):
+        modify_save_pretrained(
+            model,  # type: ignore[arg-type]  # it has what a PreTrainedModel has
+            recipe=session.get_serialized_recipe(),
+            source=job.source,
+            report=report,
+        )
+    if job.output_dir is not None:
+        _save(job, model, processor, session, report)
+    if job.recipe_args.clear_sparse_session:
+        session.reset()
+    return model
+
+
+def _load_model(job: Job) -> Module:
+    args = job.model_args
+    if not isinstance(args.model, str | Path):
+        return _given_model(job, args.model)
+    model = load_model(
+        args.model,
+        config_name=args.config_name,
+        precision=args.precision,
+        tie_word_embeddings=args.tie_word_embeddings,
+        trust_remote_code=args.trust_remote_code_model,
+        revision=args.model_revision,
+        cache_dir=args.cache_dir,
+        token=args.use_auth_token,
+    )
+    return _placed(model, args.device)
+
+
+def _given_model(job: Job, given: Any) -> Module:
+    writable = hasattr(given, "config") and hasattr(given, "save_pretrained")
+    if not isinstance(given, Module) or (job.output_dir is not None and not writable):
+        raise ArgumentError(
+            f"The model is a {type(given).__name__}, which cannot be compressed"
+            f"{' and written' if job.output_dir else ''}.",
+            "Pass a folder, the id of a model on the hub, or a loaded transformers model.",
+        )
+    model: Any = given
+    check_unquantized(model)
+    _check_values(model)
+    if not job.model_args.tie_word_embeddings:
+        untie_embeddings(model)
+    if job.model_args.device is not None:
+        model.to(job.model_args.device)
+    return given
+
+
+def _compress(job: Job, model: Module, batches: Any, session: CompressionSession) -> None:
+    _check_finite(model)
+    session.initialize(
+        model=model,
+        start=-1,
+        recipe=job.recipe,
+        calib_data=batches,
+        copy_data=False,
+    )
+    if job.recipe.modifiers:
+        PIPELINES.load(job.pipeline())()(model, batches, job.dataset_args)
+    session.finalize()
+
+
+def _save(
+    job: Job, model: Any, processor: Any, session: CompressionSession, report: dict[str, Any] | None
+) -> None:
+    assert job.output_dir is not None
+    give_back_freed()
+    save_checkpoint(
+        model,
+        job.output_dir,
+        save_compressed=job.model_args.save_compressed,
+        processor=job.model_args.processor or job.processor_to_write(processor),
+        recipe_yaml=session.get_serialized_recipe(),
+        source=job.source,
+        overwrite=job.model_args.overwrite,
+        report=report,
+    )
+
+
+def _check_values(model: Module) -> None:
+    """Refuse a model without weights; accelerate's offloaded modules have theirs elsewhere."""
+    for name, module in model.named_modules():
+        own = module._parameters.values()
+        empty = any(parameter is not None and parameter.is_meta for parameter in own)
+        if empty and not hasattr(module, "_hf_hook"):
+            raise ArgumentError(
+                f"The weights of {name} have no values, they are on the meta device.",
+                "Load the model's weights, or pass its folder instead of the model.",
+            )
+
+
+def _check_finite(model: Module) -> None:
+    """Refuse a broken model also where no modifier would look at the broken weight."""
+    bad = first_nonfinite(model)
+    if bad is not None:
+        raise NonFiniteError(
+            f"The weight {bad} holds NaN or infinity. The checkpoint is damaged or was saved in a "
+            "dtype too narrow for it: get it anew, or load it with precision='float32' if its "
+            "files are in float32."
+        )
+
+
+def _placed(model: Module, device: str | None) -> Module:
+    """``model`` where it is to compute: as asked, else on an accelerator that it fits on."""
+    if device is not None:
+        return model.to(device)
+    if not torch.cuda.is_available():
+        return model
+    free, _ = torch.cuda.mem_get_info()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    if size > free * _SHARE_FOR_WEIGHTS:
+        logger.warning(
+            f"The model takes {size / 2**30:.1f} GiB and the accelerator has "
+            f"{free / 2**30:.1f} GiB free: it computes on the CPU."
+        )
+        return model
+    return model.to("cuda")

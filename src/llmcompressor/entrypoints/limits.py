@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of the machine a run may use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import psutil
+import torch
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.checkpoint.block_weights import REST, BlockWeights
+from llmcompressor.errors import ArgumentError
+from llmcompressor.logger import logger
+
+__all__ = ["Limits"]
+
+_SHARE_FOR_WEIGHTS = 0.6
+"""Of an accelerator's free memory: the rest is for activations and solvers."""
+_SHARE_FOR_ACTIVATIONS = 0.5
+"""Of the host memory that blocks leave: the rest is for solvers and what is packed."""
+_BLOCKS_AT_ONCE = 2
+"""One that is worked on, and one that is read or written meanwhile."""
+
+
+class Limits:
+    """Memory by device.
+
+    Args:
+        given: device → bytes, ``"cpu"`` for the host; what is not given is what is free.
+    """
+
+    def __init__(self, given: Mapping[str | int, int] | None) -> None:
+        self._given = dict(given or {})
+
+    def choose_device(self, weights: BlockWeights, asked: str | None) -> torch.device:
+        """Where a model is to compute: as asked, else on an accelerator if its blocks fit.
+
+        Args:
+            weights: the blocks.
+            asked: a device's name.
+        """
+        if asked is not None:
+            return torch.device(asked)
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        device = torch.device("cuda", torch.cuda.current_device())
+        free, _ = torch.cuda.mem_get_info(device)
+        allowed = min(free, self._given.get(device.index, free))
+        needed = self._needed(weights)
+        if needed <= allowed * _SHARE_FOR_WEIGHTS:
+            return device
+        logger.warning(
+            f"Two blocks and the embeddings take {needed / 2**30:.1f} GiB and the accelerator has "
+            f"{allowed / 2**30:.1f} GiB: the model computes on the CPU."
+        )
+        return torch.device("cpu")
+
+    def bound(self, dataset_args: DatasetArguments, weights: BlockWeights) -> DatasetArguments:
+        """Arguments with a budget for activations that keeps the host within its limit.
+
+        Args:
+            dataset_args: the user's; a budget that is given there is kept.
+            weights: the blocks; everything but them is loaded.
+
+        Raises:
+            ArgumentError: the limit leaves no room for one block.
+        """
+        limit = self._given.get("cpu")
+        if limit is None:
+            return dataset_args
+        used = psutil.Process().memory_info().rss
+        block = max(map(weights.source_bytes, weights.blocks), default=0)
+        if limit < used + block * _BLOCKS_AT_ONCE:
+            weights.reads_ahead = False
+        left = limit - used - block * (_BLOCKS_AT_ONCE if weights.reads_ahead else 1)
+        if left < block:
+            raise ArgumentError(
+                f"max_memory allows {_gib(limit)} on the host; {_gib(used)} are in use (libraries "
+                f"and embeddings), and a block of this model takes {_gib(block)}, once as it is "
+                "and once compressed.",
+                f"Allow at least {_gib(used + 2 * block)}.",
+            )
+        if dataset_args.activation_budget is not None:
+            return dataset_args
+        return replace(dataset_args, activation_budget=int(left * _SHARE_FOR_ACTIVATIONS))
+
+    @staticmethod
+    def _needed(weights: BlockWeights) -> int:
+        blocks = sorted(map(weights.source_bytes, weights.blocks), reverse=True)
+        return weights.source_bytes(REST) + sum(blocks[:_BLOCKS_AT_ONCE])
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

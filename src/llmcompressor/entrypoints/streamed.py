@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run from checkpoint to checkpoint: one block in memory at a time, each journalled when done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+
+from llmcompressor.checkpoint.block_stream import BlockStream
+from llmcompressor.checkpoint.block_weights import BlockWeights
+from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
+from llmcompressor.checkpoint.hub import fetch
+from llmcompressor.checkpoint.load import untie_embeddings
+from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
+from llmcompressor.checkpoint.prediction import Prediction, predict
+from llmcompressor.checkpoint.processor import processor_directory
+from llmcompressor.checkpoint.save import (
+    DEFAULT_SHARD_SIZE,
+    SaveOptions,
+    modify_save_pretrained,
+    write_beside_weights,
+)
+from llmcompressor.checkpoint.shards import parse_size
+from llmcompressor.checkpoint.source import SourceInfo, inspect_source, is_hub_id
+from llmcompressor.checkpoint.workspace import Workspace, opened
+from llmcompressor.core.session import CompressionSession
+from llmcompressor.core.session_functions import active_session
+from llmcompressor.datasets.source import Source
+from llmcompressor.entrypoints.fingerprint import fingerprint_of
+from llmcompressor.entrypoints.job import (
+    Job,
+    Records,
+    compression_report,
+    report_of,
+    undone_on_error,
+)
+from llmcompressor.entrypoints.limits import Limits
+from llmcompressor.logger import logger
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.pipelines.passes import BY_BLOCK, passes_of, run_passes
+
+__all__ = ["run_streamed", "streamable"]
+
+
+def streamable(job: Job) -> SourceInfo | None:
+    """The checkpoint, if the job can be done block by block.
+
+    That needs an output to write blocks to, safetensors to read them from, and modifiers that
+    complete one block at a time.
+    """
+    model = job.model_args.model
+    by_block = all(modifier.works_by_block for modifier in job.recipe.modifiers)
+    if job.output_dir is None or not isinstance(model, str | os.PathLike):
+        return None
+    if not by_block or job.pipeline() not in BY_BLOCK:
+        return None
+    folder = _local(job, str(model))
+    source = inspect_source(folder)
+    return source if source.tensors else None
+
+
+def _local(job: Job, model: str) -> str | Path:
+    args = job.model_args
+    if not is_hub_id(model):
+        return model
+    return fetch(
+        model, revision=args.model_revision, cache_dir=args.cache_dir, token=args.use_auth_token
+    )
+
+
+def run_streamed(job: Job, source: SourceInfo, data: Source | None) -> Module:
+    """Compress a checkpoint into another one.
+
+    Args:
+        job: what to do.
+        source: the original.
+        data: the raw calibration data.
+
+    Returns:
+        The compressed model, which reads its blocks from the output when they are looked at.
+    """
+    args = job.model_args
+    blueprint = build_blueprint(
+        source,
+        config_name=args.config_name,
+        precision=args.precision,
+        trust_remote_code=args.trust_remote_code_model,
+    )
+    model = blueprint.model
+    processor = job.load_processor(model)
+    loader = job.load_data(model, processor, data)
+    batches = None if loader is None else list(loader)
+    weights = BlockWeights(blueprint, list(find_blocks(model).values()))
+    limits = Limits(job.run_args.max_memory)
+    weights.device = limits.choose_device(weights, args.device)
+    session = active_session()
+    session.reset()
+    with undone_on_error(session):
+        _load_rest(blueprint, weights, tied=args.tie_word_embeddings)
+        job.dataset_args = limits.bound(job.dataset_args, weights)
+        _Run(job, blueprint, weights, batches, processor, session)()
+    if job.recipe_args.clear_sparse_session:
+        session.reset()
+    return model
+
+
+def _load_rest(blueprint: Blueprint, weights: BlockWeights, *, tied: bool) -> None:
+    weights.load_rest()
+    if not tied and untie_embeddings(blueprint.model):
+        # a parameter of its own now: nothing is to make them one again
+        heads = {blueprint.model.get_input_embeddings(), blueprint.model.get_output_embeddings()}
+        blueprint.shared = [
+            places for places in blueprint.shared if not heads & {module for module, _ in places}
+        ]
+
+
+@dataclass
+class _Run:
+    """The parts of one run."""
+
+    job: Job
+    blueprint: Blueprint
+    weights: BlockWeights
+    batches: Sequence[Any] | None
+    processor: Any
+    session: CompressionSession
+
+    def __call__(self) -> None:
+        """Plan the output, fill it, and give it its name."""
+        job, model = self.job, self.blueprint.model
+        assert job.output_dir is not None
+        self.session.initialize(
+            model=model, start=-1, recipe=job.recipe, calib_data=self.batches, copy_data=False
+        )
+        self._modifiers: list[Modifier] = list(self.session.lifecycle.recipe.modifiers)
+        state = self.session.state
+        planned = [one for modifier in self._modifiers for one in modifier.planned(state)]
+        prediction = predict(
+            model,
+            planned,
+            self.blueprint.source.tensors,
+            save_compressed=job.model_args.save_compressed,
+        )
+        layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
+        passes = passes_of(self._modifiers, job.pipeline())
+        with opened(job.output_dir, self._fingerprint(), resume=job.run_args.resume) as workspace:
+            stream = BlockStream(
+                self.blueprint,
+                self.weights,
+                prediction,
+                layout,
+                workspace,
+                self._report,
+                stages=len(passes),
+            )
+            try:
+                self._fill(stream, passes)
+                if workspace.is_published:
+                    workspace.remove()
+                else:
+                    self._publish(stream, workspace, prediction, layout)
+                self._hand_over(stream)
+            finally:
+                stream.close()
+
+    def _fill(self, stream: BlockStream, passes: Sequence[Sequence[Modifier]]) -> None:
+        state = self.session.state
+
+        def begin(stage: int) -> None:
+            stream.stage = stage
+
+        state.keeper = stream
+        try:
+            run_passes(
+                passes,
+                self.blueprint.model,
+                self.batches,
+                self.job.dataset_args,
+                pipeline=self.job.pipeline(),
+                begin=begin,
+            )
+            self.session.finalize()
+            stream.complete()
+        finally:
+            state.keeper = None
+
+    def _publish(
+        self,
+        stream: BlockStream,
+        workspace: Workspace,
+        prediction: Prediction,
+        layout: OutputLayout,
+    ) -> None:
+        options = self._options(stream)
+        write_beside_weights(self.blueprint.model, workspace.files, options, prediction, layout)
+        workspace.journal.mark_ready()
+        workspace.publish(replace=self.job.model_args.overwrite)
+        logger.info(f"Saved {workspace.target}.")
+
+    def _hand_over(self, stream: BlockStream) -> None:
+        """The model as it is on disk, whose ``save_pretrained`` writes it compressed."""
+        target = self.job.output_dir
+        assert target is not None
+        if stream.rest_is_finished:
+            stream.restore_rest(target)
+        stream.hand_over(target)
+        options = self._options(stream)
+        modify_save_pretrained(
+            self.blueprint.model,
+            recipe=options.recipe,
+            source=options.source,
+            report=options.report,
+        )
+
+    def _options(self, stream: BlockStream) -> SaveOptions:
+        job = self.job
+        return SaveOptions(
+            save_compressed=job.model_args.save_compressed,
+            processor=job.model_args.processor or job.processor_to_write(self.processor),
+            recipe=self.session.get_serialized_recipe(),
+            source=str(self.blueprint.source.directory),
+            report=compression_report(stream.reports(), self.blueprint.model),
+        )
+
+    def _report(self, names: Sequence[str]) -> Records:
+        wanted = set(names)
+        found = {
+            modifier: {name: record for name, record in records.items() if name in wanted}
+            for modifier, records in report_of(self._modifiers).items()
+        }
+        return {modifier: records for modifier, records in found.items() if records}
+
+    def _fingerprint(self) -> dict[str, Any]:
+        job = self.job
+        processor = job.model_args.processor
+        return fingerprint_of(
+            self.blueprint.source,
+            recipe=self.session.get_serialized_recipe(),
+            batches=self.batches,
+            dataset_args=job.dataset_args,
+            dtype=self.blueprint.dtype,
+            device=self.weights.device,
+            output={
+                "save_compressed": job.model_args.save_compressed,
+                "tie_word_embeddings": job.model_args.tie_word_embeddings,
+                "processor": str(processor_directory(processor) or processor)
+                if isinstance(processor, str)
+                else type(processor).__name__,
+            },
+        )

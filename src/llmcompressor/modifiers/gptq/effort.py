@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What GPTQ takes, by counting: for C columns, R rows of all Linears with one input, T tokens.
+
+=====================================  ==========================================  ==============
+step                                   multiply-adds                               further bytes
+=====================================  ==========================================  ==============
+second moments                         T C² · 10/16 (block rows of a triangle)     4 C²
+cross products (twin streams)          T C²                                        4 C²
+correction (twin streams)              C³/3 + 2 R C²                               4 C² + 12 R C
+factorization                          C³/3 + C³/2                                 8 C²
+sweep                                  R C²/2                                      12 R C
+refinement                             R C² per round                              16 R C
+=====================================  ==========================================  ==============
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.numerics.gram import CHUNK_TOKENS
+
+__all__ = ["effort_of"]
+
+_FLOAT = 4
+_VISITS_OF_SWEEP = 24
+_VISITS_OF_REFINEMENT = 26
+
+
+def effort_of(weights: Sequence[Tensor], *, twin: bool, refinements: int) -> Effort:
+    """What it takes to solve Linears with one input.
+
+    Args:
+        weights: each ``[R_i, C]``; only their forms are looked at.
+        twin: with the inputs of the original model.
+        refinements: rounds of coordinate descent.
+    """
+    if not weights:
+        return Effort()
+    columns = weights[0].shape[-1]
+    elements = sum(weight.numel() for weight in weights)
+    square, streams = columns**2, 2 if twin else 1
+    buffered = streams * CHUNK_TOKENS * columns * weights[0].element_size()
+    solve = square * columns * 5 // 6 + elements * columns // 2
+    if twin:
+        solve += square * columns // 3 + 2 * elements * columns
+    solve += refinements * elements * columns
+    copies = max(3 * _FLOAT * elements, 4 * _FLOAT * elements if refinements else 0)
+    return Effort(
+        gram=square * 10 // 16,
+        cross=square if twin else 0,
+        solve=solve,
+        visits=elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT),
+        statistics=_FLOAT * square * streams + buffered,
+        workspace=copies + 2 * _FLOAT * square,
+    )

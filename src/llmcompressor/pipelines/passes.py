@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe in as few passes over the model as its modifiers allow, block by block.
+
+A modifier that needs data wants to see what those before it have made of the whole model, so that
+each begins a pass of its own. Those that need none join a neighbour's pass: what stands before
+the modifier that needs data is done when a block is entered, what stands behind it when the block
+is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+from llmcompressor.core.session_functions import active_session
+from llmcompressor.logger import logger
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.pipelines.registry import PIPELINES, infer_pipeline
+from llmcompressor.recipe import Recipe
+
+if TYPE_CHECKING:
+    from llmcompressor.args import DatasetArguments
+
+__all__ = ["BY_BLOCK", "passes_of", "run_passes"]
+
+BY_BLOCK = frozenset({"independent", "sequential", "layer_sequential", "datafree"})
+"""The pipelines that need only one block at a time."""
+
+
+def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifier]]:
+    """The modifiers of each pass.
+
+    Args:
+        modifiers: of the recipe, in order.
+        pipeline: one of :data:`BY_BLOCK`; only ``independent`` makes more than one pass.
+    """
+    passes: list[list[Modifier]] = [[]]
+    for modifier in modifiers:
+        needs = modifier.requires_calibration_data
+        taken = any(one.requires_calibration_data for one in passes[-1])
+        if pipeline == "independent" and needs and taken:
+            passes.append([])
+        passes[-1].append(modifier)
+    return passes
+
+
+def run_passes(
+    passes: Sequence[Sequence[Modifier]],
+    model: Module,
+    batches: Any,
+    dataset_args: DatasetArguments,
+    *,
+    pipeline: str,
+    begin: Callable[[int], None],
+) -> None:
+    """Run all passes; while one runs, the session's recipe holds only its modifiers.
+
+    Args:
+        passes: as :func:`passes_of` gives them.
+        model: the model.
+        batches: calibration batches.
+        dataset_args: for the pipelines.
+        pipeline: as for :func:`passes_of`.
+        begin: called with the number of each pass before it.
+    """
+    lifecycle = active_session().lifecycle
+    whole = lifecycle.recipe
+    try:
+        for number, modifiers in enumerate(passes):
+            begin(number)
+            if not modifiers:
+                continue
+            name = infer_pipeline(modifiers) if pipeline == "independent" else pipeline
+            shown = ", ".join(type(modifier).__name__ for modifier in modifiers)
+            logger.info(f"Pass {number + 1} of {len(passes)}, {name} pipeline: {shown}.")
+            lifecycle.recipe = Recipe.from_modifiers(list(modifiers))
+            PIPELINES.load(name)()(model, batches, dataset_args)
+    finally:
+        lifecycle.recipe = whole

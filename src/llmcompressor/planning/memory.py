@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The most memory and disk that each phase of a run takes, by adding up what is held when.
+
+======================  ==========================================================================
+held                    from when to when
+======================  ==========================================================================
+Python, its libraries   always; measured
+embeddings, norms, head always
+a block                 from where the passes reach it until it is written
+the next block          meanwhile, as it is in the files: it is read ahead
+waiting activations     while there is data, up to their budget; the rest is in files
+one batch's             while it runs through a block
+statistics              from the first token of a unit until it is solved
+copies of a unit        from there on, where the original model runs too
+a solver's workspace    while a unit is solved
+packed tensors          of a block while it is packed, and of the one before while it is written
+======================  ==========================================================================
+
+Where the model is in memory as a whole, all blocks are held always, and what is packed is held
+until its file is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmcompressor.planning.result import PassPlan, Phase
+from llmcompressor.planning.subject import REST, Part
+from llmcompressor.planning.workload import BlockWork
+
+__all__ = ["Footprint", "Load", "estimate_phases"]
+
+_FLOAT = 4
+_WIDE_INPUTS = 4
+"""Tensors as wide as the widest input that are alive at once in a forward: gate, up, their
+product, and what comes next."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one part of a model takes.
+
+    Attributes:
+        part: which.
+        packed: bytes of what is packed, as stored.
+        rounding: most bytes beside the weights while a module is rounded.
+        packing: the same while it is packed.
+    """
+
+    part: Part
+    packed: int
+    rounding: int
+    packing: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What stays the same over a run.
+
+    Attributes:
+        base: bytes resident before anything is loaded, Python and its libraries included.
+        is_streamed: blocks are loaded one by one; else the model is in memory as a whole.
+        present: bytes of the model that are in memory already, and counted in ``base``.
+        on_device: weights and statistics are on an accelerator.
+        output: bytes of the weight files.
+        shard: bytes of the tensors of the largest file.
+        others: bytes of the other files.
+        itemsize: of the model's dtype.
+        run_tokens: tokens that run through a block at once.
+    """
+
+    base: int
+    is_streamed: bool
+    present: int
+    on_device: bool
+    output: int
+    shard: int
+    others: int
+    itemsize: int
+    run_tokens: int
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes at one moment: those that follow the model, and those that are always on the host."""
+
+    model: int
+    host: int
+
+
+def estimate_phases(
+    footprint: Footprint,
+    loads: Sequence[Load],
+    passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
+    seconds: Mapping[str, float],
+) -> list[Phase]:
+    """Each phase of a run.
+
+    Args:
+        footprint: what stays the same.
+        loads: of the blocks in order, and of what lies in none at the end.
+        passes: over the model, with the work of each part.
+        seconds: phase → how long it is waited for.
+    """
+    peaks = {"load": _loading(footprint, loads)}
+    for one, works in passes:
+        if one.forwards:
+            calibrate, solve = _calibrating(footprint, loads, one, works)
+            peaks["calibrate"] = _most([peaks.get("calibrate"), calibrate])
+            peaks["solve"] = _most([peaks.get("solve"), solve])
+    peaks["save"] = _saving(footprint, loads, passes)
+    spilled = max((one.spilled for one, _ in passes), default=0)
+    written = footprint.output + footprint.others
+    disk = {
+        "load": 0,
+        "calibrate": spilled + (footprint.output if footprint.is_streamed else 0),
+        "solve": spilled + (footprint.output if footprint.is_streamed else 0),
+        "save": written + (spilled if footprint.is_streamed else 0),
+    }
+    return [
+        Phase(name, *_placed(footprint, peak), disk[name], seconds.get(name, 0.0))
+        for name, peak in peaks.items()
+    ]
+
+
+def _most(moments: Sequence[_Moment | None]) -> _Moment:
+    return max((one for one in moments if one is not None), key=lambda one: one.model + one.host)
+
+
+def _placed(footprint: Footprint, moment: _Moment) -> tuple[int, int]:
+    """Bytes of the host and of the device."""
+    if footprint.on_device:
+        return footprint.base + moment.host, moment.model
+    return footprint.base + moment.host + moment.model, 0
+
+
+def _resident(footprint: Footprint, loads: Sequence[Load], index: int) -> _Moment:
+    """The weights while one block is worked on."""
+    if not footprint.is_streamed:
+        return _Moment(sum(one.part.loaded for one in loads) - footprint.present, 0)
+    own, rest = loads[index].part, loads[-1].part
+    block = 0 if own.name == REST else own.loaded
+    following = loads[index + 1].part if index + 1 < len(loads) else None
+    is_block = following is not None and following.name != REST
+    return _Moment(rest.loaded + block, following.source if following and is_block else 0)
+
+
+def _loading(footprint: Footprint, loads: Sequence[Load]) -> _Moment:
+    """The weights as they are read, beside what becomes of them where that is something else."""
+    if not footprint.is_streamed:
+        whole = _resident(footprint, loads, 0)
+        extra = 0 if footprint.present else max(one.part.converted for one in loads)
+        return _Moment(whole.model + extra, 0)
+    moments = []
+    for index, one in enumerate(loads):
+        held = _resident(footprint, loads, index)
+        moments.append(_Moment(held.model + one.part.converted, held.host))
+    return _most(moments)
+
+
+def _calibrating(
+    footprint: Footprint, loads: Sequence[Load], one: PassPlan, works: Sequence[BlockWork]
+) -> tuple[_Moment, _Moment]:
+    """While tokens run through the most demanding unit, and while one is solved."""
+    calibrating, solving = [_Moment(0, 0)], [_Moment(0, 0)]
+    waiting = min(one.activations, one.budget) if one.activations else 0
+    for index, work in enumerate(works):
+        held = _resident(footprint, loads, index)
+        batch = footprint.run_tokens * work.intermediate
+        running = batch * footprint.itemsize * _WIDE_INPUTS
+        for unit in work.units:
+            copied = unit.copied if one.streams > 1 else 0
+            counting = batch * _FLOAT if unit.statistics else 0
+            model = held.model + waiting + unit.statistics
+            calibrating.append(_Moment(model + running + counting, held.host))
+            solving.append(_Moment(model + copied + unit.workspace, held.host))
+    return _most(calibrating), _most(solving)
+
+
+def _saving(
+    footprint: Footprint,
+    loads: Sequence[Load],
+    passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
+) -> _Moment:
+    waiting = 0
+    if footprint.is_streamed:
+        waiting = max((min(one.activations, one.budget) for one, _ in passes), default=0)
+    moments = []
+    for index, one in enumerate(loads):
+        held = _resident(footprint, loads, index)
+        moments.append(_Moment(held.model + waiting + one.rounding, held.host))
+        if footprint.is_streamed:
+            before = loads[index - 1].packed if index else 0
+            packed = one.packed + before + one.part.converted
+        else:
+            packed = footprint.shard
+        moments.append(_Moment(held.model + waiting + one.packing, held.host + packed))
+    return _most(moments)

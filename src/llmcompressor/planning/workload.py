@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What there is to compute: the forwards of each block, and the solving of what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compressed_tensors.quantization import is_cached_attention_module
+from torch.nn import Embedding, Linear, Module
+
+from llmcompressor.modeling.blocks import sub_blocks
+from llmcompressor.modeling.fused import fused_partners, is_expert
+from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier
+from llmcompressor.planning.subject import REST, Part
+
+__all__ = ["BlockWork", "Group", "Unit", "Widths", "block_works", "widths_of"]
+
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+@dataclass(frozen=True)
+class Widths:
+    """What a model's configuration says of its forward.
+
+    Attributes:
+        heads: width of all heads of one layer together.
+        expert_share: the share of the experts that a token is routed to.
+    """
+
+    heads: int
+    expert_share: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Calibrated modules that get one input.
+
+    Attributes:
+        modules: which.
+        effort: of all modifiers that calibrate them.
+        elements: their weights.
+        copied: bytes of their parameters, which are copied where the original model runs too.
+        share: of the tokens that reach them.
+    """
+
+    modules: tuple[Module, ...]
+    effort: Effort
+    elements: int
+    copied: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is calibrated and solved at one stop."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def statistics(self) -> int:
+        """Bytes that are held while tokens are counted."""
+        return sum(group.effort.statistics for group in self.groups)
+
+    @property
+    def workspace(self) -> int:
+        """Further bytes while it is solved: of one group, beside the solutions of the others."""
+        solutions = sum(_FLOAT * group.elements for group in self.groups if group.effort.solve)
+        return max(
+            (
+                solutions - _FLOAT * group.elements + group.effort.workspace
+                for group in self.groups
+                if group.effort.solve
+            ),
+            default=0,
+        )
+
+    @property
+    def copied(self) -> int:
+        """Bytes of the original parameters."""
+        return sum(group.copied for group in self.groups)
+
+
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """One block, or what lies in none.
+
+    Attributes:
+        name: of the block.
+        forward: multiply-adds per token of its matrices.
+        attention: the same of its attention, per token of context.
+        intermediate: elements per token of the widest input of one of its modules.
+        units: what is calibrated at each stop.
+    """
+
+    name: str
+    forward: int
+    attention: int
+    intermediate: int
+    units: tuple[Unit, ...]
+
+    @property
+    def groups(self) -> Iterator[Group]:
+        """All its groups."""
+        return (group for unit in self.units for group in unit.groups)
+
+
+def widths_of(config: Any) -> Widths:
+    """Read a configuration of transformers."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = int(getattr(text, "num_attention_heads", 0) or 0)
+    hidden = int(getattr(text, "hidden_size", 0) or 0)
+    width = int(getattr(text, "head_dim", 0) or (hidden // heads if heads else 0))
+    experts = _first(text, _EXPERT_COUNTS)
+    chosen = _first(text, _EXPERTS_PER_TOKEN)
+    share = chosen / experts if experts and chosen else 1.0
+    return Widths(heads * width, min(share, 1.0))
+
+
+def _first(config: Any, names: Iterable[str]) -> int:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+
+def block_works(
+    parts: Sequence[Part],
+    widths: Widths,
+    modifiers: Sequence[Modifier],
+    calibrated: Mapping[Module, Sequence[Modifier]],
+    level: Granularity | None,
+) -> list[BlockWork]:
+    """The work of each part of a model in one pass.
+
+    Args:
+        parts: the blocks in order, and what lies in none.
+        widths: of the model's forward.
+        modifiers: those that take part.
+        calibrated: module → the modifiers that calibrate it.
+        level: where forwards are paused; ``None`` where all modules are calibrated at once.
+    """
+    return [_block_work(part, widths, modifiers, calibrated, level) for part in parts]
+
+
+def _block_work(
+    part: Part,
+    widths: Widths,
+    modifiers: Sequence[Modifier],
+    calibrated: Mapping[Module, Sequence[Modifier]],
+    level: Granularity | None,
+) -> BlockWork:
+    own = {name: module for name, module in part.modules.items() if module in calibrated}
+    groups = [
+        _group(names, [own[name] for name in names], widths, modifiers, calibrated)
+        for names in _shared_inputs(own)
+    ]
+    forward = sum(_multiplications(name, one, widths) for name, one in part.modules.items())
+    attentions = sum(1 for one in part.modules.values() if is_cached_attention_module(one))
+    inputs = [one.in_features for one in part.modules.values() if isinstance(one, Linear)]
+    return BlockWork(
+        part.name,
+        0 if part.name == REST else forward,  # what lies in no block is run once, or not at all
+        attentions * widths.heads,
+        max(inputs, default=0),
+        tuple(_units(part, own.values(), groups, level)),
+    )
+
+
+def _shared_inputs(own: Mapping[str, Module]) -> Iterator[tuple[str, ...]]:
+    """Names of modules that get one input: those that servers fuse, and every other alone."""
+    taken: set[str] = set()
+    for name in own:
+        if name in taken:
+            continue
+        members = [name, *(partner for partner in fused_partners(name) if partner in own)]
+        found = tuple(one for one in own if one in members)
+        taken.update(found)
+        yield found
+
+
+def _group(
+    names: Sequence[str],
+    modules: Sequence[Module],
+    widths: Widths,
+    modifiers: Sequence[Modifier],
+    calibrated: Mapping[Module, Sequence[Modifier]],
+) -> Group:
+    efforts = []
+    for modifier in modifiers:
+        mine = [module for module in modules if modifier in calibrated[module]]
+        if mine:
+            efforts.append(modifier.effort(mine))
+    parameters = [one for module in modules for one in module.parameters(recurse=False)]
+    return Group(
+        tuple(modules),
+        _sum(efforts),
+        sum(one.numel() for one in parameters if one.ndim > 1),
+        sum(one.numel() * one.element_size() for one in parameters),
+        widths.expert_share if is_expert(names[0]) else 1.0,
+    )
+
+
+def _sum(efforts: Sequence[Effort]) -> Effort:
+    if len(efforts) == 1:
+        return efforts[0]
+    return Effort(
+        gram=sum(one.gram for one in efforts),
+        cross=sum(one.cross for one in efforts),
+        solve=sum(one.solve for one in efforts),
+        visits=sum(one.visits for one in efforts),
+        statistics=sum(one.statistics for one in efforts),
+        workspace=max((one.workspace for one in efforts), default=0),
+    )
+
+
+def _units(
+    part: Part, own: Collection[Module], groups: Sequence[Group], level: Granularity | None
+) -> Iterator[Unit]:
+    if level is Granularity.LINEAR or (level is not None and part.name == REST):
+        yield from (Unit((group,)) for group in groups)
+    elif level is Granularity.SUB_BLOCK:
+        block = part.modules[part.name]
+        stops = list(sub_blocks(block, part.name, set(own)))
+        for stop in stops:
+            inside = set(stop.modules())
+            members = tuple(group for group in groups if group.modules[0] in inside)
+            if members:
+                yield Unit(members)
+    elif groups:
+        yield Unit(tuple(groups))
+
+
+def _multiplications(name: str, module: Module, widths: Widths) -> int:
+    """Multiply-adds per token of a module's own matrices."""
+    if isinstance(module, Embedding):
+        return 0
+    found = 0
+    for parameter in module.parameters(recurse=False):
+        if parameter.ndim == 2:
+            found += int(parameter.numel() * (widths.expert_share if is_expert(name) else 1))
+        elif parameter.ndim == 3:  # the experts' matrices, stacked
+            found += int(parameter.numel() * widths.expert_share)
+    return found

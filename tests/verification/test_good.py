@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Good checkpoints have no error: of every preset, compared with what they were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcompressor import verify
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.schemes.presets import PRESETS
+from llmcompressor.verification import Severity, VerificationReport
+
+Run = Callable[..., Path]
+
+KV_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+
+
+def recipe(scheme: str, **more: Any) -> QuantizationModifier:
+    return QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"], **more)
+
+
+def worse_than_notes(report: VerificationReport) -> list[str]:
+    return [
+        f"{finding.rule} {finding.module}: {finding.message}"
+        for finding in report.findings
+        if finding.severity is not Severity.NOTE
+    ]
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_preset_on_a_llama(preset: str, llama_folder: Path, compressed: Run) -> None:
+    folder = compressed(llama_folder, recipe(preset))
+    report = verify(folder, llama_folder, serve="vllm", tp=1)
+    assert not worse_than_notes(report)
+    assert report.quantized == (0 if preset == "UNQUANTIZED" else 14)
+    assert len(report.errors) == report.quantized
+    assert verify(folder, llama_folder).ok
+
+
+@pytest.mark.parametrize(
+    "preset", ["W4A16_ASYM", "W3A16", "W8A8", "W4A8", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"]
+)
+def test_every_format_on_a_mixture(preset: str, mixtral_folder: Path, compressed: Run) -> None:
+    folder = compressed(mixtral_folder, recipe(preset))
+    report = verify(folder, mixtral_folder, serve="vllm", tp=1)
+    assert not worse_than_notes(report)
+    assert report.quantized == 8
+    assert verify(folder, mixtral_folder).ok
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_solved_weights_are_no_error(scheme: str, llama_folder: Path, compressed: Run) -> None:
+    gptq = GPTQModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
+    report = verify(compressed(llama_folder, gptq), llama_folder, serve="vllm", tp=1)
+    assert not worse_than_notes(report)
+    assert report.work == "solved for"
+    assert all(0 < each.relative < 0.5 for each in report.errors)
+
+
+def test_a_quantized_cache(llama_folder: Path, compressed: Run) -> None:
+    folder = compressed(llama_folder, recipe("FP8_DYNAMIC", kv_cache_scheme=KV_CACHE))
+    report = verify(folder, llama_folder, tp=1)
+    assert not worse_than_notes(report)
+
+
+def test_two_schemes_in_one_model(llama_folder: Path, compressed: Run) -> None:
+    both = [
+        QuantizationModifier(targets=["re:.*self_attn.*_proj$"], scheme="W8A8"),
+        QuantizationModifier(targets=["re:.*mlp.*_proj$"], scheme="W4A16"),
+    ]
+    report = verify(compressed(llama_folder, both), llama_folder, tp=1)
+    assert not worse_than_notes(report)
+
+
+def test_a_quantized_head(llama_folder: Path, compressed: Run) -> None:
+    whole = QuantizationModifier(targets=["Linear", "lm_head"], scheme="W4A16")
+    report = verify(compressed(llama_folder, whole), llama_folder, tp=1)
+    assert not worse_than_notes(report)
+    assert report.quantized == 15
+
+
+def test_the_embedded_model(pico: Path, compressed: Run) -> None:
+    """Tied embeddings, a tokenizer and several presets; the source by itself is good too."""
+    alone = verify(pico, tp=1)
+    assert not worse_than_notes(alone)
+    assert alone.quantized == 0
+    for preset in ("W4A16", "FP8_DYNAMIC"):
+        folder = compressed(pico, recipe(preset), tokenizer=str(pico))
+        report = verify(folder, pico, tp=1)
+        assert not worse_than_notes(report)
+        assert report.quantized > 0
+
+
+def test_a_model_is_its_own_reference(llama_folder: Path) -> None:
+    report = verify(llama_folder, llama_folder, tp=1)
+    assert not report.findings
+    assert report.tensors == 21
