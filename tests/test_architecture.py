@@ -46,6 +46,7 @@ FLOORS = {
     "utils": 6,
     "pipelines": 6,
     "evaluation": 7,
+    "planning": 7,
     "entrypoints": 8,
     "transformers": 9,
     "cli": 9,
@@ -127,6 +128,8 @@ def breach(importer: str, imported: str) -> str | None:
         return f"{upper} (floor {FLOORS[upper]}) imports {lower} (floor {FLOORS[lower]})"
     if upper == "pipelines" and technique(imported):
         return "a pipeline imports a concrete modifier"
+    if upper == "planning" and technique(imported):
+        return "planning imports a concrete modifier"
     if upper == "evaluation" and lower == "pipelines":
         return "measuring imports a pipeline's insides"
     return None

@@ -22,6 +22,7 @@ PUBLIC = {
         "create_session",
         "evaluate",
         "oneshot",
+        "plan",
         "reset_session",
         "verify",
     ],

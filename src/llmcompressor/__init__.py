@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from llmcompressor.entrypoints.evaluate import evaluate
     from llmcompressor.entrypoints.oneshot import Oneshot, oneshot
+    from llmcompressor.entrypoints.plan import plan
     from llmcompressor.entrypoints.verify import verify
     from llmcompressor.logger import LoggerConfig, configure_logger
 
@@ -37,6 +38,7 @@ __all__ = [
     "create_session",
     "evaluate",
     "oneshot",
+    "plan",
     "reset_session",
     "verify",
 ]
@@ -52,6 +54,7 @@ _HOMES = {
     "create_session": "llmcompressor.core.session_functions",
     "evaluate": "llmcompressor.entrypoints.evaluate",
     "oneshot": "llmcompressor.entrypoints.oneshot",
+    "plan": "llmcompressor.entrypoints.plan",
     "reset_session": "llmcompressor.core.session_functions",
     "verify": "llmcompressor.entrypoints.verify",
 }

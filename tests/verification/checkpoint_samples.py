@@ -129,7 +129,9 @@ def mlp(path: str, inner: int = INNER) -> Shapes:
     return {f"{path}.gate_proj": up, f"{path}.up_proj": up, f"{path}.down_proj": (HIDDEN, inner)}
 
 
-def mixture(path: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Shapes:
+def mixture(
+    path: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Shapes:
     found: Shapes = {f"{path}.gate": (EXPERTS, HIDDEN)}
     for index in range(EXPERTS):
         for name, shape in zip(

@@ -90,7 +90,7 @@ def test_the_embedded_model(pico: Path, compressed: Run) -> None:
     assert not worse_than_notes(alone)
     assert alone.quantized == 0
     for preset in ("W4A16", "FP8_DYNAMIC"):
-        folder = compressed(pico, recipe(preset), tokenizer=str(pico))
+        folder = compressed(pico, recipe(preset))
         report = verify(folder, pico, tp=1)
         assert not worse_than_notes(report)
         assert report.quantized > 0

@@ -232,7 +232,7 @@ class BlockStream:
             if kept == entry.digest:
                 intact.add((stage, block))
             if stage == 0 and entry.source:
-                self._weights.digests[block] = entry.source
+                self._weights.expect(block, entry.source)
         damaged = sorted({block or "the rest" for _, block in set(entries) - intact})
         if damaged:
             logger.warning(f"{', '.join(damaged)}: damaged on the disk, and done again.")

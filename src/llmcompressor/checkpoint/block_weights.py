@@ -20,11 +20,12 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from llmcompressor.checkpoint.blueprint import Blueprint, meta_parameter, quiet_loading
-from llmcompressor.checkpoint.finite import first_nonfinite
+from llmcompressor.checkpoint.finite import first_nonfinite, is_finite
 from llmcompressor.checkpoint.layout import LoadedName
 from llmcompressor.checkpoint.reading import TensorReader
 from llmcompressor.errors import CheckpointError, NonFiniteError
 from llmcompressor.logger import logger
+from llmcompressor.progress import progress
 
 __all__ = ["REST", "BlockWeights"]
 
@@ -76,6 +77,28 @@ class BlockWeights:
         self.load(REST)
         _settle_ties(self._model)
 
+    def check(self) -> None:
+        """Read every weight once, before work is put into any of them.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+            NonFiniteError: a tensor holds NaN or infinity.
+        """
+        headers = self._blueprint.source.tensors
+        with progress(sum(map(len, self._names.values())), "Checking weights") as advance:
+            for block in self._names:
+                digest = xxhash.xxh3_128()
+                for name in self._names[block]:
+                    tensor = self._reader.read(name, digest)
+                    if tensor.is_floating_point() and not is_finite(tensor):
+                        raise NonFiniteError(
+                            f"The weight {name} in {headers[name].file} holds NaN or infinity. "
+                            "The checkpoint is damaged or was saved in a dtype too narrow for it: "
+                            "get it anew."
+                        )
+                    advance(1)
+                self.digests[block] = digest.hexdigest()
+
     def load(self, block: str) -> None:
         """Read a block's tensors and put them into the model.
 
@@ -85,15 +108,23 @@ class BlockWeights:
         """
         future = self._ahead.pop(block, None)
         tensors, digest = future.result() if future is not None else self._read(block)
-        before = self.digests.setdefault(block, digest)
-        if before != digest:
-            raise CheckpointError(
-                f"The weights of {block or 'the model'} have changed while they were used.",
-                "Give a model folder that nothing writes to.",
-            )
+        self.expect(block, digest)
         self.put(tensors, self._blueprint.names)
         self.settle(block)
         self._check(block)
+
+    def expect(self, block: str, digest: str) -> None:
+        """Say what hash the tensors of a block have.
+
+        Raises:
+            CheckpointError: it is another one than was read or expected before.
+        """
+        if self.digests.setdefault(block, digest) != digest:
+            raise CheckpointError(
+                f"The weights of {block or 'the model'} are not what they were when this run "
+                "began.",
+                'Restore them, or throw the progress away with resume="never" (--resume never).',
+            )
 
     def read_ahead(self, block: str) -> None:
         """Begin to read a block on a thread; :meth:`load` will find it read."""

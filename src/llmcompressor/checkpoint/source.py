@@ -109,12 +109,15 @@ def local_directory(
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def inspect_source(model: str | os.PathLike[str], *, allow_quantized: bool = False) -> SourceInfo:
+def inspect_source(
+    model: str | os.PathLike[str], *, allow_quantized: bool = False, headers_only: bool = False
+) -> SourceInfo:
     """Check a local model folder and list its tensors.
 
     Args:
         model: the folder.
         allow_quantized: accept a model whose config says that it is quantized already.
+        headers_only: accept weight files that end behind their headers.
 
     Returns:
         What the folder holds.
@@ -136,7 +139,7 @@ def inspect_source(model: str | os.PathLike[str], *, allow_quantized: bool = Fal
     method = quantization_method(config)
     if method is not None and not allow_quantized:
         raise quantized_error(str(directory), method)
-    tensors = _tensors(directory)
+    tensors = _tensors(directory, headers_only=headers_only)
     size = sum(file.stat().st_size for file in {header.file for header in tensors.values()})
     return SourceInfo(directory.resolve(), config, tensors, size)
 
@@ -164,10 +167,14 @@ def quantized_error(model: str, method: str) -> CheckpointError:
     return CheckpointError(f"The model {model} is already quantized by {method}.", f"{remedy}.")
 
 
-def read_header(file: Path) -> dict[str, TensorHeader]:
+def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHeader]:
     """The header of one safetensors file, checked against the file's size.
 
     A safetensors file is a little-endian 64-bit length ``n``, ``n`` bytes of JSON, and the data.
+
+    Args:
+        file: the file.
+        headers_only: accept a file that ends behind its header.
 
     Raises:
         CheckpointError: the file is truncated or is no safetensors file.
@@ -196,7 +203,7 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
         raise CheckpointError(f"The header of {file} cannot be read.", _DOWNLOAD) from error
     data = 8 + length
     expected = data + max((end for _, _, (_, end) in tensors.values()), default=0)
-    if size < expected:
+    if size < expected and not (headers_only and size == data):
         raise _truncated(file, size, expected)
     return {
         name: TensorHeader(dtype, shape, file, data + start, end - start)
@@ -247,11 +254,11 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _tensors(directory: Path) -> dict[str, TensorHeader]:
+def _tensors(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
     if (directory / SINGLE).is_file():
-        return read_header(directory / SINGLE)
+        return read_header(directory / SINGLE, headers_only=headers_only)
     if (directory / INDEX).is_file():
-        return _indexed(directory)
+        return _indexed(directory, headers_only=headers_only)
     if any((directory / name).is_file() for name in _OTHER_WEIGHTS):
         return {}
     raise CheckpointError(
@@ -260,7 +267,7 @@ def _tensors(directory: Path) -> dict[str, TensorHeader]:
     )
 
 
-def _indexed(directory: Path) -> dict[str, TensorHeader]:
+def _indexed(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
     weight_map = _read_json(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"The file {directory / INDEX} has no weight_map.", _DOWNLOAD)
@@ -272,7 +279,7 @@ def _indexed(directory: Path) -> dict[str, TensorHeader]:
             f"{', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}.",
             "Download or copy them.",
         )
-    headers = {name: read_header(directory / name) for name in files}
+    headers = {name: read_header(directory / name, headers_only=headers_only) for name in files}
     absent = [name for name, file in weight_map.items() if name not in headers[file]]
     if absent:
         raise CheckpointError(

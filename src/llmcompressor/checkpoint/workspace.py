@@ -75,6 +75,11 @@ class Workspace:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
+    def abandon(self) -> None:
+        """Throw the progress away: what there is is of no use, or quickly made again."""
+        self.journal.entries.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def close(self) -> None:
         """Give the lock back."""
         self._lock.close()
@@ -115,7 +120,7 @@ def opened(
             yield workspace
         except BaseException:
             lock.close()
-            if _has_progress(folder):
+            if folder.exists() and _has_progress(folder):
                 logger.warning(f"What is finished is kept in {folder}: the same call continues.")
             elif created:
                 shutil.rmtree(folder, ignore_errors=True)

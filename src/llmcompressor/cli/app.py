@@ -14,6 +14,7 @@ from llmcompressor import __version__
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.cli.failures import reporting
 from llmcompressor.cli.options import call_arguments, parameters_of
+from llmcompressor.cli.plan import plan_command
 from llmcompressor.cli.verify import verify_command
 
 __all__ = ["app"]
@@ -192,6 +193,7 @@ def _text_source(dataset: str | None, text_file: Path | None) -> str | Path | No
     return text_file
 
 
+app.command("plan")(plan_command)
 app.command("verify")(verify_command)
 
 

@@ -40,6 +40,7 @@ from llmcompressor.entrypoints.job import (
     undone_on_error,
 )
 from llmcompressor.entrypoints.limits import Limits
+from llmcompressor.errors import NonFiniteError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
@@ -101,6 +102,8 @@ def run_streamed(job: Job, source: SourceInfo, data: Source | None) -> Module:
     weights.device = limits.choose_device(weights, args.device)
     session = active_session()
     session.reset()
+    if batches is not None:
+        weights.check()
     with undone_on_error(session):
         _load_rest(blueprint, weights, tied=args.tie_word_embeddings)
         job.dataset_args = limits.bound(job.dataset_args, weights)
@@ -166,6 +169,10 @@ class _Run:
                 else:
                     self._publish(stream, workspace, prediction, layout)
                 self._hand_over(stream)
+            except NonFiniteError:
+                if self.batches is None:
+                    workspace.abandon()  # it takes less time to make again than to explain
+                raise
             finally:
                 stream.close()
 

@@ -76,7 +76,6 @@ class DataFreePipeline:
     @staticmethod
     def _by_block(model: Module, residency: Residency) -> None:
         """One block after another, each loaded and let go of."""
-        residency.begin()
         names = residency.unfinished
         with progress(len(names), "Compressing") as advance:
             for name in names:
@@ -85,5 +84,6 @@ class DataFreePipeline:
                 LifecycleCallbacks.sequential_epoch_end(residency.modules_of(name))
                 residency.leave(name)
                 advance(1)
+        residency.visit_rest()
         if not residency.rest_is_finished:
             LifecycleCallbacks.sequential_epoch_end(residency.others(model.modules()))

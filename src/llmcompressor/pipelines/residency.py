@@ -102,34 +102,40 @@ class Residency:
         self.loaded[name] = self._blocks[name]
         self._visited.add(name)
         self._keeper.enter(name)
-        if name not in self._keeper.finished:
-            self._finish(self._early, self.modules_of(name))
+        self._finish(self._early, self.modules_of(name))
 
     def leave(self, name: str) -> None:
         """Have a block finished, written and let go of."""
         self.loaded.pop(name)
-        if name not in self._keeper.finished:
+        if name in self._keeper.finished:
+            self._adopt(self.modules_of(name))
+        else:
             self._finish(self._modifiers, self.modules_of(name))
         self._keeper.leave(name)
 
     def begin(self) -> None:
-        """Tell modifiers which of their modules an earlier run has finished."""
-        finished = self._keeper.finished
-        modules = [module for module, name in self._region.items() if name in finished]
-        others = self.others(self._state.model.modules())
-        if self._keeper.rest_is_finished:
-            modules += others
-        for modifier in self._modifiers:
-            modifier.adopt(self._state, modules)
-        if not self._keeper.rest_is_finished:
-            self._finish(self._early, others)
+        """Have finished what lies in no block and what the data is to see so."""
+        if not self.rest_is_finished:
+            self._finish(self._early, self.others(self._state.model.modules()))
 
     def visit_rest(self) -> None:
-        """Load, have finished and let go of every block that no pass has come by."""
+        """See to the blocks that no pass has come by.
+
+        They are loaded, finished and let go of; those that an earlier run has finished are marked
+        so. That comes last: a marked module quantizes its inputs, which passes are not to see.
+        """
         for name in self.unfinished:
             if name not in self._visited:
                 self.enter(name)
                 self.leave(name)
+        for name in self._keeper.finished:
+            self._adopt(self.modules_of(name))
+        if self.rest_is_finished:
+            self._adopt(self.others(self._state.model.modules()))
+
+    def _adopt(self, modules: Sequence[Module]) -> None:
+        for modifier in self._modifiers:
+            modifier.adopt(self._state, modules)
 
     def _finish(self, modifiers: Sequence[Modifier], modules: Sequence[Module]) -> None:
         for modifier in modifiers:

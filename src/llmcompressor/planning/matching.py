@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,9 @@ from llmcompressor.planning.result import Match, ModuleRow
 from llmcompressor.schemes.assign import is_router
 from llmcompressor.schemes.presets import format_of
 
-__all__ = ["describe", "match_patterns", "module_rows", "numberless"]
+__all__ = ["STACK", "describe", "match_patterns", "module_rows", "numberless"]
 
+STACK = "a stack of matrices, which no target reaches"
 _MOST_NAMES = 3
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
@@ -85,20 +86,20 @@ class _Tally:
 
 
 def match_patterns(
-    model: Module, modifiers: Iterable[Modifier], planned: Mapping[Modifier, Sequence[str]]
+    model: Module, modifiers: Iterable[tuple[Modifier, Collection[str]]]
 ) -> list[Match]:
     """What each target and each ignore entry of each modifier matches.
 
     Args:
         model: the model.
-        modifiers: of the recipe.
-        planned: the modules that a modifier quantizes, where its initialization succeeded.
+        modifiers: of the recipe, each with the modules that it quantizes; with none where its
+            initialization failed.
     """
     modules = dict(model.named_modules())
     found: list[Match] = []
-    for modifier in modifiers:
+    for modifier, names in modifiers:
         targets, ignore = _patterns_of(modifier)
-        quantized = set(planned.get(modifier, ()))
+        quantized = set(names)
         tallies = _tally(modules, targets, ignore, quantized)
         for (role, pattern), tally in tallies.items():
             hint = "" if tally.matched else near_matches(model, pattern)
@@ -203,5 +204,5 @@ def _why_dense(
         return "its weight is the input embedding's"
     stack = any(isinstance(one, Tensor) and one.ndim == 3 for one in module.parameters())
     if stack and not isinstance(module, Linear | Embedding):
-        return "a stack of matrices, which no target reaches"
+        return STACK
     return "no target"

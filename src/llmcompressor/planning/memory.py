@@ -64,10 +64,11 @@ class Footprint:
         present: bytes of the model that are in memory already, and counted in ``base``.
         on_device: weights and statistics are on an accelerator.
         output: bytes of the weight files.
-        shard: bytes of the tensors of the largest file.
+        shard: bytes of the largest of them.
         others: bytes of the other files.
         itemsize: of the model's dtype.
         run_tokens: tokens that run through a block at once.
+        scratches: passes that leave blocks for the next one in files.
     """
 
     base: int
@@ -79,6 +80,7 @@ class Footprint:
     others: int
     itemsize: int
     run_tokens: int
+    scratches: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,12 @@ def estimate_phases(
             peaks["solve"] = _most([peaks.get("solve"), solve])
     peaks["save"] = _saving(footprint, loads, passes)
     spilled = max((one.spilled for one, _ in passes), default=0)
-    written = footprint.output + footprint.others
-    disk = {
-        "load": 0,
-        "calibrate": spilled + (footprint.output if footprint.is_streamed else 0),
-        "solve": spilled + (footprint.output if footprint.is_streamed else 0),
-        "save": written + (spilled if footprint.is_streamed else 0),
-    }
+    disk = {"load": 0, "calibrate": spilled, "solve": spilled, "save": footprint.output}
+    if footprint.is_streamed:  # the space of the output is taken at the beginning
+        scratch = min(footprint.scratches, 1) * sum(one.part.loaded for one in loads[:-1])
+        spilled += footprint.output + scratch
+        disk = {"load": footprint.output, "calibrate": spilled, "solve": spilled, "save": spilled}
+    disk["save"] += footprint.others
     return [
         Phase(name, *_placed(footprint, peak), disk[name], seconds.get(name, 0.0))
         for name, peak in peaks.items()

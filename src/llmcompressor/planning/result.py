@@ -256,11 +256,13 @@ class Problem:
 
     Attributes:
         where: the modifier or the argument.
+        error: the class of the error that the run would raise.
         message: the problem.
         remedy: what to do about it.
     """
 
     where: str
+    error: str
     message: str
     remedy: str
 

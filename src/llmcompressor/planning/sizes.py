@@ -10,7 +10,7 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationStatus
 
 from llmcompressor.checkpoint.extras import side_files
-from llmcompressor.checkpoint.layout import checkpoint_names
+from llmcompressor.checkpoint.layout import LoadedName, checkpoint_names
 from llmcompressor.checkpoint.model_config import checkpoint_config, json_text
 from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
 from llmcompressor.checkpoint.prediction import Prediction, predict
@@ -75,24 +75,31 @@ class Output:
             for (scheme, form), each in rows.items()
         ]
 
-    def dense(self, rows: Sequence[ModuleRow]) -> list[Dense]:
+    def dense(
+        self, rows: Sequence[ModuleRow], names: Mapping[str, LoadedName]
+    ) -> list[Dense]:
         """Bytes of what is stored as it was, by the pattern of the names.
 
         Args:
             rows: what becomes of the model's matrices.
+            names: tensor of the source → what it is in the model.
         """
         reasons = {row.pattern: row.why for row in rows if row.why}
         quantized = set(self.places.values())
-        extras = {numberless(name.rpartition(".")[0]) for name in self.prediction.extras}
+        extras = set(self.prediction.extras)
         sizes: dict[str, int] = {}
-        for owner, size in self.stored_bytes().items():
-            if owner not in quantized:
-                key = numberless(owner)
-                sizes[key] = sizes.get(key, 0) + size
-        return [
-            Dense(key, size, _COPIED if key in extras else _reason(key, reasons))
-            for key, size in sizes.items()
-        ]
+        whys: dict[str, str] = {}
+        for stored in self.prediction.stored:
+            owner = stored.name.rpartition(".")[0]
+            if owner in quantized:
+                continue
+            key = numberless(owner)
+            sizes[key] = sizes.get(key, 0) + stored.nbytes
+            if key not in whys:
+                target = names[stored.name].target if stored.name in names else stored.name
+                own = _reason(numberless(target.rpartition(".")[0]), reasons)
+                whys[key] = _COPIED if stored.name in extras else own
+        return [Dense(key, size, whys[key]) for key, size in sizes.items()]
 
 
 _COPIED = "no part of the model class: copied"

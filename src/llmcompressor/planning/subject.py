@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +16,10 @@ from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from llmcompressor.args import ModelArguments
-from llmcompressor.checkpoint.blueprint import build_blueprint
+from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
 from llmcompressor.checkpoint.layout import LoadedName
 from llmcompressor.checkpoint.load import check_unquantized, untie_embeddings
+from llmcompressor.checkpoint.reading import DTYPES
 from llmcompressor.checkpoint.source import TensorHeader, inspect_source, local_directory
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.blocks import find_blocks
@@ -38,14 +39,15 @@ class Part:
         modules: the block and everything inside, by name.
         loaded: bytes of its parameters in the model's dtype.
         source: bytes of its tensors in the files.
-        merged: bytes of those that are merged or split while they are loaded.
+        converted: bytes of those that become something else while they are loaded, in another
+            dtype or merged with others: both are held then.
     """
 
     name: str
     modules: Mapping[str, Module]
     loaded: int
     source: int
-    merged: int
+    converted: int
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Subject:
         names: tensor of its files → what it becomes in the model.
         source_bytes: of its weight files, or of its parameters.
         is_in_memory: it was given loaded.
+        is_hollow: its files hold headers and no data.
+        blueprint: what it was built as; ``None`` if it was given loaded.
     """
 
     model: PreTrainedModel
@@ -69,6 +73,8 @@ class Subject:
     names: Mapping[str, LoadedName]
     source_bytes: int
     is_in_memory: bool
+    is_hollow: bool = False
+    blueprint: Blueprint | None = None
 
     @cached_property
     def module_names(self) -> Mapping[str, Module]:
@@ -96,10 +102,13 @@ class Subject:
         part_of = {module: part for part, modules in members.items() for module in modules}
         found = {part: (0, 0) for part in members}
         for name, own in self.names.items():
-            part = part_of.get(own.target.rpartition(".")[0], REST)
-            size = self.headers[name].nbytes
-            whole, merged = found[part]
-            found[part] = (whole + size, merged + (size if own.merged else 0))
+            owner, _, last = own.target.rpartition(".")
+            part, header = part_of.get(owner, REST), self.headers[name]
+            present = self.module_names[owner]._parameters.get(last)
+            same = present is None or DTYPES.get(header.dtype) is present.dtype
+            whole, converted = found[part]
+            changed = header.nbytes if own.merged or not same else 0
+            found[part] = (whole + header.nbytes, converted + changed)
         return found
 
 
@@ -122,7 +131,7 @@ def open_subject(args: ModelArguments) -> Subject:
 
 def _from_folder(args: ModelArguments) -> Subject:
     folder = local_directory(args.model, revision=args.model_revision, cache_dir=args.cache_dir)
-    source = inspect_source(args.model if folder is None else folder)
+    source = inspect_source(args.model if folder is None else folder, headers_only=True)
     if not source.tensors:
         raise CheckpointError(
             f"The weights of {source.directory} are not safetensors files, whose headers are "
@@ -137,15 +146,26 @@ def _from_folder(args: ModelArguments) -> Subject:
     )
     if not args.tie_word_embeddings:
         untie_embeddings(blueprint.model)
+    size = _file_bytes(source.tensors.values())
     return Subject(
         blueprint.model,
         str(args.model),
         source.directory,
         source.tensors,
         blueprint.names,
-        source.size,
+        size,
         is_in_memory=False,
+        is_hollow=source.size < size,
+        blueprint=blueprint,
     )
+
+
+def _file_bytes(headers: Iterable[TensorHeader]) -> int:
+    """Bytes of the files, with all the data that their headers tell of."""
+    ends: dict[Path, int] = {}
+    for header in headers:
+        ends[header.file] = max(ends.get(header.file, 0), header.offset + header.nbytes)
+    return sum(ends.values())
 
 
 def _from_object(model: PreTrainedModel, *, tie: bool) -> Subject:
@@ -172,7 +192,7 @@ def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, memo)
 
 
-def _own_bytes(modules: Iterator[Module] | Any) -> int:
+def _own_bytes(modules: Iterable[Module]) -> int:
     """Bytes of the parameters of some modules; one that several of them share counts once."""
     found: dict[int, Tensor] = {}
     for module in modules:

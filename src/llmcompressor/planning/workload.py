@@ -131,7 +131,7 @@ def block_works(
     parts: Sequence[Part],
     widths: Widths,
     modifiers: Sequence[Modifier],
-    calibrated: Mapping[Module, Sequence[Modifier]],
+    owners: Mapping[Module, Sequence[int]],
     level: Granularity | None,
 ) -> list[BlockWork]:
     """The work of each part of a model in one pass.
@@ -140,22 +140,22 @@ def block_works(
         parts: the blocks in order, and what lies in none.
         widths: of the model's forward.
         modifiers: those that take part.
-        calibrated: module → the modifiers that calibrate it.
+        owners: module → the positions of the modifiers that calibrate it.
         level: where forwards are paused; ``None`` where all modules are calibrated at once.
     """
-    return [_block_work(part, widths, modifiers, calibrated, level) for part in parts]
+    return [_block_work(part, widths, modifiers, owners, level) for part in parts]
 
 
 def _block_work(
     part: Part,
     widths: Widths,
     modifiers: Sequence[Modifier],
-    calibrated: Mapping[Module, Sequence[Modifier]],
+    owners: Mapping[Module, Sequence[int]],
     level: Granularity | None,
 ) -> BlockWork:
-    own = {name: module for name, module in part.modules.items() if module in calibrated}
+    own = {name: module for name, module in part.modules.items() if module in owners}
     groups = [
-        _group(names, [own[name] for name in names], widths, modifiers, calibrated)
+        _group(names, [own[name] for name in names], widths, modifiers, owners)
         for names in _shared_inputs(own)
     ]
     forward = sum(_multiplications(name, one, widths) for name, one in part.modules.items())
@@ -187,11 +187,11 @@ def _group(
     modules: Sequence[Module],
     widths: Widths,
     modifiers: Sequence[Modifier],
-    calibrated: Mapping[Module, Sequence[Modifier]],
+    owners: Mapping[Module, Sequence[int]],
 ) -> Group:
     efforts = []
-    for modifier in modifiers:
-        mine = [module for module in modules if modifier in calibrated[module]]
+    for position, modifier in enumerate(modifiers):
+        mine = [module for module in modules if position in owners[module]]
         if mine:
             efforts.append(modifier.effort(mine))
     parameters = [one for module in modules for one in module.parameters(recurse=False)]

@@ -382,7 +382,7 @@ class QuantizationMixin(Modifier):
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
         """Mark those of ``modules`` as quantized that are ours; their values are on disk."""
-        wanted = set(modules)
+        wanted = set(modules) - self._finished
         for module in (module for module in self._schemes if module in wanted):
             attach_linear(module, self._schemes[module], None, {})
         for module in (module for module in self._attention if module in wanted):

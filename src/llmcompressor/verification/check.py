@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from llmcompressor.errors import CheckpointError
@@ -61,8 +62,22 @@ def verify_files(
         CheckpointError: a folder is not there or holds no model.
     """
     start = time.perf_counter()
-    files = open_checkpoint(checkpoint)
-    original = None if reference is None else _reference(reference, files)
+    with ExitStack() as stack:
+        files = stack.enter_context(closing(open_checkpoint(checkpoint)))
+        original = None
+        if reference is not None:
+            original = _reference(reference, files)
+            stack.enter_context(closing(original.files))
+        return _verify(files, original, deployment, workers, start)
+
+
+def _verify(
+    files: Files,
+    original: Reference | None,
+    deployment: Deployment | None,
+    workers: int | None,
+    start: float,
+) -> VerificationReport:
     headers = {name: info for name, info in files.headers.items() if name not in files.broken}
     view = View(files.config, headers, files.read, deployment)
     findings = [*files.findings, *check_view(view)]

@@ -15,6 +15,7 @@ __all__ = [
     "Expected",
     "columns_of",
     "expected_tensors",
+    "is_stored_so",
     "misfits",
     "scale_shape",
     "weight_dtype",
@@ -68,9 +69,18 @@ def columns_of(
         return None
     if packed.dtype == "U8":
         return packed.shape[1] * 2
+    bits = max(scheme.weights.bits, 1)
     if stored_shape is not None and len(stored_shape) == 2:
-        return stored_shape[1]
-    return packed.shape[1] * 32 // max(scheme.weights.bits, 1)
+        columns = stored_shape[1]
+        # a shape that cannot be that of the words is wrong itself (S28)
+        if packed.shape[1] in (ceil(columns * bits / 32), ceil(columns / (32 // min(bits, 32)))):
+            return columns
+    return packed.shape[1] * 32 // bits
+
+
+def is_stored_so(entry: Entry, scheme: Scheme) -> bool:
+    """Whether the codes of a module lie in the file as its format has them: packed, or not."""
+    return (entry.form == "coded") == (weight_dtype(scheme) is not None)
 
 
 def scale_shape(args: Args, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:

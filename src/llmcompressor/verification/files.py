@@ -90,6 +90,7 @@ class Files:
         findings: what is wrong with the files.
         size: bytes of all weight files.
         broken: tensors whose bytes cannot be read.
+        opened: files that were read, with their descriptors; :meth:`close` closes them.
     """
 
     directory: Path
@@ -98,6 +99,20 @@ class Files:
     findings: list[Finding] = field(default_factory=list)
     size: int = 0
     broken: set[str] = field(default_factory=set)
+    opened: dict[Path, int] = field(default_factory=dict, repr=False)
+
+    def close(self) -> None:
+        """Close what was opened; a later read opens it again."""
+        while self.opened:
+            os.close(self.opened.popitem()[1])
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self.opened:
+            descriptor = os.open(path, os.O_RDONLY)
+            # another thread may have been faster
+            if self.opened.setdefault(path, descriptor) != descriptor:
+                os.close(descriptor)
+        return self.opened[path]
 
     @property
     def headers(self) -> dict[str, TensorInfo]:
@@ -121,16 +136,15 @@ class Files:
             shape = (max(last - start, 0), *shape[1:])
         if size == 0:
             return torch.empty(shape, dtype=dtype)
-        data = bytearray(size)
-        with place.file.open("rb", buffering=0) as stream:
-            stream.seek(offset)
-            view, done = memoryview(data), 0
-            while done < size:
-                count = stream.readinto(view[done:])
-                if not count:
-                    raise CheckpointError(f"The file {place.file} ends within {name}.", _DAMAGED)
-                done += count
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+        # not a bytearray, which would be filled with zeros first
+        data = torch.empty(size, dtype=torch.uint8)
+        view, done, descriptor = memoryview(data.numpy()), 0, self._descriptor(place.file)
+        while done < size:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if not count:
+                raise CheckpointError(f"The file {place.file} ends within {name}.", _DAMAGED)
+            done += count
+        return data.view(dtype).reshape(shape)
 
     def say(self, rule: str, module: str, message: str, remedy: str = _DAMAGED) -> None:
         """Note that something is wrong with the files."""

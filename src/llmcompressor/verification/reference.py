@@ -362,12 +362,15 @@ class Reference:
             )
 
     def _twin(self, name: str, used: set[str]) -> str | None:
-        """Another tensor of the original with the same content, which was found."""
+        """Another matrix of the original with the same content, which was found.
+
+        Vectors do not count: norms of ones are alike and still not one tensor.
+        """
         info = self.files.places[name].info
         alike = (
             other
             for other in used
-            if other != name and self.files.places[other].info == info and info.numel > 1
+            if other != name and self.files.places[other].info == info and len(info.shape) > 1
         )
         return next(
             (other for other in alike if _same_tensor(self.files, name, self.files, other)), None

@@ -30,8 +30,15 @@ _AGAIN = "Compress the model anew."
 _SCALES = ("weight_scale", "input_scale", "output_scale")
 _GLOBAL = ("weight_global_scale", "input_global_scale")
 _FEW = 8
-_SAMPLE_ROWS = 64
+_SAMPLE_ROWS = 16
 _OUTER = 0.65
+_EXPONENTS = {
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+}
+"""Dtype → integers of its size, and the bits of its infinity."""
 
 
 @dataclass
@@ -63,8 +70,10 @@ def check_scales(files: Files, entry: Entry) -> list[Finding]:
         if raw.dtype is torch.uint8:
             count = int((raw == 255).sum())
             said = f"{count} exponents that mean NaN" if count else ""
+        elif raw.dtype is torch.float8_e4m3fn:
+            said = _bad_small_scale(raw.view(torch.uint8))
         elif raw.dtype.is_floating_point:
-            said = _bad_scale(raw.float(), own, raw.dtype is torch.float8_e4m3fn)
+            said = _bad_scale(raw.float(), own)
         else:
             continue
         if said:
@@ -78,8 +87,22 @@ def check_scales(files: Files, entry: Entry) -> list[Finding]:
     return say.findings
 
 
-def _bad_scale(scale: Tensor, own: str, is_small: bool) -> str:
-    """What is wrong with a scale; 8-bit floats may be zero for groups of zeros."""
+def _bad_small_scale(bits: Tensor) -> str:
+    """What is wrong with scales that are 8-bit floats, by their bits.
+
+    They may be zero for groups of zeros, but not all of them.
+    """
+    least, most = (int(each) for each in bits.aminmax()) if bits.numel() else (1, 1)
+    if most >= 127:
+        count = int((bits & 127 == 127).sum())
+        if count:
+            return f"{count} of {bits.numel()} values that are not finite"
+        return f"{int((bits > 127).sum())} negative values"
+    return f"{bits.numel()} values of zero" if least == most == 0 else ""
+
+
+def _bad_scale(scale: Tensor, own: str) -> str:
+    """What is wrong with a scale."""
     bad = int((~torch.isfinite(scale)).sum())
     if bad:
         return f"{bad} of {scale.numel()} values that are not finite"
@@ -87,8 +110,7 @@ def _bad_scale(scale: Tensor, own: str, is_small: bool) -> str:
     if negative:
         return f"{negative} negative values"
     zeros = int((scale == 0).sum())
-    is_bad = zeros == scale.numel() if is_small else zeros > 0
-    return f"{zeros} values of zero" if is_bad and own != "output_scale" and zeros else ""
+    return f"{zeros} values of zero" if zeros and own != "output_scale" else ""
 
 
 def check_codes(codes: Codes) -> list[Finding]:
@@ -102,7 +124,7 @@ def check_codes(codes: Codes) -> list[Finding]:
     if scale is not None:
         _check_untouched(say, codes, scale, seen)
         _check_used(say, codes, scale, seen)
-    zero = codes.zero_points()
+    zero = None if codes.args.symmetric else codes.zero_points()
     if zero is not None:
         _check_zero_points(say, codes, zero)
     if codes.stored == "weight_packed" and codes.args.kind == "int":
@@ -139,11 +161,12 @@ class _Pass:
             dead = (plain == 0).all(dim=1)
             self.rows_unwritten += [start + int(row) for row in dead.nonzero()[:8]]
         elif raw.dtype is torch.float8_e4m3fn:
+            # without the sign the bits of floats are in the order of their values
             magnitude = plain & 127
-            self.not_a_number += int((magnitude == 127).sum())
-            self.largest[start : start + len(raw)] = (
-                raw.view(torch.uint8).bitwise_and(127).view(torch.float8_e4m3fn).float().amax(1)
-            )
+            largest = magnitude.amax(1)
+            if bool((largest == 127).any()):
+                self.not_a_number += int((magnitude == 127).sum())
+            self.largest[start : start + len(raw)] = largest.view(torch.float8_e4m3fn).float()
         elif raw.dtype is torch.int8:
             limit = 2 ** (self.codes.args.bits - 1)
             if int(high) >= limit or int(low) < -limit:
@@ -179,7 +202,7 @@ def _check_untouched(say: _Say, codes: Codes, scale: Tensor, seen: _Pass) -> Non
     if seen.is_constant:
         return
     first = float(scale.reshape(-1)[0].float()) if scale.numel() else 0.0
-    if scale.numel() >= _FEW and bool((scale.float() == first).all()):
+    if scale.numel() >= _FEW and _is_constant(scale):
         is_exponent = scale.dtype is torch.uint8
         if first in ((127.0, 0.0) if is_exponent else (1.0,)):
             what = "They are all 1" if first else "They are all zero"
@@ -195,20 +218,22 @@ def _check_untouched(say: _Say, codes: Codes, scale: Tensor, seen: _Pass) -> Non
 
 
 def _is_constant(scale: Tensor) -> bool:
-    wide = scale.float().reshape(-1)
-    return bool((wide == wide[:1]).all())
+    flat = scale.reshape(-1)
+    flat = flat.view(torch.uint8) if flat.dtype is torch.float8_e4m3fn else flat
+    return bool((flat == flat[:1]).all())
 
 
 def _has_codes_without_scale(codes: Codes, scale: Tensor) -> bool:
     """Whether a group with a scale of zero has a code other than zero (4-bit floats)."""
     if codes.stored != "weight_packed" or scale.ndim != 2 or not codes.args.group:
         return False
-    rows = (scale.float() == 0).any(dim=1).nonzero().reshape(-1)[:_SAMPLE_ROWS]
+    zero = scale.view(torch.uint8) & 127 == 0
+    rows = zero.any(dim=1).nonzero().reshape(-1)[:_SAMPLE_ROWS]
     width = codes.args.group // 2
     for row in rows.tolist():
         magnitudes = codes.raw(row, row + 1).reshape(-1) & 0x77
         groups = magnitudes[: scale.shape[1] * width].reshape(-1, width)
-        if bool((groups.amax(dim=1)[scale[row].float() == 0] != 0).any()):
+        if bool((groups.amax(dim=1)[zero[row]] != 0).any()):
             return True
     return False
 
@@ -263,14 +288,20 @@ def _check_packing(say: _Say, codes: Codes) -> None:
         )
 
 
+def _is_finite(values: Tensor) -> bool:
+    """Whether all of them are, by their bits: an exponent of ones is infinity or no number."""
+    integers, ones = _EXPONENTS[values.dtype]
+    bits = values.contiguous().view(integers)
+    return not values.numel() or int((bits & torch.iinfo(integers).max).amax()) < ones
+
+
 def check_plain(files: Files, name: str) -> Iterator[Finding]:
     """V6, for a tensor of plain floats."""
     if name in files.broken or files.places[name].info.dtype not in PLAIN_FLOATS:
         return
     bad = 0
     for chunk in tensor_chunks(files, name, CHUNK * 2):
-        # a sum is not finite if one summand is not; it may also overflow
-        if not bool(torch.isfinite(chunk.sum(dtype=torch.float32))):
+        if not _is_finite(chunk):
             bad += int((~torch.isfinite(chunk)).sum())
     if bad:
         say = _Say(name, [])

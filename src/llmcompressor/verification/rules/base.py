@@ -9,16 +9,34 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from llmcompressor.verification.expected import columns_of, expected_tensors, misfits
+from llmcompressor.verification.expected import (
+    columns_of,
+    expected_tensors,
+    is_stored_so,
+    misfits,
+)
 from llmcompressor.verification.facts import Deployment, Severity, TensorInfo, Tensors
 from llmcompressor.verification.families import Family, family_of, text_settings
 from llmcompressor.verification.layout import EXPERT, Entry, entries_of
 from llmcompressor.verification.resolve import Choice, Resolver
 from llmcompressor.verification.scheme import Group, Scheme, parse_groups, settings_of
 
-__all__ = ["CONFIG", "DEPLOYMENT", "HEADERS", "TENSORS", "Problem", "Rule", "View", "joined"]
+__all__ = [
+    "CONFIG",
+    "DEPLOYMENT",
+    "HEADERS",
+    "TENSORS",
+    "VERSIONS",
+    "Misfit",
+    "Problem",
+    "Rule",
+    "View",
+    "joined",
+]
 
 CONFIG, HEADERS, TENSORS, DEPLOYMENT = "config", "headers", "tensors", "deployment"
+VERSIONS = {"vllm": "0.33", "transformers": "5.17", "sglang": "0.5"}
+"""The releases whose rules these are; a rule that holds for others as well says so itself."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +65,7 @@ class Rule:
         title: the rule in a few words.
         check: finds breaches.
         server: whose rule it is.
-        versions: the releases that it was read in.
+        versions: the releases that it holds for, where they are not :data:`VERSIONS`.
         needs: ``config``, ``headers``, ``tensors`` (small ones) or ``deployment``.
         severity: of a breach, unless the breach says otherwise.
         is_limit: the checkpoint is sound and this server alone cannot serve it; unless that
@@ -58,10 +76,15 @@ class Rule:
     title: str
     check: Callable[[View], Iterable[Problem]]
     server: str = "vllm"
-    versions: str = "0.33"
+    versions: str = ""
     needs: str = HEADERS
     severity: Severity = Severity.ERROR
     is_limit: bool = False
+
+    @property
+    def holds_for(self) -> str:
+        """The releases of its server that it holds for, empty if it is about files as such."""
+        return self.versions or VERSIONS.get(self.server, "")
 
 
 @dataclass(frozen=True)
@@ -107,6 +130,7 @@ class View:
         self.tensors = tensors
         self.deployment = deployment or Deployment()
         self._choices: dict[tuple[str, str], Choice] = {}
+        self._stored_shapes: dict[str, tuple[int, ...]] = {}
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
@@ -146,8 +170,20 @@ class View:
 
     @cached_property
     def matrices(self) -> list[Entry]:
-        """Modules with a weight of two dimensions, quantized or not."""
-        return [entry for entry in self.entries.values() if entry.kind != "other"]
+        """Modules with a weight of two dimensions, quantized or not; no matrices of transforms."""
+        return [
+            entry
+            for entry in self.entries.values()
+            if entry.kind != "other" and entry.last not in self._transforms
+        ]
+
+    @cached_property
+    def _transforms(self) -> frozenset[str]:
+        """Own names of the modules that hold the matrices of online transforms."""
+        settings = self.settings.get("transform_config")
+        groups = settings.get("config_groups") if isinstance(settings, Mapping) else None
+        names = groups if isinstance(groups, Mapping) else ()
+        return frozenset(f"{name}_{where}" for name in names for where in ("input", "output"))
 
     @cached_property
     def quantized(self) -> list[Entry]:
@@ -213,7 +249,10 @@ class View:
             return None
         if entry.own["weight_shape"].shape != (2,):
             return None
-        return tuple(int(size) for size in self.tensors(f"{entry.name}.weight_shape").tolist())
+        if entry.name not in self._stored_shapes:
+            stored = self.tensors(f"{entry.name}.weight_shape")
+            self._stored_shapes[entry.name] = tuple(int(size) for size in stored.tolist())
+        return self._stored_shapes[entry.name]
 
     @cached_property
     def used(self) -> list[Group]:
@@ -231,7 +270,7 @@ class View:
         found = []
         for entry, scheme in self.coded():
             columns = self.columns(entry, scheme)
-            if entry.rows is None or columns is None:
+            if entry.rows is None or columns is None or not is_stored_so(entry, scheme):
                 continue
             wanted = expected_tensors(scheme, entry.rows, columns)
             found += [

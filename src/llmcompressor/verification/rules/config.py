@@ -143,6 +143,10 @@ def no_sparse_formats(view: View) -> Iterator[Problem]:
             "It has targets, and servers have removed sparse formats.",
             "Write the pruned weights densely and leave sparsity_config empty.",
         )
+    elif isinstance(sparsity, Mapping) and sparsity and "format" not in sparsity:
+        yield Problem(
+            "sparsity_config", "It is not empty and has no format.", "Write an empty one."
+        )
     places = [("quantization_config", view.settings.get("format"))]
     places += [(name, raw.get("format")) for name, raw in raw_groups(view) if _is_map(raw)]
     for place, name in places:

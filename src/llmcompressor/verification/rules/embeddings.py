@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
-from llmcompressor.verification.rules.base import DEPLOYMENT, Problem, Rule, View
+from llmcompressor.verification.rules.base import Problem, Rule, View
 from llmcompressor.verification.scheme import Args
 
 __all__ = ["RULES"]
@@ -170,5 +170,5 @@ RULES = (
     Rule("S58", "router gates stay plain and ignored", gates_are_plain),
     Rule("S59", "a quantized head is served", heads_are_served),
     Rule("S60", "tied embeddings stay plain", tied_embeddings_are_plain),
-    Rule("S61", "draft layers are there and ignored", draft_layers, needs=DEPLOYMENT),
+    Rule("S61", "draft layers are there and ignored", draft_layers),
 )

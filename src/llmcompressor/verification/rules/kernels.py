@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.rules.base import DEPLOYMENT, Problem, Rule, View
-from llmcompressor.verification.rules.parallel import is_row_parallel
+from llmcompressor.verification.rules.parallel import is_row_parallel, parts_of
 from llmcompressor.verification.rules.schemes import Served, served_scheme
 from llmcompressor.verification.scheme import Args, Group
 
@@ -128,11 +128,12 @@ def _odd_sizes(view: View, group: Group) -> Iterator[Problem]:
             continue
         for tp in view.deployment.tp:
             by_rows = is_row_parallel(entry)
-            inner, outer = (columns // tp, rows) if by_rows else (columns, rows // tp)
+            parts = parts_of(view, entry, tp)
+            inner, outer = (columns // parts, rows) if by_rows else (columns, rows // parts)
             if inner % 128 or outer % 128:
                 yield Problem(
                     entry.name,
-                    f"Split over {tp} devices it is {outer} by {inner}; the kernel takes "
+                    f"Split over {parts} devices it is {outer} by {inner}; the kernel takes "
                     "multiples of 128.",
                     "Use fewer devices, or choose another scheme.",
                     view.deployment.tp_severity(tp)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from llmcompressor.verification.expected import is_stored_so
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.resolve import compiled, served_class
@@ -88,12 +89,14 @@ def _texts(view: View) -> Iterator[tuple[str, bool]]:
 def orders_agree(view: View) -> Iterator[Problem]:
     """S13."""
     for entry in view.matrices:
-        if view.is_plain(entry):
-            continue
+        if view.is_plain(entry) or entry.is_expert:
+            continue  # experts have rules of their own: S62, T6
         served, written = view.choice(entry), view.choice(entry, "transformers")
         if served.group is None or written.group is None:
             continue
-        if served.group.scheme != written.group.scheme:
+        alone = view.resolver.alone(entry).group
+        by_joining = alone is not None and alone.scheme == written.group.scheme  # S14 says so
+        if served.group.scheme != written.group.scheme and not by_joining:
             yield Problem(
                 entry.name,
                 f"vLLM takes {served.group.name} and compressed-tensors {written.group.name}, "
@@ -106,7 +109,8 @@ def shards_agree(view: View) -> Iterator[Problem]:
     """S14."""
     for path, shards in view.joined.items():
         groups = {shard.name: view.resolver.alone(shard).group for shard in shards}
-        if any(view.choice(shard).ignored for shard in shards) or _fused_is_named(view, path):
+        choices = [view.choice(shard) for shard in shards]
+        if any(one.ignored or one.mixed for one in choices) or _fused_is_named(view, path):
             continue
         if len({_scheme(group) for group in groups.values()}) > 1:
             said = ", ".join(
@@ -227,6 +231,8 @@ def lookup_paths(view: View) -> Iterator[Problem]:
 
 def selection_is_complete(view: View) -> Iterator[Problem]:
     """S19."""
+    if not view.settings:
+        return  # S1 says so for all of them
     for entry in view.matrices:
         if view.is_plain(entry) or (entry.kind == "head" and view.is_tied):
             continue
@@ -236,9 +242,17 @@ def selection_is_complete(view: View) -> Iterator[Problem]:
         scheme = choice.group.scheme if choice.group is not None else None
         wants = scheme is not None and scheme.weights is not None and scheme.format != "dense"
         if wants and not entry.is_quantized:
-            yield _left_dense(entry, str(scheme))
+            if entry.kind != "gate":  # S58 speaks of gates
+                yield _left_dense(entry, str(scheme))
         elif entry.is_quantized and not wants:
             yield _left_out(view, entry, choice.ignored)
+        elif scheme is not None and entry.is_quantized and not is_stored_so(entry, scheme):
+            yield Problem(
+                entry.name,
+                f"Its codes are stored {'packed' if entry.form == 'packed' else 'one by one'}, and "
+                f"the format {scheme.format} has them otherwise.",
+                "Write the format in which it is stored.",
+            )
 
 
 def _left_dense(entry: Entry, scheme: str) -> Problem:
@@ -272,11 +286,22 @@ def plain_modules_are_plain(view: View) -> Iterator[Problem]:
 
 
 RULES = (
-    Rule("S11", "class targets are parts of vLLM's class names", classes_are_known, needs=CONFIG),
+    Rule(
+        "S11",
+        "class targets are parts of vLLM's class names",
+        classes_are_known,
+        needs=CONFIG,
+        severity=Severity.WARNING,
+    ),
     Rule("S12", "patterns match at the start, names and classes", patterns_reach_what_they_say),
     Rule("S13", "both orders of precedence choose one scheme", orders_agree),
     Rule("S14", "shards of a joined module have one scheme", shards_agree),
-    Rule("S15", "a joined module's name occurs once in its path", keys_occur_once),
+    Rule(
+        "S15",
+        "a joined module's name occurs once in its path",
+        keys_occur_once,
+        severity=Severity.WARNING,
+    ),
     Rule("S16", "ignore holds names, and all shards or none", ignore_is_understood),
     Rule("S18", "patterns match vLLM's paths", renaming),
     Rule("S18a", "patterns match the paths of lookup", lookup_paths),

@@ -9,7 +9,7 @@ from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.rules.base import DEPLOYMENT, Problem, Rule, View
 from llmcompressor.verification.scheme import Args, Scheme
 
-__all__ = ["RULES", "is_row_parallel"]
+__all__ = ["RULES", "is_row_parallel", "parts_of"]
 
 _ROW_PARALLEL = frozenset(
     {"o_proj", "down_proj", "out_proj", "dense", "fc2", "c_proj", "w2", "dense_4h_to_h", "wo"}
@@ -20,6 +20,14 @@ _FEWER = "Use fewer devices, or a group size that divides the shards."
 def is_row_parallel(entry: Entry) -> bool:
     """Whether a module's inputs are split over devices, rather than its outputs."""
     return entry.last in _ROW_PARALLEL
+
+
+def parts_of(view: View, entry: Entry, tp: int) -> int:
+    """Into how many parts ``tp`` devices split a module: keys and values at most one per head."""
+    heads = view.text.get("num_key_value_heads")
+    if entry.last in ("k_proj", "v_proj") and isinstance(heads, int) and 0 < heads < tp:
+        return heads
+    return tp
 
 
 def _split(view: View) -> Iterator[tuple[Entry, Scheme, Args, int]]:
@@ -62,7 +70,7 @@ def words_divide(view: View) -> Iterator[Problem]:
         if scheme.format != "pack-quantized":
             continue
         for tp in view.deployment.tp:
-            misfit = _misfit_of_words(entry, weights, columns, tp)
+            misfit = _misfit_of_words(entry, weights, columns, parts_of(view, entry, tp))
             if misfit:
                 yield Problem(entry.name, misfit, _FEWER, view.deployment.tp_severity(tp))
                 break
@@ -89,7 +97,8 @@ def blocks_divide(view: View) -> Iterator[Problem]:
             continue
         for tp in view.deployment.tp:
             in_the_middle = entry.name in merged and entry.name not in last
-            misfit = _misfit_of_blocks(entry, weights.block, columns, tp, in_the_middle)
+            parts = parts_of(view, entry, tp)
+            misfit = _misfit_of_blocks(entry, weights.block, columns, parts, in_the_middle)
             if misfit:
                 yield Problem(entry.name, misfit, _FEWER, view.deployment.tp_severity(tp))
                 break
@@ -144,11 +153,12 @@ def sizes_divide(view: View) -> Iterator[Problem]:
         if entry.kind != "linear" or size is None:
             continue
         for tp in view.deployment.tp:
-            if size % tp:
+            parts = parts_of(view, entry, tp)
+            if size % parts:
                 what = "columns" if is_row_parallel(entry) else "rows"
                 yield Problem(
                     entry.name,
-                    f"{_share(size, tp, what)} leave a remainder.",
+                    f"{_share(size, parts, what)} leave a remainder.",
                     "Use a number of devices that divides it.",
                     view.deployment.tp_severity(tp),
                 )

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from llmcompressor.verification.rules.base import DEPLOYMENT, Problem, Rule, View
+from llmcompressor.verification.rules.base import Problem, Rule, View
 from llmcompressor.verification.scheme import Scheme, parse_args
 
 __all__ = ["RULES"]
-
-_VERSION = "0.5"
 
 
 def orders_agree(view: View) -> Iterator[Problem]:
@@ -150,14 +148,12 @@ def head_and_cache(view: View) -> Iterator[Problem]:
         )
 
 
-def _rule(number: str, title: str, check: object) -> Rule:
+def _rule(number: str, title: str, check: Callable[[View], Iterable[Problem]]) -> Rule:
     return Rule(
         number,
         title,
-        check,  # type: ignore[arg-type]
+        check,
         server="sglang",
-        versions=_VERSION,
-        needs=DEPLOYMENT,
         is_limit=True,
     )
 

@@ -19,6 +19,7 @@ _COMPRESS = "Compress the model anew."
 _BASES = ("weight", "input", "output")
 _SUFFIXES = ("_scale", "_zero_point", "_global_scale", "_shape", "_g_idx", "_scale_inv", "_packed")
 KNOWN = frozenset(f"{base}{suffix}" for base in _BASES for suffix in _SUFFIXES)
+_OTHERS = frozenset({"weight_g_idx", "weight_scale_inv"})  # S6 and S37 speak of them
 _LEAST_DIVISOR = 1.0
 _FLOAT16 = 65504.0
 
@@ -73,11 +74,11 @@ def shapes_fit(view: View) -> Iterator[Problem]:
 
 def no_strays(view: View) -> Iterator[Problem]:
     """S23, for modules that hold no codes: scales of nothing."""
-    yield from _is("extra", lambda one: one.own in KNOWN - {"weight_scale_inv"}, _STRAY)(view)
+    yield from _is("extra", lambda one: one.own in KNOWN - _OTHERS, _STRAY)(view)
     for entry in view.entries.values():
         if entry.is_quantized:
             continue
-        for own in sorted(KNOWN & set(entry.own) - {"weight_g_idx", "weight_scale_inv"}):
+        for own in sorted(KNOWN & set(entry.own) - _OTHERS):
             if not (own.endswith("put_scale") and entry.form == "none"):
                 yield Problem(entry.name, f"It has a {own} and no codes.", _STRAY)
 
@@ -274,7 +275,7 @@ def scales_have_their_name(view: View) -> Iterator[Problem]:
 
 
 RULES = (
-    Rule("C1", "tensors have the shapes of their scheme", shapes_fit, server="", versions="all"),
+    Rule("C1", "tensors have the shapes of their scheme", shapes_fit, server=""),
     Rule("S23", "no tensor beyond those of the scheme", no_strays),
     Rule(
         "S24",

@@ -15,7 +15,6 @@ from llmcompressor.verification.scheme import Args, Group, Scheme
 __all__ = ["RULES"]
 
 _GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
-_VERSION = "5.17"
 
 
 def keys_are_known(view: View) -> Iterator[Problem]:
@@ -82,6 +81,8 @@ def _may_be_another_class(entry: Entry) -> bool:
 
 def selection_is_the_same(view: View) -> Iterator[Problem]:
     """T5."""
+    if not view.settings:
+        return  # S1 says so for all of them
     for entry in view.quantized:
         if entry.is_expert:
             continue
@@ -163,7 +164,6 @@ RULES = (
         "the configuration has groups, and known keys",
         keys_are_known,
         server="transformers",
-        versions=_VERSION,
         needs=CONFIG,
     ),
     Rule(
@@ -171,28 +171,24 @@ RULES = (
         "quantization_status is compressed",
         status_is_compressed,
         server="transformers",
-        versions=_VERSION,
     ),
     Rule(
         "T4",
         "no weight is initialized at random",
         nothing_is_random,
         server="transformers",
-        versions=_VERSION,
     ),
     Rule(
         "T5",
         "quantized modules are found",
         selection_is_the_same,
         server="transformers",
-        versions=_VERSION,
     ),
     Rule(
         "T6",
         "experts are restored",
         experts_are_restored,
         server="transformers",
-        versions=_VERSION,
         is_limit=True,
     ),
 )

@@ -175,7 +175,6 @@ RULES = (
         "transformers applies no transforms",
         transformers_applies_none,
         server="transformers",
-        versions="5.17",
         is_limit=True,
     ),
 )

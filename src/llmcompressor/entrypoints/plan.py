@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``plan``: what a run would match, write, need and take, before a weight is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmcompressor.checkpoint.block_weights import BlockWeights
+from llmcompressor.entrypoints.job import Job
+from llmcompressor.entrypoints.limits import Limits
+from llmcompressor.errors import ArgumentError, InputError
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.pipelines.batches import CalibrationBatches
+from llmcompressor.pipelines.passes import BY_BLOCK
+from llmcompressor.planning.make import Request, make_plan, problem_of
+from llmcompressor.planning.result import Plan, Problem, Tokens
+from llmcompressor.planning.subject import Subject, open_subject
+from llmcompressor.recipe import Recipe
+from llmcompressor.verification import Deployment
+
+__all__ = ["plan", "plan_from_arguments"]
+
+_ASSUMED_SAMPLES = 512
+_ASSUMED_LENGTH = 2048
+_SHARE_FOR_WEIGHTS = 0.6
+
+
+def plan(
+    model: Any,
+    recipe: Any = None,
+    dataset: Any = None,
+    output_dir: str | Path | None = None,
+    *,
+    serve: str | None = None,
+    tp: int | tuple[int, ...] | None = None,
+    gpu: str | None = None,
+    measure: bool = True,
+    **arguments: Any,
+) -> Plan:
+    """Say what ``oneshot`` would do with the same arguments, need and write.
+
+    Nothing but configurations and the headers of weight files is read, so that it takes seconds
+    for a model of any size; and nothing is written, but for a small file that shows how fast the
+    disk is.
+
+    Args:
+        model: as for ``oneshot``; of a folder the weight files may end behind their headers.
+        recipe: as for ``oneshot``.
+        dataset: as for ``oneshot``. It is tokenized, to count its tokens.
+        output_dir: as for ``oneshot``.
+        serve: the server whose rules count; all of them if not given.
+        tp: the size of tensor parallelism to serve with, or several.
+        gpu: the device to serve on, as ``"sm90"`` or ``"h100"``.
+        measure: measure this machine for about a second, to estimate the time.
+        **arguments: as for ``oneshot``.
+
+    Returns:
+        The plan. What the run would refuse about the recipe, the data and the output is in its
+        ``problems``; ``ok`` says whether there is none and the output could be served.
+
+    Raises:
+        ArgumentError: an argument is unknown or of no use.
+        CheckpointError: the model cannot be read, or is quantized already.
+
+    Example::
+
+        found = plan("./my-model", "recipe.yaml", "calibration.jsonl")
+        print(found.ok, found.sizes.weights, found.peak_host)
+    """
+    given = {"model": model, "recipe": recipe, "dataset": dataset, **arguments}
+    deployment = _deployment(serve, tp, gpu)
+    return _plan({"output_dir": output_dir, **given}, deployment, measure=measure)
+
+
+def plan_from_arguments(arguments: Mapping[str, Any]) -> Plan:
+    """The plan of a call of ``oneshot``.
+
+    Args:
+        arguments: the arguments of the call, by name.
+
+    Raises:
+        InputError: as for :func:`plan`.
+    """
+    return _plan(arguments, None, measure=True)
+
+
+def _deployment(
+    serve: str | None, tp: int | tuple[int, ...] | None, gpu: str | None
+) -> Deployment | None:
+    if serve is None and tp is None and gpu is None:
+        return None
+    if tp is None:
+        return Deployment(serve, gpu=gpu)
+    return Deployment(serve, (tp,) if isinstance(tp, int) else tuple(tp), gpu)
+
+
+def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measure: bool) -> Plan:
+    job = _Draft(**arguments)
+    subject = open_subject(job.model_args)
+    tokens, batches = _Data(job, subject)()
+    limits = job.run_args.max_memory or {}
+    request = Request(
+        [_unused(modifier) for modifier in job.recipe.modifiers],
+        _yaml(job.recipe),
+        job.pipeline(),
+        job.dataset_args,
+        tokens,
+        batches,
+        _device(job, subject),
+        _is_streamed(job),
+        limits.get("cpu"),
+        job.model_args.save_compressed,
+        job.output_dir,
+        deployment,
+        measure,
+        job.problems,
+    )
+    return make_plan(subject, request)
+
+
+class _Draft(Job):
+    """The checks of a run, where what fails is noted, and the next check is made."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.problems: list[Problem] = []
+        super().__init__(**arguments)
+
+    @contextmanager
+    def noting(self, where: str) -> Iterator[None]:
+        """Note the error that ends the body."""
+        try:
+            yield
+        except InputError as error:
+            self.problems.append(problem_of(where, error))
+
+    def _read_recipe(self) -> Recipe:
+        with self.noting("recipe"):
+            return super()._read_recipe()
+        return Recipe()
+
+    def _check_output(self, output_dir: str | Path | None) -> Path | None:
+        with self.noting("output_dir"):
+            return super()._check_output(output_dir)
+        return None
+
+    def _check_data_needed(self) -> None:
+        with self.noting("dataset"):
+            super()._check_data_needed()
+
+    def _check_pipeline(self) -> None:
+        with self.noting("pipeline"):
+            super()._check_pipeline()
+
+
+class _Data:
+    """Counts the calibration data."""
+
+    def __init__(self, job: _Draft, subject: Subject) -> None:
+        self._job = job
+        self._model = subject.model
+
+    def __call__(self) -> tuple[Tokens | None, int]:
+        """The tokens, and the number of batches that run one after another."""
+        job = self._job
+        if not job.needing_data:
+            return None, 0
+        data = job.dataset_args.dataset
+        if data is None and job.dataset_args.dataset_path is None:
+            return self._assumed("no data was given")
+        if isinstance(data, Iterator):
+            return self._assumed("the data can be read only once")
+        with job.noting("dataset"):
+            return self._counted()
+        return self._assumed("the data cannot be used")
+
+    def _counted(self) -> tuple[Tokens, int]:
+        job = self._job
+        source = job.open_data()
+        processor = job.load_processor(self._model)
+        loader = job.load_data(self._model, processor, source)
+        batches = CalibrationBatches(
+            self._model, loader, use_loss_mask=job.dataset_args.use_loss_mask
+        )
+        samples = sum(sum(batches.sizes(index)) for index in range(len(batches)))
+        ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
+        longest = max((one.shape[-1] for one in ids), default=0)
+        return Tokens(samples, batches.tokens, longest, "counted", is_exact=True), len(batches)
+
+    def _assumed(self, why: str) -> tuple[Tokens, int]:
+        args = self._job.dataset_args
+        samples = args.num_calibration_samples or _ASSUMED_SAMPLES
+        limit = getattr(self._model.config, "max_position_embeddings", None) or _ASSUMED_LENGTH
+        length = min(args.max_seq_length or _ASSUMED_LENGTH, limit)
+        how = f"assumed: {why}"
+        return Tokens(samples, samples * length, length, how, is_exact=False), samples
+
+
+def _unused(modifier: Modifier) -> Modifier:
+    """One like ``modifier``, which stays as it is: a modifier serves once."""
+    fields = {name: getattr(modifier, name) for name in modifier.model_fields_set}
+    return type(modifier)(**fields)
+
+
+def _yaml(recipe: Recipe) -> str:
+    return recipe.yaml() if recipe.modifiers else ""
+
+
+def _is_streamed(job: Job) -> bool:
+    """Whether blocks are loaded one by one, given somewhere to write them."""
+    is_place = isinstance(job.model_args.model, str | os.PathLike)
+    by_block = all(modifier.works_by_block for modifier in job.recipe.modifiers)
+    return is_place and by_block and job.pipeline() in BY_BLOCK
+
+
+def _device(job: Job, subject: Subject) -> torch.device:
+    """Where the model would compute."""
+    asked = job.model_args.device
+    if asked is not None:
+        return torch.device(asked)
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if subject.blueprint is not None and _is_streamed(job):
+        weights = BlockWeights(subject.blueprint, list(find_blocks(subject.model).values()))
+        try:
+            return Limits(job.run_args.max_memory).choose_device(weights, None)
+        finally:
+            weights.close()
+    free, _ = torch.cuda.mem_get_info()
+    return torch.device("cuda" if subject.source_bytes <= free * _SHARE_FOR_WEIGHTS else "cpu")

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a plan of a model and modifiers: everything that follows from headers and measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.core.state import State
+from llmcompressor.errors import InputError
+from llmcompressor.modifiers.modifier import Modifier, PlannedModule
+from llmcompressor.pipelines.merging import RUN_TOKENS
+from llmcompressor.planning.machine import measure_rates
+from llmcompressor.planning.matching import STACK, describe, match_patterns, module_rows
+from llmcompressor.planning.memory import Footprint, Load, estimate_phases
+from llmcompressor.planning.passes import PassContext, Passes, plan_passes
+from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
+from llmcompressor.planning.serving import serving_notes
+from llmcompressor.planning.sizes import Output, predict_output
+from llmcompressor.planning.subject import REST, Part, Subject
+from llmcompressor.planning.timing import Traffic, estimate_time, operations_of
+from llmcompressor.planning.trial import Trial, try_rounding
+from llmcompressor.planning.workload import widths_of
+from llmcompressor.verification import Deployment
+
+__all__ = ["Request", "make_plan", "problem_of"]
+
+_SHARE_FOR_ACTIVATIONS = 0.5
+_BLOCKS_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned, besides the model.
+
+    Attributes:
+        modifiers: of the recipe, new ones.
+        recipe: the recipe as YAML.
+        pipeline: that would run.
+        args: how data is run.
+        tokens: the calibration data; ``None`` if none is needed.
+        batches: how many run one after another.
+        device: where the model would compute.
+        is_streamed: blocks would be loaded one by one.
+        limit: bytes of the host that may be used; ``None`` for what is free.
+        save_compressed: weights are packed, not written dense.
+        output_dir: where the output would go.
+        deployment: where it is to be served, as far as it is known.
+        measure: the machine is measured, and the time estimated.
+        problems: what was found before.
+    """
+
+    modifiers: Sequence[Modifier]
+    recipe: str
+    pipeline: str
+    args: DatasetArguments
+    tokens: Tokens | None = None
+    batches: int = 0
+    device: torch.device = torch.device("cpu")
+    is_streamed: bool = True
+    limit: int | None = None
+    save_compressed: bool = True
+    output_dir: Path | None = None
+    deployment: Deployment | None = None
+    measure: bool = True
+    problems: Sequence[Problem] = ()
+
+
+def problem_of(where: str, error: InputError) -> Problem:
+    """An error as the run would raise it."""
+    return Problem(where, type(error).__name__, error.problem, error.remedy)
+
+
+def make_plan(subject: Subject, request: Request) -> Plan:
+    """The plan of a run.
+
+    Args:
+        subject: the model.
+        request: what is to be done with it.
+    """
+    return _Maker(subject, request)()
+
+
+class _Maker:
+    """One plan in the making."""
+
+    def __init__(self, subject: Subject, request: Request) -> None:
+        self._subject = subject
+        self._request = request
+        self._problems = list(request.problems)
+        self._notes: list[str] = []
+        self._state = State(model=subject.model)
+        self._targets = request.args.sequential_targets
+
+    def __call__(self) -> Plan:
+        subject, request = self._subject, self._request
+        planned = [self._initialized(modifier) for modifier in request.modifiers]
+        everything = [one for each in planned for one in each or ()]
+        names = [[one.name for one in each or ()] for each in planned]
+        parts = self._parts()
+        rows = module_rows(subject.model, request.modifiers, everything)
+        plan = Plan(
+            model=subject.place,
+            architecture=type(subject.model).__name__,
+            parameters=sum(one.numel() for one in subject.model.parameters()),
+            blocks=len(parts) - 1,
+            recipe=request.recipe,
+            residency=self._residency(),
+            matches=match_patterns(
+                subject.model, zip(request.modifiers, names, strict=True)
+            ),
+            modules=rows,
+            schemes={one.name: describe(one.scheme) for one in everything},
+            tokens=request.tokens,
+        )
+        self._note_stacks(rows)
+        if None not in planned:
+            plan = self._with_output(plan, everything, parts)
+        for modifier, each in zip(request.modifiers, planned, strict=True):
+            if each is not None:
+                modifier.finalize(self._state)
+        return replace(plan, problems=self._problems, notes=self._notes)
+
+    # ------------------------------------------------------------------ the recipe
+
+    def _initialized(self, modifier: Modifier) -> list[PlannedModule] | None:
+        """What a modifier will quantize; why it refuses the model is a problem."""
+        try:
+            modifier.initialize(self._state)
+            return modifier.planned(self._state)
+        except InputError as error:
+            self._problems.append(problem_of(type(modifier).__name__, error))
+            return None
+
+    def _note_stacks(self, rows: Sequence[ModuleRow]) -> None:
+        """Say what no recipe can reach: it may be most of the model."""
+        stacks = [row for row in rows if row.why == STACK]
+        weights, whole = sum(row.weights for row in stacks), sum(row.weights for row in rows)
+        if stacks:
+            self._notes.append(
+                f"{weights / whole:.0%} of the weights are stacks of matrices "
+                f"({', '.join(row.pattern for row in stacks)}: experts), which no target reaches: "
+                "they stay as they are."
+            )
+
+    def _parts(self) -> list[Part]:
+        try:
+            return self._subject.parts(self._targets)
+        except InputError as error:
+            self._problems.append(problem_of("sequential_targets", error))
+            return self._subject.parts()
+
+    def _residency(self) -> str:
+        if self._request.is_streamed:
+            return "one block at a time, the next one read ahead"
+        return "the whole model in memory"
+
+    # ------------------------------------------------------------------ the output
+
+    def _with_output(
+        self, plan: Plan, planned: Sequence[PlannedModule], parts: Sequence[Part]
+    ) -> Plan:
+        subject, request = self._subject, self._request
+        try:
+            output = predict_output(subject, planned, save_compressed=request.save_compressed)
+        except InputError as error:
+            self._problems.append(problem_of("output", error))
+            return plan
+        sizes = output.sizes(subject, request.recipe)
+        plan = replace(
+            plan,
+            serving=serving_notes(output, request.deployment),
+            scheme_bytes=output.by_scheme(planned),
+            dense=output.dense(plan.modules, subject.names),
+            sizes=sizes,
+        )
+        return self._with_demands(plan, output, sizes, planned, parts)
+
+    # ------------------------------------------------------------------ memory and time
+
+    def _with_demands(
+        self,
+        plan: Plan,
+        output: Output,
+        sizes: Sizes,
+        planned: Sequence[PlannedModule],
+        parts: Sequence[Part],
+    ) -> Plan:
+        subject, request = self._subject, self._request
+        trials = self._trials(planned)
+        loads = _loads(parts, output, planned, trials)
+        base = psutil.Process().memory_info().rss
+        passes = plan_passes(request.modifiers, self._context(parts, base))
+        tokens = request.tokens.tokens if request.tokens else 0
+        context = request.tokens.longest if request.tokens else 0
+        weights = sum(row.weights for row in plan.scheme_bytes)
+        operations = operations_of(passes, tokens, context, weights)
+        plan = replace(plan, passes=[one for one, _ in passes], operations=operations)
+        seconds: Mapping[str, float] = {}
+        if request.measure:
+            rates = measure_rates(request.device, subject.model.dtype, _existing(request.output_dir))
+            rounding = sum(
+                trials[describe(one.scheme)].seconds * _weights(one) for one in planned
+            )
+            traffic = Traffic(
+                subject.source_bytes * max(len(passes), 1),
+                sizes.weights,
+                rounding,
+                parts[-1].source + parts[0].source,
+                request.is_streamed,
+            )
+            seconds, time = estimate_time(rates, operations, passes, request.batches, traffic)
+            plan = replace(plan, rates=rates, time=time)
+        footprint = self._footprint(base, sizes, output, passes)
+        phases = estimate_phases(footprint, loads, passes, seconds)
+        plan = replace(plan, phases=phases)
+        self._check_limits(plan)
+        return plan
+
+    def _trials(self, planned: Sequence[PlannedModule]) -> dict[str, Trial]:
+        found: dict[str, Trial] = {}
+        for one in planned:
+            key = describe(one.scheme)
+            if key not in found:
+                dtype = next((p.dtype for p in one.module.parameters()), torch.float32)
+                found[key] = try_rounding(one.scheme, dtype, self._request.device)
+        return found
+
+    def _context(self, parts: Sequence[Part], base: int) -> PassContext:
+        request = self._request
+        room = None
+        if request.limit is not None:
+            largest = max((part.source for part in parts[:-1]), default=0)
+            used = base + parts[-1].loaded
+            room = int((request.limit - used - _BLOCKS_AT_ONCE * largest) * _SHARE_FOR_ACTIVATIONS)
+        return PassContext(
+            self._state,
+            request.args,
+            request.pipeline,
+            request.is_streamed,
+            parts,
+            widths_of(self._subject.model.config),
+            request.tokens.tokens if request.tokens else 0,
+            None if room is None else max(room, 1),
+        )
+
+    def _footprint(self, base: int, sizes: Sizes, output: Output, passes: Passes) -> Footprint:
+        subject, request = self._subject, self._request
+        tokens = request.tokens
+        longest = 0 if tokens is None else tokens.longest * request.args.batch_size
+        limit = 0 if tokens is None else min(RUN_TOKENS, tokens.tokens)
+        return Footprint(
+            base,
+            request.is_streamed,
+            subject.source_bytes if subject.is_in_memory else 0,
+            request.device.type != "cpu",
+            sizes.weights,
+            max((file.size for file in output.layout.files), default=0),
+            sizes.others,
+            subject.model.dtype.itemsize,
+            max(longest, limit),
+            max(len(passes) - 1, 0),
+        )
+
+    def _check_limits(self, plan: Plan) -> None:
+        limit = self._request.limit
+        if limit is not None and plan.peak_host > limit:
+            self._notes.append(
+                f"The estimated peak of {_gib(plan.peak_host)} is above max_memory, "
+                f"{_gib(limit)}."
+            )
+
+
+def _loads(
+    parts: Sequence[Part],
+    output: Output,
+    planned: Sequence[PlannedModule],
+    trials: Mapping[str, Trial],
+) -> list[Load]:
+    stored = output.stored_bytes()
+    by_name = {one.name: one for one in planned}
+    found = []
+    for part in parts:
+        own = [by_name[name] for name in part.modules if name in by_name]
+        packed = sum(stored.get(output.places.get(one.name, ""), 0) for one in own)
+        sizes = [(trials[describe(one.scheme)], _weights(one)) for one in own]
+        found.append(
+            Load(
+                part,
+                packed,
+                max((int(trial.rounding * size) for trial, size in sizes), default=0),
+                max((int(trial.packing * size) for trial, size in sizes), default=0),
+            )
+        )
+    return found
+
+
+def _weights(planned: PlannedModule) -> int:
+    return sum(one.numel() for one in planned.module.parameters(recurse=False) if one.ndim > 1)
+
+
+def _existing(folder: Path | None) -> Path | None:
+    """The nearest folder above that is there: on the disk that would be written."""
+    while folder is not None and not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

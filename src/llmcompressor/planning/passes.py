@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The passes over a model: who takes part, where forwards are paused, what waits there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+from torch.nn import Module
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.core.state import State
+from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.pipelines import infer_pipeline
+from llmcompressor.pipelines.calibrated import owners_of
+from llmcompressor.pipelines.granularity import choose_level
+from llmcompressor.pipelines.passes import passes_of
+from llmcompressor.planning.result import PassPlan
+from llmcompressor.planning.subject import Part
+from llmcompressor.planning.workload import BlockWork, Widths, block_works
+
+__all__ = ["PassContext", "Passes", "plan_passes"]
+
+_SHARE_OF_FREE_MEMORY = 0.5
+
+Passes = list[tuple[PassPlan, list[BlockWork]]]
+"""The passes in order, each with the work of every part of the model."""
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What the passes depend on besides the modifiers.
+
+    Attributes:
+        state: that the modifiers were initialized with.
+        args: granularity, targets and budget.
+        pipeline: that runs.
+        is_streamed: modifiers that need no data share the pass of a neighbour.
+        parts: of the model.
+        widths: of its forward.
+        tokens: of the calibration data.
+        room: bytes that ``max_memory`` leaves for activations; ``None`` where it says nothing.
+    """
+
+    state: State
+    args: DatasetArguments
+    pipeline: str
+    is_streamed: bool
+    parts: Sequence[Part]
+    widths: Widths
+    tokens: int
+    room: int | None
+
+
+def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> Passes:
+    """The passes of a run.
+
+    Args:
+        modifiers: of the recipe, initialized.
+        context: of the run.
+    """
+    return [
+        _plan_pass(taking, context)
+        for taking in _divided(modifiers, context)
+        if taking
+    ]
+
+
+def _divided(modifiers: Sequence[Modifier], context: PassContext) -> list[list[Modifier]]:
+    if context.is_streamed:
+        return passes_of(modifiers, context.pipeline)
+    if context.pipeline == "independent":
+        return [[modifier] for modifier in modifiers]
+    return [list(modifiers)]
+
+
+def _plan_pass(modifiers: list[Modifier], context: PassContext) -> tuple[PassPlan, list[BlockWork]]:
+    name = infer_pipeline(modifiers) if context.pipeline == "independent" else context.pipeline
+    names = [type(modifier).__name__ for modifier in modifiers]
+    needing = [modifier for modifier in modifiers if modifier.requires_calibration_data]
+    if name == "datafree" or not needing:
+        return PassPlan(names, name), _works(context, [], {}, None)
+    owners = owners_of(needing, context.state)
+    if name == "basic":
+        works = _works(context, needing, owners, None)
+        return PassPlan(names, name, "all at once", "asked for", forwards=1), works
+    return _sequential(names, name, needing, owners, context)
+
+
+def _sequential(
+    names: list[str],
+    pipeline: str,
+    modifiers: list[Modifier],
+    owners: dict[Module, list[int]],
+    context: PassContext,
+) -> tuple[PassPlan, list[BlockWork]]:
+    args = context.args
+    propagates = args.propagate_error and all(one.propagates_error for one in modifiers)
+    streams = 2 if propagates and any(one.twin_streams for one in modifiers) else 1
+    undeclared = not all(one.runs_to_end or one.calibrated_modules(context.state) for one in modifiers)
+    finest = max(one.finest_granularity for one in modifiers)
+    budget = _budget(context)
+    chosen = choose_level(
+        list(owners),
+        finest=Granularity.BLOCK if undeclared else finest,
+        forced=_forced(pipeline, args),
+        tokens=context.tokens,
+        streams=streams,
+        budget=budget,
+    )
+    once = 1 if chosen.level is Granularity.LINEAR or not propagates else 2
+    plan = PassPlan(
+        names,
+        pipeline,
+        str(chosen.level),
+        chosen.reason,
+        streams,
+        once + (streams - 1),
+        chosen.bytes,
+        budget,
+        max(chosen.bytes - budget, 0),
+    )
+    return plan, _works(context, modifiers, owners, chosen.level)
+
+
+def _works(
+    context: PassContext,
+    modifiers: Sequence[Modifier],
+    owners: dict[Module, list[int]],
+    level: Granularity | None,
+) -> list[BlockWork]:
+    return block_works(context.parts, context.widths, modifiers, owners, level)
+
+
+def _forced(pipeline: str, args: DatasetArguments) -> Granularity | None:
+    if pipeline == "layer_sequential":
+        return Granularity.BLOCK
+    if args.sequential_granularity != "auto":
+        return Granularity(args.sequential_granularity)
+    return Granularity.BLOCK if args.sequential_targets else None
+
+
+def _budget(context: PassContext) -> int:
+    """Bytes of activations that stay in memory."""
+    if context.args.activation_budget is not None:
+        return int(context.args.activation_budget)
+    if context.room is not None:
+        return context.room
+    return int(psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY)

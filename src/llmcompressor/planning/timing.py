@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a run takes, by what there is to compute, read and write, and what the machine does.
+
+Reading ahead and writing happen beside the computing of a streamed run: what they take beyond it
+is waited for. The rates are those of one second on an otherwise idle machine, so that the result
+is an estimate within a factor, which is stated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from llmcompressor.planning.result import Estimate, Operations, PassPlan, Rates
+from llmcompressor.planning.workload import BlockWork
+
+__all__ = ["Traffic", "estimate_time", "operations_of"]
+
+_VISIT_BYTES = 8
+"""Of one visit of a weight: float32 is read and written."""
+_STEP_SECONDS = 0.003
+"""Of Python, for one batch at one stop."""
+_DOUBT = 1.6
+"""The factor that measured runs stay within, besides the spread of the measurement."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What is read, written and rounded.
+
+    Attributes:
+        read: bytes of weights.
+        written: bytes of the output.
+        rounding: seconds to round and pack all weights.
+        first: bytes that have to be read before there is anything to compute.
+        is_streamed: reading and writing happen beside the computing.
+    """
+
+    read: int
+    written: int
+    rounding: float
+    first: int
+    is_streamed: bool
+
+
+def operations_of(
+    passes: Iterable[tuple[PassPlan, Sequence[BlockWork]]],
+    tokens: int,
+    context: int,
+    rounded: int,
+) -> Operations:
+    """Multiply-adds of all passes.
+
+    Args:
+        passes: over the model, with the work of each part.
+        tokens: of the calibration data.
+        context: of one sample.
+        rounded: weights that are rounded.
+    """
+    forward = gram = cross = solve = 0
+    for one, works in passes:
+        if not one.forwards:
+            continue
+        for work in works:
+            per_token = work.forward + work.attention * context
+            forward += one.forwards * tokens * per_token
+            for group in work.groups:
+                seen = int(tokens * group.share)
+                gram += seen * group.effort.gram
+                cross += seen * group.effort.cross if one.streams > 1 else 0
+                solve += group.effort.solve
+    return Operations(forward, gram, cross, solve, rounded)
+
+
+def estimate_time(
+    rates: Rates,
+    operations: Operations,
+    passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
+    batches: int,
+    traffic: Traffic,
+) -> tuple[dict[str, float], Estimate]:
+    """Seconds that each phase is waited for, and of all with their range.
+
+    Args:
+        rates: of this machine.
+        operations: as :func:`operations_of` counts them.
+        passes: over the model.
+        batches: that run one after another.
+        traffic: beside the computing.
+    """
+    products = operations.forward + operations.gram + operations.cross
+    stops = sum(len(work.units) for one, works in passes if one.forwards for work in works)
+    calibrate = products / rates.model_products + stops * batches * _STEP_SECONDS
+    visits = sum(group.effort.visits for _, works in passes for work in works for group in work.groups)
+    solve = operations.solve / rates.float32_products + visits * _VISIT_BYTES / rates.memory
+    reading = traffic.read / rates.disk_read
+    writing = traffic.written / rates.disk_write
+    computing = calibrate + solve + traffic.rounding
+    if traffic.is_streamed:
+        first = traffic.first / rates.disk_read
+        reading = first + max(reading - first - computing, 0.0)
+        writing = max(writing - computing, 0.0)
+    seconds = {
+        "load": reading,
+        "calibrate": calibrate,
+        "solve": solve,
+        "save": traffic.rounding + writing,
+    }
+    whole = sum(seconds.values())
+    doubt = _DOUBT * rates.spread
+    return seconds, Estimate(whole, whole / doubt, whole * doubt)
+
+

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan says of the output is what a run writes, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import published_models as published
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from llmcompressor import oneshot, plan
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+
+PRESETS = ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16"]
+MODELS = {
+    "llama": published.LLAMA_3_8B,
+    "mixtral": published.MIXTRAL_8X7B,
+    "qwen3-moe": published.QWEN3_30B_A3B,
+    "deepseek-v3": published.DEEPSEEK_V3,
+}
+
+
+def written(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
+
+
+def recipe(preset: str, **more: Any) -> QuantizationModifier:
+    return QuantizationModifier(targets=["Linear"], scheme=preset, ignore=["lm_head"], **more)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_planned_size_is_the_written_size(model: str, preset: str, tmp_path: Path) -> None:
+    source = published.write_weights(tmp_path / "source", published.small(MODELS[model]))
+    found = plan(source, recipe(preset), measure=False)
+    assert found.sizes is not None
+    assert not found.problems
+
+    oneshot(model=str(source), recipe=recipe(preset), output_dir=tmp_path / "out")
+
+    assert dict(found.sizes.files) == written(tmp_path / "out")
+    assert found.sizes.weights == sum(written(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_of_a_model_object_too(llama_folder: Path, tmp_path: Path, dense: bool) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_folder, dtype="auto")
+    found = plan(model, recipe("W4A16"), save_compressed=not dense, measure=False)
+    before = model.lm_head.weight.clone()
+
+    oneshot(
+        model=model, recipe=recipe("W4A16"), output_dir=tmp_path / "out", save_compressed=not dense
+    )
+
+    assert found.sizes is not None
+    assert dict(found.sizes.files) == written(tmp_path / "out")
+    assert torch.equal(model.lm_head.weight, before)
+
+
+def test_with_calibration_an_untied_head_and_static_scales(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    def modifiers() -> list[Any]:
+        return [
+            GPTQModifier(targets=["re:.*self_attn.*proj$"], scheme="W4A16"),
+            QuantizationModifier(
+                config_groups={
+                    "static": {
+                        "targets": ["re:.*mlp.*proj$", "lm_head"],
+                        "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+                        "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+                    }
+                },
+                kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"},
+            ),
+        ]
+
+    rows = Dataset.from_dict({"input_ids": torch.randint(3, 160, (4, 16)).tolist()})
+    found = plan(llama_folder, modifiers(), rows, measure=False)
+
+    oneshot(
+        model=str(llama_folder), recipe=modifiers(), dataset=rows, output_dir=tmp_path / "out"
+    )
+
+    assert found.sizes is not None
+    assert dict(found.sizes.files) == written(tmp_path / "out")
+    assert len(found.passes) == 2
+    assert found.tokens is not None
+    assert (found.tokens.samples, found.tokens.tokens, found.tokens.longest) == (4, 64, 16)
+
+
+def test_the_other_files_are_counted(pico: Path, tmp_path: Path) -> None:
+    found = plan(pico, recipe("FP8_DYNAMIC"), measure=False)
+    oneshot(model=str(pico), recipe=recipe("FP8_DYNAMIC"), output_dir=tmp_path / "out")
+
+    others = sum(
+        file.stat().st_size
+        for file in (tmp_path / "out").rglob("*")
+        if file.is_file() and file.suffix != ".safetensors"
+    )
+    assert found.sizes is not None
+    assert found.sizes.others == others
