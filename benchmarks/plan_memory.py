@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from run_one import resident
 from safetensors.torch import save_file
 
 RECIPES = {
@@ -38,8 +38,8 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["rtn", "fp8", "gptq"])
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=4096)
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--granularity", default="auto")
     parser.add_argument("--folder", type=Path, help="where models are written")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -56,9 +56,7 @@ def main() -> None:
                 compare(model, recipe, depth, Path(work), args)
 
 
-def compare(
-    model: Path, recipe: str, depth: int, work: Path, args: argparse.Namespace
-) -> None:
+def compare(model: Path, recipe: str, depth: int, work: Path, args: argparse.Namespace) -> None:
     """One row of the table."""
     job = {
         "model": str(model),
@@ -109,8 +107,11 @@ def child(job: dict[str, Any]) -> None:
     start = time.perf_counter()
     if job["kind"] == "plan":
         found = plan(**call)
-        print(found.as_dict()["phases"], found.passes, file=sys.stderr)
-        report = {"peak": found.peak_host, "bytes": found.sizes.weights, "seconds": found.time.seconds}
+        report = {
+            "peak": found.peak_host,
+            "bytes": found.sizes.weights,
+            "seconds": found.time.seconds,
+        }
     else:
         oneshot(**call)
         written = sum(one.stat().st_size for one in Path(job["output_dir"]).glob("*.safetensors"))
@@ -119,9 +120,8 @@ def child(job: dict[str, Any]) -> None:
 
 
 def peak() -> int:
-    """Most bytes that this process had resident."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """Most bytes that this process had resident, in its own address space."""
+    return int(resident()["peak"] * 2**20)
 
 
 def write_model(folder: Path, depth: int, args: argparse.Namespace) -> Path:

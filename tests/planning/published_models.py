@@ -167,30 +167,42 @@ def _layer(config: Mapping[str, Any], layer: int) -> Iterator[tuple[str, Shape]]
     attention = _latent(config) if "kv_lora_rank" in config else _attention(config)
     for name, shape in attention:
         yield f"self_attn.{name}", shape
-    kind = config["model_type"]
+    yield from _feed_forward(config, layer)
+
+
+def _feed_forward(config: Mapping[str, Any], layer: int) -> Iterator[tuple[str, Shape]]:
+    hidden, kind = config["hidden_size"], config["model_type"]
     if kind == "mixtral":
-        experts = config["num_local_experts"]
+        experts, inner = config["num_local_experts"], config["intermediate_size"]
         yield "block_sparse_moe.gate.weight", (experts, hidden)
-        for expert in range(experts):
-            for own, shape in _mlp(hidden, config["intermediate_size"], ("w1", "w3", "w2")):
-                yield f"block_sparse_moe.experts.{expert}.{own}", shape
-    elif kind == "qwen3_moe" or layer >= config.get("first_k_dense_replace", 10**9):
+        yield from _experts("block_sparse_moe", experts, hidden, inner, ("w1", "w3", "w2"))
+    elif kind == "qwen3_moe" or layer >= config.get("first_k_dense_replace", layer + 1):
         experts = config.get("num_experts") or config["n_routed_experts"]
+        inner = config["moe_intermediate_size"]
         yield "mlp.gate.weight", (experts, hidden)
         if kind == "deepseek_v3":
             yield "mlp.gate.e_score_correction_bias", (experts,)
-            for own, shape in _mlp(hidden, config["moe_intermediate_size"]):
+            for own, shape in _mlp(hidden, inner):
                 yield f"mlp.shared_experts.{own}", shape
-        for expert in range(experts):
-            for own, shape in _mlp(hidden, config["moe_intermediate_size"]):
-                yield f"mlp.experts.{expert}.{own}", shape
+        yield from _experts("mlp", experts, hidden, inner)
     else:
         for own, shape in _mlp(hidden, config["intermediate_size"]):
             yield f"mlp.{own}", shape
 
 
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def _experts(
+    prefix: str, count: int, hidden: int, inner: int, names: tuple[str, str, str] = _NAMES
+) -> Iterator[tuple[str, Shape]]:
+    for expert in range(count):
+        for own, shape in _mlp(hidden, inner, names):
+            yield f"{prefix}.experts.{expert}.{own}", shape
+
+
 def _mlp(
-    hidden: int, inner: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    hidden: int, inner: int, names: tuple[str, str, str] = _NAMES
 ) -> Iterator[tuple[str, Shape]]:
     gate, up, down = names
     yield f"{gate}.weight", (inner, hidden)

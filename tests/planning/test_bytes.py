@@ -82,9 +82,7 @@ def test_with_calibration_an_untied_head_and_static_scales(
     rows = Dataset.from_dict({"input_ids": torch.randint(3, 160, (4, 16)).tolist()})
     found = plan(llama_folder, modifiers(), rows, measure=False)
 
-    oneshot(
-        model=str(llama_folder), recipe=modifiers(), dataset=rows, output_dir=tmp_path / "out"
-    )
+    oneshot(model=str(llama_folder), recipe=modifiers(), dataset=rows, output_dir=tmp_path / "out")
 
     assert found.sizes is not None
     assert dict(found.sizes.files) == written(tmp_path / "out")

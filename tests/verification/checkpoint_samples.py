@@ -246,6 +246,7 @@ def made(
         "ignore": [*plain, *ignore],
     }
     base = {
+        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",
         "hidden_size": HIDDEN,

@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "entrypoints"))
 
 import small_models as small
 import torch
+from bases import MADE, recipe_of
+from checkpoint_samples import Sample
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from llmcompressor import oneshot, reset_session
@@ -90,3 +92,23 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     return run
+
+
+@pytest.fixture(scope="session")
+def source(llama_folder: Path) -> Path:
+    (llama_folder / "tokenizer.json").write_text("{}")
+    return llama_folder
+
+
+@pytest.fixture(scope="session")
+def good(source: Path, compressed: Callable[..., Path]) -> Callable[[str], Sample]:
+    """A good checkpoint by its name, made once."""
+    known: dict[str, Sample] = {}
+
+    def get(base: str) -> Sample:
+        if base not in known:
+            recipe = recipe_of(base)
+            known[base] = Sample.read(compressed(source, recipe)) if recipe else MADE[base]()
+        return known[base].copy()
+
+    return get

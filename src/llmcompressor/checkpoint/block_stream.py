@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,13 +108,13 @@ class BlockStream:
         if following is not None:
             self._weights.read_ahead(following)
 
-    def restore(self, block: str) -> None:
-        """Put a block in place as an earlier run has left it in the present pass."""
+    def restore(self, block: str, modules: Collection[Module]) -> None:
+        """Put modules of a block in place as an earlier run has left them in the present pass."""
         if self.stage < self._last:
-            self._put_scratch(self.stage, block)
+            self._put_scratch(self.stage, block, modules)
             return
         self._writer.flush()
-        self._restorer.restore(block, self._workspace.files)
+        self._restorer.restore(block, self._workspace.files, modules)
 
     def leave(self, block: str) -> None:
         """Write a block, unless that was done by an earlier run, and let go of it."""
@@ -191,9 +191,18 @@ class BlockStream:
         source = self._weights.digests.get(block, "") if self.stage == 0 else ""
         self._workspace.journal.add(BlockEntry(block, digest, source, report, self.stage))
 
-    def _put_scratch(self, stage: int, block: str) -> None:
+    def _put_scratch(
+        self, stage: int, block: str, modules: Collection[Module] | None = None
+    ) -> None:
+        # the parameters that a modifier adds are not there before it has marked the module
+        state = {
+            name
+            for name in self._tensors_of(block)
+            if modules is None or self._model.get_submodule(name.rpartition(".")[0]) in modules
+        }
         tensors = self._scratch.read(stage, block)
-        self._weights.put(tensors, {name: LoadedName(name, merged=False) for name in tensors})
+        present = {name: tensor for name, tensor in tensors.items() if name in state}
+        self._weights.put(present, {name: LoadedName(name, merged=False) for name in present})
         self._weights.settle(block)
 
     def _tensors_of(self, block: str) -> dict[str, Tensor]:

@@ -190,11 +190,12 @@ class BlockWeights:
         """Let transformers merge, split or permute tensors on their way into the model."""
         model: Any = self._model
         conversions = getattr(model, "_weight_conversions", None)
+        mapping: Any = get_model_conversion_mapping(model)
         config = LoadStateDictConfig(
             device_map={"": self.device},
             dtype=self._blueprint.dtype,
             dtype_plan=model._get_dtype_plan(self._blueprint.dtype),
-            weight_mapping=get_model_conversion_mapping(model),
+            weight_mapping=mapping,
         )
         with quiet_loading():
             info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)

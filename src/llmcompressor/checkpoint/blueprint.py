@@ -110,14 +110,11 @@ class _Absent(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.to:
-            dtype = (kwargs or {}).get("dtype")
-            return (
-                args[0]
-                if dtype is None
-                else super().__torch_function__(func, types, args[:1], {"dtype": dtype})
-            )
-        return super().__torch_function__(func, types, args, kwargs or {})
+        as_before: Any = super().__torch_function__
+        if func is not Tensor.to:
+            return as_before(func, types, args, kwargs or {})
+        dtype = (kwargs or {}).get("dtype")
+        return args[0] if dtype is None else as_before(func, types, args[:1], {"dtype": dtype})
 
 
 class _StandIn:
@@ -198,13 +195,14 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
 @contextmanager
 def quiet_loading() -> Iterator[None]:
     """No progress bar for loading nothing."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
+    bars: Any = hf_logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            hf_logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
 @contextmanager

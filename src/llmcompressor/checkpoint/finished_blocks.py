@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.block_weights import REST, BlockWeights
@@ -80,12 +80,13 @@ class FinishedBlocks:
         return names
 
     @torch.no_grad()
-    def restore(self, block: str, folder: Path) -> None:
+    def restore(self, block: str, folder: Path, modules: Collection[Module] | None = None) -> None:
         """Put a block in place.
 
         Args:
             block: its name.
             folder: where the files are.
+            modules: only these of its quantized modules; the whole block if ``None``.
         """
         reader = TensorReader(headers_of(self._layout, folder))
         try:
@@ -95,8 +96,9 @@ class FinishedBlocks:
                 place, _, own = name.rpartition(".")
                 module = self._by_place.get(place)
                 if module is None:
-                    plain[name] = reader.read(name)
-                else:
+                    if modules is None:
+                        plain[name] = reader.read(name)
+                elif modules is None or self._entries[module].module in modules:
                     packed.setdefault(module, {})[own] = reader.read(name)
         finally:
             reader.close()

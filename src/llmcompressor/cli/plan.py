@@ -41,9 +41,7 @@ _OWN: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "no_measure": (
-        Annotated[
-            bool, typer.Option("--no-measure", help="Leave out the time: measure no speed.")
-        ],
+        Annotated[bool, typer.Option("--no-measure", help="Leave out the time: measure no speed.")],
         False,
     ),
     "as_json": (Annotated[bool, typer.Option("--json", help="Print JSON.")], False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +18,7 @@ __all__ = ["print_plan"]
 
 _STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
 _MOST_ROWS = 12
-_LEFT = "left"
+_LEFT: Literal["left"] = "left"
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -29,8 +29,11 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console: where; standard output by default.
     """
     console = console or Console()
-    _print(console, f"{plan.model}: {plan.architecture}, {_count(plan.parameters)} parameters, "
-           f"{plan.blocks} blocks")
+    _print(
+        console,
+        f"{plan.model}: {plan.architecture}, {_count(plan.parameters)} parameters, "
+        f"{plan.blocks} blocks",
+    )
     _print_matches(plan, console)
     _print_bytes(plan, console)
     _print_run(plan, console)
@@ -75,9 +78,7 @@ def _print_bytes(plan: Plan, console: Console) -> None:
     table = _table("What is written", "Scheme", "Modules", "Before", "After")
     for one in plan.scheme_bytes:
         name = f"{one.scheme} ({one.format})"
-        table.add_row(
-            Text(name), str(one.modules), _size(one.bytes_before), _size(one.bytes_after)
-        )
+        table.add_row(Text(name), str(one.modules), _size(one.bytes_before), _size(one.bytes_after))
     for row in _largest(plan.dense):
         why = f", {row.why}" if row.why else ""
         table.add_row(Text(f"as it is: {row.pattern}{why}"), "", "", _size(row.bytes))
@@ -200,8 +201,13 @@ def _count(number: int) -> str:
     >>> _count(8_030_261_248), _count(3_700_000), _count(512)
     ('8.03 billion', '3.7 million', '512')
     """
-    for value, word in ((1e18, "quintillion"), (1e15, "quadrillion"), (1e12, "trillion"),
-                        (1e9, "billion"), (1e6, "million")):
+    for value, word in (
+        (1e18, "quintillion"),
+        (1e15, "quadrillion"),
+        (1e12, "trillion"),
+        (1e9, "billion"),
+        (1e6, "million"),
+    ):
         if number >= value:
             return f"{number / value:.3g} {word}"
     return str(number)

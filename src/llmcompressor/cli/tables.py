@@ -60,7 +60,7 @@ def print_demo(result: DemoResult, console: Console | None = None) -> None:
 def print_verification(report: VerificationReport, console: Console | None = None) -> None:
     """The figures, then a row per finding; findings with equal words share one."""
     console = console or Console()
-    console.print(*report.figures(), sep="\n", markup=False, highlight=False)
+    console.print(*report.figures(), sep="\n", markup=False, highlight=False, soft_wrap=True)
     rows = report.rows()
     if not rows:
         return

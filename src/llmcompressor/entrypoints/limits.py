@@ -67,14 +67,28 @@ class Limits:
         Raises:
             ArgumentError: the limit leaves no room for one block.
         """
-        limit = self._given.get("cpu")
-        if limit is None:
-            return dataset_args
         used = psutil.Process().memory_info().rss
         block = max(map(weights.source_bytes, weights.blocks), default=0)
-        if limit < used + block * _BLOCKS_AT_ONCE:
-            weights.reads_ahead = False
-        left = limit - used - block * (_BLOCKS_AT_ONCE if weights.reads_ahead else 1)
+        activations, weights.reads_ahead = self.room(used, block)
+        if activations is None or dataset_args.activation_budget is not None:
+            return dataset_args
+        return replace(dataset_args, activation_budget=activations)
+
+    def room(self, used: int, block: int) -> tuple[int | None, bool]:
+        """Bytes for activations, ``None`` without a limit, and whether blocks are read ahead.
+
+        Args:
+            used: bytes of the host that are in use before any block is loaded.
+            block: bytes of the largest one.
+
+        Raises:
+            ArgumentError: the limit leaves no room for one block.
+        """
+        limit = self._given.get("cpu")
+        if limit is None:
+            return None, True
+        reads_ahead = limit >= used + block * _BLOCKS_AT_ONCE
+        left = limit - used - block * (_BLOCKS_AT_ONCE if reads_ahead else 1)
         if left < block:
             raise ArgumentError(
                 f"max_memory allows {_gib(limit)} on the host; {_gib(used)} are in use (libraries "
@@ -82,9 +96,7 @@ class Limits:
                 "and once compressed.",
                 f"Allow at least {_gib(used + 2 * block)}.",
             )
-        if dataset_args.activation_budget is not None:
-            return dataset_args
-        return replace(dataset_args, activation_budget=int(left * _SHARE_FOR_ACTIVATIONS))
+        return int(left * _SHARE_FOR_ACTIVATIONS), reads_ahead
 
     @staticmethod
     def _needed(weights: BlockWeights) -> int:

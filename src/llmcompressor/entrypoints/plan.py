@@ -14,7 +14,7 @@ import torch
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.limits import Limits
-from llmcompressor.errors import ArgumentError, InputError
+from llmcompressor.errors import InputError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
@@ -105,7 +105,6 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
     job = _Draft(**arguments)
     subject = open_subject(job.model_args)
     tokens, batches = _Data(job, subject)()
-    limits = job.run_args.max_memory or {}
     request = Request(
         [_unused(modifier) for modifier in job.recipe.modifiers],
         _yaml(job.recipe),
@@ -115,7 +114,7 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         batches,
         _device(job, subject),
         _is_streamed(job),
-        limits.get("cpu"),
+        Limits(job.run_args.max_memory).room,
         job.model_args.save_compressed,
         job.output_dir,
         deployment,

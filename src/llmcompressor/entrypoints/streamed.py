@@ -115,9 +115,10 @@ def run_streamed(job: Job, source: SourceInfo, data: Source | None) -> Module:
 
 def _load_rest(blueprint: Blueprint, weights: BlockWeights, *, tied: bool) -> None:
     weights.load_rest()
-    if not tied and untie_embeddings(blueprint.model):
+    model: Any = blueprint.model
+    if not tied and untie_embeddings(model):
         # a parameter of its own now: nothing is to make them one again
-        heads = {blueprint.model.get_input_embeddings(), blueprint.model.get_output_embeddings()}
+        heads = {model.get_input_embeddings(), model.get_output_embeddings()}
         blueprint.shared = [
             places for places in blueprint.shared if not heads & {module for module, _ in places}
         ]

@@ -199,6 +199,14 @@ class Modifier(HooksMixin):
         """Whether :meth:`finish` completes single blocks, so that others need not be loaded."""
         return False
 
+    @property
+    def changes_at_once(self) -> bool:
+        """Whether passes go on from a module with what was made of it.
+
+        Otherwise it stays as it was until all passes have left its block.
+        """
+        return True
+
     def planned(self, state: State) -> list[PlannedModule]:
         """What the modules will be stored as, before anything was done to them."""
         return []

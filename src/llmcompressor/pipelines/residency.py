@@ -42,8 +42,8 @@ class Keeper(Protocol):
     def enter(self, block: str) -> None:
         """Load a block's original weights."""
 
-    def restore(self, block: str) -> None:
-        """Put a block in place as an earlier run has left it."""
+    def restore(self, block: str, modules: Collection[Module]) -> None:
+        """Put modules of a block in place as an earlier run has left them."""
 
     def leave(self, block: str) -> None:
         """Keep a finished block elsewhere, and let go of its weights."""
@@ -92,8 +92,21 @@ class Residency:
         return self._region.get(module) in self._keeper.finished
 
     def replace_finished(self, module: Module) -> None:
-        """Have the original weights of a finished block make room for the compressed ones."""
-        self._keeper.restore(self._region[module])
+        """Have the compressed weights of a finished block take the place of the original ones.
+
+        Only those that passes would have gone on with.
+        """
+        name = self._region[module]
+        inside = set(self.modules_of(name))
+        changed = {
+            one
+            for modifier in self._modifiers
+            if modifier.changes_at_once and modifier not in self._early
+            for one in modifier.calibrated_modules(self._state)
+            if one in inside
+        }
+        if changed:
+            self._keeper.restore(name, changed)
 
     def enter(self, name: str) -> None:
         """Load a block unless it is loaded."""

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -22,7 +22,7 @@ from llmcompressor.planning.passes import PassContext, Passes, plan_passes
 from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
 from llmcompressor.planning.serving import serving_notes
 from llmcompressor.planning.sizes import Output, predict_output
-from llmcompressor.planning.subject import REST, Part, Subject
+from llmcompressor.planning.subject import Part, Subject
 from llmcompressor.planning.timing import Traffic, estimate_time, operations_of
 from llmcompressor.planning.trial import Trial, try_rounding
 from llmcompressor.planning.workload import widths_of
@@ -30,8 +30,9 @@ from llmcompressor.verification import Deployment
 
 __all__ = ["Request", "make_plan", "problem_of"]
 
-_SHARE_FOR_ACTIVATIONS = 0.5
-_BLOCKS_AT_ONCE = 2
+Room = Callable[[int, int], tuple[int | None, bool]]
+"""Bytes in use and bytes of the largest block → bytes for activations, ``None`` for what is free,
+and whether blocks are read ahead; an :class:`ArgumentError` where one block does not fit."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Request:
         batches: how many run one after another.
         device: where the model would compute.
         is_streamed: blocks would be loaded one by one.
-        limit: bytes of the host that may be used; ``None`` for what is free.
+        room: what the limit of the host's memory leaves.
         save_compressed: weights are packed, not written dense.
         output_dir: where the output would go.
         deployment: where it is to be served, as far as it is known.
@@ -61,9 +62,9 @@ class Request:
     args: DatasetArguments
     tokens: Tokens | None = None
     batches: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     is_streamed: bool = True
-    limit: int | None = None
+    room: Room = lambda used, block: (None, True)
     save_compressed: bool = True
     output_dir: Path | None = None
     deployment: Deployment | None = None
@@ -96,6 +97,7 @@ class _Maker:
         self._notes: list[str] = []
         self._state = State(model=subject.model)
         self._targets = request.args.sequential_targets
+        self._reads_ahead = True
 
     def __call__(self) -> Plan:
         subject, request = self._subject, self._request
@@ -103,7 +105,8 @@ class _Maker:
         everything = [one for each in planned for one in each or ()]
         names = [[one.name for one in each or ()] for each in planned]
         parts = self._parts()
-        rows = module_rows(subject.model, request.modifiers, everything)
+        is_ready = None not in planned
+        rows = module_rows(subject.model, request.modifiers, everything) if is_ready else []
         plan = Plan(
             model=subject.place,
             architecture=type(subject.model).__name__,
@@ -111,15 +114,13 @@ class _Maker:
             blocks=len(parts) - 1,
             recipe=request.recipe,
             residency=self._residency(),
-            matches=match_patterns(
-                subject.model, zip(request.modifiers, names, strict=True)
-            ),
+            matches=match_patterns(subject.model, zip(request.modifiers, names, strict=True)),
             modules=rows,
             schemes={one.name: describe(one.scheme) for one in everything},
             tokens=request.tokens,
         )
         self._note_stacks(rows)
-        if None not in planned:
+        if is_ready:
             plan = self._with_output(plan, everything, parts)
         for modifier, each in zip(request.modifiers, planned, strict=True):
             if each is not None:
@@ -203,10 +204,10 @@ class _Maker:
         plan = replace(plan, passes=[one for one, _ in passes], operations=operations)
         seconds: Mapping[str, float] = {}
         if request.measure:
-            rates = measure_rates(request.device, subject.model.dtype, _existing(request.output_dir))
-            rounding = sum(
-                trials[describe(one.scheme)].seconds * _weights(one) for one in planned
+            rates = measure_rates(
+                request.device, subject.model.dtype, _existing(request.output_dir)
             )
+            rounding = sum(trials[describe(one.scheme)].seconds * _weights(one) for one in planned)
             traffic = Traffic(
                 subject.source_bytes * max(len(passes), 1),
                 sizes.weights,
@@ -218,9 +219,7 @@ class _Maker:
             plan = replace(plan, rates=rates, time=time)
         footprint = self._footprint(base, sizes, output, passes)
         phases = estimate_phases(footprint, loads, passes, seconds)
-        plan = replace(plan, phases=phases)
-        self._check_limits(plan)
-        return plan
+        return replace(plan, phases=phases)
 
     def _trials(self, planned: Sequence[PlannedModule]) -> dict[str, Trial]:
         found: dict[str, Trial] = {}
@@ -233,11 +232,15 @@ class _Maker:
 
     def _context(self, parts: Sequence[Part], base: int) -> PassContext:
         request = self._request
+        used = base + parts[-1].loaded
         room = None
-        if request.limit is not None:
-            largest = max((part.source for part in parts[:-1]), default=0)
-            used = base + parts[-1].loaded
-            room = int((request.limit - used - _BLOCKS_AT_ONCE * largest) * _SHARE_FOR_ACTIVATIONS)
+        if request.is_streamed:
+            try:
+                largest = max((part.source for part in parts[:-1]), default=0)
+                room, self._reads_ahead = request.room(used, largest)
+            except InputError as error:
+                self._problems.append(problem_of("max_memory", error))
+                self._reads_ahead = False
         return PassContext(
             self._state,
             request.args,
@@ -246,7 +249,7 @@ class _Maker:
             parts,
             widths_of(self._subject.model.config),
             request.tokens.tokens if request.tokens else 0,
-            None if room is None else max(room, 1),
+            room,
         )
 
     def _footprint(self, base: int, sizes: Sizes, output: Output, passes: Passes) -> Footprint:
@@ -265,15 +268,8 @@ class _Maker:
             subject.model.dtype.itemsize,
             max(longest, limit),
             max(len(passes) - 1, 0),
+            self._reads_ahead,
         )
-
-    def _check_limits(self, plan: Plan) -> None:
-        limit = self._request.limit
-        if limit is not None and plan.peak_host > limit:
-            self._notes.append(
-                f"The estimated peak of {_gib(plan.peak_host)} is above max_memory, "
-                f"{_gib(limit)}."
-            )
 
 
 def _loads(
@@ -309,7 +305,3 @@ def _existing(folder: Path | None) -> Path | None:
     while folder is not None and not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     return folder
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -160,19 +160,23 @@ def module_rows(
     """
     schemes = {one.name: one.scheme for one in planned}
     wanted = [_patterns_of(modifier) for modifier in modifiers]
+    embedded = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
     rows: dict[tuple[str, str, str, str], list[int]] = {}
     for name, module, weights in _matrices(model):
         scheme = schemes.get(name)
         if scheme is not None:
             key = (numberless(name), describe(scheme), str(format_of(scheme)), "")
         else:
-            key = (numberless(name), "dense", "", _why_dense(name, module, wanted))
+            key = (numberless(name), "dense", "", _why_dense(name, module, wanted, embedded))
         rows.setdefault(key, []).append(weights)
-    rows |= {
-        (numberless(one.name), describe(one.scheme), "", ""): [0]
-        for one in planned
-        if one.is_attention
-    }
+    for one in planned:
+        if one.is_attention:
+            rows.setdefault((numberless(one.name), describe(one.scheme), "", ""), []).append(0)
     return [
         ModuleRow(pattern, scheme, form, len(sizes), sum(sizes), why)
         for (pattern, scheme, form, why), sizes in rows.items()
@@ -188,7 +192,10 @@ def _matrices(model: Module) -> Iterator[tuple[str, Module, int]]:
 
 
 def _why_dense(
-    name: str, module: Module, patterns: Sequence[tuple[Sequence[str], Sequence[str]]]
+    name: str,
+    module: Module,
+    patterns: Sequence[tuple[Sequence[str], Sequence[str]]],
+    embedded: Collection[int],
 ) -> str:
     """Why a module that owns a matrix is not quantized."""
     targeted = False
@@ -200,8 +207,10 @@ def _why_dense(
                 return f"ignored by {entry!r}"
     if targeted and is_router(name, module):
         return "a router, which engines serve unquantized"
-    if targeted:
+    if targeted and any(id(one) in embedded for one in module.parameters(recurse=False)):
         return "its weight is the input embedding's"
+    if targeted:
+        return "its scheme quantizes no weights"
     stack = any(isinstance(one, Tensor) and one.ndim == 3 for one in module.parameters())
     if stack and not isinstance(module, Linear | Embedding):
         return STACK

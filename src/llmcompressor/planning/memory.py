@@ -14,6 +14,7 @@ statistics              from the first token of a unit until it is solved
 copies of a unit        from there on, where the original model runs too
 a solver's workspace    while a unit is solved
 packed tensors          of a block while it is packed, and of the one before while it is written
+freed memory            always, so much as the C library keeps for itself
 ======================  ==========================================================================
 
 Where the model is in memory as a whole, all blocks are held always, and what is packed is held
@@ -31,10 +32,13 @@ from llmcompressor.planning.workload import BlockWork
 
 __all__ = ["Footprint", "Load", "estimate_phases"]
 
-_FLOAT = 4
 _WIDE_INPUTS = 4
 """Tensors as wide as the widest input that are alive at once in a forward: gate, up, their
 product, and what comes next."""
+_COUNTED = 6
+"""Bytes per token and column while second moments are added up."""
+_KEPT = 64 * 2**20
+"""What glibc keeps at most of freed memory: twice the largest chunk that it takes from its heap."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Footprint:
         itemsize: of the model's dtype.
         run_tokens: tokens that run through a block at once.
         scratches: passes that leave blocks for the next one in files.
+        reads_ahead: the next block is read while one is worked on.
     """
 
     base: int
@@ -81,6 +86,7 @@ class Footprint:
     itemsize: int
     run_tokens: int
     scratches: int = 0
+    reads_ahead: bool = True
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,8 @@ def _placed(footprint: Footprint, moment: _Moment) -> tuple[int, int]:
     """Bytes of the host and of the device."""
     if footprint.on_device:
         return footprint.base + moment.host, moment.model
-    return footprint.base + moment.host + moment.model, 0
+    kept = min(_KEPT, moment.model + moment.host)
+    return footprint.base + kept + moment.host + moment.model, 0
 
 
 def _resident(footprint: Footprint, loads: Sequence[Load], index: int) -> _Moment:
@@ -143,8 +150,10 @@ def _resident(footprint: Footprint, loads: Sequence[Load], index: int) -> _Momen
     own, rest = loads[index].part, loads[-1].part
     block = 0 if own.name == REST else own.loaded
     following = loads[index + 1].part if index + 1 < len(loads) else None
-    is_block = following is not None and following.name != REST
-    return _Moment(rest.loaded + block, following.source if following and is_block else 0)
+    ahead = 0
+    if footprint.reads_ahead and following is not None and following.name != REST:
+        ahead = following.source
+    return _Moment(rest.loaded + block, ahead)
 
 
 def _loading(footprint: Footprint, loads: Sequence[Load]) -> _Moment:
@@ -172,7 +181,7 @@ def _calibrating(
         running = batch * footprint.itemsize * _WIDE_INPUTS
         for unit in work.units:
             copied = unit.copied if one.streams > 1 else 0
-            counting = batch * _FLOAT if unit.statistics else 0
+            counting = batch * _COUNTED if unit.statistics else 0
             model = held.model + waiting + unit.statistics
             calibrating.append(_Moment(model + running + counting, held.host))
             solving.append(_Moment(model + copied + unit.workspace, held.host))

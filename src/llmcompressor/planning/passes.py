@@ -60,11 +60,7 @@ def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> Passes:
         modifiers: of the recipe, initialized.
         context: of the run.
     """
-    return [
-        _plan_pass(taking, context)
-        for taking in _divided(modifiers, context)
-        if taking
-    ]
+    return [_plan_pass(taking, context) for taking in _divided(modifiers, context) if taking]
 
 
 def _divided(modifiers: Sequence[Modifier], context: PassContext) -> list[list[Modifier]]:
@@ -98,7 +94,9 @@ def _sequential(
     args = context.args
     propagates = args.propagate_error and all(one.propagates_error for one in modifiers)
     streams = 2 if propagates and any(one.twin_streams for one in modifiers) else 1
-    undeclared = not all(one.runs_to_end or one.calibrated_modules(context.state) for one in modifiers)
+    undeclared = not all(
+        one.runs_to_end or one.calibrated_modules(context.state) for one in modifiers
+    )
     finest = max(one.finest_granularity for one in modifiers)
     budget = _budget(context)
     chosen = choose_level(

@@ -75,9 +75,7 @@ class Output:
             for (scheme, form), each in rows.items()
         ]
 
-    def dense(
-        self, rows: Sequence[ModuleRow], names: Mapping[str, LoadedName]
-    ) -> list[Dense]:
+    def dense(self, rows: Sequence[ModuleRow], names: Mapping[str, LoadedName]) -> list[Dense]:
         """Bytes of what is stored as it was, by the pattern of the names.
 
         Args:

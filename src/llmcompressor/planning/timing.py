@@ -8,7 +8,7 @@ is an estimate within a factor, which is stated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from llmcompressor.planning.result import Estimate, Operations, PassPlan, Rates
@@ -91,7 +91,9 @@ def estimate_time(
     products = operations.forward + operations.gram + operations.cross
     stops = sum(len(work.units) for one, works in passes if one.forwards for work in works)
     calibrate = products / rates.model_products + stops * batches * _STEP_SECONDS
-    visits = sum(group.effort.visits for _, works in passes for work in works for group in work.groups)
+    visits = sum(
+        group.effort.visits for _, works in passes for work in works for group in work.groups
+    )
     solve = operations.solve / rates.float32_products + visits * _VISIT_BYTES / rates.memory
     reading = traffic.read / rates.disk_read
     writing = traffic.written / rates.disk_write
@@ -109,5 +111,3 @@ def estimate_time(
     whole = sum(seconds.values())
     doubt = _DOUBT * rates.spread
     return seconds, Estimate(whole, whole / doubt, whole * doubt)
-
-

@@ -94,11 +94,11 @@ def _once(linear: Linear, weight_RC: Tensor, scheme: Any) -> Trial:
     return Trial(seconds, rounding.peak, packing.peak)
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Counts the bytes of the tensors that come and go."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.now = 0
         self.peak = 0
         self._seen: set[int] = set()

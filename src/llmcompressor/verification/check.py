@@ -20,7 +20,7 @@ from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.reference import Reference, WeightError
 from llmcompressor.verification.report import VerificationReport
 from llmcompressor.verification.rules.base import View
-from llmcompressor.verification.scheme import Scheme
+from llmcompressor.verification.scheme import Scheme, settings_of
 from llmcompressor.verification.serving import check_view
 from llmcompressor.verification.values import check_codes, check_plain, check_scales
 
@@ -107,6 +107,10 @@ def _reference(reference: str | os.PathLike[str], files: Files) -> Reference:
         first = original.findings[0]
         raise CheckpointError(
             f"The reference {reference} is damaged: {first.module}: {first.message}", first.remedy
+        )
+    if settings_of(original.config):
+        raise CheckpointError(
+            f"The reference {reference} is quantized itself.", "Give the model before it."
         )
     return Reference(original, files)
 

@@ -70,9 +70,12 @@ def columns_of(
     if packed.dtype == "U8":
         return packed.shape[1] * 2
     bits = max(scheme.weights.bits, 1)
-    if stored_shape is not None and len(stored_shape) == 2:
-        columns = stored_shape[1]
-        # a shape that cannot be that of the words is wrong itself (S28)
+    guesses = [stored_shape[1]] if stored_shape is not None and len(stored_shape) == 2 else []
+    scale = entry.own.get("weight_scale")
+    if scheme.weights.group and scale is not None and len(scale.shape) == 2:
+        guesses.append(scale.shape[1] * scheme.weights.group)
+    for columns in guesses:
+        # what cannot be the width of the words, dense or of whole values, is wrong itself
         if packed.shape[1] in (ceil(columns * bits / 32), ceil(columns / (32 // min(bits, 32)))):
             return columns
     return packed.shape[1] * 32 // bits

@@ -119,14 +119,24 @@ class Files:
         """Tensor name → dtype and shape."""
         return {name: place.info for name, place in self.places.items()}
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, flat: bool = False
+    ) -> Tensor:
         """A tensor, or its rows from ``start`` up to ``stop``.
+
+        Args:
+            name: the tensor's name.
+            start: the first row.
+            stop: the row behind the last; all that follow by default.
+            flat: take a stack of matrices for one matrix with the rows of all.
 
         Raises:
             CheckpointError: the file cannot be read that far.
         """
         place = self.places[name]
         shape = place.info.shape
+        if flat and len(shape) == 3:
+            shape = (shape[0] * shape[1], shape[2])
         dtype = DTYPES[place.info.dtype]
         offset, size = place.start, place.size
         if shape and (start or stop is not None):
@@ -138,7 +148,7 @@ class Files:
             return torch.empty(shape, dtype=dtype)
         # not a bytearray, which would be filled with zeros first
         data = torch.empty(size, dtype=torch.uint8)
-        view, done, descriptor = memoryview(data.numpy()), 0, self._descriptor(place.file)
+        view, done, descriptor = data.numpy().data, 0, self._descriptor(place.file)
         while done < size:
             count = os.preadv(descriptor, [view[done:]], offset + done)
             if not count:

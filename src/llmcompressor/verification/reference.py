@@ -15,7 +15,7 @@ from torch import Tensor
 from llmcompressor.verification.decode import CHUNK, Codes, Part
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.files import DTYPES, Files, tensor_chunks
-from llmcompressor.verification.layout import EXPERT
+from llmcompressor.verification.layout import EXPERT, PLAIN_FLOATS
 from llmcompressor.verification.scheme import Args
 
 __all__ = ["TITLES", "Reference", "WeightError", "Work"]
@@ -196,12 +196,14 @@ class Reference:
         """Rows of the original of a weight."""
         if source.expert is None:
             return self.files.read(source.name, start, stop)
+        _, first, second = self.files.places[source.name].info.shape
+        rows = second if source.turned else first
+        shift = 0 if source.half is None else source.half * (rows // 2)
+        if not source.turned:
+            base = source.expert * first + shift
+            return self.files.read(source.name, base + start, base + stop, flat=True)
         matrix = self.files.read(source.name, source.expert, source.expert + 1)[0]
-        matrix = matrix.T if source.turned else matrix
-        if source.half is not None:
-            count = matrix.shape[0] // 2
-            matrix = matrix[source.half * count : (source.half + 1) * count]
-        return matrix[start:stop]
+        return matrix[:, shift + start : shift + stop].T
 
     def shape(self, source: _Source) -> tuple[int, ...]:
         """The shape of the original of a weight."""
@@ -230,14 +232,21 @@ class Reference:
             said = f"Its shape is {[codes.rows, codes.columns]} and was {list(shape)}."
             return [_finding("R3", name, said, _AGAIN)], None
         sums = _Sums()
-        eps = torch.finfo(DTYPES[self.files.places[source.name].info.dtype]).eps
+        unit = self._roundoff(source, codes)
         for part in codes.parts():
-            rows = len(part.decoded)
+            rows = len(part.units)
             original = self.rows(source, part.start, part.start + rows).float()
+            original = original.reshape(part.units.shape)
             _add(sums, part, original)
             if self.work is Work.NEAREST:
-                _bound(sums, part, original, codes.args, max(eps, 2**-8))
+                _bound(sums, part, original, codes.args, unit)
         return list(self._judge(name, codes.args, sums)), _error(name, sums)
+
+    def _roundoff(self, source: _Source, codes: Codes) -> float:
+        """The relative error of one rounding in the dtype that was calculated in."""
+        names = [self.files.places[source.name].info.dtype, codes.entry.own["weight_scale"].dtype]
+        units = (torch.finfo(DTYPES[name]).eps / 2 for name in names if name in PLAIN_FLOATS)
+        return max(units, default=0.0)
 
     def _tied(self, name: str) -> _Source | None:
         """The input embedding, for a head that the original does not hold."""
@@ -433,17 +442,21 @@ def _same_tensor(files: Files, name: str, others: Files, other: str) -> bool:
 
 
 def _add(sums: _Sums, part: Part, original: Tensor) -> None:
-    difference = part.decoded - original
-    sums.error += float(difference.square().sum(dtype=torch.float64))
-    source = original.square().sum(dim=1)
-    decoded = part.decoded.square().sum(dim=1)
-    product = (part.decoded * original).sum(dim=1)
-    sums.source += float(source.sum(dtype=torch.float64))
-    sums.decoded += float(decoded.sum(dtype=torch.float64))
-    sums.product += float(product.sum(dtype=torch.float64))
+    """Add up what the error needs: three products per row, from which all others follow."""
+    difference = (part.units * part.scale).sub_(original).flatten(1)
+    flat = original.flatten(1)
+    error = torch.linalg.vector_norm(difference, dim=1).double().square()
+    source = torch.linalg.vector_norm(flat, dim=1).double().square()
+    shift = difference.mul_(flat).sum(dim=1).double()
+    product, decoded = source + shift, (source + 2 * shift + error).clamp_min(0)
+    sums.error += float(error.sum())
+    sums.source += float(source.sum())
+    sums.decoded += float(decoded.sum())
+    sums.product += float(product.sum())
     cosine = product / (source.sqrt() * decoded.sqrt()).clamp_min(1e-30)
     bad = (source > 0) & ~(cosine > _LEAST_ROW_COSINE)
-    sums.bad_rows += [part.start + int(row) for row in bad.nonzero()]
+    if bool(bad.any()):
+        sums.bad_rows += [part.start + int(row) for row in bad.nonzero()]
 
 
 def _error(name: str, sums: _Sums) -> WeightError:
@@ -455,26 +468,32 @@ def _error(name: str, sums: _Sums) -> WeightError:
     )
 
 
-def _bound(sums: _Sums, part: Part, original: Tensor, args: Args, eps: float) -> None:
+def _bound(sums: _Sums, part: Part, original: Tensor, args: Args, unit: float) -> None:
     """Count values that are further off than rounding to the nearest allows.
 
     A value is within half a step of its code. Beyond the ends of the grid it may be anywhere: there
-    its code is the last one. The dtype in which the quotient was rounded adds to the half step.
+    its code is the last one. The quotient, and its sum with a zero point, may have been rounded to
+    the dtype of the weight before; each adds ``unit`` of its size.
     """
-    scale = part.scale.clamp_min(1e-30)
-    units = part.decoded / scale
-    off = (part.decoded - original).abs() / scale
-    zero = part.zero if part.zero is not None else torch.zeros(())
+    units = part.units
+    quotient = original / part.scale.clamp_min(1e-30)
+    off = (quotient - units).abs_()
+    size = units.abs()
+    if part.zero is not None:
+        size = size.add_(part.zero.abs()).mul_(2)
+    half: Tensor | float = 0.5 if args.kind == "int" else _half_steps(units, args.bits)
+    allowed = size.add_(1).mul_(unit).add_(half)
+    beyond = off > allowed
+    if not bool(beyond.any()):
+        return
     if args.kind == "int":
-        half = torch.full_like(units, 0.5)
+        zero = part.zero if part.zero is not None else torch.zeros(())
         low, high = -(2.0 ** (args.bits - 1)) - zero, 2.0 ** (args.bits - 1) - 1 - zero
-        at_end = (units >= high - 0.25) | (units <= low + 0.25)
     else:
-        half = _half_steps(units, args.bits)
-        at_end = units.abs() >= (448.0 if args.bits == 8 else 6.0) * (1 - 2**-6)
-    outwards = (original - part.decoded) * (units - torch.sign(units) * 0.5) >= 0
-    allowed = half + 2 * eps * (units.abs() + zero.abs() + 1)
-    beyond = (off > allowed) & ~(at_end & outwards)
+        high = torch.tensor(448.0 if args.bits == 8 else 6.0)
+        low = -high
+    clipped = ((units >= high) & (quotient > units)) | ((units <= low) & (quotient < units))
+    beyond &= ~clipped
     count = int(beyond.sum())
     if count:
         sums.beyond += count
@@ -484,10 +503,10 @@ def _bound(sums: _Sums, part: Part, original: Tensor, args: Args, eps: float) ->
 def _half_steps(units: Tensor, bits: int) -> Tensor:
     """Half the wider of the two steps beside a float of the grid.
 
-    >>> _half_steps(torch.tensor([0.0, 1.5, 2.0, 6.0]), 4)
+    >>> _half_steps(torch.tensor([0.0, 1.5, -2.0, 6.0]), 4)
     tensor([0.2500, 0.2500, 0.5000, 1.0000])
     """
     mantissa, least = (1, 0.5) if bits == 4 else (3, 2.0**-9)
-    # a value just below a power of two is taken for it
-    exponent = torch.floor(torch.log2(units.abs().clamp_min(least) * (1 + 2**-6)))
-    return (torch.exp2(exponent - mantissa) / 2).clamp_min(least / 2)
+    # without sign and mantissa a float32 is the power of two at or below it
+    power = units.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+    return power.mul_(2.0 ** -(mantissa + 1)).clamp_min_(least / 2)

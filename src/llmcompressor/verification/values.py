@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmcompressor.verification.decode import CHUNK, Codes
+from llmcompressor.verification.decode import Codes
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.files import Files, tensor_chunks
 from llmcompressor.verification.layout import PLAIN_FLOATS, Entry
@@ -30,6 +30,7 @@ _AGAIN = "Compress the model anew."
 _SCALES = ("weight_scale", "input_scale", "output_scale")
 _GLOBAL = ("weight_global_scale", "input_global_scale")
 _FEW = 8
+_CHUNK = 1 << 22
 _SAMPLE_ROWS = 16
 _OUTER = 0.65
 _EXPONENTS = {
@@ -300,7 +301,7 @@ def check_plain(files: Files, name: str) -> Iterator[Finding]:
     if name in files.broken or files.places[name].info.dtype not in PLAIN_FLOATS:
         return
     bad = 0
-    for chunk in tensor_chunks(files, name, CHUNK * 2):
+    for chunk in tensor_chunks(files, name, _CHUNK):
         if not _is_finite(chunk):
             bad += int((~torch.isfinite(chunk)).sum())
     if bad:

@@ -6,11 +6,13 @@ step                                   multiply-adds                            
 =====================================  ==========================================  ==============
 second moments                         T C² · 10/16 (block rows of a triangle)     4 C²
 cross products (twin streams)          T C²                                        4 C²
-correction (twin streams)              C³/3 + 2 R C²                               4 C² + 12 R C
-factorization                          C³/3 + C³/2                                 8 C²
-sweep                                  R C²/2                                      12 R C
-refinement                             R C² per round                              16 R C
+correction (twin streams)              C³/3 + 2 R C²                               less than below
+factorization                          C³/3 + C³/2                                 16 C² + 4 R C
+sweep                                  R C²/2                                      4 C² + 12 R C
+refinement                             R C² per round                              25 R C
 =====================================  ==========================================  ==============
+
+The second moments stay while they are solved; of the further bytes the largest count.
 """
 
 from __future__ import annotations
@@ -47,12 +49,13 @@ def effort_of(weights: Sequence[Tensor], *, twin: bool, refinements: int) -> Eff
     if twin:
         solve += square * columns // 3 + 2 * elements * columns
     solve += refinements * elements * columns
-    copies = max(3 * _FLOAT * elements, 4 * _FLOAT * elements if refinements else 0)
+    refining = 25 * elements if refinements else 0
+    workspace = max(16 * square + 4 * elements, 4 * square + 12 * elements, refining)
     return Effort(
         gram=square * 10 // 16,
         cross=square if twin else 0,
         solve=solve,
         visits=elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT),
         statistics=_FLOAT * square * streams + buffered,
-        workspace=copies + 2 * _FLOAT * square,
+        workspace=workspace,
     )

@@ -57,6 +57,11 @@ class QuantizationModifier(QuantizationMixin):
                     leader, self._square_hook(state), "forward_pre", with_kwargs=True
                 )
 
+    @property
+    def changes_at_once(self) -> bool:
+        """Everything is measured on the model as it was."""
+        return False
+
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Find the scales; the weights themselves are rounded at the end."""
         leaders = [self.leader(module, state) for module in modules]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.rules.base import DEPLOYMENT, Problem, Rule, View
 from llmcompressor.verification.scheme import Args, Scheme
@@ -135,6 +136,11 @@ def float_groups_divide(view: View) -> Iterator[Problem]:
                 break
 
 
+def _of_the_model(view: View) -> Severity | None:
+    """A note where nobody asked: the model itself cannot be split so, quantized or not."""
+    return None if view.deployment.is_tp_given else Severity.NOTE
+
+
 def sizes_divide(view: View) -> Iterator[Problem]:
     """S43."""
     heads = view.text.get("num_attention_heads")
@@ -144,7 +150,7 @@ def sizes_divide(view: View) -> Iterator[Problem]:
                 "num_attention_heads",
                 f"{heads} heads cannot be split over {tp} devices.",
                 "Use a number of devices that divides the heads.",
-                view.deployment.tp_severity(tp),
+                _of_the_model(view),
             )
     for entry in view.quantized:
         scheme = view.scheme(entry)
@@ -160,7 +166,7 @@ def sizes_divide(view: View) -> Iterator[Problem]:
                     entry.name,
                     f"{_share(size, parts, what)} leave a remainder.",
                     "Use a number of devices that divides it.",
-                    view.deployment.tp_severity(tp),
+                    _of_the_model(view),
                 )
                 break
 

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint against its original: bounds of rounding, names that differ, what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_samples import EXPERTS, INNER, Sample, dense, made, sparse
+
+from llmcompressor import verify
+from llmcompressor.errors import CheckpointError
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.verification import Severity
+
+FORMATS = [
+    "W4A16",
+    "W4A16_ASYM",
+    "W3A16",
+    "W8A16",
+    "W8A8",
+    "W4A8",
+    "FP8",
+    "FP8_DYNAMIC",
+    "FP8_BLOCK",
+    "NVFP4",
+    "MXFP4",
+    "MXFP8",
+]
+UP = "model.layers.1.mlp.up_proj"
+RECIPE = b"quant_stage:\n  quant_modifiers:\n    QuantizationModifier:\n      targets: [Linear]\n"
+
+
+def bad(checkpoint: Path, reference: Path) -> set[tuple[str, str]]:
+    report = verify(checkpoint, reference, tp=1)
+    return {(one.rule, one.module) for one in report.findings if one.severity is Severity.ERROR}
+
+
+def plain(sample_of: Callable[..., Sample], *arguments: object, **more: object) -> Sample:
+    """The original of a made sample: the same weights, none of them quantized."""
+    found = sample_of(*arguments, only=lambda name: False, **more)
+    del found.config["quantization_config"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "preset",
+    FORMATS,
+)
+def test_one_wrong_code_is_found(
+    preset: str, llama_folder: Path, compressed: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = QuantizationModifier(targets="Linear", scheme=preset, ignore=["lm_head"])
+    sample = Sample.read(compressed(llama_folder, recipe))
+    good = sample.write(tmp_path / "good")
+    assert not bad(good, llama_folder)
+    name = f"{UP}.weight_packed" if f"{UP}.weight_packed" in sample.tensors else f"{UP}.weight"
+    octets = sample.tensors[name].view(torch.uint8)
+    # the second lowest bit: two steps of the grid, of the first code of the third row
+    octets[2, 0] ^= 2
+    assert bad(sample.write(tmp_path / "bad"), llama_folder) == {("R3", UP)}
+
+
+def test_an_original_with_experts_in_one_stack(tmp_path: Path) -> None:
+    """Stacks [experts, 2 * inner, hidden], whose quantized experts are stored one by one."""
+    shapes = sparse()
+    checkpoint = made(shapes, "W8A16", model_type="qwen3_moe", num_experts=EXPERTS)
+    checkpoint.files["recipe.yaml"] = RECIPE
+    for turned in (False, True):
+        source = plain(made, shapes, model_type="qwen3_moe", num_experts=EXPERTS)
+        for index in range(2):
+            path = f"model.layers.{index}.mlp.experts"
+            own = [source.own(f"{path}.{each}.gate_proj")["weight"] for each in range(EXPERTS)]
+            up = [source.own(f"{path}.{each}.up_proj")["weight"] for each in range(EXPERTS)]
+            down = [source.own(f"{path}.{each}.down_proj")["weight"] for each in range(EXPERTS)]
+            source.drop(f"{path}.")
+            both = [torch.cat(pair) for pair in zip(own, up, strict=True)]
+            stacks = {"gate_up_proj": torch.stack(both), "down_proj": torch.stack(down)}
+            for name, stack in stacks.items():
+                source.tensors[f"{path}.{name}"] = stack.mT if turned else stack
+        reference = source.write(tmp_path / f"source-{turned}")
+        assert not bad(checkpoint.write(tmp_path / "good"), reference)
+        wrong = checkpoint.copy()
+        ours, theirs = ("model.layers.0.mlp.experts." + own for own in ("1.up_proj", "2.up_proj"))
+        for own in wrong.own(ours):
+            wrong.tensors[f"{ours}.{own}"] = checkpoint.tensors[f"{theirs}.{own}"]
+        assert bad(wrong.write(tmp_path / "bad"), reference) == {("R3", ours)}
+
+
+def test_names_of_other_versions_are_the_same_tensors(tmp_path: Path) -> None:
+    source = plain(made, dense())
+    renamed = source.copy()
+    for name in list(renamed.tensors):
+        if name.startswith("model."):
+            renamed.tensors[f"model.language_{name}"] = renamed.tensors.pop(name)
+    checkpoint = made(dense(), "W8A16").write(tmp_path / "checkpoint")
+    assert not bad(checkpoint, renamed.write(tmp_path / "renamed"))
+
+
+def test_a_tied_head_may_be_stored_or_not(tmp_path: Path) -> None:
+    source = plain(made, dense(), tie_word_embeddings=True)
+    source.drop("lm_head.")
+    reference = source.write(tmp_path / "source")
+    checkpoint = made(dense(), "W8A16", tie_word_embeddings=True)
+    checkpoint.tensors["lm_head.weight"] = checkpoint.tensors["model.embed_tokens.weight"].clone()
+    assert not bad(checkpoint.write(tmp_path / "stored"), reference)
+    checkpoint.drop("lm_head.")
+    assert not bad(checkpoint.write(tmp_path / "left-out"), reference)
+
+
+def test_an_untied_head_that_is_not_the_embedding_is_an_error(tmp_path: Path) -> None:
+    source = plain(made, dense(), tie_word_embeddings=True)
+    source.drop("lm_head.")
+    checkpoint = made(dense(), "W8A16", tie_word_embeddings=False)
+    found = bad(checkpoint.write(tmp_path / "checkpoint"), source.write(tmp_path / "source"))
+    assert found == {("R4", "lm_head.weight")}
+
+
+def test_another_model_is_no_reference(tmp_path: Path) -> None:
+    source = plain(made, dense())
+    for name, tensor in source.tensors.items():
+        source.tensors[name] = torch.randn_like(tensor)
+    checkpoint = made(dense(), "W4A16").write(tmp_path / "checkpoint")
+    found = bad(checkpoint, source.write(tmp_path / "source"))
+    assert {rule for rule, _ in found} == {"R3", "R4"}
+    assert len(found) == 14 + 2
+
+
+def test_a_transposed_weight_has_another_shape(tmp_path: Path) -> None:
+    source = plain(made, dense())
+    source.tensors[f"{UP}.weight"] = source.tensors[f"{UP}.weight"].T
+    assert source.tensors[f"{UP}.weight"].shape[1] == INNER
+    checkpoint = made(dense(), "W4A16").write(tmp_path / "checkpoint")
+    assert bad(checkpoint, source.write(tmp_path / "source")) == {("R3", UP)}
+
+
+def test_a_quantized_reference_is_refused(tmp_path: Path) -> None:
+    folder = made(dense(), "W4A16").write(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match="is quantized itself"):
+        verify(folder, folder)
+
+
+def test_the_error_is_that_of_the_weights(tmp_path: Path) -> None:
+    """Relative error and cosine, against a calculation over whole matrices."""
+    source = plain(made, dense())
+    report = verify(
+        made(dense(), "W4A16").write(tmp_path / "checkpoint"), source.write(tmp_path / "source")
+    )
+    by_module = {one.module: one for one in report.errors}
+    weight = source.tensors[f"{UP}.weight"].float()
+    groups = weight.reshape(len(weight), -1, 128)
+    scale = (groups.abs().amax(-1, keepdim=True) * 2 / 15).bfloat16().float()
+    again = ((groups / scale).round().clamp(-8, 7) * scale).reshape(weight.shape)
+    expected = float((again - weight).norm() / weight.norm())
+    assert by_module[UP].relative == pytest.approx(expected, rel=0.02)
+    cosine = torch.nn.functional.cosine_similarity(again.flatten(), weight.flatten(), dim=0)
+    assert by_module[UP].cosine == pytest.approx(float(cosine), abs=1e-3)

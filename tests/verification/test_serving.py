@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What configuration and headers alone decide, and what a deployment changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoint_samples import Sample, dense, made, sparse
+from faults import FAULTS, Fault
+
+from llmcompressor.errors import ArgumentError
+from llmcompressor.schemes.presets import PRESETS
+from llmcompressor.verification import Deployment, Severity, check_serving
+from llmcompressor.verification.rules import RULES
+from llmcompressor.verification.rules.base import TENSORS
+
+BY_HEADERS = {rule.number for rule in RULES if rule.needs != TENSORS}
+# These two faults lie in the content of a small tensor.
+BY_CONTENT = {"shape_that_is_not_true", "scale_of_the_cache_is_zero"}
+HEADER_FAULTS = [
+    fault for fault in FAULTS if fault.rule in BY_HEADERS and fault.plant.__name__ not in BY_CONTENT
+]
+
+
+@pytest.mark.parametrize("fault", HEADER_FAULTS, ids=lambda fault: fault.name)
+def test_no_data_is_needed(fault: Fault, good: Callable[[str], Sample], tmp_path: Path) -> None:
+    sample = good(fault.base)
+    fault.plant(sample)
+    headers = sample.headers(tmp_path)
+    found = check_serving(sample.config, headers, deployment=fault.deployment)
+    assert (fault.rule, fault.module) in {(one.rule, one.module) for one in found}
+
+
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"UNQUANTIZED"}))
+def test_good_headers_have_no_finding(preset: str, tmp_path: Path) -> None:
+    sample = made(dense(), preset)
+    one = Deployment(server="vllm", tp=(1,))
+    found = check_serving(sample.config, sample.headers(tmp_path), deployment=one)
+    assert not [each for each in found if each.severity is not Severity.NOTE]
+
+
+def test_a_plain_model_has_no_finding(tmp_path: Path) -> None:
+    sample = made(sparse(), only=lambda name: False, model_type="qwen3_moe")
+    del sample.config["quantization_config"]
+    found = check_serving(sample.config, sample.headers(tmp_path))
+    assert {(one.rule, one.severity) for one in found} == {("S43", Severity.NOTE)}
+
+
+def severity(sample: Sample, folder: Path, rule: str, **facts: object) -> set[Severity]:
+    deployment = Deployment(**facts)
+    found = check_serving(sample.config, sample.headers(folder), deployment=deployment)
+    return {one.severity for one in found if one.rule == rule}
+
+
+def test_a_split_that_was_not_asked_for_is_a_warning(tmp_path: Path) -> None:
+    sample = made(dense(), "W4A16")
+    assert severity(sample, tmp_path, "S39") == {Severity.WARNING}
+    assert severity(sample, tmp_path, "S39", tp=(4,)) == {Severity.ERROR}
+    assert severity(sample, tmp_path, "S39", tp=(1,)) == set()
+
+
+def test_limits_of_a_server_are_errors_where_it_is_asked_for(tmp_path: Path) -> None:
+    sample = made(dense(), "W3A16")
+    assert severity(sample, tmp_path, "G5") == {Severity.WARNING}
+    assert severity(sample, tmp_path, "G5", server="sglang") == {Severity.ERROR}
+    assert severity(sample, tmp_path, "G5", server="vllm") == set()
+
+
+@pytest.mark.parametrize(
+    ("preset", "gpu", "rules"),
+    [
+        ("W8A8", "h100", set()),
+        ("W8A8", "b200", {"S46"}),
+        ("W4AFP8", "h100", set()),
+        ("W4AFP8", "sm100", {"S21"}),
+        ("MXFP4", "sm80", set()),
+        ("MXFP4", "sm75", {"S47"}),
+        ("FP8", "sm89", set()),
+        ("FP8", "sm70", {"S45"}),
+        ("W4A16", "t4", set()),
+        ("W4A16", "v100", {"S44"}),
+    ],
+)
+def test_devices(preset: str, gpu: str, rules: set[str], tmp_path: Path) -> None:
+    sample = made(dense(), preset)
+    deployment = Deployment(server="vllm", tp=(1,), gpu=gpu)
+    found = check_serving(sample.config, sample.headers(tmp_path), deployment=deployment)
+    assert {one.rule for one in found if one.severity is Severity.ERROR} == rules
+
+
+def test_few_heads_of_keys_are_replicated(tmp_path: Path) -> None:
+    """One block of rows per device: 128 rows over 8 devices would be an eighth of a block."""
+    sample = made(dense(), "FP8_BLOCK", num_key_value_heads=1)
+    deployment = Deployment(server="vllm", tp=(2,))
+    found = check_serving(sample.config, sample.headers(tmp_path), deployment=deployment)
+    named = {one.module.rpartition(".")[2] for one in found if one.rule == "S41"}
+    assert "q_proj" in named
+    assert not {"k_proj", "v_proj"} & named
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"server": "vlm"}, "Did you mean vllm"),
+        ({"tp": (0,)}, "positive"),
+        ({"tp": ()}, "positive"),
+        ({"gpu": "h10"}, "Did you mean"),
+        ({"gpu": "sm9"}, "compute capability"),
+    ],
+)
+def test_unknown_facts_are_refused(facts: dict[str, object], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        Deployment(**facts)
