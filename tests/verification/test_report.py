@@ -80,8 +80,10 @@ def test_two_readers_find_what_one_finds(tmp_path: Path) -> None:
 def test_no_tensor_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are bounded whatever the size of a tensor, with and without the original."""
     shapes = {"model.embed_tokens": (40000, 256), "model.layers.0.mlp.up_proj": (40000, 256)}
-    sample = made(shapes, "W8A8", num_hidden_layers=1, architectures=[])
-    source = made(shapes, only=lambda name: False, num_hidden_layers=1, architectures=[])
+    sample = made(shapes, "W8A8", model_type="other", num_hidden_layers=1, architectures=[])
+    source = made(
+        shapes, only=lambda name: False, model_type="other", num_hidden_layers=1, architectures=[]
+    )
     del source.config["quantization_config"]
     sizes: list[int] = []
     plain = Files.read
@@ -93,7 +95,8 @@ def test_no_tensor_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Files, "read", counted)
     folder = sample.write(tmp_path / "checkpoint")
-    assert verify(folder, source.write(tmp_path / "source"), tp=1).ok
+    report = verify(folder, source.write(tmp_path / "source"), tp=1)
+    assert report.ok, str(report)
     largest = max(tensor.nbytes for tensor in sample.tensors.values())
     assert largest == 40000 * 256 * 2
     assert max(sizes) <= 8 << 20 < largest

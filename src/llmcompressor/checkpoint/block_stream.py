@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from compressed_tensors.quantization import QuantizationStatus
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module
@@ -15,6 +16,7 @@ from torch.nn import Module
 from llmcompressor.checkpoint.block_weights import REST, BlockWeights
 from llmcompressor.checkpoint.block_writer import BlockWriter
 from llmcompressor.checkpoint.blueprint import Blueprint
+from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.finished_blocks import FinishedBlocks
 from llmcompressor.checkpoint.journal import BlockEntry
 from llmcompressor.checkpoint.layout import LoadedName
@@ -45,6 +47,7 @@ class BlockStream:
         workspace: the folder and journal of the run.
         report: what was recorded of some modules, given their names.
         stages: how many passes there are.
+        compressed: weights are stored as codes.
 
     Attributes:
         names: module of a block → its name, in order.
@@ -61,6 +64,7 @@ class BlockStream:
         report: Report,
         *,
         stages: int = 1,
+        compressed: bool = True,
     ) -> None:
         self._blueprint = blueprint
         self._model = blueprint.model
@@ -70,6 +74,7 @@ class BlockStream:
         self._report = report
         self._layout = layout
         self._last = stages - 1
+        self._compressed = compressed
         self._scratch = ScratchBlocks(workspace.scratch)
         self._writer = BlockWriter(workspace.files, layout)
         self._restorer = FinishedBlocks(
@@ -78,6 +83,10 @@ class BlockStream:
         self.names: dict[Module, str] = {
             self._model.get_submodule(name): name for name in weights.blocks
         }
+        self._block_names = set(weights.blocks)
+        self._entries: dict[str, list[QuantizedModule]] = {}
+        for entry in prediction.quantized:
+            self._entries.setdefault(self._block_of(entry.name), []).append(entry)
         self.stage = 0
         self._intact = self._find_intact()
         self._done = {(stage, block) for stage, block in self._intact}
@@ -93,6 +102,11 @@ class BlockStream:
     def rest_is_finished(self) -> bool:
         """Whether an earlier run has written everything."""
         return (self._last, REST) in self._intact
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights are rounded when they are written, and need not be before."""
+        return self._compressed and self.stage == self._last
 
     def decide(self, name: str, value: Any) -> Any:
         """A choice that depends on the machine's state: the one made when the run began."""
@@ -179,10 +193,11 @@ class BlockStream:
         self._commit(block, dict(self._report(names)), digest)
 
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
-        entries = [
-            entry for entry in self._prediction.quantized if self._block_of(entry.name) == block
-        ]
+        entries = self._entries.get(block, [])
         stored = stored_block(self._model, tensors, entries, self._prediction.plain_keys)
+        for entry in entries:
+            if entry.is_raw:  # what is read back is rounded
+                entry.module.quantization_status = QuantizationStatus.DECOMPRESSED
         extras = {name: tensors[name] for name in self._prediction.extras if name in tensors}
         report = dict(self._report([entry.name for entry in entries]))
         self._writer.write(stored | extras, partial(self._commit, block, report))
@@ -228,7 +243,13 @@ class BlockStream:
         return found
 
     def _block_of(self, name: str) -> str:
-        return next((block for block in self._weights.blocks if name.startswith(f"{block}.")), REST)
+        """The block that a module or tensor lies in."""
+        end = name.find(".")
+        while end > 0:
+            if name[:end] in self._block_names:
+                return name[:end]
+            end = name.find(".", end + 1)
+        return REST
 
     def _find_intact(self) -> set[tuple[int, str]]:
         """What the journal has and what is on disk as it was written."""

@@ -6,18 +6,20 @@ Nothing here changes the model: each module's tensors are taken, compressed and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.modeling import IMPL_ATTR
 from compressed_tensors.quantization import (
     DynamicType,
     QuantizationArgs,
     QuantizationScheme,
+    QuantizationStatus,
     QuantizationStrategy,
 )
 from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
@@ -26,6 +28,7 @@ from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 
+from llmcompressor.checkpoint.codes import codes_of
 from llmcompressor.errors import (
     ArgumentError,
     LifecycleError,
@@ -33,8 +36,8 @@ from llmcompressor.errors import (
     did_you_mean,
 )
 from llmcompressor.logger import logger
-from llmcompressor.numerics.packing import pack_e2m1
-from llmcompressor.numerics.partition import quantize_matrix
+from llmcompressor.numerics.packing import can_pack, pack_e2m1, pack_integers
+from llmcompressor.numerics.partition import fake_quantize_matrix
 from llmcompressor.numerics.scales import effective_scale
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.presets import format_of
@@ -54,6 +57,11 @@ _FP4_FORMATS = {
     CompressionFormat.mxfp4_pack_quantized.value,
 }
 _PACKED = CompressionFormat.pack_quantized.value
+_PLAIN_FORMATS = {
+    CompressionFormat.naive_quantized.value,
+    CompressionFormat.int_quantized.value,
+    CompressionFormat.float_quantized.value,
+}
 _WORD = 32
 _NO_READER = {"sparse-bitmask", "sparse-24-bitmask", "marlin-24", "mixed-precision"}
 
@@ -76,6 +84,12 @@ class QuantizedModule:
     scheme: QuantizationScheme
     is_attention: bool = False
     has_group: bool = True
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the weight is still to be rounded."""
+        status = getattr(self.module, "quantization_status", None)
+        return status is QuantizationStatus.FROZEN
 
 
 def parse_format(name: str | None) -> CompressionFormat | None:
@@ -183,52 +197,120 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Let compressed-tensors pack a module, given its weight and scales in float32.
+    """The stored tensors of a module.
+
+    compressed-tensors says what is stored, given a weight without data; the codes are found here
+    where it is known how, since compressed-tensors takes several times as long for them.
+    """
+    scheme, on_meta = entry.scheme, own["weight"].is_meta
+    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
+    codes = None if on_meta else _codes(entry, own)
+    if codes is None and not on_meta:
+        return _packed_by_compressor(compressor, own, entry)
+    packed = _structure(compressor, own, scheme)
+    if codes is not None:
+        packed["weight_packed" if "weight_packed" in packed else "weight"] = codes
+    zero = packed.get("weight_zero_point")
+    if zero is not None and scheme.format == _PACKED:
+        # compressed-tensors leaves these alone where the weight has no data
+        packed["weight_zero_point"] = _packed_zero(zero, scheme.weights.num_bits)
+    return packed
+
+
+def _structure(
+    compressor: Any, own: Mapping[str, Tensor], scheme: QuantizationScheme
+) -> dict[str, Tensor]:
+    """What is stored of a module; the codes of its weight are without data."""
+    if scheme.format in _FP4_FORMATS:  # its scales are stored in another form
+        shapes = {**_with_wide_scales(own), "weight": own["weight"].to("meta")}
+        packed: dict[str, Tensor] = compressor.compress(shapes, scheme)
+        _keep_dtypes(packed, own)
+        return packed
+    packed = compressor.compress({name: own[name].to("meta") for name in own}, scheme)
+    return packed | {name: own[name] for name in packed if name in own and name != "weight"}
+
+
+def _packed_zero(zero: Tensor, bits: int) -> Tensor:
+    if zero.is_meta:
+        words = -(-zero.shape[0] * bits // _WORD)
+        return zero.new_empty((words, *zero.shape[1:]), dtype=torch.int32)
+    packed: Tensor = pack_to_int32(zero, bits, packed_dim=0).contiguous()
+    return packed
+
+
+def _codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor | None:
+    """The weight's codes as they are stored; ``None`` if only compressed-tensors can pack them.
 
     A weight that lies on its grid was rounded to the model's dtype. Divided by its scale in that
     dtype again, half a unit is lost twice: in bfloat16 some 8-bit codes come out one off.
-    In float32 the quotient is within half a code of the code it came from.
+    In float32 the quotient is within half a code of the code it came from. A weight that was not
+    rounded yet is divided in its own dtype, as it would be by a reader.
     """
-    wide = {
-        name: tensor.to(torch.float32) if name == "weight" or name.endswith("_scale") else tensor
-        for name, tensor in own.items()
-    }
-    weights = entry.scheme.weights
+    weights, weight = entry.scheme.weights, own["weight"]
+    convert = _converter(entry.scheme, weight.shape[-1])
+    if convert is None or weight.ndim != 2:
+        return None
+    scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
+    zero = None if weights.symmetric else own["weight_zero_point"]
+    if not entry.is_raw:
+        scale = effective_scale(_wide(own["weight_scale"]), own.get("weight_global_scale"))
+        wide_codes = not weights.symmetric and weights.num_bits > 6
+        is_narrow = weight.dtype is torch.bfloat16
+        weight = _settle_codes(own, weights) if wide_codes and is_narrow else _wide(weight)
+    if weights.strategy == QuantizationStrategy.TENSOR.value:
+        scale = scale.reshape(1)
+        zero = None if zero is None else zero.reshape(1)
+    return codes_of(weight, scale, zero, grid_of(weights), partition_of(weights), convert)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32)
+
+
+def _converter(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], Tensor] | None:
+    """From codes, held as floating values, to what the format stores."""
+    weights = scheme.weights
+    if scheme.format in _FP4_FORMATS:
+        return pack_e2m1
+    if scheme.format in _PLAIN_FORMATS:
+        dtype = weights.pytorch_dtype()
+        return lambda codes: codes.to(dtype)
+    if scheme.format == _PACKED and can_pack(columns, weights.num_bits):
+        return lambda codes: pack_integers(codes.to(torch.int8), weights.num_bits)
+    return None
+
+
+def _packed_by_compressor(
+    compressor: Any, own: Mapping[str, Tensor], entry: QuantizedModule
+) -> dict[str, Tensor]:
+    """Let compressed-tensors pack a weight, given it and its scales in float32."""
+    weights, weight = entry.scheme.weights, own["weight"]
+    wide = _with_wide_scales(own)
+    if entry.is_raw:
+        scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
+        zero = None if weights.symmetric else own["weight_zero_point"]
+        grid, partition = grid_of(weights), partition_of(weights)
+        weight = fake_quantize_matrix(weight, scale, zero, grid, partition)
     wide_codes = not weights.symmetric and weights.num_bits > 6
-    if wide_codes and own["weight"].dtype is torch.bfloat16 and not own["weight"].is_meta:
-        wide["weight"] = _settle_codes(own, weights)
-    compressor = BaseCompressor.get_value_from_registry(entry.scheme.format)
-    if entry.scheme.format in _FP4_FORMATS:
-        packed = _pack_fp4(compressor, wide, entry.scheme)
-    else:
-        packed = compressor.compress(wide, entry.scheme)
+    is_narrow = weight.dtype is torch.bfloat16
+    settle = wide_codes and is_narrow
+    wide["weight"] = _settle_codes({**own, "weight": weight}, weights) if settle else _wide(weight)
+    packed: dict[str, Tensor] = compressor.compress(wide, entry.scheme)
+    _keep_dtypes(packed, own)
+    return packed
+
+
+def _with_wide_scales(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: _wide(tensor) if name.endswith("_scale") else tensor for name, tensor in own.items()
+    }
+
+
+def _keep_dtypes(packed: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """What was only widened for the arithmetic is stored as it was."""
     for name, tensor in own.items():
         if name in packed and packed[name].dtype is torch.float32:
             packed[name] = tensor
-    zero = packed.get("weight_zero_point")
-    if zero is not None and zero.is_meta and entry.scheme.format == _PACKED:
-        # compressed-tensors leaves these alone on the meta device
-        words = -(-zero.shape[0] * weights.num_bits // _WORD)
-        packed["weight_zero_point"] = zero.new_empty((words, *zero.shape[1:]), dtype=torch.int32)
-    return packed
-
-
-def _pack_fp4(
-    compressor: Any, wide: Mapping[str, Tensor], scheme: QuantizationScheme
-) -> dict[str, Tensor]:
-    """As ``compressor`` packs 4-bit floats, with the weight's codes found and packed here.
-
-    compressed-tensors writes each of the eight magnitudes by a mask of its own, twice; on a CPU
-    that takes tens of times as long as all the rest. It still decides what else is stored.
-    """
-    shapes = {**wide, "weight": wide["weight"].to("meta")}
-    packed: dict[str, Tensor] = compressor.compress(shapes, scheme)
-    scale = effective_scale(wide["weight_scale"], wide.get("weight_global_scale"))
-    grid, partition = grid_of(scheme.weights), partition_of(scheme.weights)
-    packed["weight_packed"] = pack_e2m1(
-        quantize_matrix(wide["weight"], scale, None, grid, partition)
-    )
-    return packed
 
 
 def _settle_codes(own: Mapping[str, Tensor], weights: QuantizationArgs) -> Tensor:

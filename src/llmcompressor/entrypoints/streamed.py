@@ -162,6 +162,7 @@ class _Run:
                 workspace,
                 self._report,
                 stages=len(passes),
+                compressed=job.model_args.save_compressed,
             )
             try:
                 self._fill(stream, passes)

@@ -219,11 +219,16 @@ class Modifier(HooksMixin):
         """
         return Effort()
 
-    def finish(self, state: State, modules: Iterable[Module]) -> None:
+    def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Leave ``modules``, which have seen all data, as they are to be stored.
 
-        Called for the modules of a block before it is written and let go of, where
-        :attr:`works_by_block` is true.
+        Called for the modules of a block before it is let go of, where :attr:`works_by_block` is
+        true.
+
+        Args:
+            state: of the run.
+            modules: which.
+            written: they are written as codes at once, by who rounds what is not rounded.
         """
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:

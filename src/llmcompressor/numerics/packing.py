@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit floats as they are stored: two to a byte.
+"""Codes as they are stored: several to a byte.
+
+Integers of 4 or 8 bits stand in the order of their columns, from the low bits of each 32-bit word
+upwards, as their distance from the least of them.
 
 A value of e2m1 is stored as its sign (bit 3) and the place of its magnitude among the eight that
 there are (bits 0 to 2)::
@@ -15,7 +18,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["pack_e2m1"]
+from llmcompressor.errors import InputError
+
+__all__ = ["can_pack", "pack_e2m1", "pack_integers"]
+
+_WORD = 32
+_NIBBLE, _OFFSET = 4, 0x88
 
 
 def pack_e2m1(values_RC: Tensor) -> Tensor:
@@ -35,3 +43,34 @@ def pack_e2m1(values_RC: Tensor) -> Tensor:
     code_RC = torch.minimum(magnitude_RC * 2, magnitude_RC + 2).clamp_(max=7).to(torch.uint8)
     code_RC |= torch.signbit(values_RC).to(torch.uint8) << 3
     return code_RC[:, 0::2] | (code_RC[:, 1::2] << 4)
+
+
+def can_pack(columns: int, bits: int) -> bool:
+    """Whether :func:`pack_integers` can pack rows of ``columns`` codes of ``bits``."""
+    return bits in (_NIBBLE, 8) and columns * bits % _WORD == 0
+
+
+def pack_integers(codes_RC: Tensor, bits: int) -> Tensor:
+    """Integer codes as 32-bit words.
+
+    Args:
+        codes_RC: int8, ``[R, C]``.
+        bits: of a code: 4 or 8; see :func:`can_pack`.
+
+    Returns:
+        int32 ``[R, C * bits / 32]``.
+
+    >>> [hex(word) for word in pack_integers(torch.arange(-8, 8, dtype=torch.int8)[None], 4)[0]]
+    ['0x76543210', '-0x12345678']
+    """
+    if not can_pack(codes_RC.shape[-1], bits):
+        raise InputError(
+            f"Rows of {codes_RC.shape[-1]} codes of {bits} bits are not packed here.",
+            "Use compressed-tensors' packer.",
+        )
+    if bits == 8:
+        return (codes_RC.contiguous().view(torch.uint8) ^ 0x80).view(torch.int32)
+    # two codes, low byte first, become one byte
+    pair = codes_RC.contiguous().view(torch.int16)
+    byte = (pair & 0xF) | ((pair >> _NIBBLE) & 0xF0)
+    return (byte ^ _OFFSET).to(torch.uint8).view(torch.int32)

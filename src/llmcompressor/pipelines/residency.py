@@ -36,6 +36,10 @@ class Keeper(Protocol):
     def rest_is_finished(self) -> bool:
         """Whether an earlier run has finished everything."""
 
+    @property
+    def rounds(self) -> bool:
+        """Whether weights are rounded when they are written, and need not be before."""
+
     def decide(self, name: str, value: Any) -> Any:
         """A choice that depends on the machine's state: the one made when the run began."""
 
@@ -123,7 +127,7 @@ class Residency:
         if name in self._keeper.finished:
             self._adopt(self.modules_of(name))
         else:
-            self._finish(self._modifiers, self.modules_of(name))
+            self._finish(self._modifiers, self.modules_of(name), written=self._keeper.rounds)
         self._keeper.leave(name)
 
     def begin(self) -> None:
@@ -150,9 +154,11 @@ class Residency:
         for modifier in self._modifiers:
             modifier.adopt(self._state, modules)
 
-    def _finish(self, modifiers: Sequence[Modifier], modules: Sequence[Module]) -> None:
+    def _finish(
+        self, modifiers: Sequence[Modifier], modules: Sequence[Module], *, written: bool = False
+    ) -> None:
         for modifier in modifiers:
-            modifier.finish(self._state, modules)
+            modifier.finish(self._state, modules, written=written)
 
     @property
     def unfinished(self) -> list[str]:

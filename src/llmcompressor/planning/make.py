@@ -120,6 +120,8 @@ class _Maker:
             tokens=request.tokens,
         )
         self._note_stacks(rows)
+        if subject.is_hollow:
+            self._notes.append("The weight files hold headers and no data: a run needs the data.")
         if is_ready:
             plan = self._with_output(plan, everything, parts)
         for modifier, each in zip(request.modifiers, planned, strict=True):
@@ -227,7 +229,12 @@ class _Maker:
             key = describe(one.scheme)
             if key not in found:
                 dtype = next((p.dtype for p in one.module.parameters()), torch.float32)
-                found[key] = try_rounding(one.scheme, dtype, self._request.device)
+                found[key] = try_rounding(
+                    one.scheme,
+                    dtype,
+                    self._request.device,
+                    is_written=self._request.is_streamed,
+                )
         return found
 
     def _context(self, parts: Sequence[Part], base: int) -> PassContext:
@@ -289,8 +296,8 @@ def _loads(
             Load(
                 part,
                 packed,
-                max((int(trial.rounding * size) for trial, size in sizes), default=0),
-                max((int(trial.packing * size) for trial, size in sizes), default=0),
+                max((trial.rounding.of(size) for trial, size in sizes), default=0),
+                max((trial.packing.of(size) for trial, size in sizes), default=0),
             )
         )
     return found

@@ -8,9 +8,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from compressed_tensors.quantization import QuantizationStatus
 from torch import Tensor
 from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,49 +21,85 @@ from llmcompressor.checkpoint.compress import compress, quantized_module
 from llmcompressor.errors import CompressorError
 from llmcompressor.quantization.parameters import observe_weight
 
-__all__ = ["Trial", "try_rounding"]
+__all__ = ["MemoryCounter", "Peak", "Trial", "counted_memory", "try_rounding"]
 
-_ROWS, _COLUMNS = 256, 2048
-_REPEATS = 2
+_ROWS = (128, 1024)
+"""Of the two matrices: what works on parts of a matrix takes less per weight of a large one."""
+_COLUMNS = 2048
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of intermediate tensors, by the number of weights.
+
+    Attributes:
+        fixed: of any large matrix.
+        per_weight: in addition.
+        small: per weight, where that is less.
+    """
+
+    fixed: float
+    per_weight: float
+    small: float
+
+    def of(self, weights: int) -> int:
+        """For a matrix of so many weights."""
+        return int(min(self.fixed + self.per_weight * weights, self.small * weights))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a scheme takes per weight.
+    """What a scheme takes.
 
     Attributes:
-        seconds: to find scales, round and pack.
+        seconds: per weight, to find scales, round and pack.
         rounding: most bytes of intermediate tensors while a weight is rounded.
         packing: the same while it is packed, the packed form included.
     """
 
     seconds: float
-    rounding: float
-    packing: float
+    rounding: Peak
+    packing: Peak
 
 
-def try_rounding(scheme: Any, dtype: torch.dtype, device: torch.device) -> Trial:
+_NOTHING = Trial(0.0, Peak(0.0, 0.0, 0.0), Peak(0.0, 0.0, 0.0))
+
+
+def try_rounding(
+    scheme: Any, dtype: torch.dtype, device: torch.device, *, is_written: bool = True
+) -> Trial:
     """Find scales for a small random matrix, round it and pack it.
 
     Args:
         scheme: a ``QuantizationScheme``.
         dtype: of the weights.
         device: where the model would compute.
+        is_written: weights are packed as they are, and not rounded in memory before.
     """
     if scheme.weights is None:
-        return Trial(0.0, 0.0, 0.0)
-    columns = _fitting(scheme.weights)
-    linear = Linear(columns, _ROWS, bias=False, dtype=dtype, device="meta")
-    generator = torch.Generator().manual_seed(0)
-    weight_RC = torch.randn(_ROWS, columns, generator=generator).mul_(0.02).to(device, dtype)
+        return _NOTHING
     try:
-        trials = [_once(linear, weight_RC, scheme) for _ in range(_REPEATS)]
+        small, large = (_once(rows, scheme, dtype, device, is_written) for rows in _ROWS)
     except CompressorError:
-        return Trial(0.0, 0.0, 0.0)
-    size = weight_RC.numel()
-    last = trials[-1]
-    seconds = min(trial.seconds for trial in trials)
-    return Trial(seconds / size, last.rounding / size, last.packing / size)
+        return _NOTHING
+    return Trial(
+        large.seconds / large.weights,
+        _peak(small.weights, small.rounding, large.weights, large.rounding),
+        _peak(small.weights, small.packing, large.weights, large.packing),
+    )
+
+
+def _peak(few: int, small: int, many: int, large: int) -> Peak:
+    """The line through two measurements."""
+    slope = max(large - small, 0) / (many - few)
+    return Peak(max(large - slope * many, 0.0), slope, small / few)
+
+
+class _Measured(NamedTuple):
+    weights: int
+    seconds: float
+    rounding: int
+    packing: int
 
 
 def _fitting(args: Any) -> int:
@@ -71,12 +108,21 @@ def _fitting(args: Any) -> int:
     return max(_COLUMNS // group, 1) * group if group > 0 else _COLUMNS
 
 
-def _once(linear: Linear, weight_RC: Tensor, scheme: Any) -> Trial:
+def _once(
+    rows: int, scheme: Any, dtype: torch.dtype, device: torch.device, is_written: bool
+) -> _Measured:
+    columns = _fitting(scheme.weights)
+    linear = Linear(columns, rows, bias=False, dtype=dtype, device="meta")
+    if is_written:
+        vars(linear)["quantization_status"] = QuantizationStatus.FROZEN
+    generator = torch.Generator().manual_seed(0)
+    weight_RC = torch.randn(rows, columns, generator=generator).mul_(0.02).to(device, dtype)
     entry = quantized_module("trial", linear, scheme)
     assert entry is not None
     start = time.perf_counter()
-    parameters = observe_weight(weight_RC, scheme.weights)
-    rounded_RC = parameters.round(weight_RC)
+    with counted_memory() as rounding:
+        parameters = observe_weight(weight_RC, scheme.weights)
+        rounded_RC = weight_RC if entry.is_raw else parameters.round(weight_RC)
     own = {"weight": rounded_RC, "weight_scale": parameters.scale}
     if not scheme.weights.symmetric:
         own["weight_zero_point"] = parameters.zero_point
@@ -84,18 +130,19 @@ def _once(linear: Linear, weight_RC: Tensor, scheme: Any) -> Trial:
         own["weight_global_scale"] = parameters.global_scale
     for base in ("input", "output"):
         own |= {f"{base}_scale": torch.ones(1), f"{base}_global_scale": torch.ones(1)}
-    compress(entry, own)
-    seconds = time.perf_counter() - start
-    with _counted() as rounding:
-        observe_weight(weight_RC, scheme.weights)
-        parameters.round(weight_RC)
-    with _counted() as packing:
+    with counted_memory() as packing:
         compress(entry, own)
-    return Trial(seconds, rounding.peak, packing.peak)
+    seconds = time.perf_counter() - start
+    return _Measured(weight_RC.numel(), seconds, rounding.peak, packing.peak)
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Counts the bytes of the tensors that come and go."""
+class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Counts the bytes of the tensors that come and go.
+
+    Attributes:
+        now: bytes of those that were made and are still there.
+        peak: the most that there were at once.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -129,7 +176,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
 
 @contextmanager
-def _counted() -> Iterator[_Counter]:
-    counter = _Counter()
+def counted_memory() -> Iterator[MemoryCounter]:
+    """Count the bytes of all tensors that are made in the body, on any device."""
+    counter = MemoryCounter()
     with counter:
         yield counter

@@ -66,16 +66,13 @@ class Unit:
 
     @property
     def workspace(self) -> int:
-        """Further bytes while it is solved: of one group, beside the solutions of the others."""
-        solutions = sum(_FLOAT * group.elements for group in self.groups if group.effort.solve)
-        return max(
-            (
-                solutions - _FLOAT * group.elements + group.effort.workspace
-                for group in self.groups
-                if group.effort.solve
-            ),
-            default=0,
-        )
+        """Further bytes while it is solved: of one group, beside the solutions of those before."""
+        most = solutions = 0
+        for group in self.groups:
+            if group.effort.solve:
+                most = max(most, solutions + group.effort.workspace)
+                solutions += _FLOAT * group.elements
+        return most
 
     @property
     def copied(self) -> int:

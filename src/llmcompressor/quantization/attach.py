@@ -62,14 +62,17 @@ def attach_linear(
     scheme: QuantizationScheme,
     weight: WeightParameters | None,
     activations: Mapping[str, Tensor],
+    *,
+    is_raw: bool = False,
 ) -> None:
     """Mark a Linear or Embedding as quantized.
 
     Args:
-        module: its weight is already rounded.
+        module: its weight is already rounded, unless ``is_raw``.
         scheme: how it is quantized.
         weight: the parameters of its weight, or ``None`` if only activations are quantized.
         activations: static parameters by name (``input_scale``, …).
+        is_raw: the weight is still to be rounded.
     """
     initialize_module_for_quantization(module, scheme, force_zero_point=False)
     if weight is not None:
@@ -80,8 +83,10 @@ def attach_linear(
             set_parameter(module, "weight_global_scale", weight.global_scale)
     for name, value in activations.items():
         set_parameter(module, name, value)
-    # The weight holds what its codes stand for: it is not to be rounded again at every forward.
-    module.quantization_status = QuantizationStatus.DECOMPRESSED
+    # A weight that holds what its codes stand for is not to be rounded again at every forward.
+    module.quantization_status = (
+        QuantizationStatus.FROZEN if is_raw else QuantizationStatus.DECOMPRESSED
+    )
 
 
 def cached_attention_modules(model: Module) -> dict[Module, str]:

@@ -355,7 +355,7 @@ class QuantizationMixin(Modifier):
             )
         return plans
 
-    def finish(self, state: State, modules: Iterable[Module]) -> None:
+    def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Round what was not rounded, and leave those of ``modules`` quantized that are ours."""
         wanted = set(modules) - self._finished
         linears = [module for module in self._schemes if module in wanted]
@@ -369,10 +369,13 @@ class QuantizationMixin(Modifier):
         assert self._observers is not None
         for module in linears:
             parameters = self._parameters.pop(module, None)
-            if parameters is not None and module not in self._rounded:
+            is_raw = parameters is not None and module not in self._rounded
+            if is_raw and not written:
                 weight_of(module).data.copy_(parameters.round(weight_of(module).data))
             static = self._observers.parameters(module)
-            attach_linear(module, self._schemes[module], parameters, static)
+            attach_linear(
+                module, self._schemes[module], parameters, static, is_raw=is_raw and written
+            )
         for module in (module for module in self._attention if module in wanted):
             args, queries = self._attention_args(module)
             scheme = getattr(module, "quantization_scheme", None) if queries else None

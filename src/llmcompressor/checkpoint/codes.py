@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codes of a weight, found in pieces that stay in the processor's caches, on all cores.
+
+Rounding a matrix takes half a dozen elementwise operations. One after another over the whole
+matrix, each of them reads and writes main memory; piece by piece only the first reads and the last
+writes it. A piece is worked on by one thread: torch's own division of each operation makes all
+threads wait for each other after every one of them, which is slow when a core is busy elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.partition import Partition, quantize_matrix
+
+__all__ = ["codes_of"]
+
+_ELEMENTS = 2**18
+"""Of a piece: it and its temporaries fit a core's caches."""
+
+
+def codes_of(
+    matrix_RC: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    grid: Grid,
+    partition: Partition,
+    convert: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The codes of a matrix in the form in which they are stored.
+
+    Args:
+        matrix_RC: ``[R, C]``, floating dtype.
+        scale: effective scale, of the partition's shape.
+        zero: zero point of that shape, or ``None``.
+        grid: what the codes are members of.
+        partition: which elements share a scale.
+        convert: from codes of some rows, held as floating values, to what is stored of them;
+            rows stay rows.
+
+    Returns:
+        All that ``convert`` gives, below each other.
+    """
+    R, C = matrix_RC.shape
+    if matrix_RC.device.type != "cpu" or R * C <= _ELEMENTS:
+        return convert(quantize_matrix(matrix_RC, scale, zero, grid, partition))
+    spans = list(_spans(R, C, partition))
+
+    def work(span: tuple[int, int]) -> Tensor:
+        first, last = span
+        cell = _scales(scale, span, R, partition)
+        offset = None if zero is None else _scales(zero, span, R, partition)
+        return convert(quantize_matrix(matrix_RC[first:last], cell, offset, grid, partition))
+
+    top = work(spans[0])
+    stored = top.new_empty((R, *top.shape[1:]))
+    stored[: spans[0][1]] = top
+
+    threads = torch.get_num_threads()
+
+    def store(share: list[tuple[int, int]]) -> None:
+        torch.set_num_threads(1)
+        for span in share:
+            stored[span[0] : span[1]] = work(span)
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(store, [spans[1 + n :: threads] for n in range(threads)]):
+                pass
+    finally:
+        torch.set_num_threads(threads)  # what the others have set counts for new threads
+    return stored
+
+
+def _spans(R: int, C: int, partition: Partition) -> Iterator[tuple[int, int]]:
+    """First and last row of each piece; no cell is cut."""
+    height = partition.rows if 0 < partition.rows < R else 1
+    rows = max(_ELEMENTS // (C * height), 1) * height
+    for first in range(0, R, rows):
+        yield first, min(first + rows, R)
+
+
+def _scales(scale: Tensor, span: tuple[int, int], R: int, partition: Partition) -> Tensor:
+    """The scales of some rows."""
+    if partition.rows == 0 or scale.ndim < 2 or scale.shape[0] == 1 < R:
+        return scale
+    first, last = span
+    return scale[first // partition.rows : -(-last // partition.rows)]

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory, disk and time: the counting behind the estimates."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import published_models as published
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
+from torch.nn import Linear, Module
+
+from llmcompressor.checkpoint.compress import compress, quantized_module
+from llmcompressor.modifiers.gptq.effort import effort_of
+from llmcompressor.modifiers.gptq.solve import Options, Problem, solve
+from llmcompressor.modifiers.modifier import Effort, Granularity
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.planning.machine import measure_rates
+from llmcompressor.planning.memory import Footprint, Load, estimate_phases
+from llmcompressor.planning.result import Operations, PassPlan, Phase, Rates
+from llmcompressor.planning.subject import REST, Part
+from llmcompressor.planning.timing import Traffic, estimate_time
+from llmcompressor.planning.trial import Peak, Trial, counted_memory, try_rounding
+from llmcompressor.planning.workload import BlockWork, Group, Unit, block_works, widths_of
+from llmcompressor.quantization.parameters import observe_weight
+
+MIB = 2**20
+
+
+def scheme_of(preset: str) -> Any:
+    modifier = QuantizationModifier(targets=["Linear"], scheme=preset)
+    return next(iter(modifier.resolve_quantization_config().groups.values()))
+
+
+# ---------------------------------------------------------------------- what is counted
+
+
+def test_the_counter_sees_what_is_alive_at_once() -> None:
+    with counted_memory() as counter:
+        first = torch.zeros(MIB, dtype=torch.uint8)
+        del first
+        second = torch.zeros(2 * MIB, dtype=torch.uint8)
+        view = second[:10]
+        third = torch.zeros(MIB, dtype=torch.uint8)
+
+    assert counter.peak == 3 * MIB
+    assert len(view) + len(third) > 0
+
+
+@pytest.mark.parametrize("rows", [128, 512, 1024])
+@pytest.mark.parametrize(("twin", "refinements"), [(True, 1), (False, 0)])
+def test_the_workspace_of_gptq_is_that_of_its_solver(
+    rows: int, twin: bool, refinements: int
+) -> None:
+    columns = 512
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=generator).bfloat16()
+    inputs = torch.randn(1024, columns, generator=generator).bfloat16()
+    statistics = InputStatistics(columns, "cpu", twin=twin)
+    statistics.update(inputs, inputs * 1.01 if twin else None)
+    gram, cross = statistics.gram, statistics.cross
+    args = scheme_of("W4A16").weights
+    problem = Problem([weight], [observe_weight(weight, args)], gram, cross, ordered=True)
+    options = Options(128, 0.01, 0.05 if twin else None, refinements=refinements)
+    with counted_memory() as counter:
+        solve([problem], options)
+
+    planned = effort_of([weight], twin=twin, refinements=refinements)
+    assert planned.workspace == pytest.approx(counter.peak, rel=0.12)
+    held = sum(one.nbytes for one in (gram, cross) if one is not None)
+    assert held <= planned.statistics
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_what_packing_takes_of_another_size_follows_from_the_trial(is_written: bool) -> None:
+    scheme = scheme_of("W4A16")
+    trial = try_rounding(scheme, torch.bfloat16, torch.device("cpu"), is_written=is_written)
+    linear = Linear(2048, 512, bias=False, dtype=torch.bfloat16)
+    parameters = observe_weight(linear.weight.detach(), scheme.weights)
+    own = {"weight": linear.weight.detach(), "weight_scale": parameters.scale}
+    if is_written:
+        vars(linear)["quantization_status"] = QuantizationStatus.FROZEN
+    entry = quantized_module("it", linear, scheme)
+    assert entry is not None
+    with counted_memory() as counter:
+        compress(entry, own)
+
+    assert trial.packing.of(2048 * 512) == pytest.approx(counter.peak, rel=0.25)
+    assert trial.seconds > 0
+    assert try_rounding(QuantizationScheme(targets=[]), torch.bfloat16, torch.device("cpu")) == (
+        Trial(0.0, Peak(0.0, 0.0, 0.0), Peak(0.0, 0.0, 0.0))
+    )
+
+
+# ---------------------------------------------------------------------- units
+
+
+class Block(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Module()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.attention.add_module(name, Linear(8, 8, bias=False))
+        self.mlp = Module()
+        for name in ("gate_proj", "up_proj"):
+            self.mlp.add_module(name, Linear(8, 16, bias=False))
+        self.mlp.down_proj = Linear(16, 8, bias=False)
+
+
+class Counting(QuantizationModifier):
+    """Takes as many bytes and operations as there are columns."""
+
+    def effort(self, modules: Any) -> Effort:
+        columns = modules[0].in_features
+        return Effort(gram=columns, solve=len(modules), statistics=columns, workspace=columns)
+
+
+def works(level: Granularity | None) -> BlockWork:
+    block = Block()
+    names = {f"b.{name}" if name else "b": one for name, one in block.named_modules()}
+    part = Part("b", names, 0, 0, 0)
+    owners = {one: [0] for one in block.modules() if isinstance(one, Linear)}
+    widths = widths_of(published_config())
+    (work,) = block_works([part], widths, [Counting(scheme="W8A8")], owners, level)
+    return work
+
+
+def published_config() -> Any:
+    from transformers import MixtralConfig
+
+    return MixtralConfig(**published.small(published.MIXTRAL_8X7B))
+
+
+def test_modules_with_one_input_are_one_group() -> None:
+    linear = works(Granularity.LINEAR)
+    assert [len(group.modules) for group in linear.groups] == [3, 1, 2, 1]
+    assert [unit.statistics for unit in linear.units] == [8, 8, 8, 16]
+    assert linear.forward == 4 * 64 + 3 * 128
+    assert linear.intermediate == 16
+
+
+def test_coarser_levels_hold_more_at_once() -> None:
+    sub_block, block = works(Granularity.SUB_BLOCK), works(Granularity.BLOCK)
+    assert [unit.statistics for unit in sub_block.units] == [16, 24]
+    assert [unit.statistics for unit in block.units] == [40]
+    # that of the last problem, beside the float32 solutions of the others
+    solutions = 4 * (4 * 64 + 2 * 128)
+    assert block.units[0].workspace == solutions + 16
+
+
+def test_experts_see_their_share_of_the_tokens() -> None:
+    assert widths_of(published_config()).expert_share == 2 / 4
+
+
+# ---------------------------------------------------------------------- peaks
+
+
+def load(name: str, loaded: int, *, packed: int = 0, packing: int = 0) -> Load:
+    return Load(Part(name, {}, loaded, loaded, 0), packed, 0, packing)
+
+
+def footprint(**changes: Any) -> Footprint:
+    plain = Footprint(
+        base=1000 * MIB,
+        is_streamed=True,
+        present=0,
+        on_device=False,
+        output=500 * MIB,
+        shard=500 * MIB,
+        others=MIB,
+        itemsize=2,
+        run_tokens=0,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def data_free(own: Footprint, blocks: int) -> dict[str, Phase]:
+    loads = [load(f"b{index}", 400 * MIB, packed=100 * MIB) for index in range(blocks)]
+    one = PassPlan(["Rounding"], "datafree")
+    phases = estimate_phases(own, [*loads, load(REST, 200 * MIB)], [(one, [])], {})
+    return {phase.name: phase for phase in phases}
+
+
+KEPT = 64 * MIB
+
+
+def test_a_streamed_run_holds_two_blocks_however_many_there_are() -> None:
+    few, many = data_free(footprint(), 4), data_free(footprint(), 40)
+
+    assert few["load"].host == (1000 + 200 + 400 + 400) * MIB + KEPT
+    assert few["save"].host == few["load"].host + 2 * 100 * MIB
+    assert many["save"].host == few["save"].host
+    assert few["save"].disk == 501 * MIB
+
+
+def test_a_model_in_memory_grows_with_its_blocks() -> None:
+    few = data_free(footprint(is_streamed=False), 4)
+    more = data_free(footprint(is_streamed=False), 5)
+
+    assert more["load"].host - few["load"].host == 400 * MIB
+    present = data_free(footprint(is_streamed=False, present=1800 * MIB), 4)
+    assert present["load"].host == 1000 * MIB
+
+
+def test_without_reading_ahead_there_is_one_block() -> None:
+    phases = data_free(footprint(reads_ahead=False), 4)
+    assert phases["load"].host == (1000 + 200 + 400) * MIB + KEPT
+
+
+def test_on_a_device_the_host_holds_what_is_read_and_written() -> None:
+    phases = data_free(footprint(on_device=True), 4)
+    assert phases["load"].device == (200 + 400) * MIB
+    assert phases["load"].host == (1000 + 400) * MIB
+    assert phases["save"].host == (1000 + 400 + 200) * MIB
+
+
+def test_calibration_adds_activations_statistics_and_the_solver() -> None:
+    group = Group((), Effort(solve=1, statistics=7 * MIB, workspace=11 * MIB), 0, 3 * MIB, 1.0)
+    work = BlockWork("b", 0, 0, 0, (Unit((group,)),))
+    loads = [load("b", 400 * MIB), load(REST, 200 * MIB)]
+    one = PassPlan(["M"], "sequential", "linear", "", 2, 2, 90 * MIB, 50 * MIB, 40 * MIB)
+    empty = BlockWork(REST, 0, 0, 0, ())
+    phases = estimate_phases(footprint(), loads, [(one, [work, empty])], {"solve": 5.0})
+    found = {phase.name: phase for phase in phases}
+
+    held = (1000 + 200 + 400 + 50 + 7) * MIB + KEPT
+    assert found["calibrate"].host == held
+    assert found["solve"].host == held + (3 + 11) * MIB
+    assert found["solve"].disk == (500 + 40) * MIB
+    assert found["solve"].seconds == 5.0
+
+
+# ---------------------------------------------------------------------- time
+
+RATES = Rates("cpu", 1e9, 1e9, 1e9, disk_read=100.0, disk_write=50.0, spread=1.0)
+
+
+def timed(*, is_streamed: bool, forward: int = 0) -> dict[str, float]:
+    traffic = Traffic(1000, 500, rounding=2.0, first=100, is_streamed=is_streamed)
+    operations = Operations(forward=forward)
+    return estimate_time(RATES, operations, [], 0, traffic)[0]
+
+
+def test_reading_and_writing_beside_the_computing_are_waited_for_where_they_take_longer() -> None:
+    assert timed(is_streamed=False) == {"load": 10, "calibrate": 0, "solve": 0, "save": 12}
+    assert timed(is_streamed=True) == {"load": 1 + 7, "calibrate": 0, "solve": 0, "save": 2 + 8}
+    busy = timed(is_streamed=True, forward=int(60e9))
+    assert busy == {"load": 1, "calibrate": 60, "solve": 0, "save": 2}
+
+
+def test_the_machine_is_measured_in_about_a_second() -> None:
+    rates = measure_rates(torch.device("cpu"), torch.float32)
+
+    assert rates.spread >= 1
+    positive = (rates.model_products, rates.float32_products, rates.memory)
+    assert min(*positive, rates.disk_read, rates.disk_write) > 0
