@@ -18,6 +18,7 @@ EVERYTHING = [
     "llmcompressor.datasets",
     "llmcompressor.entrypoints.evaluate",
     "llmcompressor.entrypoints.oneshot",
+    "llmcompressor.entrypoints.verify",
     "llmcompressor.modeling",
     "llmcompressor.modifiers.gptq",
     "llmcompressor.modifiers.quantization.rounding",
@@ -27,6 +28,7 @@ EVERYTHING = [
     "llmcompressor.schemes",
     "llmcompressor.transformers.sparsification",
     "llmcompressor.utils",
+    "llmcompressor.verification.check",
 ]
 # What others' libraries set when they are imported is theirs: they are imported first.
 SETTINGS = """

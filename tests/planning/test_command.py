@@ -10,6 +10,7 @@ import published_models as published
 import pytest
 from typer.testing import CliRunner, Result
 
+from llmcompressor import plan
 from llmcompressor.cli.app import app
 
 RECIPE = (
@@ -42,6 +43,14 @@ def test_the_table_says_what_matters(llama_folder: Path) -> None:
         "Nothing stands against it.",
     ):
         assert words in result.output
+
+
+def test_a_plan_prints_itself(llama_folder: Path) -> None:
+    text = str(plan(llama_folder, RECIPE, measure=False))
+
+    assert "What is written" in text
+    assert "Nothing stands against it." in text
+    assert all(line == line.rstrip() for line in text.splitlines())
 
 
 def test_json_is_the_plan(llama_folder: Path) -> None:

@@ -15,8 +15,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
+from llmcompressor.core.state import State
 from llmcompressor.entrypoints.plan import plan_from_arguments
 from llmcompressor.errors import ArgumentError, CheckpointError, InputError
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.planning.result import Match, Plan
 
@@ -98,6 +100,11 @@ FAULTS: dict[str, dict[str, Any]] = {
     "a wrong path": {"recipe": GPTQ, "dataset": "no/such/file.jsonl"},
     "token ids too large": {"recipe": GPTQ, "dataset": Dataset.from_dict({"input_ids": [[999]]})},
     "no data, and data": {"recipe": GPTQ, "dataset": rows(), "pipeline": "datafree"},
+    "blocks that are not there": {
+        "recipe": GPTQ,
+        "dataset": rows(),
+        "sequential_targets": ["LlamaLayer"],
+    },
     "little memory": {"recipe": RTN, "max_memory": "1MiB"},
 }
 
@@ -147,6 +154,34 @@ def test_the_sizes_are_told_even_without_the_data(llama_folder: Path) -> None:
     assert found.sizes is not None
     assert found.tokens is not None
     assert (found.tokens.tokens, found.tokens.is_exact) == (8 * 32, False)
+
+
+class Reading(Modifier):
+    """A technique of the user's that looks at weights when it is initialized."""
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        return bool(float(state.model.lm_head.weight.sum()))
+
+
+class Refusing(Modifier):
+    """A technique that reports a failure."""
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        return False
+
+
+def test_a_modifier_that_wants_weights_is_left_out_and_said_to_be(llama_folder: Path) -> None:
+    found = quick(llama_folder, [Reading()])
+
+    assert found.ok
+    assert "whole" in found.residency
+    assert any("Reading cannot be planned" in note for note in found.notes)
+
+
+def test_a_modifier_that_reports_a_failure(llama_folder: Path) -> None:
+    found = quick(llama_folder, [Refusing()])
+    assert [(one.where, one.error) for one in found.problems] == [("Refusing", "LifecycleError")]
+    assert found.sizes is None
 
 
 # ---------------------------------------------------------------------- what it leaves alone
@@ -205,6 +240,8 @@ def test_granularity_and_residency(llama_folder: Path) -> None:
     assert (tight.level, tight.forwards) == ("block", 3)
     assert tight.spilled == tight.activations - 1024
 
+    chosen = quick(llama_folder, GPTQ, rows(), sequential_targets=["LlamaDecoderLayer"]).passes[0]
+    assert chosen.level == "block"
     whole = quick(AutoModelForCausalLM.from_pretrained(llama_folder), GPTQ, rows())
     assert "whole" in whole.residency
 

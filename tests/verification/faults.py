@@ -187,6 +187,14 @@ def two_groups_for_one_module(sample: Sample) -> None:
 
 
 @fault("S14", QKV)
+def q_and_k_of_different_groups(sample: Sample) -> None:
+    group = {**sample.group, "weights": {**sample.group["weights"], "group_size": 64}}
+    sample.groups["group_1"] = {**group, "targets": [Q]}
+    name = f"{Q}.weight_scale"
+    sample.tensors[name] = sample.tensors[name].repeat_interleave(2, dim=1)
+
+
+@fault("S14", QKV, also="C1")
 def q_and_k_in_different_groups(sample: Sample) -> None:
     other = {**sample.group, "weights": {**sample.group["weights"], "group_size": 64}}
     sample.groups["group_1"] = {**other, "targets": [K]}

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from llmcompressor import verify
 from llmcompressor.modifiers.gptq import GPTQModifier
@@ -94,6 +96,19 @@ def test_the_embedded_model(pico: Path, compressed: Run) -> None:
         report = verify(folder, pico, tp=1)
         assert not worse_than_notes(report)
         assert report.quantized > 0
+
+
+@pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4", "MXFP4"])
+def test_a_weight_of_zeros_is_no_fault(
+    preset: str, llama_folder: Path, compressed: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(llama_folder, tmp_path / "source")
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    tensors["model.layers.0.mlp.gate_proj.weight"].zero_()
+    tensors["model.layers.1.mlp.up_proj.weight"][:7] = 0
+    save_file(tensors, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    report = verify(compressed(tmp_path / "source", recipe(preset)), tmp_path / "source", tp=1)
+    assert report.ok, str(report)
 
 
 def test_a_model_is_its_own_reference(llama_folder: Path) -> None:

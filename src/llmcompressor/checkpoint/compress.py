@@ -36,6 +36,7 @@ from llmcompressor.errors import (
     did_you_mean,
 )
 from llmcompressor.logger import logger
+from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.packing import can_pack, pack_e2m1, pack_integers
 from llmcompressor.numerics.partition import fake_quantize_matrix
 from llmcompressor.numerics.scales import effective_scale
@@ -221,7 +222,8 @@ def _structure(
     compressor: Any, own: Mapping[str, Tensor], scheme: QuantizationScheme
 ) -> dict[str, Tensor]:
     """What is stored of a module; the codes of its weight are without data."""
-    if scheme.format in _FP4_FORMATS:  # its scales are stored in another form
+    mxfp8 = CompressionFormat.mxfp8_quantized.value
+    if scheme.format in {*_FP4_FORMATS, mxfp8}:  # their scales are stored in another form
         shapes = {**_with_wide_scales(own), "weight": own["weight"].to("meta")}
         packed: dict[str, Tensor] = compressor.compress(shapes, scheme)
         _keep_dtypes(packed, own)
@@ -384,8 +386,8 @@ def _check_scales(
     for key in sorted(expected):
         if not key.endswith("_scale"):
             continue
-        scale = tensors[key].to(torch.float32)
-        if not bool(torch.isfinite(scale).all()) or bool((scale < 0).any()):
+        scale = tensors[key]
+        if not is_finite(scale) or float(scale.to(torch.float32).amin()) < 0:
             raise NonFiniteError(
                 f"The {key} of {entry.name} is not finite or negative, so its values are lost. "
                 "Check the weights and the calibration data that reach this module."

@@ -89,6 +89,8 @@ class SaveOptions:
         recipe: the text of ``recipe.yaml``, or a function that gives it when saving.
         source: the original model's folder or hub id; where the model was loaded from if ``None``.
         report: decisions and figures to keep beside the weights, as JSON data.
+        check: called with the folder when all else is written; what it returns is kept in the
+            report as ``verification``.
     """
 
     save_compressed: bool = True
@@ -98,6 +100,7 @@ class SaveOptions:
     recipe: Text = None
     source: str | os.PathLike[str] | None = None
     report: Mapping[str, Any] | None = None
+    check: Callable[[Path], Mapping[str, Any]] | None = None
 
 
 def save_checkpoint(
@@ -112,6 +115,7 @@ def save_checkpoint(
     source: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     report: Mapping[str, Any] | None = None,
+    check: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> Path:
     """Write ``model`` to ``output_dir``, which appears only when it is complete.
 
@@ -126,6 +130,7 @@ def save_checkpoint(
         source: see there.
         overwrite: replace the checkpoint that ``output_dir`` holds.
         report: see there.
+        check: see there.
 
     Returns:
         The absolute path of the directory.
@@ -142,6 +147,7 @@ def save_checkpoint(
         recipe=recipe_yaml,
         source=source,
         report=report,
+        check=check,
     )
     target = check_output_dir(
         output_dir, source=_source_directory(model, options), overwrite=overwrite
@@ -288,6 +294,7 @@ def _write(
         folder / "config.json",
         checkpoint_config(model, source, tied=contents.tied, quantization=quantization),
     )
+    _write_report(folder, options)
 
 
 def write_beside_weights(
@@ -316,6 +323,15 @@ def write_beside_weights(
     )
     config = checkpoint_config(model, source, tied=prediction.tied, quantization=quantization)
     write_json(folder / "config.json", config)
+    _write_report(folder, options)
+
+
+def _write_report(folder: Path, options: SaveOptions) -> None:
+    report = dict(options.report or {})
+    if options.check is not None:
+        report["verification"] = dict(options.check(folder))
+    if report:
+        write_json(folder / REPORT_FILE, report)
 
 
 def _quantization(
@@ -416,8 +432,6 @@ def _write_side_files(
     recipe = options.recipe() if callable(options.recipe) else options.recipe
     if recipe:
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
-    if options.report:
-        write_json(folder / REPORT_FILE, options.report)
 
 
 def _has_processor(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from llmcompressor import __version__
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.cli.failures import reporting
 from llmcompressor.cli.options import call_arguments, parameters_of
-from llmcompressor.cli.plan import plan_command
+from llmcompressor.cli.plan import plan_command, show_plan
 from llmcompressor.cli.verify import verify_command
 
 __all__ = ["app"]
@@ -101,8 +101,11 @@ def _oneshot_signature() -> inspect.Signature:
 
 def _oneshot(*, debug: bool, **given: Any) -> None:
     """Compress MODEL by a recipe and write the result."""
-    with reporting(debug=debug):
+    with reporting(debug=debug, resumable=True):
         call = call_arguments(given, *_ARGUMENTS)
+        if call.pop("dry_run", False):
+            show_plan(call)
+            return
         from llmcompressor.entrypoints.oneshot import oneshot  # noqa: PLC0415
         from llmcompressor.logger import configure_logger  # noqa: PLC0415
         from llmcompressor.progress import other_bars_hidden  # noqa: PLC0415

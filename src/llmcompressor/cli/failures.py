@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,18 +21,20 @@ INTERRUPTED = 130
 
 
 @contextmanager
-def reporting(*, debug: bool) -> Iterator[None]:
+def reporting(*, debug: bool, resumable: bool = False) -> Iterator[None]:
     """Turn what the body raises into a paragraph on standard error and an exit code.
 
     Args:
         debug: print the traceback as well.
+        resumable: the same command continues where it was interrupted.
     """
     try:
         yield
     except (typer.Exit, typer.BadParameter):
         raise
     except KeyboardInterrupt:
-        _say("Interrupted.", debug)
+        command = shlex.join(["llmcompressor", *sys.argv[1:]])
+        _say(f"Interrupted. Continue with: {command}" if resumable else "Interrupted.", debug)
         raise typer.Exit(INTERRUPTED) from None
     except CompressorError as error:
         _say(f"Error: {error}", debug)

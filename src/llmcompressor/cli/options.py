@@ -18,6 +18,7 @@ anything else          a text
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import operator
@@ -52,7 +53,7 @@ def parameters_of(
         skip: fields that are no options.
         required: fields that must be given.
     """
-    hints = get_type_hints(arguments)
+    hints = _hints(arguments)
     parameters = []
     for field in dataclasses.fields(arguments):
         if field.name in skip:
@@ -85,7 +86,7 @@ def call_arguments(given: Mapping[str, Any], *dataclass_types: type) -> dict[str
     """
     converters: dict[str, Convert] = {}
     for arguments in dataclass_types:
-        hints = get_type_hints(arguments)
+        hints = _hints(arguments)
         for field in dataclasses.fields(arguments):
             converters[field.name] = _kind(hints[field.name], field.default).convert
     call = {}
@@ -97,6 +98,11 @@ def call_arguments(given: Mapping[str, Any], *dataclass_types: type) -> dict[str
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint=_dashed(name)) from error
     return call
+
+
+@functools.cache  # two commands have the same options, and evaluating hints takes its time
+def _hints(arguments: type) -> dict[str, Any]:
+    return get_type_hints(arguments)
 
 
 def _kind(hint: Any, default: Any) -> _Kind:

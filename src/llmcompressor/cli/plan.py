@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.cli.failures import reporting
 from llmcompressor.cli.options import call_arguments, parameters_of
 
-__all__ = ["WOULD_FAIL", "plan_command"]
+__all__ = ["WOULD_FAIL", "plan_command", "show_plan"]
 
 WOULD_FAIL = 1
 """The exit code for a recipe that would fail, or whose output could not be served."""
@@ -86,19 +87,24 @@ def plan_command(*, debug: bool, as_json: bool, no_measure: bool, **given: Any) 
     with reporting(debug=debug):
         deployment = {name: given.pop(name) or None for name in ("serve", "tp", "gpu")}
         call = call_arguments(given, *_ARGUMENTS)
-        from llmcompressor.entrypoints.plan import plan  # noqa: PLC0415  # loads torch
-        from llmcompressor.logger import LoggerConfig, configure_logger  # noqa: PLC0415
+        show_plan({**call, **deployment}, as_json=as_json, measure=not no_measure)
 
-        configure_logger(LoggerConfig(console_log_level="ERROR"))  # the plan says it all
-        found = plan(**call, **deployment, measure=not no_measure)
-        if as_json:
-            typer.echo(json.dumps(found.as_dict(), indent=2))
-        else:
-            from llmcompressor.cli.plan_tables import print_plan  # noqa: PLC0415  # loads rich
 
-            print_plan(found)
-        if not found.ok:
-            raise typer.Exit(WOULD_FAIL)
+def show_plan(call: Mapping[str, Any], *, as_json: bool = False, measure: bool = True) -> None:
+    """Print the plan of a call; the exit code says whether it would work."""
+    from llmcompressor.entrypoints.plan import plan  # noqa: PLC0415  # loads torch
+    from llmcompressor.logger import LoggerConfig, configure_logger  # noqa: PLC0415
+
+    configure_logger(LoggerConfig(console_log_level="ERROR"))  # the plan says it all
+    found = plan(**call, measure=measure)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        from llmcompressor.planning.tables import print_plan  # noqa: PLC0415  # loads rich
+
+        print_plan(found)
+    if not found.ok:
+        raise typer.Exit(WOULD_FAIL)
 
 
 _built = _signature()

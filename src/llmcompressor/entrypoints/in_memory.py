@@ -19,6 +19,7 @@ from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoin
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
+from llmcompressor.entrypoints.checking import check_written
 from llmcompressor.entrypoints.job import Job, compression_report, report_of, undone_on_error
 from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
 from llmcompressor.logger import logger
@@ -132,6 +133,7 @@ def _save(
         source=job.source,
         overwrite=job.model_args.overwrite,
         report=report,
+        check=check_written if job.run_args.verify else None,
     )
 
 

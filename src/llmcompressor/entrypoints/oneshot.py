@@ -9,10 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torch.nn import Module
-
 from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import Job
+from llmcompressor.entrypoints.plan import plan_from_arguments
 from llmcompressor.entrypoints.streamed import run_streamed, streamable
 from llmcompressor.logger import logger
 
@@ -26,7 +25,7 @@ def oneshot(
     output_dir: str | Path | None = None,
     log_dir: str | Path | None = None,
     **arguments: Any,
-) -> Module:
+) -> Any:
     """Compress a model once, after training, with calibration data where the recipe needs it.
 
     Args:
@@ -37,17 +36,23 @@ def oneshot(
         output_dir: where to write the compressed checkpoint; nothing is written without it.
         log_dir: write a log file into this folder.
         **arguments: every other argument of :class:`~llmcompressor.args.ModelArguments`,
-            :class:`~llmcompressor.args.DatasetArguments` and
-            :class:`~llmcompressor.args.RecipeArguments`.
+            :class:`~llmcompressor.args.DatasetArguments`,
+            :class:`~llmcompressor.args.RecipeArguments` and
+            :class:`~llmcompressor.args.RunArguments`.
 
     Returns:
-        The compressed model, in memory and ready to run; its ``save_pretrained`` writes
-        compressed checkpoints.
+        The compressed model, ready to run; its ``save_pretrained`` writes compressed
+        checkpoints. Where it was read from a checkpoint and written to another one, its blocks
+        are read from there when they are first looked at. With ``dry_run=True`` the
+        :class:`~llmcompressor.planning.result.Plan`.
 
     Raises:
         InputError: one of many things that the user can mend; the message says which and how.
             It comes before any calibration, and nothing has been written.
         NonFiniteError: NaN or infinity in weights or activations, with the module's name.
+
+    A run with an output directory that was broken off, in whatever way, is continued by the same
+    call: what is finished stands in ``NAME.partial`` beside the output ``NAME``.
 
     Example::
 
@@ -65,8 +70,19 @@ def oneshot(
 class Oneshot(Job):
     """One run of :func:`oneshot`."""
 
-    def __call__(self) -> Module:
-        """Load, calibrate, compress, and save."""
+    def __init__(
+        self,
+        output_dir: str | Path | None = None,
+        log_dir: str | Path | None = None,
+        **arguments: Any,
+    ) -> None:
+        self._given = {"output_dir": output_dir, "log_dir": log_dir, **arguments}
+        super().__init__(output_dir, log_dir, **arguments)
+
+    def __call__(self) -> Any:
+        """Load, calibrate, compress, and save; or only make the plan of it."""
+        if self.run_args.dry_run:
+            return plan_from_arguments(self._given)
         with _log_file(self.log_dir):
             source = self.open_data()
             checkpoint = streamable(self)

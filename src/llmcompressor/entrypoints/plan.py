@@ -19,7 +19,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.passes import BY_BLOCK
-from llmcompressor.planning.make import Request, make_plan, problem_of
+from llmcompressor.planning.make import RECIPE, Request, make_plan, problem_of
 from llmcompressor.planning.result import Plan, Problem, Tokens
 from llmcompressor.planning.subject import Subject, open_subject
 from llmcompressor.recipe import Recipe
@@ -140,7 +140,7 @@ class _Draft(Job):
             self.problems.append(problem_of(where, error))
 
     def _read_recipe(self) -> Recipe:
-        with self.noting("recipe"):
+        with self.noting(RECIPE):
             return super()._read_recipe()
         return Recipe()
 

@@ -31,6 +31,7 @@ from llmcompressor.checkpoint.workspace import Workspace, opened
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
+from llmcompressor.entrypoints.checking import check_written
 from llmcompressor.entrypoints.fingerprint import fingerprint_of
 from llmcompressor.entrypoints.job import (
     Job,
@@ -235,6 +236,7 @@ class _Run:
             recipe=self.session.get_serialized_recipe(),
             source=str(self.blueprint.source.directory),
             report=compression_report(stream.reports(), self.blueprint.model),
+            check=check_written if job.run_args.verify else None,
         )
 
     def _report(self, names: Sequence[str]) -> Records:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from llmcompressor.errors import InputError, NonFiniteError, did_you_mean
+from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.scales import (
     global_scale_from_amax,
     parameter_dtype,
@@ -130,7 +131,7 @@ class Observer(ABC):
             return self
         observed = canonical(x.detach(), self.base_name, self.args)
         low, high = observed.extremes
-        if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
+        if not (is_finite(low) and is_finite(high)):
             raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
         self._update(observed)
         self.observations += 1
@@ -196,7 +197,7 @@ class Observer(ABC):
         )
         if dtype is not None:
             scale = _stored(scale, parameter_dtype(dtype))
-        if not bool(torch.isfinite(scale).all()):
+        if not is_finite(scale):
             raise NonFiniteError(f"A scale of the {self.base_name} does not fit {scale.dtype}.")
         return scale, zero
 

@@ -197,7 +197,9 @@ def hollow_weights(model: Module) -> Iterator[None]:
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     try:
         for module, name, parameter in empty:
-            zero = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            # kernels for stacks of experts take no strides of zero within a matrix
+            real = parameter.shape[1:] if parameter.ndim > 2 else ()
+            zero = torch.zeros(real, dtype=parameter.dtype, device=device).expand(parameter.shape)
             module._parameters[name] = Parameter(zero, requires_grad=False)
         yield
     finally:

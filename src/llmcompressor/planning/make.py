@@ -9,10 +9,13 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.core.state import State
-from llmcompressor.errors import InputError
+from llmcompressor.errors import CompressorError, InputError
+from llmcompressor.memory import give_back_freed
+from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier, PlannedModule
 from llmcompressor.pipelines.merging import RUN_TOKENS
 from llmcompressor.planning.machine import measure_rates
@@ -28,7 +31,10 @@ from llmcompressor.planning.trial import Trial, try_rounding
 from llmcompressor.planning.workload import widths_of
 from llmcompressor.verification import Deployment
 
-__all__ = ["Request", "make_plan", "problem_of"]
+__all__ = ["RECIPE", "Request", "make_plan", "problem_of"]
+
+RECIPE = "recipe"
+"""Where a problem is that leaves nothing to plan."""
 
 Room = Callable[[int, int], tuple[int | None, bool]]
 """Bytes in use and bytes of the largest block → bytes for activations, ``None`` for what is free,
@@ -72,9 +78,11 @@ class Request:
     problems: Sequence[Problem] = ()
 
 
-def problem_of(where: str, error: InputError) -> Problem:
+def problem_of(where: str, error: CompressorError) -> Problem:
     """An error as the run would raise it."""
-    return Problem(where, type(error).__name__, error.problem, error.remedy)
+    if isinstance(error, InputError):
+        return Problem(where, type(error).__name__, error.problem, error.remedy)
+    return Problem(where, type(error).__name__, str(error), "")
 
 
 def make_plan(subject: Subject, request: Request) -> Plan:
@@ -96,16 +104,16 @@ class _Maker:
         self._problems = list(request.problems)
         self._notes: list[str] = []
         self._state = State(model=subject.model)
-        self._targets = request.args.sequential_targets
         self._reads_ahead = True
+        self._base = 0
 
     def __call__(self) -> Plan:
         subject, request = self._subject, self._request
         planned = [self._initialized(modifier) for modifier in request.modifiers]
         everything = [one for each in planned for one in each or ()]
         names = [[one.name for one in each or ()] for each in planned]
-        parts = self._parts()
-        is_ready = None not in planned
+        parts = self._subject.parts()
+        is_ready = None not in planned and not any(one.where == RECIPE for one in self._problems)
         rows = module_rows(subject.model, request.modifiers, everything) if is_ready else []
         plan = Plan(
             model=subject.place,
@@ -119,13 +127,15 @@ class _Maker:
             schemes={one.name: describe(one.scheme) for one in everything},
             tokens=request.tokens,
         )
+        give_back_freed()  # the run holds what is held now: the model's structure, its output's
+        self._base = psutil.Process().memory_info().rss
         self._note_stacks(rows)
         if subject.is_hollow:
             self._notes.append("The weight files hold headers and no data: a run needs the data.")
         if is_ready:
             plan = self._with_output(plan, everything, parts)
-        for modifier, each in zip(request.modifiers, planned, strict=True):
-            if each is not None:
+        for modifier in request.modifiers:
+            if modifier.initialized:
                 modifier.finalize(self._state)
         return replace(plan, problems=self._problems, notes=self._notes)
 
@@ -133,12 +143,21 @@ class _Maker:
 
     def _initialized(self, modifier: Modifier) -> list[PlannedModule] | None:
         """What a modifier will quantize; why it refuses the model is a problem."""
+        name = type(modifier).__name__
         try:
             modifier.initialize(self._state)
             return modifier.planned(self._state)
-        except InputError as error:
-            self._problems.append(problem_of(type(modifier).__name__, error))
+        except CompressorError as error:
+            self._problems.append(problem_of(name, error))
             return None
+        except Exception as error:  # a modifier of the user's may want weights, which are not here
+            if modifier.works_by_block:
+                raise
+            self._notes.append(
+                f"{name} cannot be planned without the weights ({type(error).__name__}: {error}): "
+                "what it does is left out."
+            )
+            return []
 
     def _note_stacks(self, rows: Sequence[ModuleRow]) -> None:
         """Say what no recipe can reach: it may be most of the model."""
@@ -151,12 +170,14 @@ class _Maker:
                 "they stay as they are."
             )
 
-    def _parts(self) -> list[Part]:
+    def _stops(self) -> list[Module]:
+        """What the user calls a block."""
+        targets = self._request.args.sequential_targets
         try:
-            return self._subject.parts(self._targets)
+            return list(find_blocks(self._subject.model, targets)) if targets else []
         except InputError as error:
             self._problems.append(problem_of("sequential_targets", error))
-            return self._subject.parts()
+            return []
 
     def _residency(self) -> str:
         if self._request.is_streamed:
@@ -197,8 +218,7 @@ class _Maker:
         subject, request = self._subject, self._request
         trials = self._trials(planned)
         loads = _loads(parts, output, planned, trials)
-        base = psutil.Process().memory_info().rss
-        passes = plan_passes(request.modifiers, self._context(parts, base))
+        passes = plan_passes(request.modifiers, self._context(parts))
         tokens = request.tokens.tokens if request.tokens else 0
         context = request.tokens.longest if request.tokens else 0
         weights = sum(row.weights for row in plan.scheme_bytes)
@@ -219,7 +239,7 @@ class _Maker:
             )
             seconds, time = estimate_time(rates, operations, passes, request.batches, traffic)
             plan = replace(plan, rates=rates, time=time)
-        footprint = self._footprint(base, sizes, output, passes)
+        footprint = self._footprint(sizes, output, passes)
         phases = estimate_phases(footprint, loads, passes, seconds)
         return replace(plan, phases=phases)
 
@@ -237,9 +257,9 @@ class _Maker:
                 )
         return found
 
-    def _context(self, parts: Sequence[Part], base: int) -> PassContext:
+    def _context(self, parts: Sequence[Part]) -> PassContext:
         request = self._request
-        used = base + parts[-1].loaded
+        used = self._base + parts[-1].loaded
         room = None
         if request.is_streamed:
             try:
@@ -254,18 +274,19 @@ class _Maker:
             request.pipeline,
             request.is_streamed,
             parts,
+            self._stops(),
             widths_of(self._subject.model.config),
             request.tokens.tokens if request.tokens else 0,
             room,
         )
 
-    def _footprint(self, base: int, sizes: Sizes, output: Output, passes: Passes) -> Footprint:
+    def _footprint(self, sizes: Sizes, output: Output, passes: Passes) -> Footprint:
         subject, request = self._subject, self._request
         tokens = request.tokens
         longest = 0 if tokens is None else tokens.longest * request.args.batch_size
         limit = 0 if tokens is None else min(RUN_TOKENS, tokens.tokens)
         return Footprint(
-            base,
+            self._base,
             request.is_streamed,
             subject.source_bytes if subject.is_in_memory else 0,
             request.device.type != "cpu",

@@ -14,7 +14,7 @@ statistics              from the first token of a unit until it is solved
 copies of a unit        from there on, where the original model runs too
 a solver's workspace    while a unit is solved
 packed tensors          of a block while it is packed, and of the one before while it is written
-freed memory            always, so much as the C library keeps for itself
+freed memory            so much as the C library keeps for itself of what came and went
 ======================  ==========================================================================
 
 Where the model is in memory as a whole, all blocks are held always, and what is packed is held
@@ -91,10 +91,17 @@ class Footprint:
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes at one moment: those that follow the model, and those that are always on the host."""
+    """Bytes at one moment.
+
+    Attributes:
+        model: that are where the model is.
+        host: that are always on the host.
+        passing: of the former, those that come and go.
+    """
 
     model: int
     host: int
+    passing: int = 0
 
 
 def estimate_phases(
@@ -139,7 +146,7 @@ def _placed(footprint: Footprint, moment: _Moment) -> tuple[int, int]:
     """Bytes of the host and of the device."""
     if footprint.on_device:
         return footprint.base + moment.host, moment.model
-    kept = min(_KEPT, moment.model + moment.host)
+    kept = min(_KEPT, moment.passing)
     return footprint.base + kept + moment.host + moment.model, 0
 
 
@@ -183,8 +190,9 @@ def _calibrating(
             copied = unit.copied if one.streams > 1 else 0
             counting = batch * _COUNTED if unit.statistics else 0
             model = held.model + waiting + unit.statistics
-            calibrating.append(_Moment(model + running + counting, held.host))
-            solving.append(_Moment(model + copied + unit.workspace, held.host))
+            passing = running + counting
+            calibrating.append(_Moment(model + passing, held.host, passing))
+            solving.append(_Moment(model + copied + unit.workspace, held.host, passing))
     return _most(calibrating), _most(solving)
 
 
@@ -199,11 +207,12 @@ def _saving(
     moments = []
     for index, one in enumerate(loads):
         held = _resident(footprint, loads, index)
-        moments.append(_Moment(held.model + waiting + one.rounding, held.host))
+        moments.append(_Moment(held.model + waiting + one.rounding, held.host, one.rounding))
         if footprint.is_streamed:
             before = loads[index - 1].packed if index else 0
             packed = one.packed + before + one.part.converted
         else:
-            packed = footprint.shard
-        moments.append(_Moment(held.model + waiting + one.packing, held.host + packed))
+            packed = min(footprint.shard, sum(each.packed for each in loads))
+        model = held.model + waiting + one.packing
+        moments.append(_Moment(model, held.host + packed, one.packing))
     return _most(moments)

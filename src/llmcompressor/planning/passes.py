@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -38,6 +38,7 @@ class PassContext:
         pipeline: that runs.
         is_streamed: modifiers that need no data share the pass of a neighbour.
         parts: of the model.
+        stops: what the user calls a block; empty for the decoder layers.
         widths: of its forward.
         tokens: of the calibration data.
         room: bytes that ``max_memory`` leaves for activations; ``None`` where it says nothing.
@@ -48,6 +49,7 @@ class PassContext:
     pipeline: str
     is_streamed: bool
     parts: Sequence[Part]
+    stops: Sequence[Module]
     widths: Widths
     tokens: int
     room: int | None
@@ -102,7 +104,7 @@ def _sequential(
     chosen = choose_level(
         list(owners),
         finest=Granularity.BLOCK if undeclared else finest,
-        forced=_forced(pipeline, args),
+        forced=_forced(pipeline, context, owners),
         tokens=context.tokens,
         streams=streams,
         budget=budget,
@@ -131,12 +133,16 @@ def _works(
     return block_works(context.parts, context.widths, modifiers, owners, level)
 
 
-def _forced(pipeline: str, args: DatasetArguments) -> Granularity | None:
+def _forced(
+    pipeline: str, context: PassContext, owners: Mapping[Module, object]
+) -> Granularity | None:
     if pipeline == "layer_sequential":
         return Granularity.BLOCK
-    if args.sequential_granularity != "auto":
-        return Granularity(args.sequential_granularity)
-    return Granularity.BLOCK if args.sequential_targets else None
+    if context.args.sequential_granularity != "auto":
+        return Granularity(context.args.sequential_granularity)
+    if not context.stops:
+        return None
+    return Granularity.LINEAR if set(context.stops) <= set(owners) else Granularity.BLOCK
 
 
 def _budget(context: PassContext) -> int:

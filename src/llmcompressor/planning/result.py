@@ -115,7 +115,7 @@ class Sizes:
         source: of the source's weight files; of the model's parameters if it is in memory.
         weights: of the weight files that will be written, exact.
         files: name → bytes, for each of these.
-        others: of configuration, index, recipe, tokenizer and so on.
+        others: of configuration, index, recipe, tokenizer and so on, without the run's report.
     """
 
     source: int
@@ -357,6 +357,12 @@ class Plan:
     def peak_disk(self) -> int:
         """Most bytes on disk in any phase."""
         return max((phase.disk for phase in self.phases), default=0)
+
+    def __str__(self) -> str:
+        """Tables for a person."""
+        from llmcompressor.planning.tables import plan_text  # noqa: PLC0415  # it imports this page
+
+        return plan_text(self)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as plain JSON data."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -81,13 +81,9 @@ class Subject:
         """All modules by name."""
         return dict(self.model.named_modules())
 
-    def parts(self, targets: Sequence[str] | None = None) -> list[Part]:
-        """The blocks in order, and at the end what lies in none.
-
-        Args:
-            targets: what the user calls a block, if not the decoder layers.
-        """
-        blocks = find_blocks(self.model, targets)
+    def parts(self) -> list[Part]:
+        """The blocks in order, and at the end what lies in none."""
+        blocks = find_blocks(self.model)
         region = {inner: name for block, name in blocks.items() for inner in block.modules()}
         members: dict[str, dict[str, Module]] = {name: {} for name in [*blocks.values(), REST]}
         for name, module in self.module_names.items():

@@ -326,7 +326,7 @@ class QuantizationMixin(Modifier):
             parameters: what was found for it.
             rounded: whether its weight is on the grid already; it is rounded at the end if not.
         """
-        if not bool(torch.isfinite(parameters.scale).all()):
+        if not is_finite(parameters.scale):
             raise NonFiniteError(f"The scales found for {self._names[module]} are not finite.")
         self._parameters[module] = parameters
         if rounded:
@@ -370,7 +370,7 @@ class QuantizationMixin(Modifier):
         for module in linears:
             parameters = self._parameters.pop(module, None)
             is_raw = parameters is not None and module not in self._rounded
-            if is_raw and not written:
+            if parameters is not None and is_raw and not written:
                 weight_of(module).data.copy_(parameters.round(weight_of(module).data))
             static = self._observers.parameters(module)
             attach_linear(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from llmcompressor.verification.facts import TensorInfo
@@ -47,12 +48,12 @@ class Entry:
     kind: str
     form: str
 
-    @property
+    @cached_property
     def last(self) -> str:
         """The last part of its path."""
         return self.name.rpartition(".")[2]
 
-    @property
+    @cached_property
     def parent(self) -> str:
         """The path without its last part."""
         return self.name.rpartition(".")[0]
@@ -62,12 +63,12 @@ class Entry:
         """Whether it holds codes instead of a weight."""
         return self.form in ("packed", "coded")
 
-    @property
+    @cached_property
     def is_expert(self) -> bool:
         """Whether it is a projection of one expert of a mixture."""
         return EXPERT.match(self.name) is not None
 
-    @property
+    @cached_property
     def rows(self) -> int | None:
         """Rows of its weight, where it is a matrix."""
         weight = self.own.get("weight") or self.own.get("weight_packed")

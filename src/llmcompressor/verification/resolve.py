@@ -9,7 +9,7 @@ compressed-tensors 0.19, so transformers 5.17 (exact names, patterns, classes, e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -155,6 +155,11 @@ class Resolver:
     def served(self, name: str) -> str:
         """The path under which vLLM looks ``name`` up."""
         return served_name(name, self.config, self.family)
+
+    @property
+    def shards(self) -> Collection[str]:
+        """Own names of modules that vLLM joins with others."""
+        return self._fused_of.keys()
 
     def unit(self, name: str) -> tuple[str, tuple[str, ...]]:
         """The joined module that ``name`` is part of and its shards; itself if there is none."""

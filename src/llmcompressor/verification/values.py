@@ -183,19 +183,26 @@ def _say_of_codes(say: _Say, codes: Codes, seen: _Pass) -> None:
         say("V6", f"Its weight has {seen.not_a_number} codes that mean NaN.")
     if seen.out_of_range:
         say("V2", f"Its weight has {seen.out_of_range} codes beyond {codes.args.bits} bits.")
-    if seen.is_constant and codes.rows * codes.columns > 1:
-        scale = codes.own("weight_scale")
-        # a weight of zeros has the least scale there is
-        varied = scale is not None and not _is_constant(scale)
-        if varied or (codes.stored == "weight_packed" and codes.args.kind == "int"):
-            say("V4", "All of its codes are equal: they were never written.")
-            return
+    if seen.is_constant and codes.rows * codes.columns > 1 and not _is_zero(codes):
+        say("V4", "All of its codes are equal: they were never written.")
+        return
     if seen.rows_unwritten and codes.args.symmetric:
         say(
             "V4",
             f"Some of its rows hold zero words, such as row {seen.rows_unwritten[0]}: they were "
             "never written.",
         )
+
+
+def _is_zero(codes: Codes) -> bool:
+    """Whether codes that are all equal may be those of a weight of zeros.
+
+    They then stand for zero, and their scales are all the least there is.
+    """
+    scale = codes.own("weight_scale")
+    if scale is not None and not _is_constant(scale):
+        return False
+    return all(not bool(part.units.any()) for part in codes.parts())
 
 
 def _check_untouched(say: _Say, codes: Codes, scale: Tensor, seen: _Pass) -> None:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from llmcompressor.verification.expected import (
+    Expected,
     columns_of,
     expected_tensors,
     is_stored_so,
@@ -130,6 +131,7 @@ class View:
         self.tensors = tensors
         self.deployment = deployment or Deployment()
         self._choices: dict[tuple[str, str], Choice] = {}
+        self._columns: dict[str, tuple[Scheme, int | None]] = {}
         self._stored_shapes: dict[str, tuple[int, ...]] = {}
 
     @cached_property
@@ -216,12 +218,26 @@ class View:
         group = self.choice(entry).group
         return group.scheme if group is not None else None
 
-    def coded(self) -> Iterator[tuple[Entry, Scheme]]:
-        """Quantized modules that a server finds a scheme for."""
-        for entry in self.quantized:
-            scheme = self.scheme(entry) or self._elsewhere(entry)
-            if scheme is not None and scheme.weights is not None:
-                yield entry, scheme
+    def coded(self) -> Iterable[tuple[Entry, Scheme]]:
+        """Quantized modules with the schemes that they were written in."""
+        return self._coded
+
+    @cached_property
+    def _coded(self) -> list[tuple[Entry, Scheme]]:
+        pairs = ((entry, self.written(entry)) for entry in self.quantized)
+        return [
+            (entry, scheme)
+            for entry, scheme in pairs
+            if scheme is not None and scheme.weights is not None
+        ]
+
+    def written(self, entry: Entry) -> Scheme | None:
+        """The scheme that a module was written in: its own, though another may be used (S14)."""
+        if entry.last in self.resolver.shards and not entry.is_expert:
+            group = self.resolver.alone(entry).group
+            if group is not None:
+                return group.scheme
+        return self.scheme(entry) or self._elsewhere(entry)
 
     def _elsewhere(self, entry: Entry) -> Scheme | None:
         group = self.choice(entry, "transformers").group
@@ -241,7 +257,11 @@ class View:
 
     def columns(self, entry: Entry, scheme: Scheme) -> int | None:
         """Columns of a module's weight."""
-        return columns_of(entry, scheme, self.stored_shape(entry))
+        known = self._columns.get(entry.name)
+        if known is None or known[0] is not scheme:
+            known = (scheme, columns_of(entry, scheme, self.stored_shape(entry)))
+            self._columns[entry.name] = known
+        return known[1]
 
     def stored_shape(self, entry: Entry) -> tuple[int, ...] | None:
         """The content of ``weight_shape``, where data may be read."""
@@ -268,11 +288,16 @@ class View:
     def misfits(self) -> list[Misfit]:
         """Where the tensors of quantized modules are not those of their schemes."""
         found = []
+        # a large mixture has thousands of modules of a few shapes
+        known: dict[tuple[int, int, int], dict[str, Expected]] = {}
         for entry, scheme in self.coded():
             columns = self.columns(entry, scheme)
             if entry.rows is None or columns is None or not is_stored_so(entry, scheme):
                 continue
-            wanted = expected_tensors(scheme, entry.rows, columns)
+            key = (id(scheme), entry.rows, columns)
+            if key not in known:
+                known[key] = expected_tensors(scheme, entry.rows, columns)
+            wanted = known[key]
             found += [
                 Misfit(entry, scheme, columns, own, what, sentence)
                 for own, what, sentence in misfits(entry.own, wanted)

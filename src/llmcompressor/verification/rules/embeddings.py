@@ -151,8 +151,8 @@ def draft_layers(view: View) -> Iterator[Problem]:
 
 
 def _is_draft(view: View, entry: Entry) -> bool:
-    if view.family.draft:
-        return re.match(view.family.draft, entry.name) is not None
+    if view.family.draft and re.match(view.family.draft, entry.name):
+        return True
     layer, count = _LAYER.match(entry.name), view.text.get("num_hidden_layers")
     return layer is not None and isinstance(count, int) and int(layer[1]) >= count
 

@@ -15,6 +15,8 @@ __all__ = ["RULES", "is_row_parallel", "parts_of"]
 _ROW_PARALLEL = frozenset(
     {"o_proj", "down_proj", "out_proj", "dense", "fc2", "c_proj", "w2", "dense_4h_to_h", "wo"}
 )
+# Whole on every device: they map to and from the latent of all heads.
+_REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj"})
 _FEWER = "Use fewer devices, or a group size that divides the shards."
 
 
@@ -25,6 +27,8 @@ def is_row_parallel(entry: Entry) -> bool:
 
 def parts_of(view: View, entry: Entry, tp: int) -> int:
     """Into how many parts ``tp`` devices split a module: keys and values at most one per head."""
+    if entry.last in _REPLICATED:
+        return 1
     heads = view.text.get("num_key_value_heads")
     if entry.last in ("k_proj", "v_proj") and isinstance(heads, int) and 0 < heads < tp:
         return heads

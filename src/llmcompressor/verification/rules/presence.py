@@ -130,7 +130,7 @@ def sizes_are_those_of_the_config(view: View) -> Iterator[Problem]:
     for entry in view.matrices:
         if _TOWERS.search(entry.name):
             continue
-        scheme = view.scheme(entry)
+        scheme = view.written(entry)
         columns = view.columns(entry, scheme) if scheme is not None else None
         if not entry.is_quantized and "weight" in entry.own:
             columns = entry.own["weight"].shape[1]

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from io import StringIO
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from llmcompressor.planning.result import Dense, Plan, ServingNote
+from llmcompressor.planning.result import Dense, Plan, ServingNote
 
-__all__ = ["print_plan"]
+__all__ = ["plan_text", "print_plan"]
 
 _STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
 _MOST_ROWS = 12
@@ -40,6 +40,19 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     _print_phases(plan, console)
     _print_findings(plan, console)
     _print(console, *_verdict(plan))
+
+
+def plan_text(plan: Plan, width: int = 100) -> str:
+    """The same as text without colours.
+
+    Args:
+        plan: what to print.
+        width: characters of a line of the tables.
+    """
+    console = Console(file=StringIO(), width=width, color_system=None)
+    print_plan(plan, console)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]  # it is a StringIO
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def _print(console: Console, *lines: str) -> None:
@@ -92,8 +105,6 @@ def _print_bytes(plan: Plan, console: Console) -> None:
 
 def _largest(dense: Sequence[Dense]) -> list[Dense]:
     """The largest rows, and one for all others."""
-    from llmcompressor.planning.result import Dense  # noqa: PLC0415  # only where a plan exists
-
     ordered = sorted(dense, key=lambda one: -one.bytes)
     shown, rest = ordered[:_MOST_ROWS], ordered[_MOST_ROWS:]
     if rest:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runs import RECIPES, Job, run, tree, write_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("resume") / "model")
+
+
+@pytest.fixture(scope="session")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict]:
+    """The files of a run that nothing interrupted, by recipe."""
+    found: dict[str, dict[str, str]] = {}
+
+    def of(recipe: str) -> dict[str, str]:
+        assert recipe in RECIPES
+        if recipe not in found:
+            output = tmp_path_factory.mktemp("whole") / "output"
+            ended = run(Job(model, recipe, output))
+            assert ended.code == 0, ended.said
+            found[recipe] = tree(output)
+        return found[recipe]
+
+    return of

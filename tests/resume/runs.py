@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in processes that can be killed, on a model of three blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger as loguru_logger
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmcompressor import oneshot
+from llmcompressor.checkpoint import block_writer, journal
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+
+_PRELOADED = (
+    "llmcompressor.entrypoints.oneshot",
+    "llmcompressor.modifiers.gptq.base",
+    "llmcompressor.modifiers.quantization.rounding",
+    "llmcompressor.pipelines.sequential",
+    "transformers.models.llama.modeling_llama",
+    "datasets",
+)
+"""Imported once, before the processes part."""
+BLOCKS = 3
+KILLED = -signal.SIGKILL
+_MLP = ["re:.*mlp.*proj"]
+_ATTENTION = ["re:.*self_attn.*_proj"]
+
+
+def rtn() -> list[Any]:
+    return [QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])]
+
+
+def gptq() -> list[Any]:
+    return [GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])]
+
+
+def two() -> list[Any]:
+    """Both need data: two passes, with all blocks in a scratch folder between them."""
+    return [
+        GPTQModifier(targets=_MLP, scheme="W4A16"),
+        QuantizationModifier(targets=_ATTENTION, scheme="FP8"),
+    ]
+
+
+def one_pass() -> list[Any]:
+    """What needs no data stands before, and behind, what does: all in one pass."""
+    return [
+        QuantizationModifier(targets=_ATTENTION, scheme="FP8_DYNAMIC"),
+        GPTQModifier(targets=_MLP, scheme="W4A16"),
+        QuantizationModifier(targets=["lm_head"], scheme="W8A16"),
+    ]
+
+
+def cache() -> list[Any]:
+    """Everything is measured on the model as it was: what is resumed must be, too."""
+    args = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    return [
+        QuantizationModifier(
+            targets="Linear", scheme="FP8", ignore=["lm_head"], kv_cache_scheme=args
+        )
+    ]
+
+
+RECIPES: dict[str, Callable[[], list[Any]]] = {
+    "rtn": rtn,
+    "gptq": gptq,
+    "two": two,
+    "one_pass": one_pass,
+    "cache": cache,
+}
+NEEDS_DATA = {"gptq", "two", "one_pass", "cache"}
+
+
+def write_model(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="150KB")
+    return folder
+
+
+def rows() -> list[dict[str, list[int]]]:
+    chooser = random.Random(0)
+    return [{"input_ids": [chooser.randrange(3, 128) for _ in range(16)]} for _ in range(4)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of ``oneshot``."""
+
+    model: Path
+    recipe: str
+    output: Path
+    resume: str = "auto"
+
+    def __call__(self) -> None:
+        data = rows() if self.recipe in NEEDS_DATA else None
+        oneshot(
+            model=str(self.model),
+            recipe=RECIPES[self.recipe](),
+            dataset=data,
+            output_dir=str(self.output),
+            resume=self.resume,
+            verify=False,
+        )
+
+    @property
+    def partial(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.partial")
+
+
+@dataclass(frozen=True)
+class Died:
+    """How a process ended, and what it said."""
+
+    code: int
+    said: str
+
+
+def run(job: Job, *, die_at: str | None = None, after_s: float | None = None) -> Died:
+    """Do ``job`` in a process of its own.
+
+    Args:
+        job: what to do.
+        die_at: ``"append 3"``, ``"write 2"`` …: it is killed there (see :func:`_armed`).
+        after_s: it is killed so many seconds after the work began.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(job, die_at, sender))
+    process.start()
+    sender.close()
+    with contextlib.suppress(EOFError):
+        receiver.recv()  # the work begins
+        if after_s is not None:
+            process.join(after_s)
+            process.kill()
+    said = ""
+    with contextlib.suppress(EOFError):
+        said = receiver.recv()
+    process.join(120)
+    return Died(process.exitcode or 0, said)
+
+
+def _child(job: Job, die_at: str | None, sender: Any) -> None:
+    torch.set_num_threads(1)
+    said = io.StringIO()
+    loguru_logger.remove()
+    loguru_logger.add(said, level="INFO", format="{message}")
+    sender.send("begins")
+    try:
+        with _armed(die_at):
+            job()
+    except BaseException as error:
+        sender.send(f"{said.getvalue()}{type(error).__name__}: {error}")
+        os._exit(1)
+    sender.send(said.getvalue())
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _armed(die_at: str | None) -> Iterator[None]:
+    """Die at the n-th line of the journal (before it is there, torn, behind it) or write."""
+    if die_at is None:
+        yield
+        return
+    kind, number = die_at.rsplit(" ", 1)
+    left = int(number)
+
+    def strike() -> bool:
+        nonlocal left
+        left -= 1
+        return left == 0
+
+    append, write = journal.Journal._append, block_writer._write_all
+
+    def dying_append(self: Any, entry: str, content: Any) -> None:
+        if kind == "append" and strike():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "torn" and strike():
+            with self._file.open("ab") as stream:
+                stream.write(journal._line(entry, content)[:20])
+            os.kill(os.getpid(), signal.SIGKILL)
+        append(self, entry, content)
+        if kind == "appended" and strike():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying_write(descriptor: int, view: memoryview, offset: int) -> None:
+        if kind == "write" and strike():
+            os.pwrite(descriptor, view[: len(view) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(descriptor, view, offset)
+
+    journal.Journal._append = dying_append  # type: ignore[method-assign]
+    block_writer._write_all = dying_write
+    yield
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file below ``folder`` and a hash of its bytes."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def seconds_of(action: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Killed at any moment, the same call goes on and ends with the same bytes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import BLOCKS, KILLED, NEEDS_DATA, Job, run, seconds_of, tree
+
+Expected = Callable[[str], dict[str, str]]
+
+
+def lines(recipe: str) -> int:
+    """Lines of the journal behind the first: choices, blocks of each pass, the rest, ready."""
+    passes = 2 if recipe == "two" else 1
+    choices = passes if recipe in NEEDS_DATA else 0
+    return choices + passes * BLOCKS + 1 + 1
+
+
+BOUNDARIES = [
+    (recipe, kind, number)
+    for recipe in ("rtn", "gptq", "two")
+    for number in range(1, lines(recipe) + 1)
+    for kind in ("append", *(["appended"] if number == lines(recipe) else []))
+]
+OTHERS = [
+    *((recipe, "torn", number) for recipe in ("rtn", "gptq") for number in (1, 3)),
+    *((recipe, "appended", number) for recipe in ("one_pass", "cache") for number in (2, 3)),
+    ("gptq", "write", 9),
+    ("gptq", "write", 30),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "number"), [*BOUNDARIES, *OTHERS], ids=lambda value: str(value)
+)
+def test_killed_at_a_boundary(
+    recipe: str, kind: str, number: int, model: Path, tmp_path: Path, expected: Expected
+) -> None:
+    job = Job(model, recipe, tmp_path / "output")
+    assert run(job, die_at=f"{kind} {number}").code == KILLED
+    assert not job.output.exists()
+    assert job.partial.is_dir()
+    again = run(job)
+    assert again.code == 0, again.said
+    assert "Continuing the run" in again.said
+    assert tree(job.output) == expected(recipe)
+    assert not job.partial.exists()
+
+
+@pytest.mark.parametrize("recipe", ["rtn", "gptq", "two"])
+def test_killed_at_fifty_random_moments(
+    recipe: str, model: Path, tmp_path: Path, expected: Expected
+) -> None:
+    """Some runs are killed several times; each makes progress or leaves what there was."""
+    whole = expected(recipe)
+    chooser = random.Random(recipe)
+    length = seconds_of(lambda: run(Job(model, recipe, tmp_path / "timed")))
+    kills = finished = 0
+    while kills < 50:
+        job = Job(model, recipe, tmp_path / f"output-{finished}")
+        ended = run(job, after_s=chooser.uniform(0, length))
+        kills += ended.code == KILLED
+        if not job.output.exists():
+            continue
+        if job.partial.exists():  # killed between the last two steps
+            assert run(job).code == 0
+        assert tree(job.output) == whole
+        assert not job.partial.exists()
+        finished += 1
+    assert run(Job(model, recipe, tmp_path / f"output-{finished}")).code == 0
+    assert tree(tmp_path / f"output-{finished}") == whole
+
+
+def test_killed_when_the_output_has_its_name(
+    model: Path, tmp_path: Path, expected: Expected
+) -> None:
+    """Only the working folder was left to be removed: the call finds everything done."""
+    whole = expected("gptq")
+    job = Job(model, "gptq", tmp_path / "output")
+    assert run(job, die_at=f"appended {lines('gptq')}").code == KILLED
+    (job.partial / "files").rename(job.output)
+    again = run(job)
+    assert again.code == 0, again.said
+    assert tree(job.output) == whole
+    assert not job.partial.exists()
