@@ -126,10 +126,8 @@ def breach(importer: str, imported: str) -> str | None:
         return None
     if FLOORS[lower] >= FLOORS[upper]:
         return f"{upper} (floor {FLOORS[upper]}) imports {lower} (floor {FLOORS[lower]})"
-    if upper == "pipelines" and technique(imported):
-        return "a pipeline imports a concrete modifier"
-    if upper == "planning" and technique(imported):
-        return "planning imports a concrete modifier"
+    if upper in ("pipelines", "planning") and technique(imported):
+        return f"{upper} imports a concrete modifier"
     if upper == "evaluation" and lower == "pipelines":
         return "measuring imports a pipeline's insides"
     return None

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import errno
-import os
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -561,7 +561,8 @@ def test_a_full_disk_when_the_configuration_is_written(
             oneshot(**arguments)
     after = small.tree(place.root)
     kept = {name for name in after if name.startswith("output.partial")}
-    assert kept and {name: after[name] for name in set(after) - kept} == before
+    assert kept
+    assert {name: after[name] for name in set(after) - kept} == before
     oneshot(**arguments)
     assert (place.output / "config.json").is_file()
 

@@ -133,7 +133,7 @@ def call(model: Path, output: Path, recipe: Any = None, **arguments: Any) -> tor
     )
 
 
-class Interrupt(Exception):
+class InterruptError(Exception):
     """Stands for whatever stops a run in the middle."""
 
 
@@ -209,8 +209,8 @@ def test_a_shard_that_cannot_be_read_in_mid_run(
 @pytest.fixture
 def halfway(small: Path, tmp_path: Path, stopped_at: Callable[..., None]) -> Path:
     """The output of a run that was stopped when one block was done."""
-    stopped_at(40, Interrupt())
-    with pytest.raises(Interrupt):
+    stopped_at(40, InterruptError())
+    with pytest.raises(InterruptError):
         call(small, tmp_path / "output")
     assert (tmp_path / "output.partial" / "journal").is_file()
     return tmp_path / "output"

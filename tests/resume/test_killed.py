@@ -34,9 +34,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "kind", "number"), [*BOUNDARIES, *OTHERS], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("recipe", "kind", "number"), [*BOUNDARIES, *OTHERS], ids=str)
 def test_killed_at_a_boundary(
     recipe: str, kind: str, number: int, model: Path, tmp_path: Path, expected: Expected
 ) -> None:

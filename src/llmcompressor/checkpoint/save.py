@@ -55,6 +55,7 @@ __all__ = [
     "REPORT_FILE",
     "SaveOptions",
     "modify_save_pretrained",
+    "planned_config",
     "save_checkpoint",
     "write_beside_weights",
 ]
@@ -318,12 +319,26 @@ def write_beside_weights(
         (folder / layout.index_name).write_text(index, encoding="utf-8")
     source = _source_directory(model, options)
     _write_side_files(model, folder, source, options)
-    quantization = _quantization(
-        model, prediction.quantized, prediction.ignore, compressed=options.save_compressed
-    )
-    config = checkpoint_config(model, source, tied=prediction.tied, quantization=quantization)
+    config = planned_config(model, source, prediction, compressed=options.save_compressed)
     write_json(folder / "config.json", config)
     _write_report(folder, options)
+
+
+def planned_config(
+    model: PreTrainedModel, source: Path | None, prediction: Prediction, *, compressed: bool = True
+) -> dict[str, Any]:
+    """The ``config.json`` of a checkpoint whose tensors are known and not written yet.
+
+    Args:
+        model: the model; no weight of it is looked at.
+        source: the folder of the original.
+        prediction: what the weight files will hold.
+        compressed: weights are packed, not written dense.
+    """
+    quantization = _quantization(
+        model, prediction.quantized, prediction.ignore, compressed=compressed
+    )
+    return checkpoint_config(model, source, tied=prediction.tied, quantization=quantization)
 
 
 def _write_report(folder: Path, options: SaveOptions) -> None:

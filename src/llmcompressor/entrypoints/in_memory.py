@@ -128,7 +128,7 @@ def _save(
         model,
         job.output_dir,
         save_compressed=job.model_args.save_compressed,
-        processor=job.model_args.processor or job.processor_to_write(processor),
+        processor=job.processor_to_write(processor),
         recipe_yaml=session.get_serialized_recipe(),
         source=job.source,
         overwrite=job.model_args.overwrite,

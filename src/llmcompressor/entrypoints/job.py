@@ -133,7 +133,9 @@ class Job:
         return None if found is None else str(found)
 
     def processor_to_write(self, processor: Any) -> Any:
-        """Nothing to write where the files of a folder are copied as they are."""
+        """The one that was asked for; ``None`` where the files of the model's folder are copied."""
+        if self.model_args.processor is not None:
+            return processor
         return None if self.place is not None and Path(self.place).is_dir() else processor
 
     def open_data(self) -> Source | None:

@@ -23,6 +23,7 @@ from llmcompressor.checkpoint.save import (
     DEFAULT_SHARD_SIZE,
     SaveOptions,
     modify_save_pretrained,
+    planned_config,
     write_beside_weights,
 )
 from llmcompressor.checkpoint.shards import parse_size
@@ -31,7 +32,7 @@ from llmcompressor.checkpoint.workspace import Workspace, opened
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
-from llmcompressor.entrypoints.checking import check_written
+from llmcompressor.entrypoints.checking import check_written, warn_unservable
 from llmcompressor.entrypoints.fingerprint import fingerprint_of
 from llmcompressor.entrypoints.job import (
     Job,
@@ -152,6 +153,12 @@ class _Run:
             self.blueprint.source.tensors,
             save_compressed=job.model_args.save_compressed,
         )
+        if job.run_args.verify:
+            compressed = job.model_args.save_compressed
+            config = planned_config(
+                model, self.blueprint.source.directory, prediction, compressed=compressed
+            )
+            warn_unservable(config, prediction.stored)
         layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
         passes = passes_of(self._modifiers, job.pipeline())
         with opened(job.output_dir, self._fingerprint(), resume=job.run_args.resume) as workspace:
@@ -232,7 +239,7 @@ class _Run:
         job = self.job
         return SaveOptions(
             save_compressed=job.model_args.save_compressed,
-            processor=job.model_args.processor or job.processor_to_write(self.processor),
+            processor=job.processor_to_write(self.processor),
             recipe=self.session.get_serialized_recipe(),
             source=str(self.blueprint.source.directory),
             report=compression_report(stream.reports(), self.blueprint.model),

@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationStatus
-
 from llmcompressor.checkpoint.extras import side_files
 from llmcompressor.checkpoint.layout import LoadedName, checkpoint_names
-from llmcompressor.checkpoint.model_config import checkpoint_config, json_text
+from llmcompressor.checkpoint.model_config import json_text
 from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
 from llmcompressor.checkpoint.prediction import Prediction, predict
-from llmcompressor.checkpoint.quantization_config import build_quantization_config
-from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE
+from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
 from llmcompressor.checkpoint.shards import parse_size
 from llmcompressor.modifiers.modifier import PlannedModule
 from llmcompressor.planning.matching import describe, numberless
@@ -128,12 +125,8 @@ def predict_output(
         save_compressed: weights are packed, not written dense.
     """
     prediction = predict(subject.model, planned, subject.headers, save_compressed=save_compressed)
-    status = QuantizationStatus.COMPRESSED if save_compressed else QuantizationStatus.DECOMPRESSED
-    quantization = build_quantization_config(
-        subject.model, prediction.quantized, status=status, extra_ignore=prediction.ignore
-    )
-    config = checkpoint_config(
-        subject.model, subject.directory, tied=prediction.tied, quantization=quantization
+    config = planned_config(
+        subject.model, subject.directory, prediction, compressed=save_compressed
     )
     layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
     names = [entry.name for entry in prediction.quantized]
