@@ -21,6 +21,7 @@ PUBLIC = {
         "configure_logger",
         "create_session",
         "evaluate",
+        "model_free_ptq",
         "oneshot",
         "plan",
         "reset_session",
@@ -130,7 +131,6 @@ ALIASES = {
 }
 # Paths that scripts know and whose thing is not written yet.
 COMES_LATER = [
-    "llmcompressor:model_free_ptq",
     "llmcompressor:train",
     "llmcompressor.modifiers.autoround:AutoRoundModifier",
     "llmcompressor.modifiers.awq:AWQMapping",

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of threads follows what is fastest, and is always put back."""
+"""The number of threads changes no result, and is always put back."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from llmcompressor.threads import ThreadPacer, one_thread
+from llmcompressor.numerics.gram import add_cross_product, add_symmetric_product
+from llmcompressor.threads import each_on_one_thread, one_thread
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 
@@ -20,20 +19,6 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch, "get_num_threads", lambda: number[-1])
     monkeypatch.setattr(torch, "set_num_threads", number.append)
     return number
-
-
-class Paced(ThreadPacer):
-    """A pacer whose clock and rates are given."""
-
-    def __init__(self, speed: Callable[[int], float], device: torch.device = CPU) -> None:
-        self.now = 0.0
-        self.tried: list[int] = []
-        self.speed = speed
-        super().__init__(device, clock=lambda: self.now)
-
-    def rate(self, threads: int) -> float:
-        self.tried.append(threads)
-        return self.speed(threads)
 
 
 def test_one_thread_is_for_the_body_alone(threads: list[int]) -> None:
@@ -57,76 +42,41 @@ def test_other_devices_and_single_threads_are_left_alone(threads: list[int]) -> 
     assert threads == [4, 1]
 
 
-@pytest.mark.parametrize(
-    ("speed", "best"),
-    [
-        (lambda threads: threads, 4),
-        (lambda threads: 1 / threads, 1),
-        (lambda threads: 1.0 + 0.01 * threads, 1),
-        (lambda threads: {1: 1.0, 2: 1.9, 4: 1.0}[threads], 2),
-        (lambda threads: {1: 1.0, 2: 1.9, 4: 2.0}[threads], 2),
-    ],
-    ids=["more are faster", "more are slower", "hardly faster", "half", "hardly faster than half"],
-)
-def test_more_threads_are_taken_where_they_pay(
-    speed: Callable[[int], float], best: int, threads: list[int]
-) -> None:
-    with Paced(speed) as pacer:
-        pacer.pace()
-        assert torch.get_num_threads() == best
-        assert pacer.tried == [1, 2, 4]
-    assert torch.get_num_threads() == 4
+def test_pieces_run_on_one_thread_each_and_the_number_is_put_back() -> None:
+    before = torch.get_num_threads()
+    seen: list[tuple[int, int]] = []
+    each_on_one_thread(lambda item: seen.append((item, torch.get_num_threads())), range(6))
+    assert sorted(seen) == [(item, 1) for item in range(6)]
+    assert torch.get_num_threads() == before
 
 
-def test_it_tries_once_a_second_and_changes_its_mind(threads: list[int]) -> None:
-    with Paced(lambda threads: threads) as pacer:
-        pacer.pace()
-        pacer.speed = lambda threads: 1 / threads
-        for pacer.now in (0.0, 0.5, 0.99):
-            pacer.pace()
-            assert len(pacer.tried) == 3
-        assert torch.get_num_threads() == 4
-        pacer.now = 1.0
-        pacer.pace()
-        assert len(pacer.tried) == 6
-        assert torch.get_num_threads() == 1
+def test_an_error_in_a_piece_is_raised_and_the_number_put_back() -> None:
+    before = torch.get_num_threads()
+
+    def work(item: int) -> None:
+        if item == 3:
+            raise KeyError(item)
+
+    with pytest.raises(KeyError):
+        each_on_one_thread(work, range(6))
+    assert torch.get_num_threads() == before
 
 
-def test_the_number_is_put_back_after_an_error(threads: list[int]) -> None:
-    pacer = Paced(lambda threads: 1 / threads)
-    pacer.pace()
-    assert torch.get_num_threads() == 1
-    with pytest.raises(ZeroDivisionError), pacer:
-        raise ZeroDivisionError
-    assert torch.get_num_threads() == 4
-
-
-@pytest.mark.parametrize(("device", "most"), [(OTHER, 4), (CPU, 1)])
-def test_off_the_cpu_or_with_one_thread_nothing_is_tried(
-    device: torch.device, most: int, threads: list[int]
-) -> None:
-    threads[:] = [most]
-    with Paced(lambda threads: threads, device) as pacer:
-        pacer.pace()
-    assert pacer.tried == []
-    assert threads == [most]
-
-
-def test_a_rate_is_operations_by_time(threads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product that takes two milliseconds is done five hundred times a second."""
-    pacer = Paced(lambda threads: 0)
-
-    def product(left: torch.Tensor, right: torch.Tensor) -> None:
-        pacer.now += 0.002
-
-    monkeypatch.setattr(torch, "mm", product)
-    assert ThreadPacer.rate(pacer, 2) == pytest.approx(500)
-    assert torch.get_num_threads() == 2
-
-
-def test_a_float32_model_keeps_its_number_of_threads(threads: list[int]) -> None:
-    """Its products depend on it for some shapes."""
-    with ThreadPacer(CPU, torch.float32, clock=lambda: 0.0) as pacer:
-        pacer.pace()
-        assert torch.get_num_threads() == 4
-    assert threads == [4]  # nothing was tried, and nothing had to be put back
+@pytest.mark.parametrize("tokens", [113, 2048])
+def test_second_moments_do_not_depend_on_the_number_of_threads(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    input_TC = torch.randn(tokens, 320, generator=generator).to(torch.bfloat16)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            gram_CC, cross_CC = torch.zeros(320, 320), torch.zeros(320, 320)
+            add_symmetric_product(gram_CC, input_TC)
+            add_cross_product(cross_CC, input_TC, input_TC.flip(0))
+            found.append((gram_CC, cross_CC))
+    finally:
+        torch.set_num_threads(before)
+    for gram_CC, cross_CC in found[1:]:
+        assert torch.equal(gram_CC, found[0][0])
+        assert torch.equal(cross_CC, found[0][1])

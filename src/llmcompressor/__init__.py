@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         reset_session,
     )
     from llmcompressor.entrypoints.evaluate import evaluate
+    from llmcompressor.entrypoints.model_free import model_free_ptq
     from llmcompressor.entrypoints.oneshot import Oneshot, oneshot
     from llmcompressor.entrypoints.plan import plan
     from llmcompressor.entrypoints.verify import verify
@@ -37,6 +38,7 @@ __all__ = [
     "configure_logger",
     "create_session",
     "evaluate",
+    "model_free_ptq",
     "oneshot",
     "plan",
     "reset_session",
@@ -53,6 +55,7 @@ _HOMES = {
     "configure_logger": "llmcompressor.logger",
     "create_session": "llmcompressor.core.session_functions",
     "evaluate": "llmcompressor.entrypoints.evaluate",
+    "model_free_ptq": "llmcompressor.entrypoints.model_free",
     "oneshot": "llmcompressor.entrypoints.oneshot",
     "plan": "llmcompressor.entrypoints.plan",
     "reset_session": "llmcompressor.core.session_functions",

@@ -4,30 +4,25 @@
 Torch splits each operation over its threads and waits, at its end, for the slowest of them. On a
 machine of one's own that is right for large operations. With another process busy on one core,
 every such wait lasts until that core's next time slice, and what takes a second takes ten. So
-work made of many small operations runs on one thread (:func:`one_thread`), and the rest asks from
-time to time which number is fastest at present (:class:`ThreadPacer`).
+work made of many small operations runs on one thread (:func:`one_thread`), and what can be cut into
+pieces gives each piece to one (:func:`each_on_one_thread`).
 
-The number of threads must not change a result. Products of bfloat16 do not depend on it, and
-LAPACK's factorization, which does, always runs on one thread. Products of float32 depend on it for
-some shapes, so that for a float32 model the number stays as it is.
+The number of threads decides how some products are summed, of bfloat16 too where the number of
+tokens is odd, so it is never changed within a run: it is part of what a run is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
-__all__ = ["ThreadPacer", "one_thread"]
+__all__ = ["each_on_one_thread", "one_thread"]
 
-_PAUSE_S = 1.0
-"""Seconds between two trials: what a trial takes is a few per cent of it."""
-_TRIAL_S = 0.006
-"""Seconds of one trial: longer than the time slices that a competing process takes."""
-_GAIN = 1.2
-"""By how much more threads must be faster than fewer to be worth their waits."""
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -44,57 +39,29 @@ def one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class ThreadPacer:
-    """Keeps torch's number of threads at what is fastest while other processes come and go.
+def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
+    """Do ``work`` for every item, several at a time, each of them on a single thread.
 
-    A context manager: the number found on entering is the most that is used, and is put back.
+    What an item gives does not depend on how many threads there are.
 
     Args:
-        device: where the work runs; on anything but the CPU nothing is done.
-        dtype: of the model; for anything but bfloat16 nothing is done.
-        clock: seconds, rising.
+        work: must not depend on the order of the items.
+        items: what to do; large ones first.
     """
+    threads = torch.get_num_threads()
+    if threads == 1 or len(items) < 2:
+        with one_thread(torch.device("cpu")):
+            for item in items:
+                work(item)
+        return
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype = torch.bfloat16,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._most = torch.get_num_threads()
-        fits = device.type == "cpu" and dtype is torch.bfloat16
-        self._active = fits and self._most > 1
-        self._clock = clock
-        self._next = clock()
+    def alone(item: T) -> None:
+        torch.set_num_threads(1)
+        work(item)
 
-    def __enter__(self) -> ThreadPacer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._active:
-            torch.set_num_threads(self._most)
-
-    def pace(self) -> None:
-        """Try which number of threads is fastest, if the last trial is long enough ago."""
-        if not self._active or self._clock() < self._next:
-            return
-        candidates = sorted({1, max(self._most // 2, 1), self._most})
-        best = candidates[0]
-        best_rate = self.rate(best)
-        for threads in candidates[1:]:
-            rate = self.rate(threads)
-            if rate > best_rate * _GAIN:
-                best, best_rate = threads, rate
-        torch.set_num_threads(best)
-        self._next = self._clock() + _PAUSE_S
-
-    def rate(self, threads: int) -> float:
-        """Operations per second of a typical size with ``threads`` threads."""
-        torch.set_num_threads(threads)
-        left = torch.ones(256, 512, dtype=torch.bfloat16)
-        right = torch.ones(512, 512, dtype=torch.bfloat16)
-        done, start = 0, self._clock()
-        while (elapsed := self._clock() - start) < _TRIAL_S:
-            torch.mm(left, right)
-            done += 1
-        return done / elapsed
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(alone, items):
+                pass
+    finally:
+        torch.set_num_threads(threads)  # what the others have set counts for new threads

@@ -10,13 +10,12 @@ threads wait for each other after every one of them, which is slow when a core i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
-import torch
 from torch import Tensor
 
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import Partition, quantize_matrix
+from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["codes_of"]
 
@@ -61,19 +60,10 @@ def codes_of(
     stored = top.new_empty((R, *top.shape[1:]))
     stored[: spans[0][1]] = top
 
-    threads = torch.get_num_threads()
+    def store(span: tuple[int, int]) -> None:
+        stored[span[0] : span[1]] = work(span)
 
-    def store(share: list[tuple[int, int]]) -> None:
-        torch.set_num_threads(1)
-        for span in share:
-            stored[span[0] : span[1]] = work(span)
-
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(store, [spans[1 + n :: threads] for n in range(threads)]):
-                pass
-    finally:
-        torch.set_num_threads(threads)  # what the others have set counts for new threads
+    each_on_one_thread(store, spans[1:])
     return stored
 
 

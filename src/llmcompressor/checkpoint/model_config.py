@@ -55,7 +55,8 @@ def checkpoint_config(
     else:
         config = copy.deepcopy(original)
         _patch_changes(config, model.config, original)
-    config.setdefault("architectures", [type(model).__name__])
+    if model.config.model_type:  # no class of this name is known otherwise
+        config.setdefault("architectures", [type(model).__name__])
     for holder in (config, config.get("text_config")):
         if isinstance(holder, dict):
             for key in _QUANTIZATION_KEYS:

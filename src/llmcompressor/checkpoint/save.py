@@ -47,6 +47,7 @@ from llmcompressor.checkpoint.source import (
     local_directory,
 )
 from llmcompressor.checkpoint.staging import OnExisting, check_output_dir, staged
+from llmcompressor.checkpoint.tree_model import TreeModel
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
 from llmcompressor.logger import logger
 
@@ -338,6 +339,8 @@ def planned_config(
     quantization = _quantization(
         model, prediction.quantized, prediction.ignore, compressed=compressed
     )
+    if isinstance(model, TreeModel) and quantization is not None:
+        quantization = model.merged(quantization, [entry.name for entry in prediction.quantized])
     return checkpoint_config(model, source, tied=prediction.tied, quantization=quantization)
 
 

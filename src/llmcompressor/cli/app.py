@@ -13,6 +13,7 @@ import typer
 from llmcompressor import __version__
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.cli.failures import reporting
+from llmcompressor.cli.model_free import model_free_command
 from llmcompressor.cli.options import call_arguments, parameters_of
 from llmcompressor.cli.plan import plan_command, show_plan
 from llmcompressor.cli.verify import verify_command
@@ -196,6 +197,7 @@ def _text_source(dataset: str | None, text_file: Path | None) -> str | Path | No
     return text_file
 
 
+app.command("model-free-ptq")(model_free_command)
 app.command("plan")(plan_command)
 app.command("verify")(verify_command)
 

@@ -64,8 +64,7 @@ def fingerprint_of(
         prints["calibration"] = {name: getattr(dataset_args, name) for name in _CALIBRATION}
         prints["data"] = _data(batches)
         prints["seed"] = dataset_args.seed
-        if dtype is not torch.bfloat16 and device.type == "cpu":
-            # products of other dtypes are summed in an order that depends on it
+        if device.type == "cpu":  # it decides how products are summed
             prints["threads"] = torch.get_num_threads()
     return json.loads(json.dumps(prints))  # type: ignore[no-any-return]  # as it is read back
 

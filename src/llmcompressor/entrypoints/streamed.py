@@ -48,7 +48,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.passes import BY_BLOCK, passes_of, run_passes
 
-__all__ = ["run_streamed", "streamable"]
+__all__ = ["run_blueprint", "run_streamed", "streamable"]
 
 
 def streamable(job: Job) -> SourceInfo | None:
@@ -98,7 +98,24 @@ def run_streamed(job: Job, source: SourceInfo, data: Source | None) -> Module:
     model = blueprint.model
     processor = job.load_processor(model)
     loader = job.load_data(model, processor, data)
-    batches = None if loader is None else list(loader)
+    return run_blueprint(job, blueprint, processor, None if loader is None else list(loader))
+
+
+def run_blueprint(
+    job: Job, blueprint: Blueprint, processor: Any = None, batches: Sequence[Any] | None = None
+) -> Module:
+    """Compress a model that was built without its weights into a checkpoint.
+
+    Args:
+        job: what to do.
+        blueprint: the model, on which nothing was loaded yet.
+        processor: written beside the weights; the source's files if ``None``.
+        batches: calibration batches.
+
+    Returns:
+        As :func:`run_streamed`.
+    """
+    args, model = job.model_args, blueprint.model
     weights = BlockWeights(blueprint, list(find_blocks(model).values()))
     limits = Limits(job.run_args.max_memory)
     weights.device = limits.choose_device(weights, args.device)
@@ -265,6 +282,7 @@ class _Run:
             dtype=self.blueprint.dtype,
             device=self.weights.device,
             output={
+                "class": type(self.blueprint.model).__name__,
                 "save_compressed": job.model_args.save_compressed,
                 "tie_word_embeddings": job.model_args.tie_word_embeddings,
                 "processor": str(processor_directory(processor) or processor)

@@ -34,11 +34,10 @@ from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.granularity import Plan, Unit, make_plan
-from llmcompressor.pipelines.model_runs import model_device, model_dtype
+from llmcompressor.pipelines.model_runs import model_device
 from llmcompressor.pipelines.residency import Residency
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
 from llmcompressor.progress import Advance, progress
-from llmcompressor.threads import ThreadPacer
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -229,7 +228,6 @@ class _SequentialRun:
         )
         originals = OriginalWeights(len(self.batches), self.order.calls)
         with (
-            ThreadPacer(device, model_dtype(self.model)) as pacer,
             PausedForward(self._targets(), self._passes()) as forward,
             contextlib.nullcontext() if self.residency is None else self.residency.watching(),
         ):
@@ -238,7 +236,7 @@ class _SequentialRun:
                 for member in unit.others:
                     forward.release(member)
             hooks = EarlyHooks(forward)
-            stepper = _Stepper(self, forward, store, originals, hooks, units, pacer)
+            stepper = _Stepper(self, forward, store, originals, hooks, units)
             try:
                 for unit in units.values():
                     hooks.watch([unit.stop] if unit.runs_twice else unit.others)
@@ -328,7 +326,6 @@ class _Stepper:
     originals: OriginalWeights
     hooks: EarlyHooks
     units: Mapping[Module, Unit]
-    pacer: ThreadPacer
 
     def next_stop(self) -> Stop | None:
         """Start what was not started, one batch at a time, and look who waits first."""
@@ -422,7 +419,6 @@ class _Stepper:
     def _send_on(self, one: Pass, *, hooks_on: bool = False) -> None:
         """Let ``one`` run the module that it waits at, and on to its next stop."""
         assert one.module is not None
-        self.pacer.pace()
         self.store.fetch(one)
         inside = self._inside(one, one.module, hooks_on)
         self._around(one, partial(self.forward.resume, one, inside))

@@ -4,7 +4,7 @@ r"""What GPTQ takes, by counting: for C columns, R rows of all Linears with one 
 =====================================  ==========================================  ==============
 step                                   multiply-adds                               further bytes
 =====================================  ==========================================  ==============
-second moments                         T C² · 10/16 (block rows of a triangle)     4 C²
+second moments                         T C² · 36/64 (block rows of a triangle)     4 C²
 cross products (twin streams)          T C²                                        4 C²
 correction (twin streams)              C³/3 + 2 R C²                               less than below
 factorization                          C³/3 + C³/2                                 16 C² + 4 R C
@@ -52,7 +52,7 @@ def effort_of(weights: Sequence[Tensor], *, twin: bool, refinements: int) -> Eff
     refining = 25 * elements if refinements else 0
     workspace = max(16 * square + 4 * elements, 4 * square + 12 * elements, refining)
     return Effort(
-        gram=square * 10 // 16,
+        gram=square * 36 // 64,
         cross=square if twin else 0,
         solve=solve,
         visits=elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT),

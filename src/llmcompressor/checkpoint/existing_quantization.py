@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint that is quantized in part: what is, stays, and its configuration is kept.
+
+The schemes of two runs stand in one ``quantization_config``. Each module must find its own scheme
+in it and no other, so a target that would also reach a module of the other run (``Linear`` does)
+gives way to the names of the modules that it meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.utils.match import match_name, match_targets
+from torch.nn import Module
+
+from llmcompressor.checkpoint.source import quantization_method, quantized_error
+from llmcompressor.errors import CheckpointError
+
+__all__ = ["existing_quantization", "merge_quantization"]
+
+_METHODS = ("compressed-tensors", "compressed_tensors")
+_COMPRESSED = "compressed"
+_REGEX = "re:"
+_NOT_KEPT = ("transform_config", "sparsity_config")
+
+
+def existing_quantization(model: str, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ``quantization_config`` of a checkpoint that is quantized in part; ``None`` without.
+
+    Args:
+        model: where it is.
+        config: its ``config.json``.
+
+    Raises:
+        CheckpointError: another method has quantized it, or something in it cannot be kept.
+    """
+    method = quantization_method(config)
+    if method is None:
+        return None
+    found = config.get("quantization_config") or config.get("compression_config")
+    if method not in _METHODS or not isinstance(found, Mapping):
+        raise quantized_error(model, method)
+    problems = [f"a {name}" for name in _NOT_KEPT if found.get(name)]
+    if found.get("quantization_status") != _COMPRESSED:
+        problems.append(f"the status {found.get('quantization_status')!r}")
+    if problems:
+        raise CheckpointError(
+            f"The model {model} is quantized already, with {problems[0]}, which another scheme "
+            "beside it cannot keep.",
+            "Compress the original, unquantized model.",
+        )
+    return found
+
+
+def merge_quantization(
+    new: Mapping[str, Any],
+    modules: Mapping[str, Module],
+    old: Mapping[str, Any],
+    compressed: Mapping[str, Module],
+) -> dict[str, Any]:
+    """One configuration for the modules of two.
+
+    Args:
+        new: what this run writes.
+        modules: its modules, by name.
+        old: what the source has.
+        compressed: modules that were quantized before, by name; stand-ins of their classes do.
+
+    Returns:
+        The groups of both, those of the source first.
+
+    Raises:
+        CheckpointError: the source does not say how one of its modules is quantized.
+    """
+    before = _Groups(old, compressed)
+    after = _Groups(new, modules)
+    groups = before.apart_from(modules)
+    taken = set(groups)
+    for number, group in enumerate(after.apart_from(compressed).values(), start=len(groups)):
+        name = next(name for name in _names(number) if name not in taken)
+        taken.add(name)
+        groups[name] = group
+    both = {**compressed, **modules}
+    ignore = old.get("ignore") or ()
+    wrong = _Targets(ignore).reaches(both)
+    kept = [entry for entry in ignore if entry not in wrong]
+    formats = {group["format"] for group in groups.values() if group.get("format")}
+    mixed = CompressionFormat.mixed_precision.value
+    return {
+        **new,
+        "config_groups": groups,
+        "format": mixed if len(formats) > 1 else next(iter(formats), new["format"]),
+        "kv_cache_scheme": old.get("kv_cache_scheme"),
+        "ignore": list(dict.fromkeys([*new["ignore"], *kept])),
+    }
+
+
+class _Targets:
+    """Targets or ignore entries, as compressed-tensors reads them.
+
+    Written configurations may list every module, so that names are looked up, not gone through.
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self._plain = set(entries)
+        self._patterns = sorted(entry for entry in self._plain if entry.startswith(_REGEX))
+
+    def first(self, name: str, module: Module) -> str | None:
+        """The entry that counts for a module: a name before a pattern before a class."""
+        if name in self._plain:
+            return name
+        found = match_targets(name, module, self._patterns)
+        return found[0] if found else self._class(module)
+
+    def reaches(self, modules: Mapping[str, Module]) -> set[str]:
+        """The entries that mean any of some modules."""
+        found = self._plain & set(modules)
+        found |= {str(self._class(one)) for one in modules.values()} & self._plain
+        for entry in self._patterns:
+            if any(match_name(name, entry) for name in modules):
+                found.add(entry)
+        return found
+
+    def _class(self, module: Module) -> str | None:
+        names = [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, Module)]
+        return next((name for name in names if name in self._plain), None)
+
+
+class _Groups:
+    """The groups of one configuration and their members."""
+
+    def __init__(self, config: Mapping[str, Any], modules: Mapping[str, Module]) -> None:
+        overall = config.get("format")
+        overall = None if overall == CompressionFormat.mixed_precision.value else overall
+        self._groups: dict[str, dict[str, Any]] = {
+            name: {**group, "format": group.get("format") or overall}
+            for name, group in config["config_groups"].items()
+        }
+        self._members: dict[str, dict[str, Module]] = {name: {} for name in self._groups}
+        self._assign(modules, _Targets(config.get("ignore") or ()))
+
+    def _assign(self, modules: Mapping[str, Module], ignore: _Targets) -> None:
+        by_target = {
+            target: name for name, group in self._groups.items() for target in group["targets"]
+        }
+        targets = _Targets(by_target)
+        for name, module in modules.items():
+            found = targets.first(name, module)
+            if found is None or ignore.first(name, module) is not None:
+                raise CheckpointError(
+                    f"The tensors of {name} are quantized, and the quantization_config does not "
+                    "say how.",
+                    "Compress the original, unquantized model.",
+                )
+            self._members[by_target[found]][name] = module
+
+    def apart_from(self, others: Mapping[str, Module]) -> dict[str, dict[str, Any]]:
+        """The groups with targets that reach none of other modules; without empty ones."""
+        apart = {}
+        for name, group in self._groups.items():
+            too_wide = _Targets(group["targets"]).reaches(others)
+            targets = [target for target in group["targets"] if target not in too_wide]
+            if too_wide:
+                kept, members = _Targets(targets), self._members[name]
+                targets += [one for one in members if kept.first(one, members[one]) is None]
+            if targets:
+                apart[name] = {**group, "targets": targets}
+        return apart
+
+
+def _names(first: int) -> Iterable[str]:
+    number = first
+    while True:
+        yield f"group_{number}"
+        number += 1

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``model_free_ptq``: quantize a checkpoint whose model class nobody has to know."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from torch import nn
+from torch.nn import Linear, Module
+
+from llmcompressor.checkpoint.blueprint import Blueprint
+from llmcompressor.checkpoint.existing_quantization import existing_quantization
+from llmcompressor.checkpoint.expert_stacks import ExpertStack, find_stacks, split_stacks
+from llmcompressor.checkpoint.hub import fetch
+from llmcompressor.checkpoint.source import SourceInfo, inspect_source, is_hub_id
+from llmcompressor.checkpoint.tree_model import TreeModel, build_tree
+from llmcompressor.entrypoints.job import Job
+from llmcompressor.entrypoints.streamed import run_blueprint
+from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.matching import matches, matches_name, near_matches, unmatched
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.recipe import Recipe
+from llmcompressor.schemes.assign import is_empty, listed
+from llmcompressor.schemes.resolve import ResolvedSchemes
+
+__all__ = ["model_free_ptq"]
+
+_LINEAR = ["Linear"]
+
+
+def model_free_ptq(
+    model_stub: str | os.PathLike[str],
+    save_directory: str | os.PathLike[str],
+    scheme: str | QuantizationScheme | Mapping[str, Any] | None = None,
+    ignore: str | Iterable[str] = (),
+    max_workers: int = 1,
+    device: str | torch.device | Sequence[str | torch.device] | None = None,
+    converter: None = None,
+    *,
+    config: QuantizationConfig | Mapping[str, Any] | None = None,
+    resume: str = "auto",
+    max_memory: Any = None,
+    verify: bool = True,
+    overwrite: bool = False,
+) -> Path:
+    """Round the weights of a checkpoint to nearest, from its files alone.
+
+    No model class is looked for and no code of the checkpoint is run: ``config.json`` is carried
+    over, and what a tensor is is read from its name and shape. So it works for architectures
+    that nothing installed here knows, and it cannot do what needs a forward: calibrate.
+
+    Args:
+        model_stub: the checkpoint: a folder with safetensors, or an id on the hub.
+        save_directory: where to write; it appears when it is complete.
+        scheme: a preset's name, or one scheme. Without targets of its own it applies to
+            ``Linear``: every two-dimensional ``X.weight`` where X does not end in ``norm`` and is
+            not called like an embedding.
+        ignore: modules that stay as they are: names, ``re:`` patterns, class names.
+        max_workers: accepted for old scripts. Reading, computing and writing overlap in any
+            case, and the memory in use does not depend on it.
+        device: where to compute; an accelerator if there is one, else the CPU.
+        converter: only ``None``.
+        config: instead of ``scheme``, several: a ``QuantizationConfig``, the same as a mapping,
+            or a mapping from names of groups to schemes.
+        resume: ``"auto"`` continues a run that was broken off, ``"never"`` throws its progress
+            away, ``"must"`` refuses to begin without one.
+        max_memory: the most memory to use, such as ``"40GiB"`` for the host, or by device.
+        verify: read the written files again and check them.
+        overwrite: replace the checkpoint that ``save_directory`` holds.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InputError: one of many things that the user can mend; nothing has been written then.
+        NonFiniteError: a weight holds NaN or infinity.
+
+    Example::
+
+        model_free_ptq("./new-model", "./new-model-FP8", "FP8_BLOCK", ignore=["re:.*gate$"])
+    """
+    _check_unused(max_workers, converter)
+    fields = _fields(scheme, config, ignore)
+    modifier = QuantizationModifier(**fields)
+    resolved = modifier.resolve_quantization_config()
+    _check_needs_no_data(modifier, resolved)
+    job = Job(
+        Path(save_directory),
+        None,
+        model=os.fspath(model_stub),
+        recipe=modifier,
+        device=_device(device),
+        resume=resume,
+        max_memory=max_memory,
+        verify=verify,
+        overwrite=overwrite,
+    )
+    source = _inspect(os.fspath(model_stub))
+    blueprint = _blueprint(source, resolved)
+    fields["ignore"] = _ignored(blueprint.model, resolved)
+    job.recipe = Recipe.from_modifiers(QuantizationModifier(**fields))
+    run_blueprint(job, blueprint)
+    assert job.output_dir is not None
+    return job.output_dir
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def _check_unused(max_workers: Any, converter: Any) -> None:
+    if isinstance(max_workers, bool) or not isinstance(max_workers, int) or max_workers < 1:
+        raise ArgumentError(
+            f"The argument 'max_workers' cannot be {max_workers!r}.",
+            "Give a whole number of at least 1, or leave it out.",
+        )
+    if converter is not None:
+        raise ArgumentError(
+            f"The argument 'converter' is a {type(converter).__name__}, and checkpoints are read "
+            "as they are.",
+            "Convert the checkpoint first, and leave converter out.",
+        )
+
+
+def _device(given: Any) -> str | None:
+    """One device; of several the first, since blocks come one after another."""
+    several = [given] if isinstance(given, str | torch.device) else given
+    if several is None:
+        return None
+    try:
+        devices = [torch.device(one) for one in several]
+    except (RuntimeError, TypeError, ValueError):
+        devices = []
+    if not devices:
+        raise ArgumentError(
+            f"The argument 'device' cannot be {given!r}.", 'Give a device such as "cuda:0".'
+        )
+    if len(devices) > 1:
+        logger.warning(f"One device computes, {devices[0]}: the blocks come one after another.")
+    return str(devices[0])
+
+
+def _fields(scheme: Any, config: Any, ignore: str | Iterable[str]) -> dict[str, Any]:
+    """The fields of the modifier."""
+    if (scheme is None) == (config is None):
+        given = "Neither of them was" if scheme is None else "Both were"
+        raise ArgumentError(
+            f"One of 'scheme' and 'config' says how to quantize. {given} given.",
+            'Give a preset, scheme="FP8_DYNAMIC", or several groups in config.',
+        )
+    ignored = [ignore] if isinstance(ignore, str) else list(ignore)
+    if isinstance(scheme, QuantizationScheme):
+        return {"config_groups": {"group_0": _targeted(scheme)}, "ignore": ignored}
+    if scheme is not None:
+        return {"scheme": scheme, "targets": _LINEAR, "ignore": ignored}
+    groups, more = _groups(config)
+    return {"config_groups": groups, "ignore": list(dict.fromkeys([*ignored, *more]))}
+
+
+def _groups(config: Any) -> tuple[dict[str, Any], list[str]]:
+    """The groups and the ignore list of a configuration."""
+    if isinstance(config, QuantizationConfig):
+        config = config.model_dump()
+    if not isinstance(config, Mapping):
+        raise ArgumentError(
+            f"The argument 'config' is a {type(config).__name__}.",
+            "Give a QuantizationConfig, or a mapping with config_groups.",
+        )
+    if "config_groups" not in config:
+        return {name: _targeted(group) for name, group in config.items()}, []
+    for name in ("kv_cache_scheme", "transform_config"):
+        if config.get(name):
+            raise ArgumentError(
+                f"The config has a {name}, which weights alone do not tell.", "Use oneshot for it."
+            )
+    groups = config["config_groups"] or {}
+    return {name: _targeted(group) for name, group in groups.items()}, list(
+        config.get("ignore") or []
+    )
+
+
+def _targeted(group: Any) -> Any:
+    """A group that applies to Linears if it does not say to what."""
+    if isinstance(group, QuantizationScheme) and not group.targets:
+        return group.model_copy(update={"targets": _LINEAR})
+    if isinstance(group, Mapping) and not group.get("targets"):
+        return {**group, "targets": _LINEAR}
+    return group
+
+
+def _check_needs_no_data(modifier: QuantizationModifier, resolved: ResolvedSchemes) -> None:
+    if modifier.requires_calibration_data:
+        raise ArgumentError(
+            "The scheme has scales of activations, or an observer of inputs, that calibration "
+            "data has to run through the model for.",
+            "Use one for weights alone or with dynamic activations, such as FP8_DYNAMIC, "
+            "FP8_BLOCK, W4A16 or NVFP4A16, or use oneshot with a dataset.",
+        )
+    for name, group in resolved.groups.items():
+        if group.weights is None and not is_empty(group):
+            raise ArgumentError(
+                f"The scheme {name!r} quantizes no weights, and there is nothing else in a "
+                "checkpoint to quantize.",
+                "Give it weights, or use oneshot.",
+            )
+
+
+# ---------------------------------------------------------------------- the checkpoint
+
+
+def _inspect(model: str) -> SourceInfo:
+    folder = fetch(model) if is_hub_id(model) else model
+    source = inspect_source(folder, allow_quantized=True)
+    if not source.tensors:
+        raise CheckpointError(
+            f"The folder {folder} holds no safetensors files.",
+            "Save the model with save_pretrained of transformers, and use that.",
+        )
+    return source
+
+
+def _blueprint(source: SourceInfo, resolved: ResolvedSchemes) -> Blueprint:
+    """The tree of the checkpoint's modules; stacks of experts that are meant are taken apart."""
+    stacks = find_stacks(source.tensors)
+    meant = [one for one in stacks if _is_meant(one, resolved)]
+    if meant:
+        count = sum(one.experts for one in meant)
+        logger.info(f"{count} experts are stored in {len(meant)} stacks: each gets its own name.")
+    kept = [one.name for one in stacks if one not in meant]
+    if kept:
+        logger.info(f"Left as they are: the experts of {listed(kept)}.")
+    existing = existing_quantization(str(source.directory), source.config)
+    blueprint = build_tree(source, split_stacks(source.tensors, meant), existing)
+    assert isinstance(blueprint.model, TreeModel)
+    if blueprint.model.compressed:
+        logger.info(f"Quantized already, and kept: {listed(blueprint.model.compressed)}.")
+    return blueprint
+
+
+def _is_meant(stack: ExpertStack, resolved: ResolvedSchemes) -> bool:
+    """Whether any expert of a stack would be quantized if it were a module."""
+    if any(matches_name(name, entry) for name in stack.whole for entry in resolved.ignore):
+        return False
+    stand_in = Linear(1, 1, device="meta")
+    return any(
+        _matches_any(name, stand_in, resolved.targets)
+        and not _matches_any(name, stand_in, resolved.ignore)
+        for name in stack.modules
+    )
+
+
+def _matches_any(name: str, module: Module, targets: Iterable[str]) -> bool:
+    return any(matches(name, module, target) for target in targets)
+
+
+def _ignored(model: nn.Module, resolved: ResolvedSchemes) -> list[str]:
+    """The ignore list, with what may be an embedding and was not asked for by name.
+
+    Raises:
+        TargetError: a plain name that is nearly that of a module.
+    """
+    assert isinstance(model, TreeModel)
+    for entry in unmatched(model, resolved.ignore):
+        hint = "" if entry.startswith("re:") else near_matches(model, entry)
+        if hint:
+            raise TargetError(
+                f"The ignore entry {entry!r} matches no module of the checkpoint.", hint
+            )
+    named = [
+        name
+        for name in (*model.doubtful, *model.tied)
+        if any(matches_name(name, target) for target in resolved.targets)
+    ]
+    ignored = {
+        name
+        for name in (*model.doubtful, *model.tied)
+        if _matches_any(name, model.get_submodule(name), resolved.ignore)
+    }
+    _refuse_tied([name for name in model.tied if name in named and name not in ignored])
+    left = [name for name in (*model.doubtful, *model.tied) if name not in {*named, *ignored}]
+    if left:
+        logger.info(
+            f"Left unquantized: {listed(left)}; a norm, tied to an embedding, or like one. To "
+            "quantize what is not tied, target it by name."
+        )
+    return [*resolved.ignore, *left]
+
+
+def _refuse_tied(heads: Sequence[str]) -> None:
+    if heads:
+        raise TargetError(
+            f"{listed(heads)} is tied to the embedding by config.json, so that readers do not look "
+            "at the weight that is stored for it.",
+            "Ignore it, or set tie_word_embeddings to false in config.json.",
+        )
