@@ -57,6 +57,7 @@ def invented(*, transposed: bool = False) -> dict[str, Tensor]:
         "trunk.tok_embeddings.weight": random(WORDS, HIDDEN),
         "trunk.final_norm.weight": random(HIDDEN),
         "trunk.steps": torch.arange(3),
+        "trunk.patch_embedding.weight": random(HIDDEN, HIDDEN),
         "lm_head.weight": random(WORDS, HIDDEN),
     }
     for number in range(2):

@@ -5,7 +5,8 @@ Such a tree has no forward. It is enough for what works on weights alone: a modu
 kind, and which modules lie in which block. What a name tells:
 
 - ``X.weight`` with two dimensions is a Linear; one is not meant if X ends in ``norm``;
-- it is an Embedding where X is called so (``embed_tokens``, ``wte``, …);
+- it is an Embedding where X is called so (``embed_tokens``, ``wte``, …); one is not meant where
+  X is called nearly so;
 - ``X.weight`` with three to five dimensions is a convolution, unless X is below ``experts``;
 - ``X.3.…`` is one of several blocks, of which the outermost are loaded one by one.
 
@@ -35,8 +36,11 @@ from llmcompressor.errors import CheckpointError
 __all__ = ["TreeModel", "build_tree"]
 
 _EMBEDDING = re.compile(
-    r"(?:.*_)?(?:embed|embeds|embedding|embeddings|emb|wte|wpe|embed_tokens|tok_embeddings)"
-    r"(?:_(?:tokens|positions|in|table))?"
+    r"emb|embeds?|embeddings?|embed_(?:in|tokens|positions)|wte|wpe|tok_embeddings"
+    r"|(?:words?|tokens?|token_type|positions?|input)_embeddings?"
+)
+_LIKE_EMBEDDING = re.compile(
+    r"(?!.*proj)(?:.*_)?emb(?:ed(?:ding)?s?)?(?:_.*)?|relative_attention_bias"
 )
 _HEAD = re.compile(r"(?:.*_)?(?:head|unembed|unembedding|embed_out|output|logits)(?:_.*)?")
 _QUANTIZED = re.compile(
@@ -84,7 +88,7 @@ class TreeModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transforme
         dtype: what its configuration says, or most of its tensors have.
 
     Attributes:
-        doubtful: Linears that are norms or may be embeddings: not to be quantized unless they
+        doubtful: Linears that may be norms or embeddings: not to be quantized unless they
             are named.
         tied: heads that the configuration ties to an embedding: not to be quantized, because
             readers do not look at what is stored for them.
@@ -174,7 +178,7 @@ def build_tree(
                 model.compressed[path] = _stand_in(path.rpartition(".")[2])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"A tensor has a name that torch cannot hold: {error}.") from error
-    model.doubtful += _norms(model)
+    model.doubtful += _unlike_linears(model)
     _find_embeddings(model, facts)
     model.doubtful = list(dict.fromkeys(model.doubtful))
     model.train(mode=False)
@@ -294,20 +298,34 @@ def _stand_in(name: str) -> Linear | Embedding:
 
 
 def _is_embedding(name: str) -> bool:
-    """Whether a module is called like an embedding.
+    """Whether a module is called as embeddings are.
 
-    >>> [_is_embedding(name) for name in ("embed_tokens", "wte", "word_embeddings", "embed_out")]
-    [True, True, True, False]
+    >>> [_is_embedding(name) for name in ("embed_tokens", "wte", "embed_out", "patch_embedding")]
+    [True, True, False, False]
     """
-    return bool(_EMBEDDING.fullmatch(name)) and not _HEAD.fullmatch(name)
+    return bool(_EMBEDDING.fullmatch(name))
 
 
-def _norms(model: TreeModel) -> list[str]:
-    """Norms with a matrix, which readers that go by shapes take for a Linear."""
+def _is_like_embedding(name: str) -> bool:
+    """Whether a module may be an embedding, going by its name.
+
+    >>> names = "patch_embedding", "embed_tokens_per_layer", "embedding_projection", "embed_out"
+    >>> [_is_like_embedding(name) for name in names]
+    [True, True, False, False]
+    """
+    return bool(_LIKE_EMBEDDING.fullmatch(name)) and not _HEAD.fullmatch(name)
+
+
+def _unlike_linears(model: TreeModel) -> list[str]:
+    """Matrices of norms, and what is called nearly like an embedding.
+
+    They are Linears here, because readers that go by shapes take them for such.
+    """
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, Linear) and name.endswith("norm")
+        if isinstance(module, Linear)
+        and (name.endswith("norm") or _is_like_embedding(name.rpartition(".")[2]))
     ]
 
 
