@@ -48,9 +48,7 @@ def timed(action: Callable[[], object], *, cold: bool) -> float:
 
 
 def copy(source: Path, target: Path) -> None:
-    """``cp``, with its data on the disk when it is done."""
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
-    subprocess.run(["sync", "-f", str(target)], check=True)
 
 
 def write(target: Path, size: int) -> None:
@@ -178,7 +176,7 @@ def main() -> None:
         "# A run without data beside copying\n\n"
         f"{machine()}.\n\n"
         f"{given.blocks} blocks of 64 MiB, {size:.2f} GiB of bfloat16; seconds, the best of "
-        f"{given.repeat}. `cp` and `write` end when the disk has the data, as the run does. The "
+        f"{given.repeat}. `write` ends when the disk has the data, as the run does; `cp` before. The "
         "bound is twice `cp` and `write`, or the arithmetic where that is more. "
         "Written by `benchmarks/streaming.py`.\n\n"
         f"{table(header, rows)}\n"
