@@ -252,7 +252,7 @@ def test_the_operations_are_those_of_the_matrices(llama_folder: Path) -> None:
     matrices = 2 * hidden * hidden + 2 * hidden * (hidden // 2) + 3 * hidden * inner
 
     assert found.operations.forward == tokens * blocks * (matrices + hidden * length)
-    grams = 3 * (hidden**2 * 10 // 16) + inner**2 * 10 // 16
+    grams = 3 * (hidden**2 * 36 // 64) + inner**2 * 36 // 64
     assert found.operations.gram == tokens * blocks * grams
     assert found.operations.cross == 0
     assert found.operations.rounded == blocks * matrices

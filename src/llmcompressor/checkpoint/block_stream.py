@@ -88,6 +88,7 @@ class BlockStream:
         for entry in prediction.quantized:
             self._entries.setdefault(self._block_of(entry.name), []).append(entry)
         self.stage = 0
+        self._inside: list[str] = []
         self._intact = self._find_intact()
         self._done = {(stage, block) for stage, block in self._intact}
 
@@ -118,9 +119,8 @@ class BlockStream:
             self._put_scratch(self.stage - 1, block)
             return
         self._weights.load(block)
-        following = self._weights.after(block)
-        if following is not None:
-            self._weights.read_ahead(following)
+        self._inside.append(block)
+        self._read_ahead()
 
     def restore(self, block: str, modules: Collection[Module]) -> None:
         """Put modules of a block in place as an earlier run has left them in the present pass."""
@@ -136,6 +136,9 @@ class BlockStream:
             self._keep(block)
         self._weights.release(block)
         give_back_freed()
+        if block in self._inside:
+            self._inside.remove(block)
+            self._read_ahead()
 
     # ------------------------------------------------------------------ the end
 
@@ -181,6 +184,12 @@ class BlockStream:
             load_on_demand(module, partial(self._restorer.restore, name, folder))
 
     # ------------------------------------------------------------------ helpers
+
+    def _read_ahead(self) -> None:
+        """Begin to read the next block, unless two are there already."""
+        following = self._weights.after(self._inside[-1]) if len(self._inside) == 1 else None
+        if following is not None:
+            self._weights.read_ahead(following)
 
     def _keep(self, block: str) -> None:
         tensors = self._tensors_of(block)

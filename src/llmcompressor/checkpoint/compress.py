@@ -273,7 +273,7 @@ def _converter(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], T
     """From codes, held as floating values, to what the format stores."""
     weights = scheme.weights
     if scheme.format in _FP4_FORMATS:
-        return pack_e2m1
+        return lambda codes: pack_e2m1(codes + 0.0)  # a zero without a sign
     if scheme.format in _PLAIN_FORMATS:
         dtype = weights.pytorch_dtype()
         return lambda codes: codes.to(dtype)

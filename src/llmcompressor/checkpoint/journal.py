@@ -118,6 +118,7 @@ class Journal:
                 damaged += 1
         if damaged:
             logger.warning(f"{damaged} damaged line(s) of {self._file}: what they say is redone.")
+        if damaged or not self._file.read_bytes().endswith(b"\n"):
             self._mend()
         if self.fingerprint is None:
             raise OutputError(

@@ -342,8 +342,13 @@ class QuantizationMixin(Modifier):
     def planned(self, state: State) -> list[PlannedModule]:
         """The quantized modules with the parameters that they will have."""
         plans = []
+        alike: dict[Any, dict[str, Tensor]] = {}  # a model has few forms of modules
         for module, scheme in self._schemes.items():
-            tensors = planned_linear(module, scheme)
+            form = tuple((key, one.shape, one.dtype) for key, one in _own_parameters(module))
+            key = (type(module), form, id(scheme))
+            if key not in alike:
+                alike[key] = planned_linear(module, scheme)
+            tensors = alike[key]
             plans.append(PlannedModule(self._names[module], module, scheme, tensors))
         for module, name in self._attention.items():
             args, queries = self._attention_args(module)
@@ -431,3 +436,7 @@ class QuantizationMixin(Modifier):
         cache = self.resolve_quantization_config().kv_cache_scheme
         assert cache is not None
         return cache, False
+
+
+def _own_parameters(module: Module) -> list[tuple[str, Tensor]]:
+    return [(name, one) for name, one in module._parameters.items() if one is not None]

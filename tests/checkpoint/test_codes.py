@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codes found in pieces are those of the whole, packed as compressed-tensors packs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+from llmcompressor.checkpoint import codes as module
+from llmcompressor.checkpoint.codes import codes_of
+from llmcompressor.errors import InputError
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.packing import can_pack, pack_integers
+from llmcompressor.numerics.partition import Partition, quantize_matrix
+
+PARTITIONS = [
+    Partition(0, 0),
+    Partition(1, 0),
+    Partition(1, 32),
+    Partition(16, 32),
+    Partition(7, 9),
+]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
+@pytest.mark.parametrize("with_zero", [False, True])
+@pytest.mark.parametrize("rows", [5, 64, 113])
+def test_pieces_give_the_codes_of_the_whole(
+    partition: Partition, with_zero: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ELEMENTS", 300)
+    torch.manual_seed(0)
+    grid = Grid("int", 4, symmetric=not with_zero)
+    weight = torch.randn(rows, 96).to(torch.bfloat16)
+    shape = partition.shape(rows, 96)
+    scale = (torch.rand(shape) * 0.2 + 0.1).to(torch.bfloat16)
+    zero = torch.randint(-4, 4, shape, dtype=torch.int8) if with_zero else None
+    found = codes_of(weight, scale, zero, grid, partition, lambda one: one.to(torch.int8))
+    whole = quantize_matrix(weight, scale, zero, grid, partition).to(torch.int8)
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("columns", [8, 32, 96])
+def test_packed_as_compressed_tensors_packs(bits: int, columns: int) -> None:
+    half = 2 ** (bits - 1)
+    codes = torch.randint(-half, half, (17, columns), dtype=torch.int8)
+    assert torch.equal(pack_integers(codes, bits), pack_to_int32(codes, bits))
+
+
+@pytest.mark.parametrize(("columns", "bits"), [(12, 4), (32, 3), (6, 8)])
+def test_what_does_not_fill_words_is_left_to_others(columns: int, bits: int) -> None:
+    assert not can_pack(columns, bits)
+    with pytest.raises(InputError):
+        pack_integers(torch.zeros(2, columns, dtype=torch.int8), bits)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From checkpoint to checkpoint, block by block: the same files as with the model in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_models as small
+import torch
+from huggingface_hub import constants
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from llmcompressor import oneshot
+from llmcompressor.checkpoint.block_weights import BlockWeights
+from llmcompressor.entrypoints import oneshot as module
+from llmcompressor.errors import ArgumentError
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": small.VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "dtype": torch.bfloat16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def gpt2() -> PreTrainedModel:
+    config = GPT2Config(
+        vocab_size=small.VOCABULARY, n_embd=128, n_layer=3, n_head=4, n_positions=64
+    )
+    return GPT2LMHeadModel(config)
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: small.llama(num_hidden_layers=3),
+    "tied": lambda: small.llama(num_hidden_layers=3, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=32)),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2)
+    ),
+    "gpt2": gpt2,
+}
+RECIPES: dict[str, Callable[[], Any]] = {
+    "W4A16": lambda: QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
+    "W4A16_ASYM": lambda: QuantizationModifier(
+        targets="Linear", scheme="W4A16_ASYM", ignore=["lm_head"]
+    ),
+    "FP8_DYNAMIC": lambda: QuantizationModifier(
+        targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"]
+    ),
+    "NVFP4A16": lambda: QuantizationModifier(
+        targets="Linear", scheme="NVFP4A16", ignore=["lm_head"]
+    ),
+    "FP8": lambda: QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"]),
+    "GPTQ": lambda: GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
+    "two": lambda: [
+        GPTQModifier(targets=["re:.*mlp.*proj"], scheme="W4A16"),
+        QuantizationModifier(targets=["re:.*self_attn.*_proj"], scheme="FP8"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            torch.manual_seed(0)
+            made[name] = tmp_path_factory.mktemp("models") / name
+            model = MODELS[name]().to(torch.bfloat16)
+            model.save_pretrained(made[name], max_shard_size="300KB")
+        return made[name]
+
+    return of
+
+
+def both_ways(
+    folder: Path, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any
+) -> tuple[Path, Path, Any]:
+    """The output of a streamed run, of one in memory, and the model that the first returned."""
+    calls: list[str] = []
+    load = BlockWeights.load
+    monkeypatch.setattr(
+        BlockWeights, "load", lambda self, name: (calls.append(name), load(self, name))[1]
+    )
+    given = {"dataset": small.token_rows(), "max_seq_length": 16, **arguments}
+    streamed = oneshot(
+        model=str(folder), recipe=RECIPES[recipe](), output_dir=tmp_path / "streamed", **given
+    )
+    assert len(calls) > 1, "it was to be streamed"
+    calls.clear()
+    monkeypatch.setattr(module, "streamable", lambda job: None)
+    oneshot(model=str(folder), recipe=RECIPES[recipe](), output_dir=tmp_path / "memory", **given)
+    assert not calls, "it was to be in memory"
+    return tmp_path / "streamed", tmp_path / "memory", streamed
+
+
+CASES = [
+    *(("llama", recipe) for recipe in RECIPES),
+    ("tied", "GPTQ"),
+    ("qwen3", "FP8_DYNAMIC"),
+    ("mixtral", "FP8"),
+    ("mixtral", "GPTQ"),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_the_files_are_those_of_a_run_in_memory(
+    name: str,
+    recipe: str,
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streamed, memory, model = both_ways(folders(name), recipe, tmp_path, monkeypatch)
+    assert small.tree(streamed) == small.tree(memory)
+    reader = AutoModelForCausalLM.from_pretrained(streamed, dtype="auto").eval()
+    with torch.no_grad():
+        assert torch.equal(model(small.probe()).logits, reader(small.probe()).logits)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"save_compressed": False}, {"tie_word_embeddings": False}, {"precision": "float32"}],
+    ids=lambda given: next(iter(given)),
+)
+def test_arguments_mean_the_same(
+    arguments: dict[str, Any],
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streamed, memory, _ = both_ways(folders("tied"), "W4A16", tmp_path, monkeypatch, **arguments)
+    assert small.tree(streamed) == small.tree(memory)
+
+
+def test_two_blocks_are_in_memory_at_most(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """The one that is written, and the one that the batches have come to."""
+    from llmcompressor.checkpoint.block_stream import BlockStream
+
+    seen: list[int] = []
+    leave = BlockStream.leave
+
+    def counting(self: BlockStream, block: str) -> None:
+        full = [
+            name
+            for one, name in self.names.items()
+            if not any(parameter.is_meta for parameter in one.parameters())
+        ]
+        seen.append(len(full))
+        leave(self, block)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(BlockStream, "leave", counting)
+        oneshot(
+            model=str(folders("llama")),
+            recipe=RECIPES["GPTQ"](),
+            dataset=small.token_rows(),
+            max_seq_length=16,
+            output_dir=tmp_path / "output",
+        )
+    assert seen == [2, 2, 1]
+
+
+def test_what_is_returned_is_a_whole_model(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    model: Any = oneshot(
+        model=str(folders("llama")), recipe=RECIPES["W4A16"](), output_dir=tmp_path / "output"
+    )
+    twin = copy.deepcopy(model)
+    state = model.state_dict()
+    assert not any(tensor.is_meta for tensor in state.values())
+    assert sum(1 for _ in twin.parameters()) == sum(1 for _ in model.parameters())
+    again = model.to(torch.float32)
+    ids = again.generate(small.probe()[:1], max_new_tokens=3, do_sample=False)
+    assert ids.shape[1] == small.probe().shape[1] + 3
+
+
+def test_a_model_of_the_hub(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the hub's cache has it; there is no hub."""
+    cache = tmp_path / "cache"
+    repository = cache / "models--some-owner--some-model"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    snapshot.symlink_to(folders("llama"), target_is_directory=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    oneshot(
+        model="some-owner/some-model",
+        recipe=RECIPES["W4A16"](),
+        output_dir=tmp_path / "hub",
+        cache_dir=str(cache),
+    )
+    oneshot(model=str(folders("llama")), recipe=RECIPES["W4A16"](), output_dir=tmp_path / "folder")
+    one, other = small.tree(tmp_path / "hub"), small.tree(tmp_path / "folder")
+    assert one["model.safetensors"] == other["model.safetensors"]
+    assert one["config.json"] == other["config.json"]
+
+
+@pytest.mark.parametrize("limit", ["100GiB", {"cpu": "100GiB"}, {0: "1GiB", "cpu": 10**11}])
+def test_a_limit_that_is_enough(limit: Any, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    for name, given in (("limited", {"max_memory": limit}), ("free", {})):
+        oneshot(
+            model=str(folders("llama")),
+            recipe=RECIPES["W4A16"](),
+            output_dir=tmp_path / name,
+            **given,
+        )
+    assert small.tree(tmp_path / "limited") == small.tree(tmp_path / "free")
+
+
+def test_a_limit_without_room_for_a_block(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="Allow at least"):
+        oneshot(
+            model=str(folders("llama")),
+            recipe=RECIPES["W4A16"](),
+            output_dir=tmp_path / "output",
+            max_memory="10MiB",
+        )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("limit", ["lots", {"tpu": "1GiB"}, "0=1GiB,1", -1])
+def test_a_limit_that_is_none(limit: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="max_memory"):
+        oneshot(model="model", recipe=RECIPES["W4A16"](), max_memory=limit)
+
+
+def test_a_model_without_weights_is_refused(folders: Callable[[str], Path]) -> None:
+    config = AutoConfig.from_pretrained(folders("llama"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ArgumentError, match="on the meta device"):
+        oneshot(model=model, recipe=RECIPES["W4A16"]())
