@@ -4,8 +4,8 @@
     benchmarks/memory.py [--blocks 8 16 32 64] [--output benchmarks/results/memory.md]
 
 Each model has random weights and blocks of 64 MiB; the largest takes 4 GiB on disk.  Each run is
-a process of its own.  What is given is its peak resident memory above what it had once everything
-was imported, and the time.
+a process of its own.  What is given is its peak resident memory, how much of that came after
+everything was imported, and the time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ JOBS = {
     "RTN, W4A16": ("QuantizationModifier", "W4A16", False),
     "FP8 dynamic": ("QuantizationModifier", "FP8_DYNAMIC", False),
     "FP8 static": ("QuantizationModifier", "FP8", True),
+    "GPTQ, W8A16": ("GPTQModifier", "W8A16", True),
     "GPTQ, W4A16": ("GPTQModifier", "W4A16", True),
 }
 
@@ -99,7 +100,8 @@ def run(job: dict) -> dict[str, float]:
     before = resident()["peak"]
     started = time.perf_counter()
     oneshot(model=job["model"], recipe=recipe, output_dir=job["output"], **arguments)
-    return {"above": resident()["peak"] - before, "seconds": time.perf_counter() - started}
+    peak = resident()["peak"]
+    return {"peak": peak, "above": peak - before, "seconds": time.perf_counter() - started}
 
 
 def measure(name: str, model: Path, work: Path) -> dict[str, float]:
@@ -149,14 +151,13 @@ def main() -> None:
             size = write_model(model, blocks) / 2**30
             for name in given.jobs:
                 one = measure(name, model, Path(folder))
-                found[name].append(one["above"])
-                rows.append(
-                    [name, blocks, f"{size:.2f}", f"{one['above']:.0f}", f"{one['seconds']:.1f}"]
-                )
+                found[name].append(one["peak"])
+                figures = (f"{one[key]:.0f}" for key in ("peak", "above", "seconds"))
+                rows.append([name, blocks, f"{size:.2f}", *figures])
                 print(*rows[-1], flush=True)
             shutil.rmtree(model)
     rows.sort(key=lambda row: (list(JOBS).index(row[0]), row[1]))
-    header = ["job", "blocks", "model, GiB", "peak above the imports, MiB", "seconds"]
+    header = ["job", "blocks", "model, GiB", "peak, MiB", "above the imports, MiB", "seconds"]
     spread = [[name, f"{max(all_) / min(all_) - 1:.1%}"] for name, all_ in found.items()]
     text = (
         "# Peak memory by depth\n\n"

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from llmcompressor.errors import ArgumentError, did_you_mean
-from llmcompressor.logger import logger
 
 __all__ = ["OLD_NAMES", "parse_arguments"]
 
@@ -82,7 +81,7 @@ def _with_new_names(kwargs: Mapping[str, Any], known: set[str]) -> dict[str, Any
             continue
         if new is None:
             if value:
-                logger.warning(f"The argument {name!r} has no effect: {why}.")
+                _warn(f"The argument {name!r} has no effect: {why}.")
             continue
         if new not in known:
             raise _unknown(name, known)
@@ -91,7 +90,7 @@ def _with_new_names(kwargs: Mapping[str, Any], known: set[str]) -> dict[str, Any
                 f"The arguments {name!r} and {new!r} were both given, and they mean the same.",
                 f"Give only {new!r}.",
             )
-        logger.warning(f"The argument {name!r} is now called {new!r}.")
+        _warn(f"The argument {name!r} is now called {new!r}.")
         given[new] = value
     return given
 
@@ -110,3 +109,9 @@ def _check_required(cls: type, given: Mapping[str, Any]) -> None:
         )
         if field.init and required and field.name not in given:
             raise ArgumentError(f"The argument {field.name!r} is missing.", "It has no default.")
+
+
+def _warn(message: str) -> None:
+    from llmcompressor.logger import logger  # noqa: PLC0415  # --help is not to wait for loguru
+
+    logger.warning(message)
