@@ -61,6 +61,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "gpt2": gpt2,
 }
+_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 RECIPES: dict[str, Callable[[], Any]] = {
     "W4A16": lambda: QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
     "W4A16_ASYM": lambda: QuantizationModifier(
@@ -74,6 +75,10 @@ RECIPES: dict[str, Callable[[], Any]] = {
     ),
     "FP8": lambda: QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"]),
     "GPTQ": lambda: GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
+    "cache": lambda: QuantizationModifier(kv_cache_scheme=_CACHE),
+    "cache, some Linears": lambda: QuantizationModifier(
+        targets=["re:.*layers.1.mlp.*proj"], scheme="FP8", kv_cache_scheme=_CACHE
+    ),
     "two": lambda: [
         GPTQModifier(targets=["re:.*mlp.*proj"], scheme="W4A16"),
         QuantizationModifier(targets=["re:.*self_attn.*_proj"], scheme="FP8"),

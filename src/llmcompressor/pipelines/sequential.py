@@ -352,7 +352,7 @@ class _Stepper:
             return  # nobody needs what lies behind the last stop, the head for instance
         for one in stop.passes:
             if one.module is stop.module:  # original passes may have gone on already
-                self._send_on(one)
+                self._send_on(one, hooks_on=unit.is_gate)  # nothing ran inside a gate before
 
     def settle(self) -> None:
         """Let go of every block that all passes have left and that holds no stop any more."""
