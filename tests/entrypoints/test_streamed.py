@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,23 @@ def test_a_model_without_weights_is_refused(folders: Callable[[str], Path]) -> N
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ArgumentError, match="on the meta device"):
         oneshot(model=model, recipe=RECIPES["W4A16"]())
+
+
+def test_the_returned_model_stays_what_it_was(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its files are open: what becomes of the folder does not change it."""
+    given = {"model": str(folders("llama")), "output_dir": tmp_path / "output"}
+    first: Any = oneshot(recipe=RECIPES["W4A16"](), **given)
+    reader = AutoModelForCausalLM.from_pretrained(tmp_path / "output", dtype="auto").eval()
+    second: Any = oneshot(recipe=RECIPES["FP8_DYNAMIC"](), overwrite=True, **given)
+    shutil.rmtree(tmp_path / "output")
+    with torch.no_grad():
+        assert torch.equal(first(small.probe()).logits, reader(small.probe()).logits)
+        assert not torch.equal(second(small.probe()).logits, reader(small.probe()).logits)
+    trained = {name for name, one in first.named_parameters() if one.requires_grad}
+    memory: Any = oneshot(
+        model=AutoModelForCausalLM.from_pretrained(folders("llama"), dtype="auto"),
+        recipe=RECIPES["W4A16"](),
+    )
+    assert trained == {name for name, one in memory.named_parameters() if one.requires_grad}

@@ -315,3 +315,40 @@ def test_the_returned_model_is_usable(small: Path, tmp_path: Path) -> None:
     written = load_file(tmp_path / "output" / "model.safetensors")
     assert weights.keys() == written.keys()
     assert all(torch.equal(weights[name], written[name]) for name in written)
+
+
+@pytest.mark.parametrize("moved", [0, 1, 3])
+def test_killed_while_files_are_moved_into_a_mount_point(
+    moved: int, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that cannot be renamed over gets its files one by one, the configuration last."""
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name in ("whole", "output"))
+    for name in ("whole", "output"):
+        (tmp_path / name).mkdir()
+    call(small, tmp_path / "whole")
+    replace, left = Path.replace, [moved]
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.parent.name == "files":
+            left[0] -= 1
+            if left[0] < 0:
+                raise InterruptError
+        return replace(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed)
+        with pytest.raises(InterruptError):
+            call(small, tmp_path / "output")
+    assert not (tmp_path / "output" / "config.json").exists()
+    call(small, tmp_path / "output")
+    assert tree(tmp_path / "output") == tree(tmp_path / "whole")
+
+
+def test_what_was_moved_aside_goes_when_the_new_one_is_in_place(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call(small, tmp_path / "output")
+    (tmp_path / "output").rename(tmp_path / "output.old-vm-999999-0")
+    monkeypatch.setattr("llmcompressor.checkpoint.staging._owner", lambda: "vm-1")
+    call(small, tmp_path / "output", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "output"]

@@ -180,8 +180,10 @@ class BlockStream:
         Args:
             folder: where the checkpoint is now.
         """
+        reader = self._restorer.reader(folder)
+        reader.open_all()  # the folder may be moved, replaced or removed before it is read
         for module, name in self.names.items():
-            load_on_demand(module, partial(self._restorer.restore, name, folder))
+            load_on_demand(module, partial(self._restorer.restore_from, reader, name))
 
     # ------------------------------------------------------------------ helpers
 

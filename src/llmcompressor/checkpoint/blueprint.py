@@ -132,7 +132,7 @@ class _StandIn:
 def meta_parameter(tensor: Tensor) -> Parameter:
     """A parameter of the same shape and dtype, without data."""
     empty = torch.empty_like(tensor.detach().as_subclass(Tensor), device="meta")
-    return Parameter(empty, requires_grad=tensor.is_floating_point())
+    return Parameter(empty, requires_grad=tensor.requires_grad)
 
 
 def _plain_meta(model: Module) -> list[list[tuple[Module, str]]]:

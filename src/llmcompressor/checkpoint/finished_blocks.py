@@ -79,7 +79,6 @@ class FinishedBlocks:
                 names.append(name)
         return names
 
-    @torch.no_grad()
     def restore(self, block: str, folder: Path, modules: Collection[Module] | None = None) -> None:
         """Put a block in place.
 
@@ -88,20 +87,31 @@ class FinishedBlocks:
             folder: where the files are.
             modules: only these of its quantized modules; the whole block if ``None``.
         """
-        reader = TensorReader(headers_of(self._layout, folder))
+        reader = self.reader(folder)
         try:
-            packed: dict[str, dict[str, Tensor]] = {}
-            plain = {}
-            for name in self.names_of(block):
-                place, _, own = name.rpartition(".")
-                module = self._by_place.get(place)
-                if module is None:
-                    if modules is None:
-                        plain[name] = reader.read(name)
-                elif modules is None or self._entries[module].module in modules:
-                    packed.setdefault(module, {})[own] = reader.read(name)
+            self.restore_from(reader, block, modules)
         finally:
             reader.close()
+
+    def reader(self, folder: Path) -> TensorReader:
+        """Reads the checkpoint in ``folder``."""
+        return TensorReader(headers_of(self._layout, folder))
+
+    @torch.no_grad()
+    def restore_from(
+        self, reader: TensorReader, block: str, modules: Collection[Module] | None = None
+    ) -> None:
+        """As :meth:`restore`, by a reader whose files may be open already."""
+        packed: dict[str, dict[str, Tensor]] = {}
+        plain = {}
+        for name in self.names_of(block):
+            place, _, own = name.rpartition(".")
+            module = self._by_place.get(place)
+            if module is None:
+                if modules is None:
+                    plain[name] = reader.read(name)
+            elif modules is None or self._entries[module].module in modules:
+                packed.setdefault(module, {})[own] = reader.read(name)
         self._weights.put(plain, self._plain)
         for module, tensors in packed.items():
             self._unpack(self._entries[module], tensors)
@@ -122,4 +132,4 @@ class FinishedBlocks:
         for name, present in list(module._parameters.items()):
             if present is not None and name in values:
                 value = values[name].to(self._device, present.dtype).reshape(present.shape)
-                module._parameters[name] = Parameter(value, requires_grad=False)
+                module._parameters[name] = Parameter(value, requires_grad=present.requires_grad)

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ def differences(present: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iter
     now, then = dict(_flat(present)), dict(_flat(recorded))
     for name in {**then, **now}:
         if now.get(name) != then.get(name):
-            yield f"{name}: {_shown(then.get(name))} then, {_shown(now.get(name))} now"
+            old, new = _first_difference(then.get(name), now.get(name))
+            yield f"{name}: {_shown(old)} then, {_shown(new)} now"
 
 
 def sync_folder(folder: Path) -> None:
@@ -163,6 +165,16 @@ def _flat(items: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _first_difference(then: Any, now: Any) -> tuple[Any, Any]:
+    """Of two texts the first lines that differ."""
+    if not (isinstance(then, str) and isinstance(now, str)):
+        return then, now
+    for old, new in zip_longest(then.splitlines(), now.splitlines()):
+        if old != new:
+            return (old and old.strip()), (new and new.strip())
+    return then, now
 
 
 def _shown(value: Any) -> str:

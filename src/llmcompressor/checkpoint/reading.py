@@ -92,6 +92,15 @@ class TensorReader:
             digest.update(view)
         return data.view(self._dtype(header, name)).reshape(header.shape)
 
+    def open_all(self) -> None:
+        """Open every file now: it can be read from then on, whatever becomes of its name."""
+        for header in self._headers.values():
+            if header.file not in self._files:
+                self._files[header.file] = os.open(header.file, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Close the files."""
         for descriptor in self._files.values():

@@ -50,6 +50,7 @@ def check_output_dir(
     *,
     source: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    is_ours: bool = False,
 ) -> Path:
     """Refuse an output directory that could not be written at the end; touches nothing.
 
@@ -57,6 +58,7 @@ def check_output_dir(
         output_dir: where the checkpoint shall appear.
         source: the local directory the model was read from, if there is one.
         overwrite: a checkpoint that is already there may be replaced.
+        is_ours: what is there was written by a run that is to go on.
 
     Returns:
         The absolute path of the output directory.
@@ -69,7 +71,8 @@ def check_output_dir(
         raise OutputError(f"The output {target} is a file, not a directory.", _CHOOSE)
     if source is not None:
         _check_apart(target, _absolute(source))
-    if target.is_dir() and any(path != work_folder(target) for path in target.iterdir()):
+    in_use = target.is_dir() and any(path != work_folder(target) for path in target.iterdir())
+    if in_use and not is_ours:
         _check_replaceable(target, overwrite=overwrite)
     _check_writable(target)
     return target
@@ -147,6 +150,7 @@ def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
         _flush_one(target)
     else:
         _rename_over(folder, target)
+        _remove_stale(target.parent, target.name)
 
 
 @contextmanager
@@ -234,10 +238,13 @@ def _owner() -> str:
 def _remove_stale(folder: Path, name: str) -> None:
     """Delete what a killed run of this machine left behind."""
     host = _owner().rpartition("-")[0]
-    pattern = re.compile(rf"{re.escape(name)}\.partial-{host}-(\d+)-\d+")
+    pattern = re.compile(rf"{re.escape(name)}\.(?:partial|old)-{host}-(\d+)-\d+")
+    has_target = (folder / name).exists()
     for path in folder.iterdir() if folder.is_dir() else ():
         match = pattern.fullmatch(path.name)
-        if match and not _is_alive(int(match.group(1))):
+        # what was moved aside is the only copy as long as nothing has the name
+        is_spare = has_target or ".partial-" in path.name
+        if match and is_spare and not _is_alive(int(match.group(1))):
             logger.info(f"Removing {path}, left by a run that was killed.")
             shutil.rmtree(path, ignore_errors=True)
 

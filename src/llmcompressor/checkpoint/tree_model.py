@@ -133,8 +133,12 @@ class TreeModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transforme
             quantization: this run's.
             names: the modules that it quantizes.
         """
+        quantization = dict(quantization)
+        if self._outputs is None and _HEAD not in quantization["ignore"]:
+            # a tied head has no tensor here, and is a Linear to whoever reads the checkpoint
+            quantization["ignore"] = [*quantization["ignore"], _HEAD]
         if self.existing is None:
-            return dict(quantization)
+            return quantization
         modules = {name: self.get_submodule(name) for name in names}
         return merge_quantization(quantization, modules, self.existing, self.compressed)
 

@@ -25,7 +25,7 @@ from llmcompressor.checkpoint.staging import disk_errors, put_in_place, work_fol
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
-__all__ = ["Workspace", "opened", "was_published"]
+__all__ = ["Workspace", "is_being_published", "opened", "was_published"]
 
 _JOURNAL, _LOCK, _FILES, _SCRATCH = "journal", "lock", "files", "scratch"
 
@@ -114,13 +114,15 @@ def opened(
         lock = _locked(folder, target)
         if resume == "never":
             journal.unlink(missing_ok=True)
+        is_mine = False
         try:
             workspace = Workspace(target, folder, lock)
             _compare(workspace, fingerprint)
+            is_mine = True
             yield workspace
         except BaseException:
             lock.close()
-            if folder.exists() and _has_progress(folder):
+            if is_mine and folder.exists() and _has_progress(folder):
                 logger.warning(f"What is finished is kept in {folder}: the same call continues.")
             elif created:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -131,10 +133,23 @@ def opened(
 def was_published(target: Path) -> bool:
     """Whether a run was killed after its output got its name and before it had tidied up."""
     folder = work_folder(target.expanduser().resolve())
-    if not (folder / _JOURNAL).is_file() or (folder / _FILES).exists():
-        return False
+    has_config = (target / "config.json").is_file()
+    return has_config and not (folder / _FILES).exists() and _is_ready(folder)
+
+
+def is_being_published(target: Path) -> bool:
+    """Whether files in ``target`` are a finished run's that was killed while it moved them there.
+
+    They are moved one by one where the folder itself cannot be renamed over the target.
+    """
+    target = target.expanduser().resolve()
+    folder = work_folder(target)
+    return was_published(target) or (target in folder.parents and _is_ready(folder))
+
+
+def _is_ready(folder: Path) -> bool:
     try:
-        return Journal(folder / _JOURNAL).is_ready and (target / "config.json").is_file()
+        return (folder / _JOURNAL).is_file() and Journal(folder / _JOURNAL).is_ready
     except OutputError:
         return False  # a damaged journal; the run itself says so
 
@@ -157,6 +172,10 @@ def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
             'resume="never" (--resume never) to throw that progress away.',
         )
     logger.info(f"Continuing the run in {workspace.folder}.")
+    if workspace.target in workspace.folder.parents and workspace.journal.is_ready:
+        if workspace.files.exists() and not workspace.is_published:
+            put_in_place(workspace.files, workspace.target, replace=False)
+        workspace.is_published = True
     workspace.files.mkdir(exist_ok=True)
 
 

@@ -48,6 +48,8 @@ def run_in_memory(job: Job, source: Source | None) -> Module:
             "keeps no journal.",
             'Leave resume="must" (--resume must) out.',
         )
+    if job.run_args.max_memory is not None:
+        logger.warning("max_memory has no effect: this run needs the whole model in memory.")
     model = _load_model(job)
     processor = job.load_processor(model)
     batches = job.load_data(model, processor, source)

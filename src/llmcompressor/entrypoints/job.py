@@ -23,7 +23,7 @@ from llmcompressor.args import (
 from llmcompressor.checkpoint.processor import load_processor
 from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.checkpoint.staging import check_output_dir
-from llmcompressor.checkpoint.workspace import was_published
+from llmcompressor.checkpoint.workspace import is_being_published
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.datasets import table
 from llmcompressor.datasets.calibration import load_calibration
@@ -88,7 +88,8 @@ class Job:
         return check_output_dir(
             target,
             source=self.source,
-            overwrite=self.model_args.overwrite or was_published(target),
+            overwrite=self.model_args.overwrite,
+            is_ours=is_being_published(target),
         )
 
     def _check_data_needed(self) -> None:
