@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -55,7 +56,9 @@ def test_two_runs_write_the_same_bytes(name: str, pico: Path, tmp_path: Path) ->
     first = small.tree(tmp_path / "first")
     assert first == small.tree(tmp_path / "second")
     assert {"config.json", "model.safetensors", "recipe.yaml", "tokenizer.json"} <= set(first)
-    assert ("compression_report.json" in first) == (name == "gptq")
+    report = json.loads((tmp_path / "first" / "compression_report.json").read_text())
+    assert ("modifiers" in report) == (name == "gptq")
+    assert report["verification"]["ok"]
 
 
 def test_two_processes_write_the_same_bytes(pico: Path, tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ _FP4_FORMATS = {
     CompressionFormat.mxfp4_pack_quantized.value,
 }
 _PACKED = CompressionFormat.pack_quantized.value
+_PACKED_ZEROS = {QuantizationStrategy.GROUP.value, QuantizationStrategy.CHANNEL.value}
+"""Strategies whose zero points are packed as the codes are."""
 _PLAIN_FORMATS = {
     CompressionFormat.naive_quantized.value,
     CompressionFormat.int_quantized.value,
@@ -212,7 +214,7 @@ def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor
     if codes is not None:
         packed["weight_packed" if "weight_packed" in packed else "weight"] = codes
     zero = packed.get("weight_zero_point")
-    if zero is not None and scheme.format == _PACKED:
+    if zero is not None and scheme.format == _PACKED and scheme.weights.strategy in _PACKED_ZEROS:
         # compressed-tensors leaves these alone where the weight has no data
         packed["weight_zero_point"] = _packed_zero(zero, scheme.weights.num_bits)
     return packed

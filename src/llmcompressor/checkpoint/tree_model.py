@@ -50,6 +50,10 @@ _MATRIX = 2
 _CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
+_HEAD_NAME = "lm_head"
+"""What transformers and the servers call the output head."""
+
+
 class TreeConfig(PretrainedConfig):  # type: ignore[no-untyped-call]  # transformers has no types
     """A configuration that says nothing: ``config.json`` is carried over as it is."""
 
@@ -134,9 +138,9 @@ class TreeModel(PreTrainedModel):  # type: ignore[no-untyped-call]  # transforme
             names: the modules that it quantizes.
         """
         quantization = dict(quantization)
-        if self._outputs is None and _HEAD not in quantization["ignore"]:
+        if self._outputs is None and _HEAD_NAME not in quantization["ignore"]:
             # a tied head has no tensor here, and is a Linear to whoever reads the checkpoint
-            quantization["ignore"] = [*quantization["ignore"], _HEAD]
+            quantization["ignore"] = [*quantization["ignore"], _HEAD_NAME]
         if self.existing is None:
             return quantization
         modules = {name: self.get_submodule(name) for name in names}

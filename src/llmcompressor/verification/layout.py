@@ -26,7 +26,7 @@ FLOATS = PLAIN_FLOATS | {"F8_E4M3"}
 EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<own>\w+)$")
 _EMBEDDING = re.compile(
     r"(?:.*\.)?(?:embed_tokens\w*|wte|wpe|\w*embeddings?|\w+_embed|tok_embeddings|embed_in"
-    r"|embed_positions|relative_attention_bias)"
+    r"|embed_positions|relative_attention_bias|shared)"
 )
 _HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)")
 _GATE = re.compile(r"(?:.*\.)?(?:gate|router|router\.(?:layer|classifier|proj))")
