@@ -121,7 +121,7 @@ def test_what_a_run_refuses_is_a_problem_in_the_same_words(
     (problem,) = found.problems
     assert problem.error == type(error).__name__
     # figures of memory are those of the moment
-    assert problem.message[:40] == error.problem[:40]
+    assert problem.message[:32] == error.problem[:32]
     assert problem.remedy[:10] == error.remedy[:10]
 
 

@@ -61,7 +61,7 @@ def pack_integers(codes_RC: Tensor, bits: int) -> Tensor:
         int32 ``[R, C * bits / 32]``.
 
     >>> [hex(word) for word in pack_integers(torch.arange(-8, 8, dtype=torch.int8)[None], 4)[0]]
-    ['0x76543210', '-0x12345678']
+    ['0x76543210', '-0x1234568']
     """
     if not can_pack(codes_RC.shape[-1], bits):
         raise InputError(
