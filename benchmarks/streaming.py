@@ -176,8 +176,8 @@ def main() -> None:
         "# A run without data beside copying\n\n"
         f"{machine()}.\n\n"
         f"{given.blocks} blocks of 64 MiB, {size:.2f} GiB of bfloat16; seconds, the best of "
-        f"{given.repeat}. `write` ends when the disk has the data, as the run does; `cp` before. The "
-        "bound is twice `cp` and `write`, or the arithmetic where that is more. "
+        f"{given.repeat}. `write` ends when the disk has the data, as the run does. "
+        "The bound is twice `cp` and `write`, or the arithmetic where that is more. "
         "Written by `benchmarks/streaming.py`.\n\n"
         f"{table(header, rows)}\n"
     )
