@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from run_one import build_dataset, build_recipe, resident
+from run_one import build_dataset, build_recipe, resident, run_apart
 from tables import machine, table
 
 HIDDEN, INTERMEDIATE, HEADS, KEY_VALUE_HEADS, VOCABULARY = 2048, 3840, 16, 4, 4096
@@ -118,16 +116,8 @@ def measure(name: str, model: Path, work: Path) -> dict[str, float]:
         "output": str(work / "output"),
         "tokens": str(tokens) if needs_data else None,
     }
-    done = subprocess.run(
-        [sys.executable, __file__, "--job", json.dumps(job)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr)
+    result: dict[str, float] = run_apart(__file__, job)
     shutil.rmtree(work / "output")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 

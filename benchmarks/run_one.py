@@ -11,6 +11,8 @@ import argparse
 import importlib.metadata
 import json
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -31,6 +33,19 @@ def processor_seconds() -> float:
     """User and system time which this process has used."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+def run_apart(script: str, job: dict):
+    """Have ``script --job`` do a job in a process of its own; returns its last line, as JSON."""
+    done = subprocess.run(
+        [sys.executable, script, "--job", json.dumps(job)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def build_recipe(job: dict):

@@ -16,14 +16,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from memory import write_model
-from run_one import build_recipe
+from run_one import build_recipe, run_apart
 from tables import machine, table
 
 SCHEMES = ["W4A16", "W8A16", "FP8_DYNAMIC", "NVFP4A16"]
@@ -104,7 +103,7 @@ def run(job: dict) -> None:
     print(json.dumps(time.perf_counter() - started))
 
 
-def run_apart(scheme: str, model: Path, output: Path, *, cold: bool, verify: bool) -> float:
+def seconds_of(scheme: str, model: Path, output: Path, *, cold: bool, verify: bool) -> float:
     shutil.rmtree(output, ignore_errors=True)
     job = {
         "modifier": "QuantizationModifier",
@@ -115,22 +114,14 @@ def run_apart(scheme: str, model: Path, output: Path, *, cold: bool, verify: boo
     }
     if cold:
         drop_cache()
-    done = subprocess.run(
-        [sys.executable, __file__, "--job", json.dumps(job)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return float(done.stdout.splitlines()[-1])
+    return float(run_apart(__file__, job))
 
 
 def measure(work: Path, model: Path, scheme: str, blocks: int, repeat: int, *, cold: bool) -> list:
     """One row of the table: the best of several times each."""
     output, copied, zeros = work / "output", work / "copy", work / "zeros"
-    run_s = min(run_apart(scheme, model, output, cold=cold, verify=False) for _ in range(repeat))
-    checked_s = run_apart(scheme, model, output, cold=cold, verify=True)
+    run_s = min(seconds_of(scheme, model, output, cold=cold, verify=False) for _ in range(repeat))
+    checked_s = seconds_of(scheme, model, output, cold=cold, verify=True)
     size = sum(path.stat().st_size for path in output.glob("*.safetensors"))
     copies, writes = [], []
     for _ in range(repeat):

@@ -21,6 +21,7 @@ FLOORS = {
     "errors": 0,
     "logger": 0,
     "memory": 0,
+    "names": 0,
     "threads": 0,
     "typing": 0,
     "registry": 1,

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -114,16 +113,18 @@ def test_importing_everything_changes_no_setting() -> None:
     assert json.loads(run(SETTINGS, json.dumps(EVERYTHING))) == []
 
 
-def test_help_answers_at_once() -> None:
-    """The bound is on processor time, which a busy machine does not stretch."""
-    code = "import sys; from llmcompressor.cli import main; main(['--help'])"
-    best = float("inf")
-    for _ in range(3):
-        before = os.times()
-        start = time.perf_counter()
-        run(code)
-        wall = time.perf_counter() - start
-        after = os.times()
-        spent = after.children_user + after.children_system
-        best = min(best, wall, spent - before.children_user - before.children_system)
-    assert best < 0.3
+@pytest.mark.parametrize("command", [[], ["oneshot"], ["plan"], ["verify"], ["model-free-ptq"]])
+def test_help_loads_nothing_that_takes_long(command: list[str]) -> None:
+    """``benchmarks/startup.py`` says how long it takes."""
+    code = """if True:
+        import json, sys
+        from llmcompressor.cli import main
+        try:
+            main([*json.loads(sys.argv[1]), "--help"])
+        except SystemExit:
+            print(json.dumps(sorted(sys.modules)))
+    """
+    loaded = json.loads(run(code, json.dumps(command)).splitlines()[-1])
+    assert "llmcompressor.cli.app" in loaded
+    heavy = {"rich", "torch", "transformers", "numpy", "compressed_tensors", "loguru", "yaml"}
+    assert heavy.isdisjoint(loaded)

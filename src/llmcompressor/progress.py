@@ -167,6 +167,7 @@ def other_bars_hidden() -> Iterator[None]:
 
     They would cut through ours, and count steps that mean nothing to who runs the command.
     """
+    own = vars(tqdm)["__init__"]  # somebody may have put a partial method there
     original = tqdm.__init__
 
     def hidden(self: tqdm, *args: object, **kwargs: object) -> None:
@@ -176,4 +177,4 @@ def other_bars_hidden() -> Iterator[None]:
     try:
         yield
     finally:
-        tqdm.__init__ = original
+        tqdm.__init__ = own

@@ -17,6 +17,7 @@ from llmcompressor.args import (
     DataTrainingArguments,
     ModelArguments,
     RecipeArguments,
+    RunArguments,
 )
 from llmcompressor.errors import ArgumentError
 
@@ -118,6 +119,7 @@ def test_thirteen_names_are_ignored_in_tracing():
         ("sequential_granularity", None),
         *(("activation_budget", value) for value in (0, -1, 1.5, True, [], "", "much", "8 GiB x")),
         *(("activation_budget", value) for value in ("-8GiB", "8GX", "0", "0GiB", "0.2B", "8.GiB")),
+        *(("activation_budget", value) for value in ("1e-3", "1.2345e3", "e9", float("nan"))),
         ("min_tokens_per_module", float("nan")),
         ("raw_kwargs", []),
         ("dataset", 7),
@@ -167,6 +169,9 @@ def test_a_granularity_has_one_stored_name(spelling):
         (" 1.5KiB ", 1536),
         ("0.5TB", 5 * 10**11),
         ("2Ti", 2 * 1024**4),
+        ("1e9", 10**9),
+        ("1.5E+3", 1500),
+        (2e9, 2 * 10**9),
     ],
 )
 def test_a_budget_is_stored_in_bytes(given, stored):
@@ -178,6 +183,39 @@ def test_a_budget_is_stored_in_bytes(given, stored):
 def test_a_budget_that_is_no_size_gets_an_example():
     with pytest.raises(ArgumentError, match=r"activation_budget.*'much'.*8GiB"):
         DatasetArguments(activation_budget="much")
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ("1e9", {"cpu": 10**9}),
+        ("0=1GB,cpu=2GB", {0: 10**9, "cpu": 2 * 10**9}),
+        ({"cuda:1": "1GB", "host": 2e9}, {1: 10**9, "cpu": 2 * 10**9}),
+    ],
+)
+def test_limits_are_stored_by_device(given, stored):
+    assert RunArguments(max_memory=given).max_memory == stored
+
+
+@pytest.mark.parametrize(
+    "given", ["cpu=4GiB,cpu=1GiB", "cpu=4GiB,host=4GiB", "0=1GiB,cuda:0=2GiB", {0: 1, "0": 1}]
+)
+def test_a_device_has_one_limit(given):
+    with pytest.raises(ArgumentError, match=r"max_memory.*one size for (the host|device 0)"):
+        RunArguments(max_memory=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("cpu=1GiB,1=much", r"max_memory\['1'\].*'much'"),
+        ({"cpu": "1GiB", 3: -1}, r"max_memory\[3\].*-1"),
+        ("much", "'max_memory' cannot be 'much'"),
+    ],
+)
+def test_a_wrong_limit_is_named_by_its_device(given, named):
+    with pytest.raises(ArgumentError, match=named):
+        RunArguments(max_memory=given)
 
 
 @pytest.mark.parametrize("spelling", ["datafree", "data_free", "data-free", "DataFree"])

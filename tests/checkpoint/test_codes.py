@@ -36,7 +36,7 @@ def test_pieces_give_the_codes_of_the_whole(
     shape = partition.shape(rows, 96)
     scale = (torch.rand(shape) * 0.2 + 0.1).to(torch.bfloat16)
     zero = torch.randint(-4, 4, shape, dtype=torch.int8) if with_zero else None
-    found = codes_of(weight, scale, zero, grid, partition, lambda one: one.to(torch.int8))
+    found = codes_of(weight, scale, zero, grid, partition, lambda one: one.round().to(torch.int8))
     whole = quantize_matrix(weight, scale, zero, grid, partition).to(torch.int8)
     assert torch.equal(found, whole)
 
@@ -54,3 +54,15 @@ def test_what_does_not_fill_words_is_left_to_others(columns: int, bits: int) -> 
     assert not can_pack(columns, bits)
     with pytest.raises(InputError):
         pack_integers(torch.zeros(2, columns, dtype=torch.int8), bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_rounds_to_8_bit_floats_as_the_grid_does(dtype: torch.dtype) -> None:
+    """For every value of 16 bits; so what is stored is cast, and not rounded before."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    grid = Grid("float", 8)
+    values = values[values.isfinite()].clamp(grid.qmin, grid.qmax)
+    rounded = grid.round(values)
+    cast = values.to(torch.float8_e4m3fn)
+    assert torch.equal(cast.to(dtype), rounded)
+    assert torch.equal(cast.view(torch.int8), rounded.to(torch.float8_e4m3fn).view(torch.int8))

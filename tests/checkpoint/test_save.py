@@ -6,11 +6,13 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 import socket
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -423,6 +425,29 @@ class TestFailure:
         save_checkpoint(named, tmp_path / "b")
 
 
+class _Hub:
+    """Takes the place of the hub: notes what it is asked, keeps the files of the one commit."""
+
+    def __init__(self) -> None:
+        self.called: dict[str, dict[str, Any]] = {}
+        self.files: dict[str, bytes] = {}
+
+    def api(self, **given: Any) -> _Hub:
+        self.called["HfApi"] = given
+        return self
+
+    def create_repo(self, repo_id: str, **given: Any) -> Any:
+        self.called["create_repo"] = given
+        return SimpleNamespace(repo_id=f"org/{repo_id}")
+
+    def create_commit(self, *, operations: list[Any], **given: Any) -> None:
+        self.called["create_commit"] = given
+        assert not self.files
+        for one in operations:
+            with one.as_file() as file:
+                self.files[one.path_in_repo] = file.read()
+
+
 class TestSavePretrained:
     def test_writes_what_save_checkpoint_writes(self, tmp_path: Path, source: Path) -> None:
         model = w4a16(load_model(source))
@@ -466,9 +491,9 @@ class TestSavePretrained:
     def test_wrapping_twice_keeps_one_wrapper_and_the_newer_recipe(self, tmp_path: Path) -> None:
         model = w4a16(tiny.llama())
         modify_save_pretrained(model, recipe="a: 1")
-        first = model.save_pretrained.__func__
+        first = model.save_pretrained.func
         modify_save_pretrained(model, recipe="a: 2")
-        assert model.save_pretrained.__func__ is first
+        assert model.save_pretrained.func is first
         model.save_pretrained(tmp_path / "out")
         assert (tmp_path / "out" / "recipe.yaml").read_text() == "a: 2"
 
@@ -479,6 +504,57 @@ class TestSavePretrained:
         twin.model.norm.weight.data.fill_(7)
         twin.save_pretrained(tmp_path / "twin")
         assert (tensors(tmp_path / "twin")["model.norm.weight"] == 7).all()
+
+    @pytest.mark.parametrize("form", ["pickle", "torch"])
+    def test_a_pickled_model_saves_itself(self, form: str, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model, recipe="a: 1")
+        if form == "pickle":
+            twin = pickle.loads(pickle.dumps(model))
+        else:
+            torch.save(model, tmp_path / "model.pt")
+            twin = torch.load(tmp_path / "model.pt", weights_only=False)
+        twin.model.norm.weight.data.fill_(7)
+        twin.save_pretrained(tmp_path / "twin")
+        stored = tensors(tmp_path / "twin")
+        assert (stored["model.norm.weight"] == 7).all()
+        assert "model.layers.0.mlp.up_proj.weight_packed" in stored
+        assert (tmp_path / "twin" / "recipe.yaml").read_text() == "a: 1"
+
+    def test_what_is_pushed_is_what_was_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub = _Hub()
+        monkeypatch.setattr("llmcompressor.checkpoint.push.HfApi", hub.api)
+        monkeypatch.setattr(
+            "llmcompressor.checkpoint.push.create_and_tag_model_card", lambda *_: "card"
+        )
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model, recipe="a: 1")
+        folder = tmp_path / "out"
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+        model.save_pretrained(
+            folder,
+            save_compressed=False,
+            max_shard_size="50KB",
+            push_to_hub=True,
+            repo_id="me/small",
+            token="secret",
+            private=True,
+            commit_message="Smaller",
+        )
+        written = {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file() and path.name != "notes.txt"
+        }
+        assert len([name for name in written if name.endswith(".safetensors")]) > 1
+        assert hub.files == {**written, "README.md": b"card"}
+        assert hub.called["HfApi"] == {"token": "secret"}
+        assert hub.called["create_repo"]["private"] is True
+        assert hub.called["create_commit"]["repo_id"] == "org/me/small"
+        assert hub.called["create_commit"]["commit_message"] == "Smaller"
 
     def test_files_of_others_stay(self, tmp_path: Path) -> None:
         AutoTokenizer.from_pretrained(PICO).save_pretrained(tmp_path / "out")
@@ -508,15 +584,3 @@ class TestSavePretrained:
         modify_save_pretrained(model)
         model.save_pretrained(tmp_path / "out", is_main_process=False)
         assert not (tmp_path / "out").exists()
-
-    def test_upload_uses_the_compressed_files(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        calls: list[tuple[Any, ...]] = []
-        model = w4a16(tiny.llama())
-        modify_save_pretrained(model)
-        monkeypatch.setattr(
-            type(model), "push_to_hub", lambda self, repo, **kw: calls.append((self, repo, kw))
-        )
-        model.save_pretrained(tmp_path / "out", push_to_hub=True, repo_id="a/b", token="t")
-        assert calls == [(model, "a/b", {"max_shard_size": "20GB", "token": "t"})]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import llmcompressor
-from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
+from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.cli.app import _evaluate, app
+from llmcompressor.cli.options import parameters_of
 from llmcompressor.errors import RecipeError
 from llmcompressor.evaluation.report import Report
 
@@ -81,6 +83,21 @@ def test_help_lists_the_commands() -> None:
     assert result.exit_code == 0
     for command in ("oneshot", "evaluate", "demo"):
         assert command in result.stdout
+    assert "..." not in result.stdout.split("Commands:")[1], "a description that is cut off"
+
+
+@pytest.mark.parametrize("arguments", [ModelArguments, DatasetArguments, RunArguments])
+def test_the_help_of_a_negated_flag_says_what_giving_it_does(arguments: type) -> None:
+    found = [one.annotation.__metadata__[0] for one in parameters_of(arguments, panel="")]
+    helps = {one.default: one.help for one in found}  # Annotated options keep their name there
+    for field in dataclasses.fields(arguments):
+        if field.default is True:
+            off, on = field.metadata["off"], field.metadata["help"]
+            assert helps[f"--no-{field.name.replace('_', '-')}"] == off
+            assert off.endswith(".")
+            assert off != on or on == "No effect."
+        else:
+            assert field.metadata["off"] is None
 
 
 def test_only_what_was_given_is_passed_on(oneshot: Entrypoint) -> None:
@@ -135,8 +152,8 @@ def test_every_argument_is_an_option() -> None:
     for arguments in (ModelArguments, DatasetArguments, RecipeArguments):
         for field in dataclasses.fields(arguments):
             dashed = field.name.replace("_", "-")
-            options = {f"--{dashed} ", f"--no-{dashed} "}
-            assert field.name == "model" or any(option in result.stdout for option in options)
+            options = {f"--{dashed}", f"--no-{dashed}"}
+            assert field.name == "model" or options & set(result.stdout.replace(",", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -185,11 +202,31 @@ def test_the_traceback_comes_with_debug_only(oneshot: Entrypoint, error: Excepti
     assert "Traceback" in run(*ONESHOT, "--debug").stderr
 
 
-def test_an_interrupt(oneshot: Entrypoint) -> None:
+def test_an_interrupt(oneshot: Entrypoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/llmcompressor", *ONESHOT, "--log-dir", "my logs"])
     oneshot.fail(KeyboardInterrupt())
     result = run(*ONESHOT)
     assert result.exit_code == 130
-    assert result.stderr.startswith("Interrupted. Continue with: llmcompressor ")
+    command = f"llmcompressor {' '.join(ONESHOT)} --log-dir 'my logs'"
+    assert result.stderr == f"Interrupted. Continue with: {command}\n"
+
+
+def test_a_termination_is_an_interrupt_with_its_own_exit_code(
+    oneshot: Entrypoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # once more while it cleans up
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["/bin/llmcompressor", *ONESHOT])
+    oneshot.do = die
+    result = run(*ONESHOT)
+    assert result.exit_code == 143
+    assert result.stderr == f"Terminated. Continue with: llmcompressor {' '.join(ONESHOT)}\n"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_evaluate_passes_its_options_on(evaluate: Entrypoint, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 import llmcompressor
 import llmcompressor.checkpoint.shards
-from llmcompressor import active_session, oneshot, reset_session
+from llmcompressor import active_session, oneshot, plan, reset_session
 from llmcompressor.errors import (
     ArgumentError,
     CheckpointError,
@@ -596,3 +596,29 @@ def test_a_modifier_serves_again_after_a_failure(place: Place) -> None:
     oneshot(**{**good, "recipe": modifier})
     assert (place.output / "model.safetensors").is_file()
     assert active_session().lifecycle.recipe == Recipe.from_modifiers(modifier)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_cache_whose_shape_the_configuration_does_not_tell(
+    in_memory: bool, tmp_path: Path
+) -> None:
+    model = OPTForCausalLM(
+        OPTConfig(
+            vocab_size=small.VOCABULARY,
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+        )
+    )
+    model.save_pretrained(tmp_path / "model")
+    before = small.fingerprint(model)
+    given = model if in_memory else str(tmp_path / "model")
+    with pytest.raises(TargetError, match=r"num_key_value_heads.*OPTConfig.*kv_cache_scheme"):
+        oneshot(given, CACHE, small.token_rows(2), output_dir=tmp_path / "out")
+    assert small.fingerprint(model) == before
+    found = plan(given, CACHE, small.token_rows(2), measure=False)
+    assert any("num_key_value_heads" in str(one) for one in found.problems)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -12,15 +12,21 @@ from typing import Any
 import pytest
 import small_models as small
 import torch
+import transformers
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING_NAMES,
+    model_type_to_module_name,
+)
 from typer.testing import CliRunner
 
 from llmcompressor import model_free_ptq, oneshot, verify
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.cli.app import app
+from llmcompressor.entrypoints.transposed import CONV1D_NAMES, CONV1D_TYPES
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
@@ -329,6 +335,65 @@ def test_arguments_that_cannot_be_used(
     with pytest.raises(ValueError, match=said):
         model_free_ptq(odd, tmp_path / "out", **arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_models_with_transposed_weights_are_those_of_transformers() -> None:
+    models = Path(transformers.__file__).parent / "models"
+    types, names = set(), set()
+    for file in models.glob("*/modeling_*.py"):
+        own = re.findall(r"self\.(\w+) = Conv1D\(", file.read_text(encoding="utf-8"))
+        if own:
+            names.update(own)
+            types.update(
+                kind
+                for kind in CONFIG_MAPPING_NAMES
+                if model_type_to_module_name(kind) == file.parent.name
+            )
+    assert {
+        kind.removesuffix("_decoder").removesuffix("_encoder") for kind in types
+    } == CONV1D_TYPES
+    assert names == CONV1D_NAMES
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 with a head of its own."""
+    folder = tmp_path_factory.mktemp("source") / "gpt2"
+    sizes = {"vocab_size": 192, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_transposed_weights_are_refused(gpt2: Path, tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match=r"h\.0\.attn\.c_attn.*gpt2.*\[in, out\].*re:") as error:
+        model_free_ptq(gpt2, tmp_path / "out", "W4A16")
+    assert not list(tmp_path.iterdir())
+    pattern = str(error.value).split('"')[1]
+    model_free_ptq(gpt2, tmp_path / "out", "W4A16", ignore=pattern)
+    stored, original = tensors_of(tmp_path / "out"), tensors_of(gpt2)
+    assert "lm_head.weight_packed" in stored
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        whole = f"transformer.h.1.{name}.weight"
+        assert same(stored[whole], original[whole])
+
+
+def test_transposed_weights_are_refused_of_parts_too(gpt2: Path, tmp_path: Path) -> None:
+    config = {"model_type": "vision-encoder-decoder", "decoder": config_of(gpt2)}
+    source = write(tmp_path / "source", tensors_of(gpt2), config)
+    ignore = ["re:.*c_(attn|fc)$", "re:.*mlp.c_proj$"]  # what is left is square
+    with pytest.raises(TargetError, match=r"h\.0\.attn\.c_proj"):
+        model_free_ptq(source, tmp_path / "out", "W4A16", ignore=ignore)
+
+
+def test_transposed_weights_are_found_by_their_bias(tmp_path: Path) -> None:
+    tensors = invented()
+    tensors["trunk.stages.0.mix.wide.weight"] = torch.randn(HIDDEN, 2 * HIDDEN)
+    tensors["trunk.stages.0.mix.wide.bias"] = torch.randn(2 * HIDDEN)
+    source = write(tmp_path / "source", tensors)
+    with pytest.raises(TargetError, match=r"trunk\.stages\.0\.mix\.wide of this.*frobnicator"):
+        model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC")
+    model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC", ignore="re:.*wide$")
 
 
 def test_an_unknown_target_is_refused(odd: Path, tmp_path: Path) -> None:

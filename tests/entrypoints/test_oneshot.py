@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import os
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmcompressor import Oneshot, active_session, create_session, oneshot
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
 
@@ -53,6 +55,33 @@ def tiny(**arguments: Any) -> Any:
         "num_calibration_samples": 8,
     }
     return oneshot(**{**defaults, **arguments})
+
+
+def said_of(**arguments: Any) -> list[str]:
+    """What the log says of a call's arguments, before any work."""
+    heard: list[str] = []
+    sink = logger.add(lambda text: heard.append(str(text)), level="INFO", format="{message}")
+    try:
+        Oneshot(model=small.llama(), **arguments)
+    finally:
+        logger.remove(sink)
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("head", "stages"), [("fine_stage: {run_type: train, ", 1), ("fine_stage: {", 0)]
+)
+def test_a_stage_for_training_is_named(head: str, stages: int) -> None:
+    said = said_of(recipe=f"{head}{DYNAMIC}}}")
+    assert len([line for line in said if "'fine'" in line and "trained" in line]) == stages
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "lines"), [(DYNAMIC, True, 1), (DYNAMIC, False, 0), (GPTQ, True, 0)]
+)
+def test_data_that_nothing_needs_is_said(recipe: str, given: bool, lines: int) -> None:
+    said = said_of(recipe=recipe, dataset=small.token_rows() if given else None)
+    assert len([line for line in said if "dataset is not read" in line]) == lines
 
 
 # ---------------------------------------------------------------------- the model
@@ -94,6 +123,20 @@ def test_save_pretrained_writes_compressed_afterwards(recipe: str, tmp_path: Pat
     assert torch.equal(small.logits(model), logits), "saving changed the model in memory"
     saved = Recipe.create_instance(tmp_path / "saved" / "recipe.yaml")
     assert saved == Recipe.create_instance(recipe)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_returned_model_can_be_pickled(
+    streamed: bool, llama_folder: Path, tmp_path: Path
+) -> None:
+    given = {"model": str(llama_folder), "output_dir": tmp_path / "out"} if streamed else {}
+    model = tiny(recipe=DYNAMIC, **given)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(small.logits(twin), small.logits(model))
+    model.save_pretrained(tmp_path / "saved")
+    twin.save_pretrained(tmp_path / "again")
+    assert small.tree(tmp_path / "saved") == small.tree(tmp_path / "again")
+    assert quantization_of(tmp_path / "again")["format"] == "float-quantized"
 
 
 def test_save_pretrained_brings_the_tokenizer_of_the_source(pico: Path, tmp_path: Path) -> None:

@@ -243,6 +243,26 @@ def test_what_cannot_be_factorized_is_rounded_and_recorded(
         assert torch.equal(module.weight, rounded.get_submodule(name).weight)
 
 
+@pytest.mark.parametrize(
+    ("fields", "instead"),
+    [
+        ({"sequential_update": True}, 'pipeline="basic"'),
+        ({"sequential_targets": ["LlamaDecoderLayer"]}, "--sequential-targets"),
+        ({"sequential_targets": None}, None),
+        ({}, None),
+    ],
+)
+def test_a_field_that_does_nothing_says_what_does(
+    fields: dict[str, Any], instead: str | None, warned: list[str]
+) -> None:
+    tiny.run(tiny.llama(), gptq(**fields))
+    said = [line for line in warned if "has no effect" in line]
+    assert len(said) == (instead is not None)
+    if instead is not None:
+        assert next(iter(fields)) in said[0]
+        assert instead in said[0]
+
+
 # ------------------------------------------------------------------ twin streams
 
 

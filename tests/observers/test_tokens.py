@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.observers.tokens import per_batch, real_tokens
+from llmcompressor.observers.tokens import count_tokens, per_batch, real_tokens
 
 MASK = torch.tensor([[True, True, False], [False, True, True]])
 
@@ -63,3 +63,10 @@ def test_one_batch_or_another_layout_stays_whole(sizes: tuple[int, ...] | None) 
     ((part, own),) = per_batch(values, None, sizes)
     assert part is values
     assert own is None
+
+
+@pytest.mark.parametrize("mask", [MASK, None], ids=["mask", ""])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (6, 4), (5, 4), (1, 2, 3, 4), (4,)])
+def test_tokens_are_counted_as_they_are_taken(shape: tuple[int, ...], mask: Tensor | None) -> None:
+    values = torch.randn(shape)
+    assert count_tokens(values, mask) == len(real_tokens(values, mask))

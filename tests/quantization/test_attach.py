@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
 )
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 
@@ -175,3 +179,46 @@ def test_keys_are_rounded_on_their_scale_once_attached() -> None:
     expected = fake_quantize(keys, torch.tensor([0.01]), None, FP8)
     assert not torch.equal(keys, expected)
     assert torch.allclose(cache.layers[0].keys, expected, atol=1e-6)
+
+
+def copied(module: Module, form: str) -> Any:
+    """A copy of a module, by one of the ways that there are."""
+    if form == "deepcopy":
+        return copy.deepcopy(module)
+    if form == "pickle":
+        return pickle.loads(pickle.dumps(module))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("form", ["deepcopy", "pickle", "torch"])
+def test_a_copy_of_a_module_quantizes_its_inputs_by_itself(form: str) -> None:
+    module = linear(torch.float32)
+    attached(module, preset_scheme("FP8"), input_scale=torch.tensor([0.05]))
+    values = torch.randn(3, 256)
+    expected = module(values)
+    twin = copied(module, form)
+    assert torch.equal(twin(values), expected)
+    twin.input_scale.data.mul_(8)
+    assert not torch.equal(twin(values), expected)
+    assert torch.equal(module(values), expected)
+    QuantizationMetadata.clear_quantization(twin)  # as compressed-tensors takes it back
+    assert torch.equal(twin(values), Linear.forward(twin, values))
+
+
+@pytest.mark.parametrize("form", ["deepcopy", "pickle", "torch"])
+def test_a_copy_of_a_model_has_a_cache_of_its_own(form: str) -> None:
+    model = tiny.llama()
+    for module in cached_attention_modules(model):
+        tap_attention(model, module, queries=False)
+        scales = {name: torch.tensor([0.25]) for name in ("k_scale", "v_scale")}
+        attach_attention(module, FP8, scales)
+    expected = tiny.logits(model, tiny.batches())
+    twin = copied(model, form)
+    assert torch.equal(tiny.logits(twin, tiny.batches()), expected)
+    for module in cached_attention_modules(twin):
+        module.k_scale.data.mul_(64)
+    assert not torch.equal(tiny.logits(twin, tiny.batches()), expected)
+    assert torch.equal(tiny.logits(model, tiny.batches()), expected)

@@ -9,6 +9,7 @@ import io
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -186,7 +187,8 @@ def _child(job: Job, die_at: str | None, sender: Any) -> None:
 
 @contextlib.contextmanager
 def _armed(die_at: str | None) -> Iterator[None]:
-    """Die at the n-th line of the journal (before it is there, torn, behind it) or write."""
+    """Die at the n-th line of the journal (before it is there, torn, behind it), at the n-th write,
+    or when the first file of the working folder is removed at the end."""
     if die_at is None:
         yield
         return
@@ -199,6 +201,7 @@ def _armed(die_at: str | None) -> Iterator[None]:
         return left == 0
 
     append, write = journal.Journal._append, block_writer._write_all
+    remove = shutil.rmtree
 
     def dying_append(self: Any, entry: str, content: Any) -> None:
         if kind == "append" and strike():
@@ -217,6 +220,14 @@ def _armed(die_at: str | None) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGKILL)
         write(descriptor, view, offset)
 
+    def dying_remove(path: Any, *args: Any, **kwargs: Any) -> None:
+        entry = Path(path) / "journal"
+        if kind == "remove" and entry.exists() and strike():
+            entry.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        remove(path, *args, **kwargs)
+
+    shutil.rmtree = dying_remove
     journal.Journal._append = dying_append  # type: ignore[method-assign]
     block_writer._write_all = dying_write
     yield

@@ -85,3 +85,11 @@ def test_killed_when_the_output_has_its_name(
     assert again.code == 0, again.said
     assert tree(job.output) == whole
     assert not job.partial.exists()
+
+
+def test_killed_while_it_tidies_up(model: Path, tmp_path: Path, expected: Expected) -> None:
+    """The run is over: what is left of the working folder does not look like one to go on with."""
+    job = Job(model, "rtn", tmp_path / "output")
+    assert run(job, die_at="remove 1").code == KILLED
+    assert tree(job.output) == expected("rtn")
+    assert not job.partial.exists()

@@ -6,7 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from checkpoint_samples import HEADS, HIDDEN, Sample, attention, dense, ends, made, mlp, sparse
+from checkpoint_samples import (
+    HEADS,
+    HIDDEN,
+    INNER,
+    VOCABULARY,
+    Sample,
+    attention,
+    dense,
+    ends,
+    made,
+    mlp,
+    sparse,
+)
 
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.schemes.presets import preset_scheme
@@ -36,6 +48,9 @@ def recipe_of(base: str) -> Any:
         )
     if base == "head":
         return QuantizationModifier(targets=["Linear", "lm_head"], scheme="W4A16")
+    if base == "embedding":
+        targets = ["Linear", "re:.*embed_tokens"]
+        return QuantizationModifier(targets=targets, scheme="W4A16", ignore=["lm_head"])
     if base == "W8A8-static":
         weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": STATIC}
@@ -79,6 +94,17 @@ def _draft() -> Sample:
     )
 
 
+def _t5() -> Sample:
+    shapes = {"shared": (VOCABULARY, HIDDEN)}
+    for stack in ("encoder", "decoder"):
+        path = f"{stack}.block.0.layer"
+        shapes |= {f"{path}.0.SelfAttention.{own}": (HIDDEN, HIDDEN) for own in "qkvo"}
+        shapes[f"{path}.1.DenseReluDense.wi"] = (INNER, HIDDEN)
+        shapes[f"{path}.1.DenseReluDense.wo"] = (HIDDEN, INNER)
+    built = ["T5ForConditionalGeneration"]
+    return made(shapes, model_type="t5", architectures=built, num_hidden_layers=1)
+
+
 def _moe(preset: str, model_type: str = "qwen3_moe", **more: Any) -> Sample:
     return made(sparse(), preset, model_type=model_type, num_experts=3, **more)
 
@@ -88,6 +114,7 @@ MADE: dict[str, Callable[[], Sample]] = {
     "W4A8-bytes": _bytes,
     "phi3": _phi3,
     "draft": _draft,
+    "t5": _t5,
     "tower": lambda: made(
         dense("model.language_model"),
         model_type="gemma3",

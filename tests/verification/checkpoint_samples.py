@@ -227,10 +227,10 @@ def made(
     overall = None
     for name, shape in shapes.items():
         weight = torch.randn(shape, dtype=torch.float32).mul_(0.02).to(torch.bfloat16)
-        is_end = name.endswith(("embed_tokens", "lm_head", ".gate"))
+        is_end = name.endswith(("embed_tokens", "shared", "lm_head", ".gate"))
         if is_end or not only(name):
             own = {"weight": weight}
-            plain += [] if name.endswith("embed_tokens") else [name]
+            plain += [] if name.endswith(("embed_tokens", "shared")) else [name]
         else:
             own = coded(weight, scheme)
         if "weight_global_scale" in own:  # joined shards share one

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator
-from importlib.resources import as_file, files
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +23,8 @@ from llmcompressor import oneshot, reset_session
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_waiting_for_the_disk() -> Iterator[None]:
+def _no_waiting(no_waiting_for_the_disk: None) -> None:
     """That what is written survives a crash of the machine is not what these tests are about."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "fsync", lambda handle: None)
-        yield
-
-
-@pytest.fixture(scope="session")
-def pico() -> Iterator[Path]:
-    """The embedded model: four layers, tied embeddings, with its tokenizer."""
-    with as_file(files("llmcompressor") / "data" / "pico-stdlib") as folder:
-        yield folder
 
 
 @pytest.fixture(scope="session")

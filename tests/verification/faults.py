@@ -697,6 +697,38 @@ def global_scales_of_experts(sample: Sample) -> None:
     """Nothing is spoilt: transformers loses these scales."""
 
 
+@fault("L1", "model.embed_tokens", base="embedding", deployment=Deployment(server="transformers"))
+def packed_embedding(sample: Sample) -> None:
+    """Nothing is spoilt: transformers cannot load it."""
+
+
+@fault(
+    "L2",
+    "encoder.block.0.layer.1.DenseReluDense.wo",
+    base="t5",
+    deployment=Deployment(server="transformers"),
+)
+def packed_weights_that_are_named(sample: Sample) -> None:
+    """Nothing is spoilt: the initialization of T5 reads the weight."""
+
+
+@fault(
+    "L3",
+    "encoder.block.0.layer.1.DenseReluDense.wo",
+    base="t5",
+    severity=WARNING,
+    also="L2",
+    deployment=Deployment(server="transformers"),
+)
+def encoder_that_generate_calls(sample: Sample) -> None:
+    sample.config["is_encoder_decoder"] = True
+
+
+@fault("L2", DOWN, deployment=Deployment(server="transformers"))
+def packed_weights_of_another_type(sample: Sample) -> None:
+    sample.config["model_type"] = "recurrent_gemma"
+
+
 # ------------------------------------------------------------------------------ SGLang (G1 to G7)
 
 SGLANG = Deployment(tp=(1,), server="sglang")
@@ -753,6 +785,42 @@ def scales_of_another_group_size(sample: Sample) -> None:
 @fault("C2", "lm_head")
 def another_vocabulary(sample: Sample) -> None:
     sample.config["vocab_size"] += 1
+
+
+@fault("C3", "num_attention_heads")
+def no_heads(sample: Sample) -> None:
+    sample.config["num_attention_heads"] = 0
+
+
+@fault("C3", "num_attention_heads", base="phi3")
+def heads_that_cancel(sample: Sample) -> None:
+    """Three times as many heads of queries, keys and values are none at all."""
+    sample.config |= {"num_attention_heads": 0, "num_key_value_heads": 0}
+
+
+@fault("C3", "num_key_value_heads")
+def fewer_than_no_heads_of_keys(sample: Sample) -> None:
+    sample.config["num_key_value_heads"] = -2
+
+
+@fault("C3", "hidden_size")
+def broken_hidden_size(sample: Sample) -> None:
+    sample.config["hidden_size"] = 127.5
+
+
+@fault("C3", "num_hidden_layers")
+def layers_as_text(sample: Sample) -> None:
+    sample.config["num_hidden_layers"] = "2"
+
+
+@fault("C3", "vocab_size")
+def vocabulary_is_a_truth(sample: Sample) -> None:
+    sample.config["vocab_size"] = True
+
+
+@fault("C3", "text_config.num_attention_heads", base="tower")
+def no_heads_within(sample: Sample) -> None:
+    sample.config["text_config"]["num_attention_heads"] = 0
 
 
 @fault("V1", UP)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bases import MADE
 from checkpoint_samples import Sample, dense, made, sparse
 from faults import FAULTS, Fault
 
@@ -113,3 +114,39 @@ def test_few_heads_of_keys_are_replicated(tmp_path: Path) -> None:
 def test_unknown_facts_are_refused(facts: dict[str, object], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         Deployment(**facts)
+
+
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
+
+
+@pytest.mark.parametrize("value", [0, -1, -(10**12), 2.5, "4", True, {}, [], None, 10**12])
+@pytest.mark.parametrize("key", [*SIZES, "vocab_size"])
+@pytest.mark.parametrize("base", ["phi3", "FP8_BLOCK-moe", "tower", "W4A8-bytes"])
+def test_no_size_is_too_strange_to_be_read(
+    base: str, key: str, value: object, tmp_path: Path
+) -> None:
+    sample = MADE[base]()
+    sample.config[key] = value
+    if "text_config" in sample.config:
+        sample.config["text_config"][key] = value
+    found = check_serving(sample.config, sample.headers(tmp_path))
+    named = {(one.module, one.severity) for one in found if one.rule == "C3"}
+    is_size = value in ({}, [], None) or (type(value) is int and value > 0)
+    assert ((key, Severity.ERROR) in named) == (not is_size)
+
+
+def test_no_sizes_at_all_can_be_read(tmp_path: Path) -> None:
+    """Queries, keys and values of no heads have no rows to share."""
+    sample = MADE["phi3"]()
+    sample.config |= dict.fromkeys([*SIZES, "vocab_size"], 0)
+    found = check_serving(sample.config, sample.headers(tmp_path))
+    assert {one.module for one in found if one.rule == "C3"} == {*SIZES, "vocab_size"}
+
+
+def test_sizes_of_layers_and_of_other_models(tmp_path: Path) -> None:
+    sample = made(dense(), "W4A16", num_key_value_heads=[4, 2])
+    sample.config["vision_config"] = {"model_type": "x", "num_attention_heads": -1}
+    sample.config["other"] = {"hidden_size": 0}
+    found = check_serving(sample.config, sample.headers(tmp_path))
+    named = [one.module for one in found if one.rule == "C3"]
+    assert named == ["vision_config.num_attention_heads"]

@@ -12,7 +12,8 @@ import operator
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from decimal import Decimal
+from typing import Any, SupportsIndex
 
 from llmcompressor.errors import ArgumentError, did_you_mean
 
@@ -36,10 +37,19 @@ __all__ = [
 
 Check = Callable[[str, Any], Any]
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:E\+?\d{1,2})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_A_SIZE = "a whole number of bytes, or a size such as '8GiB'"
 
-def about(help_text: str, check: Check) -> dict[str, Any]:
-    """The metadata of a field: its help (the command line shows it) and its check."""
-    return {"help": help_text, "check": check}
+
+def about(help_text: str, check: Check, *, off: str | None = None) -> dict[str, Any]:
+    """The metadata of a field: its help (the command line shows it) and its check.
+
+    Args:
+        help_text: what the field is.
+        check: what it may be.
+        off: what giving ``--no-field`` does, for a field that is true by default.
+    """
+    return {"help": help_text, "check": check, "off": off}
 
 
 def apply_checks(arguments: Any) -> None:
@@ -97,13 +107,14 @@ def integer(least: int) -> Check:
     return check
 
 
-def number(least: float) -> Check:
-    """A number of at least ``least``."""
+def number(least: float, most: float) -> Check:
+    """A number from ``least`` to ``most``."""
 
     def check(name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
-            raise reject(name, value, f"a number of at least {least}")
-        return value
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most:
+            raise reject(name, value, f"a number from {least} to {most}")
+        return float(value)
 
     return check
 
@@ -155,12 +166,22 @@ def one_of(options: Mapping[str, str]) -> Check:
 
 
 def size(name: str, value: Any) -> int:
-    """A number of bytes, or a number with a unit such as GiB; stored as bytes."""
+    """A number of bytes, or a number with a unit such as GiB; stored as bytes.
+
+    >>> size("budget", "8GiB"), size("budget", "1e9"), size("budget", 2.0e9)
+    (8589934592, 1000000000, 2000000000)
+    """
+    given = value
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
+        found = _SIZE.fullmatch(value.strip())
         if found is None:
-            raise reject(name, value, "a number of bytes, or a size such as '8GiB'")
+            raise reject(name, given, _A_SIZE)
         digits, prefix, binary = found.groups()
         base = 1024 if binary else 1000
-        value = int(float(digits) * base ** " KMGT".index(prefix.upper() or " "))
-    return int(integer(1)(name, value))
+        value = Decimal(digits) * base ** " KMGT".index(prefix.upper() or " ")
+        value = int(value) if prefix or value % 1 == 0 else value
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < 1:
+        raise reject(name, given, _A_SIZE)
+    return operator.index(value)

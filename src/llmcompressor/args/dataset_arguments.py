@@ -136,7 +136,12 @@ class DatasetArguments:
         metadata=about("Samples to calibrate with; None for all.", optional(integer(1))),
     )
     shuffle_calibration_samples: bool = field(
-        default=True, metadata=about("Choose samples at random; False takes the first.", boolean)
+        default=True,
+        metadata=about(
+            "Choose samples at random; False takes the first.",
+            boolean,
+            off="Take the first samples, instead of choosing at random.",
+        ),
     )
     max_seq_length: int | None = field(
         default=None,
@@ -172,12 +177,17 @@ class DatasetArguments:
     min_tokens_per_module: float | None = field(
         default=None,
         metadata=about(
-            "No effect yet: the least share of the tokens that a module has to see.",
-            optional(number(0)),
+            "Warn of modules that see less than this share (0 to 1) of the calibration tokens.",
+            optional(number(0, 1)),
         ),
     )
     moe_calibrate_all_experts: bool = field(
-        default=True, metadata=about("No effect yet: show every expert every token.", boolean)
+        default=True,
+        metadata=about(
+            "No effect yet: show every expert every token.",
+            boolean,
+            off="No effect yet: show an expert only the tokens that are routed to it.",
+        ),
     )
     pipeline: str | None = field(
         default="independent",
@@ -218,7 +228,7 @@ class DatasetArguments:
         metadata=about("No effect: activations wait where activation_budget has room.", string),
     )
     quantization_aware_calibration: bool = field(
-        default=True, metadata=about("No effect.", boolean)
+        default=True, metadata=about("No effect.", boolean, off="No effect.")
     )
     sequential_prefetch: bool = field(default=False, metadata=about("No effect.", boolean))
     preprocessing_func: str | Callable[..., Any] | None = field(
@@ -247,7 +257,9 @@ class DatasetArguments:
     propagate_error: bool = field(
         default=True,
         metadata=about(
-            "Calibrate each block on the outputs of the compressed ones before it.", boolean
+            "Calibrate each block on the outputs of the compressed ones before it.",
+            boolean,
+            off="Calibrate each block on the outputs of the original ones before it.",
         ),
     )
     use_loss_mask: bool = field(

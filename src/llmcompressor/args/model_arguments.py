@@ -87,13 +87,23 @@ class ModelArguments:
         ),
     )
     tie_word_embeddings: bool = field(
-        default=True, metadata=about("Keep tied embeddings tied; False unties them.", boolean)
+        default=True,
+        metadata=about(
+            "Keep tied embeddings tied; False unties them.",
+            boolean,
+            off="Untie the output head from the embedding.",
+        ),
     )
     trust_remote_code_model: bool = field(
         default=False, metadata=about("Run code that the model's folder brings.", boolean)
     )
     save_compressed: bool = field(
-        default=True, metadata=about("Save in compressed form, not as dense weights.", boolean)
+        default=True,
+        metadata=about(
+            "Save in compressed form, not as dense weights.",
+            boolean,
+            off="Save dense weights with their scales, instead of compressed ones.",
+        ),
     )
     model_revision: str = field(
         default="main", metadata=about("Branch, tag or commit on the hub.", string)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmcompressor.args.checks import about, apply_checks, boolean, one_of, optional, reject, size
+from llmcompressor.errors import ArgumentError
 
 __all__ = ["RESUME", "RunArguments"]
 
@@ -21,25 +22,44 @@ _DEVICE = re.compile(r"(?:cuda:|xpu:)?(\d+)")
 
 def _max_memory(name: str, value: Any) -> dict[str | int, int]:
     """A size for the host, or sizes by device: numbers for accelerators, "cpu" for the host."""
-    if not isinstance(value, Mapping):
-        value = _pairs(name, value)
+    if isinstance(value, str) and "=" in value:
+        pairs = _pairs(name, value)
+    elif isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        return {"cpu": size(name, value)}
     limits: dict[str | int, int] = {}
-    for device, limit in value.items():
-        found = _DEVICE.fullmatch(str(device))
-        if found is None and str(device) not in _HOST:
-            raise reject(name, value, 'sizes by device, such as {0: "40GiB", "cpu": "100GiB"}')
-        limits[int(found.group(1)) if found else "cpu"] = size(name, limit)
+    for given, limit in pairs:
+        device = _device(name, value, given)
+        if device in limits:
+            raise ArgumentError(
+                f"The argument {name!r} gives more than one size for {_shown(device)}.",
+                "Name each device once.",
+            )
+        limits[device] = size(f"{name}[{given!r}]", limit)
     return limits
 
 
-def _pairs(name: str, value: Any) -> dict[str, Any]:
-    """``"20GiB"`` or ``"0=40GiB,cpu=100GiB"``, as a command line has it."""
-    if not isinstance(value, str) or "=" not in value:
-        return {"cpu": value}
+def _device(name: str, value: Any, given: Any) -> str | int:
+    """The number of an accelerator, or "cpu"."""
+    if str(given) in _HOST:
+        return "cpu"
+    found = _DEVICE.fullmatch(str(given))
+    if found is None:
+        raise reject(name, value, 'sizes by device, such as {0: "40GiB", "cpu": "100GiB"}')
+    return int(found.group(1))
+
+
+def _shown(device: str | int) -> str:
+    return "the host (cpu)" if device == "cpu" else f"device {device}"
+
+
+def _pairs(name: str, value: str) -> list[tuple[str, str]]:
+    """``"0=40GiB,cpu=100GiB"``, as a command line has it, as pairs."""
     parts = [part.partition("=") for part in value.split(",")]
     if not all(equals for _, equals, _ in parts):
         raise reject(name, value, 'sizes by device, such as "0=40GiB,cpu=100GiB"')
-    return {device.strip(): limit.strip() for device, _, limit in parts}
+    return [(device.strip(), limit.strip()) for device, _, limit in parts]
 
 
 @dataclass(frozen=True)
@@ -64,7 +84,11 @@ class RunArguments:
     )
     verify: bool = field(
         default=True,
-        metadata=about("Read the written files again and check them at the end.", boolean),
+        metadata=about(
+            "Read the written files again and check them at the end.",
+            boolean,
+            off="Do not read the written files again to check them.",
+        ),
     )
     dry_run: bool = field(
         default=False,

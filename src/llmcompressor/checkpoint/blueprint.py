@@ -9,11 +9,12 @@ checkpoint lacks, or holds in another shape, is found without reading a weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,12 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as hf_logging
 
-from llmcompressor.checkpoint.layout import LoadedName, loaded_names
+from llmcompressor.checkpoint.layout import (
+    LoadedName,
+    loaded_names,
+    stacked_names,
+    stacks_tensors,
+)
 from llmcompressor.checkpoint.load import (
     AUTO_CLASSES,
     check_complete,
@@ -32,6 +38,7 @@ from llmcompressor.checkpoint.load import (
 )
 from llmcompressor.checkpoint.reading import DTYPES
 from llmcompressor.checkpoint.source import SourceInfo, TensorHeader
+from llmcompressor.checkpoint.stand_ins import stand_ins
 from llmcompressor.errors import CheckpointError
 
 __all__ = ["Blueprint", "build_blueprint", "meta_parameter", "quiet_loading"]
@@ -91,42 +98,50 @@ def build_blueprint(
     config = read_config(config_name or place, trust_remote_code=trust_remote_code)
     dtype = _dtype(parse_precision(precision), config, source.tensors)
     loader = _class(config, place, trust_remote_code=trust_remote_code)
-    stand_ins = {name: _StandIn(header) for name, header in source.tensors.items()}
     with quiet_loading(), _one_clear_error(place):
+        draft = _draft(loader, config, source.tensors)
+        state = stand_ins(source.tensors, draft.stacks)
         model, info = loader.from_pretrained(
-            None, config=config, dtype=dtype, state_dict=stand_ins, output_loading_info=True
+            None, config=config, dtype=dtype, state_dict=state, output_loading_info=True
         )
     check_complete(place, info)
     model.config.name_or_path = place
     shared = _plain_meta(model)
     _read_generation_config(model, source.directory)
-    names = loaded_names(model, source.tensors, model.state_dict())
+    names = draft.names
+    if draft.own != model.state_dict().keys():
+        names = loaded_names(model, source.tensors, model.state_dict())
     model.train(mode=False)
     return Blueprint(model, source, names, dtype, shared)
 
 
-class _Absent(Tensor):
-    """A tensor on the meta device that stays there when it is moved."""
+class _Draft(NamedTuple):
+    """What is known of the loading before it.
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        as_before: Any = super().__torch_function__
-        if func is not Tensor.to:
-            return as_before(func, types, args, kwargs or {})
-        dtype = (kwargs or {}).get("dtype")
-        return args[0] if dtype is None else as_before(func, types, args[:1], {"dtype": dtype})
+    Attributes:
+        names: as in :class:`Blueprint`.
+        own: names of the model's tensors; empty where nothing was found out.
+        stacks: names of tensors that are stacked.
+    """
+
+    names: Mapping[str, LoadedName]
+    own: Set[str]
+    stacks: Sequence[Sequence[str]]
 
 
-class _StandIn:
-    """What transformers takes for a tensor of a file: it is read by slicing."""
+def _draft(loader: Any, config: PretrainedConfig, names: Iterable[str]) -> _Draft:
+    """See which tensors are stacked while they are loaded, on a model that is built for it.
 
-    def __init__(self, header: TensorHeader) -> None:
-        self.shape = torch.Size(header.shape)
-        self.dtype = DTYPES.get(header.dtype, torch.uint8)
-
-    def __getitem__(self, index: object) -> Tensor:
-        empty = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return empty.as_subclass(_Absent)
+    Building it takes long where it holds modules and not stacks; then there is nothing to see.
+    """
+    kinds = {config.model_type, config.get_text_config().model_type, loader.__name__}
+    if not any(stacks_tensors(kind) for kind in kinds):
+        return _Draft({}, frozenset(), ())
+    with torch.device("meta"):
+        model = loader._from_config(copy.deepcopy(config))
+    state = model.state_dict()
+    found = loaded_names(model, names, state)
+    return _Draft(found, state.keys(), stacked_names(model, found))
 
 
 def meta_parameter(tensor: Tensor) -> Parameter:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.partition import Partition, quantize_matrix
+from llmcompressor.numerics.partition import Partition
 from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["codes_of"]
@@ -39,22 +39,22 @@ def codes_of(
         zero: zero point of that shape, or ``None``.
         grid: what the codes are members of.
         partition: which elements share a scale.
-        convert: from codes of some rows, held as floating values, to what is stored of them;
-            rows stay rows.
+        convert: from quotients of some rows, within the ends of the grid, to what is stored of
+            them; rows stay rows.
 
     Returns:
         All that ``convert`` gives, below each other.
     """
     R, C = matrix_RC.shape
     if matrix_RC.device.type != "cpu" or R * C <= _ELEMENTS:
-        return convert(quantize_matrix(matrix_RC, scale, zero, grid, partition))
+        return convert(partition.apply(grid.limit, matrix_RC, scale, zero))
     spans = list(_spans(R, C, partition))
 
     def work(span: tuple[int, int]) -> Tensor:
         first, last = span
         cell = _scales(scale, span, R, partition)
         offset = None if zero is None else _scales(zero, span, R, partition)
-        return convert(quantize_matrix(matrix_RC[first:last], cell, offset, grid, partition))
+        return convert(partition.apply(grid.limit, matrix_RC[first:last], cell, offset))
 
     top = work(spans[0])
     stored = top.new_empty((R, *top.shape[1:]))

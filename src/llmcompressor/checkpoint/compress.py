@@ -272,15 +272,19 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _converter(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], Tensor] | None:
-    """From codes, held as floating values, to what the format stores."""
+    """From quotients within the ends of the grid to what the format stores."""
     weights = scheme.weights
+    grid = grid_of(weights)
     if scheme.format in _FP4_FORMATS:
-        return lambda codes: pack_e2m1(codes + 0.0)  # a zero without a sign
+        return lambda quotients: pack_e2m1(grid.round_(quotients))
     if scheme.format in _PLAIN_FORMATS:
         dtype = weights.pytorch_dtype()
-        return lambda codes: codes.to(dtype)
+        if grid.kind == "float":
+            return lambda quotients: quotients.to(dtype)  # rounds to nearest, ties to even
+        return lambda quotients: grid.round_(quotients).to(dtype)
     if scheme.format == _PACKED and can_pack(columns, weights.num_bits):
-        return lambda codes: pack_integers(codes.to(torch.int8), weights.num_bits)
+        bits = weights.num_bits
+        return lambda quotients: pack_integers(grid.round_(quotients).to(torch.int8), bits)
     return None
 
 

@@ -16,8 +16,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
 from transformers.core_model_loading import (
+    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -33,6 +37,8 @@ __all__ = [
     "loaded_names",
     "merges_experts",
     "owned_by_model",
+    "stacked_names",
+    "stacks_tensors",
 ]
 
 
@@ -61,6 +67,39 @@ def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
         [entry for entry in found if isinstance(entry, WeightRenaming)],
         [entry for entry in found if isinstance(entry, WeightConverter)],
     )
+
+
+def stacks_tensors(kind: str) -> bool:
+    """Whether transformers stacks tensors while it loads models of a type or class."""
+    conversions_of: Any = get_checkpoint_conversion_mapping
+    return any(map(_is_stacking, conversions_of(kind) or ()))
+
+
+def _is_stacking(transform: Any) -> bool:
+    """Whether the first that is made of tensors is their stack."""
+    return (
+        isinstance(transform, WeightConverter) and type(transform.operations[0]) is MergeModulelist
+    )
+
+
+def stacked_names(model: PreTrainedModel, names: Mapping[str, LoadedName]) -> list[list[str]]:
+    """The tensors of a checkpoint of which stacks are made, stack by stack.
+
+    Args:
+        model: the model.
+        names: as of :func:`loaded_names`.
+    """
+    patterns = {
+        pattern
+        for converter in _transforms(model, reverse=False).converters
+        if _is_stacking(converter)
+        for pattern in converter.source_patterns
+    }
+    stacks: dict[tuple[str, str | None], list[str]] = {}
+    for name, own in names.items():
+        if own.pattern in patterns:
+            stacks.setdefault((own.target, own.pattern), []).append(name)
+    return list(stacks.values())
 
 
 def embeddings(model: PreTrainedModel) -> tuple[Module | None, Module | None]:
@@ -147,6 +186,8 @@ class LoadedName(NamedTuple):
     """The model's tensor that it becomes, or becomes a part of."""
     merged: bool
     """Whether it is merged with others, or split, on the way."""
+    pattern: str | None = None
+    """The pattern by which it is."""
 
 
 def loaded_names(
@@ -171,7 +212,7 @@ def loaded_names(
             own_names,
         )
         if renamed in state:
-            names[key] = LoadedName(renamed, pattern is not None)
+            names[key] = LoadedName(renamed, pattern is not None, pattern)
         elif key in state:
             names[key] = LoadedName(key, False)
     return names

@@ -13,6 +13,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -47,6 +48,11 @@ _ORDER = [
 ]
 
 
+@lru_cache(maxsize=4096)
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return prod(shape) * DTYPES[dtype].itemsize
+
+
 class Stored(NamedTuple):
     """A tensor as it is stored."""
 
@@ -58,7 +64,7 @@ class Stored(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+        return _bytes(self.dtype, self.shape)
 
 
 class Place(NamedTuple):

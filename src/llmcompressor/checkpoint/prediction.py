@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -66,11 +67,14 @@ def predict(
     """
     forced = parse_format(None if save_compressed else "dense")
     quantized, tensors = [], {}
+    shared: dict[tuple[int, str], QuantizationScheme] = {}  # modules of one scheme have one copy
     for plan in planned:
         entry = quantized_module(
             plan.name, plan.module, plan.scheme, has_group=plan.has_group, forced_format=forced
         )
         if entry is not None:
+            key = (id(plan.scheme), str(entry.scheme.format))
+            entry = replace(entry, scheme=shared.setdefault(key, entry.scheme))
             quantized.append(entry)
             tensors[plan.name] = plan.tensors
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
@@ -134,12 +138,15 @@ def _expected_state(
 def _in_order(model: PreTrainedModel, contents: Contents) -> list[Stored]:
     places = checkpoint_names(model, contents.compressed)
     pieces = {name: [_stored(name, tensor)] for name, tensor in contents.plain.items()}
+    known: dict[object, list[Stored]] = {}  # a model has few forms of modules
     for module, (entry, own) in contents.compressed.items():
         place = places[module]
-        on_meta = {name: tensor.to("meta") for name, tensor in own.items()}
-        pieces[place] = [
-            _stored(f"{place}.{name}", tensor) for name, tensor in compress(entry, on_meta).items()
-        ]
+        shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in own.items())
+        form = (id(entry.scheme), entry.is_attention, entry.has_group, shapes)
+        if form not in known:
+            on_meta = {name: tensor.to("meta") for name, tensor in own.items()}
+            known[form] = [_stored(*each) for each in compress(entry, on_meta).items()]
+        pieces[place] = [Stored(f"{place}.{one.name}", *one[1:]) for one in known[form]]
     return [one for name in sorted(pieces, key=natural_key) for one in pieces[name]]
 
 

@@ -120,12 +120,18 @@ def build_quantization_config(
 def _group(entries: Iterable[QuantizedModule]) -> list[_Group]:
     """Modules with equal arguments and format form one group; targets are united in order."""
     groups: list[_Group] = []
+    group_of: dict[int, _Group] = {}  # modules of one group may share their scheme
     for entry in entries:
+        known = group_of.get(id(entry.scheme))
+        if known is not None:
+            known.members.append(entry)
+            continue
         key = entry.scheme.model_copy(update={"targets": []})
         group = next((group for group in groups if group.scheme == key), None)
         if group is None:
             group = _Group(key)
             groups.append(group)
+        group_of[id(entry.scheme)] = group
         group.members.append(entry)
         group.targets += [item for item in entry.scheme.targets if item not in group.targets]
     return groups

@@ -2,7 +2,7 @@
 """Write a compressed model as a checkpoint that transformers and vLLM read.
 
 The model in memory stays as it is: modules are compressed one at a time on their way to the
-file. Nothing is asked of any hub.
+file. Nothing is asked of any hub unless ``push_to_hub`` is given.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -171,7 +170,8 @@ def modify_save_pretrained(
 ) -> None:
     """Make ``model.save_pretrained`` write compressed checkpoints.
 
-    Calling it again only replaces what is remembered. A deep copy of the model saves itself.
+    Calling it again only replaces what is remembered. A copy of the model, deep or through pickle,
+    saves itself.
 
     Args:
         model: the model.
@@ -182,7 +182,8 @@ def modify_save_pretrained(
     """
     options = SaveOptions(recipe=recipe, source=source, processor=processor, report=report)
     object.__setattr__(model, _OPTIONS, options)
-    object.__setattr__(model, "save_pretrained", MethodType(_save_pretrained, model))
+    # a bound method is pickled by its name, which the model's class has for another one
+    object.__setattr__(model, "save_pretrained", partial(_save_pretrained, model))
 
 
 def _save_pretrained(
@@ -212,7 +213,7 @@ def _save_pretrained(
         save_directory: where to write.
         is_main_process: other processes write nothing.
         state_dict: tensors to write instead of the model's own.
-        push_to_hub: upload to ``repo_id`` after writing.
+        push_to_hub: upload the files that were written to ``repo_id``.
         max_shard_size: the most bytes of tensors in one file.
         save_compressed: pack the weights; otherwise write them dense with their scales.
         quantization_format: one format for all modules.
@@ -238,10 +239,20 @@ def _save_pretrained(
         quantization_format=quantization_format,
         max_shard_size=max_shard_size,
     )
-    _save_into(model, Path(save_directory), options, state_dict)
+    written = _save_into(model, Path(save_directory), options, state_dict)
     if push_to_hub:
-        repo = hub_arguments.pop("repo_id", Path(save_directory).name)
-        model.push_to_hub(repo, max_shard_size=max_shard_size, **hub_arguments)
+        _push(model, Path(save_directory), written, hub_arguments)
+
+
+def _push(
+    model: PreTrainedModel, directory: Path, names: Sequence[str], arguments: Mapping[str, Any]
+) -> None:
+    """Upload what was written: ``push_to_hub`` of transformers would write it anew, otherwise."""
+    from llmcompressor.checkpoint.push import push_files  # noqa: PLC0415  # few ask for it
+
+    folder = directory.expanduser().resolve()
+    given = {"repo_id": folder.name, "tags": model.model_tags, **arguments}
+    push_files(folder, names, **given)
 
 
 def _save_into(
@@ -249,7 +260,8 @@ def _save_into(
     directory: Path,
     options: SaveOptions,
     state_dict: Mapping[str, Tensor] | None,
-) -> None:
+) -> list[str]:
+    """Write to a folder that may hold other files; returns the paths of those written."""
     target = directory.expanduser().resolve()
     source = _source_directory(model, options)
     if target.is_file():
@@ -261,7 +273,10 @@ def _save_into(
         )
     with staged(target, on_existing=OnExisting.MERGE) as folder:
         _write(model, folder, options, state_dict)
+        files = (path for path in folder.rglob("*") if path.is_file())
+        written = [path.relative_to(folder).as_posix() for path in files]
     logger.info(f"Saved {target}.")
+    return written
 
 
 def _source_directory(model: PreTrainedModel, options: SaveOptions) -> Path | None:

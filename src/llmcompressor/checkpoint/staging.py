@@ -27,6 +27,7 @@ __all__ = [
     "check_output_dir",
     "disk_errors",
     "put_in_place",
+    "remove_at_once",
     "staged",
     "work_folder",
 ]
@@ -153,6 +154,16 @@ def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
         _remove_stale(target.parent, target.name)
 
 
+def remove_at_once(folder: Path, name: str) -> None:
+    """Remove a folder beside what is called ``name`` so that at no moment a part of it is there.
+
+    It gets a name first that the next run removes, should this one be killed on the way.
+    """
+    aside = _aside(folder.with_name(name))
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 @contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
     """Say it in one sentence when the disk is full."""
@@ -235,6 +246,10 @@ def _owner() -> str:
     return f"{host}-{os.getpid()}"
 
 
+def _aside(target: Path) -> Path:
+    return target.with_name(f"{target.name}.old-{_owner()}-{next(_counter)}")
+
+
 def _remove_stale(folder: Path, name: str) -> None:
     """Delete what a killed run of this machine left behind."""
     host = _owner().rpartition("-")[0]
@@ -275,7 +290,7 @@ def _flush_one(path: Path) -> None:
 
 def _rename_over(staging: Path, target: Path) -> None:
     """Put ``staging`` at ``target``; what was there goes only once the new one is in place."""
-    aside = target.with_name(f"{target.name}.old-{_owner()}-{next(_counter)}")
+    aside = _aside(target)
     has_old = target.is_dir() and any(target.iterdir())
     try:
         if has_old:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from llmcompressor.checkpoint.journal import Journal, differences
-from llmcompressor.checkpoint.staging import disk_errors, put_in_place, work_folder
+from llmcompressor.checkpoint.staging import disk_errors, put_in_place, remove_at_once, work_folder
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
@@ -71,8 +71,8 @@ class Workspace:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the working folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the working folder; a part of it would look like a run that was broken off."""
+        remove_at_once(self.folder, self.target.name)
         self._lock.close()
 
     def abandon(self) -> None:

@@ -13,6 +13,7 @@ import typer
 from llmcompressor import __version__
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.cli.failures import reporting
+from llmcompressor.cli.help import GroupedCommand
 from llmcompressor.cli.model_free import model_free_command
 from llmcompressor.cli.options import call_arguments, parameters_of
 from llmcompressor.cli.plan import plan_command, show_plan
@@ -26,7 +27,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
 _ARGUMENTS = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
@@ -122,10 +124,10 @@ _oneshot.__signature__ = _signature  # type: ignore[attr-defined]
 _oneshot.__annotations__ = {
     name: parameter.annotation for name, parameter in _signature.parameters.items()
 }
-app.command("oneshot")(_oneshot)
+app.command("oneshot", cls=GroupedCommand)(_oneshot)
 
 
-@app.command("evaluate")
+@app.command("evaluate", cls=GroupedCommand)
 def _evaluate(
     checkpoint: Annotated[
         str, typer.Argument(metavar="CHECKPOINT", help="Folder or name of the model to measure.")
@@ -158,7 +160,10 @@ def _evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure CHECKPOINT: perplexity, and its distance from the original."""
+    """Measure CHECKPOINT, alone and against the original.
+
+    Perplexity, and with --reference the distance from the original on the same text.
+    """
     with reporting(debug=debug):
         text = _text_source(dataset, text_file)
         from llmcompressor.entrypoints.evaluate import evaluate  # noqa: PLC0415
@@ -197,12 +202,12 @@ def _text_source(dataset: str | None, text_file: Path | None) -> str | Path | No
     return text_file
 
 
-app.command("model-free-ptq")(model_free_command)
-app.command("plan")(plan_command)
-app.command("verify")(verify_command)
+app.command("model-free-ptq", cls=GroupedCommand)(model_free_command)
+app.command("plan", cls=GroupedCommand)(plan_command)
+app.command("verify", cls=GroupedCommand)(verify_command)
 
 
-@app.command("demo")
+@app.command("demo", cls=GroupedCommand)
 def _demo(
     output: Annotated[
         Path | None,
@@ -211,7 +216,10 @@ def _demo(
     seed: Annotated[int, typer.Option(help="Which calibration text.")] = 0,
     debug: Debug = False,
 ) -> None:
-    """Compress the model that comes with the package in two ways and measure both."""
+    """Compress the package's own small model and measure it.
+
+    In two ways, with calibration data that every Python has.
+    """
     with reporting(debug=debug):
         from llmcompressor.cli.tables import print_demo  # noqa: PLC0415
         from llmcompressor.entrypoints.demo import demo  # noqa: PLC0415

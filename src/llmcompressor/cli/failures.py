@@ -4,20 +4,32 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import typer
 
 from llmcompressor.errors import CompressorError
 
-__all__ = ["CANNOT_BE_USED", "INTERRUPTED", "UNFORESEEN", "reporting"]
+__all__ = ["CANNOT_BE_USED", "INTERRUPTED", "TERMINATED", "UNFORESEEN", "reporting"]
 
 UNFORESEEN = 1
 CANNOT_BE_USED = 2
 INTERRUPTED = 130
+TERMINATED = 143
+
+_SAME_SIGNAL = 5.0
+"""Seconds in which a second SIGTERM means what the first one did; what it ended is cleaned up."""
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, raised where the main thread is: everything ends as it does with Ctrl-C."""
 
 
 @contextmanager
@@ -29,13 +41,16 @@ def reporting(*, debug: bool, resumable: bool = False) -> Iterator[None]:
         resumable: the same command continues where it was interrupted.
     """
     try:
-        yield
+        with _sigterm_raised():
+            yield
     except (typer.Exit, typer.BadParameter):
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        terminated = isinstance(error, _Terminated)
+        what = "Terminated." if terminated else "Interrupted."
         command = shlex.join(["llmcompressor", *sys.argv[1:]])
-        _say(f"Interrupted. Continue with: {command}" if resumable else "Interrupted.", debug)
-        raise typer.Exit(INTERRUPTED) from None
+        _say(f"{what} Continue with: {command}" if resumable else what, debug)
+        raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
     except CompressorError as error:
         _say(f"Error: {error}", debug)
         raise typer.Exit(CANNOT_BE_USED) from None
@@ -44,6 +59,28 @@ def reporting(*, debug: bool, resumable: bool = False) -> Iterator[None]:
         what = str(error).strip().rstrip(".") or "no message"
         _say(f"Error: unforeseen {type(error).__name__}: {what}.{hint}", debug)
         raise typer.Exit(UNFORESEEN) from None
+
+
+@contextmanager
+def _sigterm_raised() -> Iterator[None]:
+    """Have SIGTERM raise an exception inside; other threads than the main one get no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    last = -_SAME_SIGNAL
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _SAME_SIGNAL:
+            last = now
+            raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say(message: str, debug: bool) -> None:

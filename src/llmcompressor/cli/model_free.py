@@ -51,7 +51,10 @@ def model_free_command(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Round the weights of MODEL to nearest from its files alone, whatever its architecture."""
+    """Round the weights of MODEL from its files alone.
+
+    To nearest, without calibration data, whatever the architecture.
+    """
     with reporting(debug=debug, resumable=True):
         groups = None if config is None else _read(config)
         from llmcompressor.entrypoints.model_free import (  # noqa: PLC0415  # loads torch

@@ -2,8 +2,8 @@
 """Fields of an argument dataclass as options of a command.
 
 An option is named as its field, ``--num-calibration-samples`` for ``num_calibration_samples``,
-and has the field's help. What was not given is left out of the call, so that a default stands in
-one place only. By what a field can hold:
+and has the field's help; ``--no-name`` has that of turning it off. What was not given is left out
+of the call, so that a default stands in one place only. By what a field can hold:
 
 =====================  =========================================================================
 ``bool``               ``--name``, or ``--no-name`` where it is true by default
@@ -146,7 +146,8 @@ def _dashed(name: str) -> str:
 
 
 def _help(field: dataclasses.Field[Any], kind: _Kind) -> str:
-    text = str(field.metadata.get("help", ""))
+    turns_off = kind.typed is bool and field.default is True
+    text = str(field.metadata.get("off" if turns_off else "help") or "")
     if kind.typed is bool or field.default in (None, dataclasses.MISSING):
         return text
     return f"{text} (default: {field.default})"

@@ -80,9 +80,10 @@ def _signature() -> inspect.Signature:
 
 
 def plan_command(*, debug: bool, as_json: bool, no_measure: bool, **given: Any) -> None:
-    """Say what compressing MODEL would match, write, need and take; weights are not read.
+    """Say what compressing MODEL would match, need and take.
 
-    The exit code is 1 if it would fail, or its output could not be served.
+    No weight is read and nothing is written. The exit code is 1 if it would fail, or its output
+    could not be served.
     """
     with reporting(debug=debug):
         deployment = {name: given.pop(name) or None for name in ("serve", "tp", "gpu")}

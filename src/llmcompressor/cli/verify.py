@@ -40,7 +40,10 @@ def verify_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Check a written CHECKPOINT; the exit code is 1 if it has an error."""
+    """Check a written CHECKPOINT.
+
+    The exit code is 1 if it has an error.
+    """
     with reporting(debug=debug):
         from llmcompressor.entrypoints.verify import verify  # noqa: PLC0415  # loads torch
         from llmcompressor.logger import configure_logger  # noqa: PLC0415  # loads loguru

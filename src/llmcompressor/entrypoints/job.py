@@ -77,6 +77,13 @@ class Job:
         )
         if not recipe.modifiers:
             logger.warning("The recipe is empty: the model will not be changed.")
+        for stage in recipe.stages:
+            if stage.run_type == "train":
+                logger.warning(
+                    f"The stage {stage.name!r} of the recipe has the run_type train, and nothing "
+                    "is trained: its modifiers are applied once, like those of other stages. To "
+                    "leave it out, name another stage with stage=... (--stage)."
+                )
         return _unused(recipe)
 
     def _check_output(self, output_dir: str | Path | None) -> Path | None:
@@ -100,6 +107,8 @@ class Job:
                 f"{type(needing[0]).__name__} needs calibration data, and no dataset was given.",
                 "Pass dataset=..., or use a scheme that needs none, such as FP8_DYNAMIC.",
             )
+        if data and self.recipe.modifiers and not needing:
+            logger.info("The dataset is not read: no modifier of the recipe needs data.")
 
     def _check_pipeline(self) -> None:
         needing = self.needing_data

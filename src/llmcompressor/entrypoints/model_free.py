@@ -21,6 +21,7 @@ from llmcompressor.checkpoint.source import SourceInfo, inspect_source, is_hub_i
 from llmcompressor.checkpoint.tree_model import TreeModel, build_tree
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.streamed import run_blueprint
+from llmcompressor.entrypoints.transposed import refuse_transposed
 from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.matching import matches, matches_name, near_matches, unmatched
@@ -104,6 +105,7 @@ def model_free_ptq(
     source = _inspect(os.fspath(model_stub))
     blueprint = _blueprint(source, resolved)
     fields["ignore"] = _ignored(blueprint.model, resolved)
+    refuse_transposed(source, blueprint.model, fields["ignore"], resolved.targets)
     job.recipe = Recipe.from_modifiers(QuantizationModifier(**fields))
     run_blueprint(job, blueprint)
     assert job.output_dir is not None

@@ -58,14 +58,24 @@ def streamable(job: Job) -> SourceInfo | None:
     complete one block at a time.
     """
     model = job.model_args.model
-    by_block = all(modifier.works_by_block for modifier in job.recipe.modifiers)
     if job.output_dir is None or not isinstance(model, str | os.PathLike):
         return None
-    if not by_block or job.pipeline() not in BY_BLOCK:
+    whole = [type(one).__name__ for one in job.recipe.modifiers if not one.works_by_block]
+    if whole or job.pipeline() not in BY_BLOCK:
+        _say_in_memory(f"{', '.join(whole) or f'the {job.pipeline()} pipeline'} needs all of it")
         return None
-    folder = _local(job, str(model))
-    source = inspect_source(folder)
-    return source if source.tensors else None
+    source = inspect_source(_local(job, str(model)))
+    if not source.tensors:
+        _say_in_memory("its weights are not safetensors")
+        return None
+    return source
+
+
+def _say_in_memory(reason: str) -> None:
+    logger.warning(
+        f"The whole model is loaded, because {reason}: the run keeps no journal and cannot be "
+        "continued."
+    )
 
 
 def _local(job: Job, model: str) -> str | Path:

@@ -14,6 +14,8 @@ from collections import defaultdict
 
 from torch.nn import Linear, Module
 
+from llmcompressor.names import named_modules
+
 __all__ = ["FUSED_SUFFIXES", "expert_sets", "fused_partners", "fused_sets", "is_expert"]
 
 FUSED_SUFFIXES: tuple[tuple[str, ...], ...] = (
@@ -47,14 +49,13 @@ def fused_sets(model: Module) -> list[tuple[str, ...]]:
 
     Sets come in model order, the names of a set in the order in which they are joined.
     """
-    linears = {name for name, module in model.named_modules() if isinstance(module, Linear)}
+    linears = [name for name, module in named_modules(model) if isinstance(module, Linear)]
+    known = set(linears)
     sets: dict[tuple[str, ...], None] = {}
-    for name, _ in model.named_modules():
-        if name not in linears:
-            continue
+    for name in linears:
         parent, dot, own = name.rpartition(".")
         wanted = (f"{parent}{dot}{suffix}" for suffix in _SET_OF.get(own, ()))
-        present = tuple(each for each in wanted if each in linears)
+        present = tuple(each for each in wanted if each in known)
         if len(present) > 1:
             sets[present] = None
     return list(sets)
@@ -75,8 +76,8 @@ def expert_sets(model: Module) -> list[tuple[str, ...]]:
     Only experts that are modules of their own (``…experts.3.up_proj``) are seen.
     """
     sets: defaultdict[str, list[str]] = defaultdict(list)
-    for name, module in model.named_modules():
-        found = _EXPERT.match(name)
-        if found and isinstance(module, Linear):
+    for name, module in named_modules(model):
+        found = _EXPERT.match(name) if isinstance(module, Linear) else None
+        if found:
             sets[found["experts"]].append(name)
     return [tuple(names) for names in sets.values()]

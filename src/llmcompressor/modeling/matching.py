@@ -26,6 +26,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
+from llmcompressor.names import Forms, named_modules
 
 __all__ = [
     "as_targets",
@@ -113,17 +114,29 @@ def match_named_modules(
         ``(name, module)`` in the order of ``model.named_modules()``, each module once.
     """
     wanted, unwanted = as_targets(targets), as_targets(ignore)
-    for name, module in model.named_modules():
-        if _matches_any(name, module, wanted) and not _matches_any(name, module, unwanted):
+    forms = Forms((*wanted, *unwanted))
+    known: dict[object, bool] = {}
+    for name, module in named_modules(model):
+        form = (type(module), forms.of(name))
+        if form not in known:
+            known[form] = _matches_any(name, module, wanted) and not _matches_any(
+                name, module, unwanted
+            )
+        if known[form]:
             yield name, module
 
 
 def unmatched(model: Module, targets: str | Iterable[str] | None) -> tuple[str, ...]:
     """Those of ``targets`` that match no module of ``model``, in their order."""
     left = dict.fromkeys(as_targets(targets))
-    for name, module in model.named_modules():
+    forms, seen = Forms(left), set()
+    for name, module in named_modules(model):
         if not left:
             break
+        form = (type(module), forms.of(name))
+        if form in seen:
+            continue
+        seen.add(form)
         for target in [target for target in left if matches(name, module, target)]:
             del left[target]
     return tuple(left)

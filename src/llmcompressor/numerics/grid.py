@@ -124,7 +124,7 @@ class Grid:
         Returns:
             New tensor of the shape and dtype of ``x``. NaN stays NaN.
         """
-        return self._round_(x.clone())
+        return self.round_(x.clamp(self.qmin, self.qmax))
 
     def quantize(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         """Codes q = round(clamp(x / scale + zero)), held as floating values.
@@ -137,10 +137,15 @@ class Grid:
         Returns:
             New tensor of the shape of ``x``, in the dtype that ``x / scale`` promotes to.
         """
-        codes = torch.div(x, scale)
+        return self.round_(self.limit(x, scale, zero))
+
+    def limit(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+        """What :meth:`quantize` rounds: x / scale + zero, within the ends of the grid."""
+        # given in one dtype: a division of two dtypes takes a CPU ten times as long
+        quotients = torch.div(x.to(torch.result_type(x, scale)), scale)
         if zero is not None:
-            codes.add_(zero.to(x.dtype))
-        return self._round_(codes)
+            quotients.add_(zero.to(x.dtype))
+        return quotients.clamp_(self.qmin, self.qmax)
 
     def dequantize(self, q: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         """Values x' = (q - zero) * scale.
@@ -176,9 +181,8 @@ class Grid:
             values.sub_(zero.to(scale.dtype))
         return values.mul_(scale).to(x.dtype)
 
-    def _round_(self, x: Tensor) -> Tensor:
-        """Clamp and round ``x`` in place where the grid allows; ``x`` must not be used again."""
-        x.clamp_(self.qmin, self.qmax)
+    def round_(self, x: Tensor) -> Tensor:
+        """Round ``x``, which is within the ends, in place; ``x`` must not be used again."""
         if self.kind == "int":
             return x.round_()
         if self.bits == 8:

@@ -4,8 +4,8 @@
 Integers of 4 or 8 bits stand in the order of their columns, from the low bits of each 32-bit word
 upwards, as their distance from the least of them.
 
-A value of e2m1 is stored as its sign (bit 3) and the place of its magnitude among the eight that
-there are (bits 0 to 2)::
+A value of e2m1 is stored as its sign (bit 3; zero has none) and the place of its magnitude among
+the eight that there are (bits 0 to 2)::
 
     magnitude  0  0.5  1  1.5  2  3  4  6
     code       0   1   2   3   4  5  6  7
@@ -38,11 +38,12 @@ def pack_e2m1(values_RC: Tensor) -> Tensor:
     >>> pack_e2m1(torch.tensor([[0.5, -6.0, 3.0, 0.0]])).tolist()
     [[241, 5]]
     """
-    magnitude_RC = values_RC.abs()
-    # 2m up to 2, then m + 2 up to 4, then 7: the lowest of the three lines, at every member.
-    code_RC = torch.minimum(magnitude_RC * 2, magnitude_RC + 2).clamp_(max=7).to(torch.uint8)
-    code_RC |= torch.signbit(values_RC).to(torch.uint8) << 3
-    return code_RC[:, 0::2] | (code_RC[:, 1::2] << 4)
+    half_RC = (values_RC * 2).to(torch.int8)  # whole numbers, and small ones are quick
+    magnitude_RC = half_RC.abs()
+    # n up to 4, then n / 2 + 2 up to 8, then 7: the lowest of the three lines, at every member.
+    code_RC = torch.minimum(magnitude_RC, (magnitude_RC >> 1) + 2).clamp_(max=7)
+    code_RC |= (half_RC >> 4) & 8
+    return _pair_up(code_RC)
 
 
 def can_pack(columns: int, bits: int) -> bool:
@@ -70,7 +71,10 @@ def pack_integers(codes_RC: Tensor, bits: int) -> Tensor:
         )
     if bits == 8:
         return (codes_RC.contiguous().view(torch.uint8) ^ 0x80).view(torch.int32)
-    # two codes, low byte first, become one byte
-    pair = codes_RC.contiguous().view(torch.int16)
-    byte = (pair & 0xF) | ((pair >> _NIBBLE) & 0xF0)
-    return (byte ^ _OFFSET).to(torch.uint8).view(torch.int32)
+    return (_pair_up(codes_RC.contiguous() & 0xF) ^ _OFFSET).view(torch.int32)
+
+
+def _pair_up(codes_RC: Tensor) -> Tensor:
+    """Codes from 0 to 15, int8, as bytes: of each two the first in the low half."""
+    pair = codes_RC.view(torch.int16)  # the first is the low byte
+    return (pair | (pair >> _NIBBLE)).to(torch.uint8)

@@ -89,13 +89,13 @@ def scales_from_range(
     if scale_format is ScaleFormat.E8M0:
         scale = _power_of_two_scale(torch.maximum(-minimum, maximum), grid)
         return scale, torch.zeros(scale.shape, dtype=zero_dtype, device=scale.device)
-    scale, zero = _plain_scale(minimum, maximum, grid)
+    scale, zero = _plain_scale(minimum, maximum, grid, zero_dtype)
     if global_scale is not None:
         scale = global_scale * scale
     stored_dtype = torch.float8_e4m3fn if scale_format is ScaleFormat.E4M3 else scale_dtype
     scale = _rounded_to(scale, stored_dtype).to(scale.dtype) if stored_dtype else scale
     scale = torch.where(scale == 0, _substitute(stored_dtype or scale.dtype), scale)
-    return scale, _rounded_to(zero, zero_dtype)
+    return scale, zero
 
 
 def global_scale_from_amax(amax: Tensor) -> Tensor:
@@ -133,16 +133,18 @@ def parameter_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _PLAIN_DTYPES else torch.float16
 
 
-def _plain_scale(minimum: Tensor, maximum: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Scale and unrounded zero point; a scale may be zero."""
+def _plain_scale(
+    minimum: Tensor, maximum: Tensor, grid: Grid, zero_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Scale, which may be zero and is not rounded yet, and zero point."""
     steps = grid.qmax - grid.qmin
     if grid.symmetric:
         scale = torch.maximum(-minimum, maximum) / (steps / 2)
-        return scale, torch.zeros_like(scale)
+        return scale, torch.zeros(scale.shape, dtype=zero_dtype, device=scale.device)
     scale = (maximum - minimum) / steps
     zero = grid.qmin - minimum / scale
     # an empty range has 0 / 0 here; code 0 stands for it
-    return scale, zero.nan_to_num(nan=0.0).clamp(grid.qmin, grid.qmax)
+    return scale, _rounded_to(zero.nan_to_num(nan=0.0).clamp(grid.qmin, grid.qmax), zero_dtype)
 
 
 def _power_of_two_scale(amax: Tensor, grid: Grid) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["per_batch", "real_tokens"]
+__all__ = ["count_tokens", "per_batch", "real_tokens"]
 
 
 def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:
@@ -27,6 +27,15 @@ def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:
         if activation.ndim == 2 and len(activation) == token_mask.numel():
             return activation[token_mask.flatten()]
     return activation.reshape(-1, activation.shape[-1])
+
+
+def count_tokens(activation: Tensor, token_mask: Tensor | None) -> int:
+    """How many rows :func:`real_tokens` would return; arguments as there."""
+    if token_mask is not None:
+        alike = activation.shape[:-1] == token_mask.shape
+        if alike or (activation.ndim == 2 and len(activation) == token_mask.numel()):
+            return int(token_mask.sum())
+    return activation.shape[:-1].numel()
 
 
 def per_batch(

@@ -11,6 +11,7 @@ from llmcompressor.core.session_functions import LifecycleCallbacks, active_sess
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.pipelines.batches import calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
+from llmcompressor.pipelines.coverage import scarcity_reported
 from llmcompressor.pipelines.model_runs import calibration_mode
 from llmcompressor.pipelines.residency import Residency
 from llmcompressor.progress import progress
@@ -42,7 +43,11 @@ class BasicPipeline:
             owners = owners_of(modifiers, state)
             state.call_order = watch_calibrated(model, batches, owners, find_blocks(model)).order
             LifecycleCallbacks.calibration_epoch_start()
-            with progress(len(batches), "Calibrating") as advance:
+            share = dataset_args.min_tokens_per_module
+            with (
+                scarcity_reported(model, owners, batches, state, share),
+                progress(len(batches), "Calibrating") as advance,
+            ):
                 for index, batch in enumerate(batches):
                     state.batch_data, state.token_mask = batch, batches.mask(index)
                     state.batch_sizes = batches.sizes(index)

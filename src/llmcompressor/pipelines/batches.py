@@ -59,6 +59,12 @@ class CalibrationBatches(Sequence[Mapping[str, Any]]):
         """Positions of all batches, padding included: what activations take memory for."""
         return sum(_positions(batch) for batch in self._batches)
 
+    @property
+    def real_tokens(self) -> int:
+        """Positions of all batches that count."""
+        masks = zip(self._batches, self._masks, strict=True)
+        return sum(_positions(one) if mask is None else int(mask.sum()) for one, mask in masks)
+
     def mask(self, index: int) -> Tensor | None:
         """Bool ``[batch, tokens]`` of the real tokens of a batch; ``None`` where all are."""
         return self._masks[index]

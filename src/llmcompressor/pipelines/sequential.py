@@ -32,6 +32,7 @@ from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines.activations import ActivationStore
 from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
+from llmcompressor.pipelines.coverage import scarcity_reported
 from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.granularity import Plan, Unit, make_plan
 from llmcompressor.pipelines.model_runs import model_device
@@ -87,7 +88,13 @@ class SequentialPipeline:
             if residency is not None:
                 residency.begin()
             if run.has_work:
-                with progress(len(run.plan.units), "Calibrating") as advance:
+                watched = _owners(modifiers, state, residency)
+                with (
+                    scarcity_reported(
+                        model, watched, batches, state, dataset_args.min_tokens_per_module
+                    ),
+                    progress(len(run.plan.units), "Calibrating") as advance,
+                ):
                     run.go(advance)
             if residency is not None:
                 residency.visit_rest()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from compressed_tensors.utils.match import match_targets
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.modeling.matching import as_targets, matches, near_matches
 from llmcompressor.modifiers.modifier import Modifier, PlannedModule
+from llmcompressor.names import Forms, named_modules
 from llmcompressor.planning.result import Match, ModuleRow
 from llmcompressor.schemes.assign import is_router
 from llmcompressor.schemes.presets import format_of
@@ -95,7 +96,7 @@ def match_patterns(
         modifiers: of the recipe, each with the modules that it quantizes; with none where its
             initialization failed.
     """
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     found: list[Match] = []
     for modifier, names in modifiers:
         targets, ignore = _patterns_of(modifier)
@@ -117,6 +118,14 @@ def match_patterns(
     return found
 
 
+class _Hits(NamedTuple):
+    """What matches all modules of one form."""
+
+    targets: list[str]
+    deciding: list[str]
+    ignore: list[str]
+
+
 def _tally(
     modules: Mapping[str, Module],
     targets: Sequence[str],
@@ -125,15 +134,23 @@ def _tally(
 ) -> dict[tuple[str, str], _Tally]:
     tallies = {("target", one): _Tally() for one in targets}
     tallies |= {("ignore", one): _Tally() for one in ignore}
+    forms = Forms((*targets, *ignore))
+    known: dict[object, _Hits] = {}
     for name, module in modules.items():
-        wanting = [one for one in targets if matches(name, module, one)]
-        deciding = match_targets(name, module, targets)[:1] if name in quantized else []
-        for one in wanting:
-            tallies["target", one].add(name, decides=one in deciding)
-        is_wanted = bool(wanting) and isinstance(module, Linear | Embedding)
-        for one in ignore:
-            if matches(name, module, one):
-                tallies["ignore", one].add(name, decides=is_wanted)
+        form = (type(module), forms.of(name))
+        if form not in known:
+            known[form] = _Hits(
+                [one for one in targets if matches(name, module, one)],
+                match_targets(name, module, targets)[:1],
+                [one for one in ignore if matches(name, module, one)],
+            )
+        hits = known[form]
+        for one in hits.targets:
+            decides = name in quantized and one in hits.deciding
+            tallies["target", one].add(name, decides=decides)
+        is_wanted = bool(hits.targets) and isinstance(module, Linear | Embedding)
+        for one in hits.ignore:
+            tallies["ignore", one].add(name, decides=is_wanted)
     return tallies
 
 
@@ -185,7 +202,7 @@ def module_rows(
 
 def _matrices(model: Module) -> Iterator[tuple[str, Module, int]]:
     """Modules that own a matrix or a stack of them, and how many weights."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         sizes = [one.numel() for one in module.parameters(recurse=False) if one.ndim > 1]
         if sizes:
             yield name, module, sum(sizes)

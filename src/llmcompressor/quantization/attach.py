@@ -27,16 +27,21 @@ from compressed_tensors.quantization import (
     is_cached_attention_module,
 )
 from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.errors import TargetError
+from llmcompressor.names import named_modules
 from llmcompressor.quantization.parameters import WeightParameters
+from llmcompressor.quantization.portable import make_cache_portable, make_forward_portable
 
 __all__ = [
     "attach_attention",
     "attach_linear",
     "cache_scheme",
     "cached_attention_modules",
+    "check_states",
     "planned_attention",
     "planned_linear",
     "set_parameter",
@@ -75,6 +80,7 @@ def attach_linear(
         is_raw: the weight is still to be rounded.
     """
     initialize_module_for_quantization(module, scheme, force_zero_point=False)
+    make_forward_portable(module)
     if weight is not None:
         set_parameter(module, "weight_scale", weight.scale)
         if not weight.args.symmetric:
@@ -92,8 +98,30 @@ def attach_linear(
 def cached_attention_modules(model: Module) -> dict[Module, str]:
     """The attention modules that keep a cache of keys and values."""
     return {
-        module: name for name, module in model.named_modules() if is_cached_attention_module(module)
+        module: name for name, module in named_modules(model) if is_cached_attention_module(module)
     }
+
+
+def check_states(model: Any) -> None:
+    """Refuse a model whose configuration does not tell the shape of its keys and values.
+
+    compressed-tensors goes by three attributes, and some configurations have other names for them,
+    or none (OPT, BART).
+
+    Raises:
+        TargetError: one of them is missing.
+    """
+    config = model.config.get_text_config(decoder=True)
+    try:
+        for shape_of in (get_num_attn_heads, get_num_kv_heads, get_head_dim):
+            shape_of(config)
+    except ValueError as error:
+        raise TargetError(
+            f"The keys and values of {type(model).__name__} cannot be quantized: readers take "
+            "their shape from num_attention_heads, num_key_value_heads and head_dim, which "
+            f"{type(config).__name__} does not tell.",
+            "Leave kv_cache_scheme out, and schemes whose targets are attention modules.",
+        ) from error
 
 
 def tap_attention(model: Module, module: Module, *, queries: bool) -> None:
@@ -102,6 +130,7 @@ def tap_attention(model: Module, module: Module, *, queries: bool) -> None:
         initialize_hooked_attention(model, module)
     else:
         initialize_hooked_kv_cache(model, module)
+    make_cache_portable(module)
 
 
 def untap_attention(model: Any, module: Module) -> None:

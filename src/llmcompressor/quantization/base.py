@@ -20,6 +20,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets, is_expert
 from llmcompressor.modeling.matching import check_targets
 from llmcompressor.modifiers.modifier import Granularity, Modifier, PlannedModule
+from llmcompressor.names import named_modules
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.scales import global_scale_from_amax
 from llmcompressor.progress import progress
@@ -29,6 +30,7 @@ from llmcompressor.quantization.attach import (
     attach_linear,
     cache_scheme,
     cached_attention_modules,
+    check_states,
     planned_attention,
     planned_linear,
     tap_attention,
@@ -165,7 +167,7 @@ class QuantizationMixin(Modifier):
             joined=[*fused_sets(model), *expert_sets(model)],
             bypass_divisibility=self.bypass_divisibility_checks,
         )
-        modules = dict(model.named_modules())
+        modules = dict(named_modules(model))
         attention = cached_attention_modules(model)
         for name, scheme in schemes.items():
             module = modules[name]
@@ -179,6 +181,8 @@ class QuantizationMixin(Modifier):
         self._check_all_attention(attention)
         if resolved.kv_cache_scheme is not None:
             self._add_caches(attention)
+        if self._attention:
+            check_states(model)
         self._check_finite()
         self._find_fused(modules)
         for name, scheme in schemes.items():  # last: an error above leaves the model untouched

@@ -21,6 +21,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from compressed_tensors.offload import disable_onloading
@@ -34,6 +35,7 @@ from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
+from llmcompressor.names import Forms, named_modules
 
 __all__ = ["assign_schemes", "is_empty", "is_router", "listed", "weight_of"]
 
@@ -54,7 +56,8 @@ def is_router(name: str, module: Module) -> bool:
 
 def weight_of(module: Module) -> torch.Tensor | None:
     """The module's weight where it lies, without moving an offloaded one."""
-    with disable_onloading():
+    is_plain = type(module._parameters) is dict  # nothing of it is offloaded
+    with contextlib.nullcontext() if is_plain else disable_onloading():
         weight = getattr(module, "weight", None)
     return weight if isinstance(weight, torch.Tensor) else None
 
@@ -103,7 +106,17 @@ def assign_schemes(
             f"{', '.join(map(repr, by_target))}: what matches is ignored or cannot be quantized.",
             "Correct targets or ignore; Linear and Embedding modules can be quantized.",
         )
-    return _with_named_heads(_fitted(model, found.schemes), found.heads)
+    return _with_named_heads(_fitted(found.modules, found.schemes), found.heads)
+
+
+class _Matched(NamedTuple):
+    """What all modules of one form get."""
+
+    targets: list[str]
+    """The targets that match them, the first counts."""
+    by_name: list[str]
+    """Those that match by name."""
+    is_ignored: bool
 
 
 @dataclass
@@ -113,6 +126,7 @@ class _Walk:
     model: Module
     by_target: Mapping[str, QuantizationScheme]
     ignore: list[str]
+    modules: dict[str, Module] = field(default_factory=dict)
     schemes: dict[str, QuantizationScheme] = field(default_factory=dict)
     routers: list[str] = field(default_factory=list)
     tied_heads: list[str] = field(default_factory=list)
@@ -122,24 +136,38 @@ class _Walk:
     useless: dict[str, set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        embeddings = (each for each in self.model.modules() if isinstance(each, Embedding))
+        self.modules = dict(named_modules(self.model))
+        embeddings = (each for each in self.modules.values() if isinstance(each, Embedding))
         self._embedded = {id(weight_of(each)) for each in embeddings}
         self._head = _output_head(self.model)
 
     def run(self) -> _Walk:
-        for name, module in self.model.named_modules():
-            matched = match_targets(name, module, self.by_target)
-            if not matched:
+        forms = Forms([*self.by_target, *self.ignore])
+        known: dict[object, _Matched] = {}
+        for name, module in self.modules.items():
+            form = (type(module), forms.of(name))
+            if form not in known:
+                known[form] = self._match(name, module)
+            found = known[form]
+            if not found.targets:
                 continue
-            if is_match(name, module, self.ignore):
-                self.useful.update(matched)
-            elif self._can_carry(name, module, self.by_target[matched[0]]):
-                self.useful.update(matched)
-                self._assign(name, module, matched)
+            if found.is_ignored:
+                self.useful.update(found.targets)
+            elif self._can_carry(name, module, self.by_target[found.targets[0]]):
+                self.useful.update(found.targets)
+                self._assign(name, module, found)
             else:
-                for target in matched:
+                for target in found.targets:
                     self.useless.setdefault(target, set()).add(type(module).__name__)
         return self
+
+    def _match(self, name: str, module: Module) -> _Matched:
+        matched = match_targets(name, module, self.by_target)
+        return _Matched(
+            matched,
+            [target for target in matched if match_name(name, target)],
+            bool(matched) and is_match(name, module, self.ignore),
+        )
 
     def _can_carry(self, name: str, module: Module, scheme: QuantizationScheme) -> bool:
         """Linears and embeddings carry any scheme; attention carries one for its inputs only."""
@@ -152,11 +180,11 @@ class _Walk:
             and is_narrow_match(self.model, scheme.targets, name, module)
         )
 
-    def _assign(self, name: str, module: Module, matched: list[str]) -> None:
+    def _assign(self, name: str, module: Module, found: _Matched) -> None:
+        matched, by_name = found.targets, found.by_name
         scheme = self.by_target[matched[0]]
         if is_empty(scheme):
             return
-        by_name = [target for target in matched if match_name(name, target)]
         if len({id(self.by_target[target]) for target in by_name}) > 1:
             self.contested[name] = tuple(by_name)
         # A class of its own, such as Llama4Router, names the module as well as its name does.
@@ -235,24 +263,29 @@ def _last(name: str) -> str:
 
 
 def _fitted(
-    model: Module, schemes: Mapping[str, QuantizationScheme]
+    modules: Mapping[str, Module], schemes: Mapping[str, QuantizationScheme]
 ) -> dict[str, QuantizationScheme]:
     """The schemes, where matrices narrower than their group have one of their own."""
-    narrowed: dict[tuple[int, int], QuantizationScheme] = {}
+    narrowed: dict[tuple[int, int], QuantizationScheme | None] = {}
     fitted: dict[str, QuantizationScheme] = {}
     for name, scheme in schemes.items():
-        columns = _columns(model.get_submodule(name))
-        if columns is None or not any(_is_narrow(args, columns) for _, args in _grouped(scheme)):
+        columns = _columns(modules[name])
+        if columns is None:
             fitted[name] = scheme
             continue
         key = (id(scheme), columns)
         if key not in narrowed:
-            narrowed[key] = _narrow(scheme, columns)
-        narrowed[key].targets.append(name)
-        fitted[name] = narrowed[key]
-    for (_, columns), scheme in narrowed.items():
+            is_narrow = any(_is_narrow(args, columns) for _, args in _grouped(scheme))
+            narrowed[key] = _narrow(scheme, columns) if is_narrow else None
+        own = narrowed[key]
+        if own is not None:
+            own.targets.append(name)
+        fitted[name] = scheme if own is None else own
+    for (_, columns), narrow in narrowed.items():
+        if narrow is None:
+            continue
         logger.info(
-            f"{listed(scheme.targets)}: {columns} columns are fewer than a group has; each row "
+            f"{listed(narrow.targets)}: {columns} columns are fewer than a group has; each row "
             "is one group there."
         )
     return fitted

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
+from llmcompressor.names import named_modules
 from llmcompressor.schemes.assign import listed, weight_of
 from llmcompressor.schemes.presets import format_of
 
@@ -59,9 +60,8 @@ def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
         TargetError: lists every such module and what its weight is.
     """
     wrong = []
-    for name, scheme in schemes.items():
-        module = model.get_submodule(name)
-        if scheme.weights is None:
+    for name, module in _submodules(model, schemes):
+        if schemes[name].weights is None:
             continue
         reason = _why_not(module)
         if reason:
@@ -71,6 +71,13 @@ def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
             f"These modules cannot be quantized: {listed(wrong)}.",
             "Ignore them, or load the model with its weights in floating point.",
         )
+
+
+def _submodules(model: Module, names: Iterable[str]) -> Iterator[tuple[str, Module]]:
+    """The modules of these names."""
+    known = dict(named_modules(model))
+    for name in names:
+        yield name, known[name] if name in known else model.get_submodule(name)
 
 
 def _why_not(module: Module) -> str:
@@ -94,13 +101,16 @@ def indivisible(model: Module, schemes: Schemes) -> list[tuple[str, int, int]]:
         ``(name, columns, group size)`` of each, in order.
     """
     misfits = []
-    for name, scheme in schemes.items():
-        weight = weight_of(model.get_submodule(name))
+    sizes: dict[int, set[int]] = {}
+    for name, module in _submodules(model, schemes):
+        weight, scheme = weight_of(module), schemes[name]
         if weight is None or weight.dim() != 2:
             continue
         columns = weight.shape[-1]
-        sizes = {_group(args) for args in (scheme.weights, scheme.input_activations)}
-        size = max((size for size in sizes if size and columns % size), default=0)
+        if id(scheme) not in sizes:
+            both = (scheme.weights, scheme.input_activations)
+            sizes[id(scheme)] = {_group(args) for args in both} - {0}
+        size = max((size for size in sizes[id(scheme)] if columns % size), default=0)
         if size:
             misfits.append((name, columns, size))
     return misfits
@@ -137,7 +147,7 @@ def tied_weights(model: Module, schemes: Schemes) -> list[tuple[str, ...]]:
     The modifier unties them before it changes a weight; a quantized weight cannot be shared.
     """
     owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         weight = weight_of(module)
         if weight is not None:
             owners.setdefault(id(weight), []).append(name)
@@ -166,10 +176,14 @@ def warn_mixed_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> None:
     wrong one of the two. Transformers reads it as it is, so this is no error.
     """
     mixed = []
+    keys: dict[int, str] = {}  # modules of one group share their scheme
     for names in joined:
-        kinds = {name: describe(schemes.get(name)) for name in names}
-        if len({_serving_key(schemes.get(name)) for name in names}) > 1:
-            mixed.append(_mixture(kinds))
+        present = {id(scheme): scheme for scheme in map(schemes.get, names)}
+        for own, scheme in present.items():
+            if own not in keys:
+                keys[own] = _serving_key(scheme)
+        if len({keys[own] for own in present}) > 1:
+            mixed.append(_mixture({name: describe(schemes.get(name)) for name in names}))
     if mixed:
         logger.warning(
             "These modules are served as one but would be quantized differently, which vLLM "

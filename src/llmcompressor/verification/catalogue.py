@@ -83,7 +83,7 @@ def _lines() -> tuple[Line, ...]:
 
 def _order(line: Line) -> tuple[int, int, str]:
     """Files, consistency, values, reference, then the servers' in their own order."""
-    letter = "FCVRSTG".index(line.number[0])
+    letter = "FCVRSTLG".index(line.number[0])
     digits = "".join(each for each in line.number if each.isdigit())
     return letter, int(digits), line.number
 

@@ -65,27 +65,43 @@ def served_class(kind: str, path: str) -> str:
     return _CLASS_OF.get(kind) or _CLASSES.get(last, "ColumnParallelLinear")
 
 
+_SIMPLE = re.compile(r"(?:\(\?:\.\*\\\.\)\?)?(?P<body>(?:\w|\\\W|\.\*?|[\^$])+)")
+
+
+def _needed(pattern: str) -> str:
+    r"""A part of every name that a pattern matches; empty unless the pattern is a simple one.
+
+    A mixture of experts has a pattern for each of its layers, and ten thousands of names.
+
+    >>> _needed(r"(?:.*\.)?layers\.3\.experts\..*"), _needed("lm_head|.*gate"), _needed(".*up?")
+    ('layers.3.experts.', '', '')
+    """
+    simple = _SIMPLE.fullmatch(pattern)
+    parts = re.findall(r"(?:\w|\\\W)+", simple["body"]) if simple else []
+    return max((re.sub(r"\\(\W)", r"\1", part) for part in parts), key=len, default="")
+
+
 class _Names:
     """Names and patterns, asked by name."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = list(texts)
         self.position: dict[str, int] = {}
-        self.patterns: list[tuple[int, re.Pattern[str]]] = []
+        self.patterns: list[tuple[int, str, re.Pattern[str]]] = []
         for index, text in enumerate(self.texts):
             expression = compiled(text)
             if expression is not None:
-                self.patterns.append((index, expression))
+                self.patterns.append((index, _needed(expression.pattern), expression))
             else:
                 self.position.setdefault(text, index)
 
     def first(self, name: str) -> int | None:
         """Position of the first text that equals or matches ``name``."""
         best = self.position.get(name)
-        for index, expression in self.patterns:
+        for index, needed, expression in self.patterns:
             if best is not None and index > best:
                 break
-            if expression.match(name):
+            if needed in name and expression.match(name):
                 return index
         return best
 

@@ -37,6 +37,12 @@ from llmcompressor.schemes.resolve import ResolvedSchemes
 
 __all__ = ["GPTQModifier", "SolveRecord"]
 
+_MOVED = {
+    "sequential_update": 'calibration is sequential unless oneshot is given pipeline="basic".',
+    "sequential_targets": "give sequential_targets to oneshot (--sequential-targets).",
+}
+"""Fields of earlier releases, and what does their work now."""
+
 
 @dataclass(frozen=True)
 class SolveRecord:
@@ -71,8 +77,8 @@ class GPTQModifier(QuantizationMixin):
         offload_hessians: keep second moments in main memory while they are collected.
         batched_quantization: solve Linears of equal shape in one batch; ``"auto"`` does so where
             their matrices are small.
-        sequential_update: accepted and without effect: calibration is always sequential.
-        sequential_targets: accepted; give it to ``oneshot`` instead.
+        sequential_update: without effect, with a warning: the pipeline decides.
+        sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
     """
 
     block_size: int = Field(default=128, ge=1)
@@ -157,6 +163,13 @@ class GPTQModifier(QuantizationMixin):
     def _weight_args(self, module: Module) -> QuantizationArgs | None:
         weights: QuantizationArgs | None = self._schemes[module].weights
         return weights
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Say what became of fields of earlier releases, then as every quantizing modifier."""
+        for field, instead in _MOVED.items():
+            if field in self.model_fields_set and getattr(self, field) is not None:
+                logger.warning(f"The field {field!r} of GPTQModifier has no effect: {instead}")
+        return super().on_initialize(state, **kwargs)
 
     # ------------------------------------------------------------------ while
 

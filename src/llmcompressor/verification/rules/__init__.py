@@ -14,11 +14,13 @@ from llmcompressor.verification.rules import (
     embeddings,
     experts,
     kernels,
+    loading,
     lookup,
     parallel,
     presence,
     schemes,
     sglang,
+    sizes,
     tensors,
     transformers,
     transforms,
@@ -29,6 +31,7 @@ __all__ = ["NOT_CHECKED", "RULES"]
 
 RULES: tuple[Rule, ...] = (
     *config.RULES,
+    *sizes.RULES,
     *lookup.RULES,
     *schemes.RULES,
     *tensors.RULES,
@@ -40,6 +43,7 @@ RULES: tuple[Rule, ...] = (
     *presence.RULES,
     *transforms.RULES,
     *transformers.RULES,
+    *loading.RULES,
     *sglang.RULES,
 )
 

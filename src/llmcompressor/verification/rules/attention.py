@@ -78,14 +78,14 @@ def scales_have_shapes(view: View) -> Iterator[Problem]:
     args = _cache(view)
     if args is None:
         return
-    heads = {"q": view.text.get("num_attention_heads")}
-    heads["k"] = heads["v"] = view.text.get("num_key_value_heads") or heads["q"]
+    heads = {"q": view.size("num_attention_heads")}
+    heads["k"] = heads["v"] = view.size("num_key_value_heads") or heads["q"]
     for name, info in view.headers.items():
         match = _SCALES.fullmatch(name.rpartition(".")[2])
         if match is None or not name.endswith("_scale"):
             continue
         count = heads[match["base"]]
-        if args.strategy == "attn_head" and isinstance(count, int) and info.numel != count:
+        if args.strategy == "attn_head" and count is not None and info.numel != count:
             yield Problem(
                 name, f"It has {info.numel} scales for {count} heads.", "Calibrate the cache anew."
             )

@@ -144,6 +144,12 @@ class View:
         """The settings of the language model."""
         return text_settings(self.config)
 
+    def size(self, key: str) -> int | None:
+        """A size of the language model, ``None`` if it is not given or cannot be one (C3)."""
+        found = self.text.get(key)
+        is_size = isinstance(found, int) and not isinstance(found, bool) and found > 0
+        return found if is_size else None
+
     @cached_property
     def family(self) -> Family:
         """How vLLM builds the architecture."""

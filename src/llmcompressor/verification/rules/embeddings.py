@@ -106,8 +106,8 @@ def heads_are_served(view: View) -> Iterator[Problem]:
                 f"The zero points of its {entry.rows} rows do not end at a word.",
                 "Quantize it symmetrically.",
             )
-        vocabulary = view.text.get("vocab_size")
-        if isinstance(vocabulary, int) and entry.rows not in (None, vocabulary):
+        vocabulary = view.size("vocab_size")
+        if vocabulary is not None and entry.rows not in (None, vocabulary):
             yield Problem(
                 entry.name,
                 f"It has {entry.rows} rows for a vocabulary of {vocabulary}.",
@@ -153,8 +153,8 @@ def draft_layers(view: View) -> Iterator[Problem]:
 def _is_draft(view: View, entry: Entry) -> bool:
     if view.family.draft and re.match(view.family.draft, entry.name):
         return True
-    layer, count = _LAYER.match(entry.name), view.text.get("num_hidden_layers")
-    return layer is not None and isinstance(count, int) and int(layer[1]) >= count
+    layer, count = _LAYER.match(entry.name), view.size("num_hidden_layers")
+    return layer is not None and count is not None and int(layer[1]) >= count
 
 
 def _announced(view: View) -> int:

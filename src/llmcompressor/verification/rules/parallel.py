@@ -29,8 +29,8 @@ def parts_of(view: View, entry: Entry, tp: int) -> int:
     """Into how many parts ``tp`` devices split a module: keys and values at most one per head."""
     if entry.last in _REPLICATED:
         return 1
-    heads = view.text.get("num_key_value_heads")
-    if entry.last in ("k_proj", "v_proj") and isinstance(heads, int) and 0 < heads < tp:
+    heads = view.size("num_key_value_heads")
+    if entry.last in ("k_proj", "v_proj") and heads is not None and heads < tp:
         return heads
     return tp
 
@@ -147,9 +147,9 @@ def _of_the_model(view: View) -> Severity | None:
 
 def sizes_divide(view: View) -> Iterator[Problem]:
     """S43."""
-    heads = view.text.get("num_attention_heads")
+    heads = view.size("num_attention_heads")
     for tp in view.deployment.tp:
-        if isinstance(heads, int) and heads % tp:
+        if heads is not None and heads % tp:
             yield Problem(
                 "num_attention_heads",
                 f"{heads} heads cannot be split over {tp} devices.",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ __all__ = ["RULES"]
 
 _LAYER = re.compile(r"(?P<stack>(?:.*\.)?(?:layers|h|blocks|block))\.(?P<index>\d+)\.(?P<rest>.+)$")
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
+_MOST_SHOWN = 4
 _COPY = "Copy them from the original model."
 _TOWERS = re.compile(r"vision|visual|audio|mtp|draft|eagle|speech|encoder")
 _HIDDEN_IN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_a_proj")
@@ -51,23 +53,23 @@ def layers_are_complete(view: View) -> Iterator[Problem]:
         if match is not None and not _TOWERS.search(match["stack"]):
             rest = _EXPERTS.sub(".experts.", f".{match['rest']}.")
             stacks[match["stack"]][int(match["index"])].add(rest.strip("."))
-    count = view.text.get("num_hidden_layers")
+    count = view.size("num_hidden_layers")
     for stack, layers in stacks.items():
         # a layer further on is a draft layer, whatever it holds
         real = {index: own for index, own in layers.items() if not _is_draft(index, count)}
         yield from _incomplete(view, stack, real)
-        if isinstance(count, int) and len(stacks) == 1:
-            missing = [index for index in range(count) if index not in layers]
-            if missing:
-                yield Problem(
-                    stack,
-                    f"It lacks the layers {joined(map(str, missing))} of {count}.",
-                    _COPY,
-                )
+        if count is not None and len(stacks) == 1:
+            lacking = count - len(real)
+            if lacking:
+                # the first of them are enough, and a wrong count may be any number
+                missing = (str(index) for index in itertools.count() if index not in layers)
+                shown = ", ".join(itertools.islice(missing, min(lacking, _MOST_SHOWN)))
+                more = f" and {lacking - _MOST_SHOWN} more" if lacking > _MOST_SHOWN else ""
+                yield Problem(stack, f"It lacks the layers {shown}{more} of {count}.", _COPY)
 
 
-def _is_draft(index: int, count: object) -> bool:
-    return isinstance(count, int) and index >= count
+def _is_draft(index: int, count: int | None) -> bool:
+    return count is not None and index >= count
 
 
 def _incomplete(view: View, stack: str, layers: dict[int, set[str]]) -> Iterator[Problem]:
@@ -130,17 +132,17 @@ def sizes_are_those_of_the_config(view: View) -> Iterator[Problem]:
     for entry in view.matrices:
         if _TOWERS.search(entry.name):
             continue
-        scheme = view.written(entry)
-        columns = view.columns(entry, scheme) if scheme is not None else None
         if not entry.is_quantized and "weight" in entry.own:
-            columns = entry.own["weight"].shape[1]
+            columns: int | None = entry.own["weight"].shape[1]
+        else:
+            scheme = view.written(entry)
+            columns = view.columns(entry, scheme) if scheme is not None else None
         yield from _wrong_size(view, entry, columns)
 
 
 def _wrong_size(view: View, entry: Entry, columns: int | None) -> Iterator[Problem]:
-    hidden, vocabulary = view.text.get("hidden_size"), view.text.get("vocab_size")
-    rows: object = None
-    inner: object = None
+    hidden, vocabulary = view.size("hidden_size"), view.size("vocab_size")
+    rows = inner = None
     if entry.kind == "head" or entry.last == "embed_tokens":
         rows, inner = vocabulary, hidden
     elif entry.last in _HIDDEN_IN:
@@ -148,7 +150,7 @@ def _wrong_size(view: View, entry: Entry, columns: int | None) -> Iterator[Probl
     elif entry.last in _HIDDEN_OUT:
         rows = hidden
     for what, found, wanted in (("rows", entry.rows, rows), ("columns", columns, inner)):
-        if isinstance(wanted, int) and found is not None and found != wanted:
+        if wanted is not None and found is not None and found != wanted:
             yield Problem(
                 entry.name,
                 f"It has {found} {what}, and config.json says {wanted}.",

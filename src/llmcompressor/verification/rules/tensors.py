@@ -245,16 +245,17 @@ def bias_is_plain(view: View) -> Iterator[Problem]:
 
 def fused_on_disk(view: View) -> Iterator[Problem]:
     """S36: blocks must not cross the shards of what is joined in the file."""
-    heads, kv_heads = view.text.get("num_attention_heads"), view.text.get("num_key_value_heads")
+    heads = view.size("num_attention_heads")
+    kv_heads = view.size("num_key_value_heads") or heads
+    if heads is None or kv_heads is None:
+        return
+    shares = heads + 2 * kv_heads
     for entry, scheme in view.coded():
         weights = scheme.weights
         if weights is None or weights.block is None or entry.last != "qkv_proj":
             continue
-        if not (isinstance(heads, int) and entry.rows):
-            continue
-        shares = heads + 2 * (kv_heads if isinstance(kv_heads, int) else heads)
-        for count in {heads, (shares - heads) // 2}:
-            rows = entry.rows * count // shares
+        for count in {heads, kv_heads}:
+            rows = (entry.rows or 0) * count // shares
             if rows % max(weights.block[0], 1):
                 yield Problem(
                     entry.name,

@@ -69,9 +69,9 @@ def _is_free(view: View, entry: Entry) -> bool:
     draft = view.family.draft
     if draft and re.match(draft, entry.name):
         return True
-    count = view.text.get("num_hidden_layers")
+    count = view.size("num_hidden_layers")
     layer = re.match(r"(?:.*\.)?layers\.(\d+)\.", entry.name)
-    return layer is not None and isinstance(count, int) and int(layer[1]) >= count
+    return layer is not None and count is not None and int(layer[1]) >= count
 
 
 def _may_be_another_class(entry: Entry) -> bool:
@@ -149,11 +149,11 @@ def _lost(entry: Entry, scheme: Scheme, weights: Args) -> Iterator[str]:
     if not weights.symmetric and entry.form == "packed":
         yield "transformers cannot load packed experts with zero points."
     if scheme.format in ("int-quantized", "naive-quantized") and weights.kind == "int":
-        yield "transformers does not find 8-bit integer experts: they are random."
+        yield "transformers does not find unpacked integer experts, and fails to load."
     if weights.kind == "float" and weights.strategy == "block":
         yield "transformers multiplies block scales of experts without expanding them."
-    if weights.is_mxfp8 or weights.is_mxfp4:
-        yield "transformers takes the exponents of MX experts for numbers."
+    if weights.is_mxfp8:  # those of 4 bits are packed, and unpacked as they should be
+        yield "transformers takes the exponents of MXFP8 experts for scales, and fails to load."
     if entry.form == "packed" and weights.bits in (3, 5, 6, 7) and "weight_shape" not in entry.own:
         yield f"Without weight_shape the width of {weights.bits}-bit experts is not known."
 

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long it takes until the command answers, beside the interpreter and the libraries alone.
+
+benchmarks/startup.py [--repeat 5] [--output benchmarks/results/startup.md]
+
+Each is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tables import machine, table
+
+_COMMAND = "import sys; from llmcompressor.cli import main; main(sys.argv[1:])"
+_ASKED = {
+    "python, nothing else": ["pass"],
+    "llmcompressor --help": [_COMMAND, "--help"],
+    "llmcompressor oneshot --help": [_COMMAND, "oneshot", "--help"],
+    "llmcompressor plan --help": [_COMMAND, "plan", "--help"],
+    "import llmcompressor": ["import llmcompressor"],
+    "import torch": ["import torch"],
+    "import transformers' classes": ["from transformers import LlamaForCausalLM"],
+    "import compressed_tensors": ["import compressed_tensors"],
+    "import llmcompressor's oneshot": [
+        "import llmcompressor.entrypoints.streamed, llmcompressor.entrypoints.oneshot"
+    ],
+}
+
+
+def seconds(arguments: list[str]) -> float:
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", *arguments], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    rows = []
+    for name, arguments in _ASKED.items():
+        best = min(seconds(arguments) for _ in range(given.repeat))
+        rows.append([name, f"{best:.2f}"])
+        print(*rows[-1], flush=True)
+    text = (
+        f"# Until it answers\n\n{machine()}.\n\nSeconds of a whole process, the best of "
+        f"{given.repeat}. Written by `benchmarks/startup.py`.\n\n{table(['what', 's'], rows)}\n"
+    )
+    if given.output:
+        given.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules by name: all of them quickly, and which names no target tells apart.
+
+A model of experts has some ten thousand modules of a few forms. What is asked of each module is
+asked of each form instead, where the answer cannot differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Iterator
+
+from torch.nn import Module
+
+__all__ = ["Forms", "named_modules", "tells_digits"]
+
+_REGEX = "re:"
+_ZEROS = str.maketrans("123456789", "000000000")
+# a digit as such, in a range or by its code; what a group held; a character by its name
+_TELLING = re.compile(r"[0-9]|\(\?P=|\\N")
+_RANGE = re.compile(r"(?<![A-Za-z])-|-(?![A-Za-z])")
+
+
+def named_modules(model: Module) -> Iterator[tuple[str, Module]]:
+    """The same as ``model.named_modules()``, which hands each through as many calls as it is deep.
+
+    >>> from torch.nn import Identity, Sequential
+    >>> [name for name, _ in named_modules(Sequential(Sequential(Identity()), Identity()))]
+    ['', '0', '0.0', '1']
+    """
+    if type(model).named_modules is not Module.named_modules:
+        yield from model.named_modules()
+        return
+    seen: set[Module] = set()
+    waiting: list[tuple[str, Module]] = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield name, module
+        prefix = f"{name}." if name else ""
+        inner = [(prefix + own, one) for own, one in module._modules.items() if one is not None]
+        waiting.extend(reversed(inner))
+
+
+def tells_digits(pattern: str) -> bool:
+    r"""Whether a regular expression may tell one digit from another.
+
+    Where it has no digit, no range that could begin or end between digits, and compares nothing
+    with what was found before, every digit of a name may stand for every other.
+
+    >>> tells_digits(r".*layers\.\d+\.mlp"), tells_digits(".*layers.[0-9]+.mlp")
+    (False, False)
+    >>> tells_digits(r".*layers\.3\."), tells_digits("[+-:]"), tells_digits(r"(?P<a>.).*(?P=a)")
+    (True, True, True)
+    """
+    text = re.sub(r"(?<!\\)\[0-9\]", r"\\d", pattern)
+    return bool(_TELLING.search(text)) or ("[" in text and bool(_RANGE.search(text)))
+
+
+class Forms:
+    """Which names the targets of a list do not tell apart.
+
+    Args:
+        targets: names, ``re:`` patterns or class names.
+    """
+
+    def __init__(self, targets: Iterable[str]) -> None:
+        every = list(targets)
+        self._exact = {one for one in every if not one.startswith(_REGEX)}
+        patterns = [one.removeprefix(_REGEX) for one in every if one.startswith(_REGEX)]
+        self._telling = [found for found in map(_compiled, patterns) if found is not None]
+
+    def of(self, name: str) -> Hashable:
+        """A key: of two names that share it, every target matches both or neither."""
+        if name in self._exact:
+            return name
+        return name.translate(_ZEROS), tuple(
+            [pattern.match(name) is not None for pattern in self._telling]
+        )
+
+
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    """An expression that tells digits apart; what cannot be read is refused where it is used."""
+    if not tells_digits(pattern):
+        return None
+    try:
+        return re.compile(pattern)
+    except re.error:
+        return None

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of quantized modules that can be pickled and deep-copied.
+
+What compressed-tensors puts on a module cannot: its forward is a method that pickle would replace
+by that of the class, which quantizes nothing, and its cache of keys and values refers weakly to
+its attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+from compressed_tensors.modeling import KV_CACHE_ATTR, QuantizedKVCache
+from compressed_tensors.quantization.lifecycle.forward import set_forward_quantized
+from torch.nn import Module
+
+__all__ = ["make_cache_portable", "make_forward_portable"]
+
+
+class QuantizedForward:
+    """The forward of a quantized Linear or Embedding: a method, made again where it was pickled.
+
+    Args:
+        module: what compressed-tensors has given a quantized forward.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.__self__ = module
+        self._function: Callable[..., Any] | None = module.forward.__func__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        if self._function is None:
+            module = self.__self__
+            own = module.__dict__.pop("forward", None)
+            set_forward_quantized(module)
+            self._function = module.__dict__.pop("forward").__func__
+            if own is not None:
+                module.forward = own
+        return self._function
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The forward without quantization, as a function; compressed-tensors looks for it."""
+        return type(self.__self__).forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"__self__": self.__self__, "_function": None}
+
+
+class PortableCache(QuantizedKVCache):  # type: ignore[misc]  # compressed-tensors has no types
+    """A quantized cache that takes its attention along."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "attn_module": self.attn_module(), "past_key_values": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "attn_module": ref(state["attn_module"])})
+
+
+def make_forward_portable(module: Module) -> None:
+    """Let a module that compressed-tensors has marked as quantized be pickled."""
+    module.forward = QuantizedForward(module)
+
+
+def make_cache_portable(attention: Module) -> None:
+    """Let an attention module whose cache is quantized be pickled."""
+    getattr(attention, KV_CACHE_ATTR).__class__ = PortableCache

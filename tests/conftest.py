@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of several folders share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import pytest
+
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    # Before torch is loaded: workers that share the cores must not each start a thread on all.
+    _workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _workers))
+
+
+@pytest.fixture(scope="session")
+def pico() -> Iterator[Path]:
+    """The embedded model: four layers, tied embeddings, with its tokenizer."""
+    with as_file(files("llmcompressor") / "data" / "pico-stdlib") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """For tests that are not about whether what is written survives a crash of the machine."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda handle: None)
+        patched.setattr(os, "fdatasync", lambda handle: None)
+        yield

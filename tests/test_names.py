@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules by name, and names that no target tells apart."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from torch.nn import Identity, Linear, Module, ModuleList, Sequential
+
+from llmcompressor.names import Forms, named_modules, tells_digits
+
+NAMES = [
+    f"model.layers.{layer}.{own}"
+    for layer in (0, 1, 3, 9, 10, 13, 31, 100)
+    for own in ("mlp.gate", "mlp.experts.7.up_proj", "mlp.experts.12.up_proj", "attn2.q_proj")
+] + ["lm_head", "model.layers.3", "h1.3", "h2-3", "h3:3"]
+PATTERNS = [
+    ".*",
+    r".*layers\.\d+\.mlp",
+    ".*layers.[0-9].mlp",
+    r".*layers\..\.mlp.gate$",
+    r".*layers\.\w\w\.mlp",
+    r".*layers\.(?:1|3)\.",
+    r".*layers\.[1-3]\.",
+    r".*layers\.\[0-9]",
+    r".*layers\.[^0-4]",
+    r".*layers\.\d{2}\.",
+    r".*layers\.(?P<one>\d)(?P=one)",
+    r".*layers\.(\d)\1",
+    r".*layers\.[!-1]",
+    r".*layers\.[/-:]\.",
+    r".*layers\.[+-5]",
+    r".*layers\.\x33",
+    r".*layers\.\N{DIGIT THREE}",
+    r".*h[a-z0-9]",
+    r"h[\d-]",
+    r"(?i)MODEL.*Q_proj",
+    r"(?!.*experts).*layers.*",
+    "lm_head",
+]
+
+
+def tree() -> Module:
+    shared = Linear(2, 2)
+    inner = Sequential(Identity(), shared)
+    return Sequential(inner, ModuleList([shared, inner, Sequential(Linear(2, 2))]), Identity())
+
+
+def test_modules_come_as_torch_gives_them() -> None:
+    model = tree()
+    model.register_module("absent", None)
+    assert list(named_modules(model)) == list(model.named_modules())
+
+
+def test_a_module_with_an_order_of_its_own_keeps_it() -> None:
+    class Reversed(Sequential):
+        def named_modules(self, *args: object, **kwargs: object) -> object:
+            return reversed(list(super().named_modules()))
+
+    model = Reversed(Identity(), Identity())
+    assert [name for name, _ in named_modules(model)] == ["1", "0", ""]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_names_of_one_form_are_matched_alike(pattern: str) -> None:
+    forms = Forms([f"re:{pattern}", "model.layers.3.mlp.gate"])
+    for one, other in itertools.combinations(NAMES, 2):
+        if forms.of(one) == forms.of(other):
+            assert (re.match(pattern, one) is None) == (re.match(pattern, other) is None)
+
+
+def test_a_name_is_told_from_all_others() -> None:
+    forms = Forms(["layers.0.mlp", "Linear"])
+    assert len({forms.of(f"layers.{index}.mlp") for index in range(4)}) == 2
+
+
+def test_blocks_have_one_form_unless_a_pattern_says_which() -> None:
+    names = [f"layers.{index}.mlp" for index in range(10)]
+    assert len({Forms([r"re:.*layers\.\d+.*", "re:.*mlp$"]).of(name) for name in names}) == 1
+    assert len({Forms([r"re:.*layers\.[3-5].*"]).of(name) for name in names}) == 2
+
+
+def test_what_cannot_be_read_is_left_to_who_matches() -> None:
+    assert Forms(["re:[0"]).of("a.1") == Forms([]).of("a.1")
+    assert tells_digits("[0")

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of transformers is what it does: the same checkpoints are verified and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import VOCABULARY
+from torch.nn import Linear
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    CompressedTensorsConfig,
+    FalconConfig,
+    LlamaConfig,
+    MambaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    T5Config,
+)
+
+from llmcompressor import oneshot, reset_session, verify
+from llmcompressor.entrypoints.model_free import model_free_ptq
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.verification.initialization import named_weights
+
+WHOLE = ["Linear", "re:.*embed_tokens"]
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": VOCABULARY}
+CONFIGS = {
+    "llama": LlamaConfig(
+        **TOKENS,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
+    ),
+    "t5": T5Config(
+        **TOKENS, d_model=64, d_kv=32, d_ff=128, num_layers=1, num_heads=2, decoder_start_token_id=0
+    ),
+    "mamba": MambaConfig(
+        **TOKENS, hidden_size=64, state_size=8, num_hidden_layers=1, time_step_rank=32
+    ),
+    "falcon": FalconConfig(
+        **TOKENS,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        ffn_hidden_size=128,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def weights(bits: int, kind: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": "channel", "symmetric": True, **more}
+
+
+INT4, INT8 = weights(4, "int"), weights(8, "int")
+FP8 = weights(8, "float")
+NVFP4 = weights(4, "float", strategy="tensor_group", group_size=16)
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    tokens = torch.arange(3, 15).reshape(2, 6)
+    more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=tokens, **more).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "args", "rule"),
+    [
+        ("llama", ["Linear"], INT4, ""),
+        ("llama", WHOLE, INT4, "L1"),
+        ("llama", WHOLE, INT8, "L1"),
+        ("llama", WHOLE, NVFP4, "L1"),
+        ("llama", WHOLE, FP8, ""),
+        ("t5", ["Linear"], INT4, "L2"),
+        ("t5", ["re:.*DenseReluDense.wi"], NVFP4, "L2"),
+        ("t5", ["Linear"], FP8, ""),
+        ("mamba", ["Linear"], INT4, "L2"),
+        ("mamba", ["re:.*in_proj"], INT4, ""),
+        ("falcon", ["Linear"], INT4, "L2"),
+        ("falcon", ["Linear"], FP8, ""),
+    ],
+)
+def test_what_is_said_to_load_loads(
+    name: str, targets: list[str], args: dict[str, Any], rule: str, tmp_path: Path
+) -> None:
+    auto = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = auto.from_config(CONFIGS[name], dtype=torch.bfloat16)
+    group = {"targets": targets, "weights": args}
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    before = logits(model)
+
+    report = verify(tmp_path / "model", serve="transformers")
+    errors = {one.rule for one in report.findings if one.severity == "error"}
+    assert errors == ({rule} if rule else set())
+    elsewhere = verify(tmp_path / "model", serve="vllm")
+    assert not {"L1", "L2"} & {one.rule for one in elsewhere.findings}
+    if rule:
+        with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+            auto.from_pretrained(tmp_path / "model")
+    else:
+        assert torch.equal(logits(auto.from_pretrained(tmp_path / "model")), before)
+
+
+def test_an_encoder_is_unpacked_before_it_generates(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(CONFIGS["t5"], dtype=torch.bfloat16)
+    group = {"targets": ["Linear"], "weights": FP8}
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    report = verify(tmp_path / "model", serve="transformers")
+    assert report.ok
+    assert {one.rule for one in report.findings if one.severity == "warning"} == {"L3"}
+
+    tokens = torch.arange(3, 9)[None]
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
+    with pytest.raises(RuntimeError, match="dtype"):
+        loaded.generate(tokens, max_new_tokens=2)
+    plain = CompressedTensorsConfig(dequantize=True)
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(
+            tmp_path / "model", quantization_config=plain
+        )
+    assert loaded.eval().generate(tokens, max_new_tokens=2, min_new_tokens=2).shape == (1, 3)
+
+
+def experts_of(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return model.get_parameter("model.layers.1.mlp.experts.down_proj").float()
+
+
+@pytest.mark.parametrize(
+    ("preset", "is_restored"),
+    [
+        ("W4A16", True),
+        ("W4A16_ASYM", False),
+        ("W3A16", True),
+        ("W8A8", False),
+        ("FP8_DYNAMIC", True),
+        ("NVFP4A16", False),
+        ("MXFP4", True),
+        ("MXFP8", False),
+    ],
+)
+def test_experts_that_are_said_to_be_restored_are(
+    preset: str, is_restored: bool, mixtral_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    model_free_ptq(mixtral_folder, folder, preset, ignore=["lm_head", "re:.*gate$"])
+    report = verify(folder, serve="transformers")
+    errors = {one.rule for one in report.findings if one.severity == "error"}
+    assert errors == (set() if is_restored else {"T6"})
+    original = experts_of(mixtral_folder)
+    try:
+        distance = (experts_of(folder) - original).norm() / original.norm()
+    except RuntimeError:
+        assert not is_restored
+    else:
+        assert (distance < 0.3) == is_restored
+
+
+ONE = {"num_hidden_layers": 1}
+TOWER = {"vision_config": {"model_type": "siglip_vision_model", **ONE}, "text_config": ONE}
+AUTO: dict[str, Any] = {
+    "t5": AutoModelForSeq2SeqLM,
+    "bart": AutoModelForSeq2SeqLM,
+    "whisper": AutoModelForSpeechSeq2Seq,
+    "gemma3": AutoModelForImageTextToText,
+    "llava": AutoModelForImageTextToText,
+}
+
+
+def named_by_initialization(model: PreTrainedModel) -> set[str]:
+    """The Linears without whose weight the model cannot be initialized."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # as a load leaves it
+    found = set()
+    for name, linear in model.named_modules():
+        if not isinstance(linear, Linear):
+            continue
+        weight = linear.weight
+        del linear.weight
+        for module in model.modules():
+            vars(module).pop("_is_hf_initialized", None)
+        try:
+            model.initialize_weights()
+        except AttributeError:
+            found.add(name)
+        linear.weight = weight
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("bart", {"encoder_layers": 1, "decoder_layers": 1}),
+        ("bloom", ONE),
+        ("falcon", ONE),
+        ("gemma3", TOWER),
+        ("gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}),
+        ("llama", ONE),
+        ("llava", {"vision_config": {"model_type": "clip_vision_model", **ONE}}),
+        ("mamba", ONE),
+        ("mamba2", ONE),
+        ("mixtral", ONE),
+        ("modernbert-decoder", ONE),
+        ("nanochat", ONE),
+        ("opt", ONE),
+        ("phi3", ONE),
+        ("phimoe", ONE),
+        ("qwen3_next", ONE),
+        ("recurrent_gemma", {"num_hidden_layers": 3}),
+        ("rwkv", {"num_hidden_layers": 2}),
+        ("t5", {"num_layers": 1, "tie_word_embeddings": False}),
+        ("whisper", {"encoder_layers": 1, "decoder_layers": 1}),
+    ],
+)
+def test_the_table_is_what_initialization_names(name: str, more: dict[str, Any]) -> None:
+    config: PretrainedConfig = AutoConfig.for_model(name, **more)
+    if name == "llava":
+        config.text_config.num_hidden_layers = 1
+    with torch.device("meta"):
+        model = AUTO.get(name, AutoModelForCausalLM).from_config(config)
+    rows = named_weights(config.to_dict())
+    linears = [path for path, module in model.named_modules() if isinstance(module, Linear)]
+    said = {path for path in linears if any(row.fullmatch(path) for _, row in rows)}
+    assert said == named_by_initialization(model)
+    assert len(linears) > 1
