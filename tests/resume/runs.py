@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import multiprocessing
 import os
 import random
@@ -189,48 +190,63 @@ def _child(job: Job, die_at: str | None, sender: Any) -> None:
 def _armed(die_at: str | None) -> Iterator[None]:
     """Die at the n-th line of the journal (before it is there, torn, behind it), at the n-th write,
     or when the first file of the working folder is removed at the end."""
-    if die_at is None:
-        yield
-        return
-    kind, number = die_at.rsplit(" ", 1)
-    left = int(number)
+    if die_at is not None:
+        kind, number = die_at.rsplit(" ", 1)
+        left = itertools.count(int(number) - 1, -1)
 
-    def strike() -> bool:
-        nonlocal left
-        left -= 1
-        return left == 0
+        def strikes(at: str) -> bool:
+            return kind == at and next(left) == 0
 
-    append, write = journal.Journal._append, block_writer._write_all
-    remove = shutil.rmtree
+        _arm_journal(strikes)
+        _arm_writes(strikes)
+        _arm_removal(strikes)
+    yield
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _arm_journal(strikes: Callable[[str], bool]) -> None:
+    append = journal.Journal._append
 
     def dying_append(self: Any, entry: str, content: Any) -> None:
-        if kind == "append" and strike():
-            os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "torn" and strike():
+        if strikes("append"):
+            _die()
+        if strikes("torn"):
             with self._file.open("ab") as stream:
                 stream.write(journal._line(entry, content)[:20])
-            os.kill(os.getpid(), signal.SIGKILL)
+            _die()
         append(self, entry, content)
-        if kind == "appended" and strike():
-            os.kill(os.getpid(), signal.SIGKILL)
+        if strikes("appended"):
+            _die()
+
+    journal.Journal._append = dying_append  # type: ignore[method-assign]
+
+
+def _arm_writes(strikes: Callable[[str], bool]) -> None:
+    write = block_writer._write_all
 
     def dying_write(descriptor: int, view: memoryview, offset: int) -> None:
-        if kind == "write" and strike():
+        if strikes("write"):
             os.pwrite(descriptor, view[: len(view) // 2], offset)
-            os.kill(os.getpid(), signal.SIGKILL)
+            _die()
         write(descriptor, view, offset)
 
-    def dying_remove(path: Any, *args: Any, **kwargs: Any) -> None:
+    block_writer._write_all = dying_write
+
+
+def _arm_removal(strikes: Callable[[str], bool]) -> None:
+    remove: Any = shutil.rmtree
+
+    def dying_remove(path: Any, *arguments: Any, **options: Any) -> None:
         entry = Path(path) / "journal"
-        if kind == "remove" and entry.exists() and strike():
+        if entry.exists() and strikes("remove"):
             entry.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        remove(path, *args, **kwargs)
+            _die()
+        remove(path, *arguments, **options)
 
     shutil.rmtree = dying_remove
-    journal.Journal._append = dying_append  # type: ignore[method-assign]
-    block_writer._write_all = dying_write
-    yield
 
 
 def tree(folder: Path) -> dict[str, str]:
