@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,9 +18,9 @@ from llmcompressor import memory
 
 @pytest.fixture(autouse=True)
 def _looked_up_again() -> Iterator[None]:
-    memory._trim.cache_clear()
+    memory._library.cache_clear()
     yield
-    memory._trim.cache_clear()
+    memory._library.cache_clear()
 
 
 def test_what_is_in_use_stays_as_it_is() -> None:
@@ -32,11 +33,15 @@ def test_what_is_in_use_stays_as_it_is() -> None:
 
 
 def test_the_c_library_is_asked_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    asked: list[Any] = []
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=asked.append))
+    library = SimpleNamespace(
+        malloc_trim=asked.append, mallopt=lambda option, value: asked.append((option, value))
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     memory.give_back_freed()
-    assert asked == [0]
+    memory.give_back_large_at_once()
+    assert asked == [0, (-3, 4 * 2**20)]
 
 
 def _no_library(name: Any) -> Any:
@@ -54,4 +59,38 @@ def test_elsewhere_nothing_happens(
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(ctypes, "CDLL", library)
     memory.give_back_freed()
-    assert memory._trim() is None
+    memory.give_back_large_at_once()
+    assert memory._library() is None
+
+
+_HOLES = """if True:
+    import sys
+    import psutil, torch
+    from llmcompressor import memory
+
+    if sys.argv[1] == "at once":
+        memory.give_back_large_at_once()
+    del_me = torch.ones(2**23, dtype=torch.uint8)
+    del del_me  # from now on glibc would take as large a tensor from the heap
+    pairs = [
+        (torch.ones(2**23, dtype=torch.uint8), torch.ones(2**12, dtype=torch.uint8))
+        for _ in range(20)
+    ]
+    before = psutil.Process().memory_info().rss
+    small = [one for _, one in pairs]
+    pairs.clear()
+    print((before - psutil.Process().memory_info().rss) // 2**20)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
+def test_large_tensors_between_small_ones_leave_no_holes() -> None:
+    def given_back(when: str) -> int:
+        command = [sys.executable, "-c", _HOLES, when]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    if memory._library() is None:
+        pytest.skip("another C library")
+    assert given_back("at once") >= 150
+    assert given_back("as it comes") < 50

@@ -44,6 +44,7 @@ from llmcompressor.entrypoints.job import (
 from llmcompressor.entrypoints.limits import Limits
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.logger import logger
+from llmcompressor.memory import give_back_large_at_once
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.passes import BY_BLOCK, passes_of, run_passes
@@ -125,6 +126,7 @@ def run_blueprint(
     Returns:
         As :func:`run_streamed`.
     """
+    give_back_large_at_once()
     args, model = job.model_args, blueprint.model
     weights = BlockWeights(blueprint, list(find_blocks(model).values()))
     limits = Limits(job.run_args.max_memory)

@@ -83,8 +83,11 @@ def add_upper_product(gram_CC: Tensor, input_TC: Tensor) -> None:
 
 def mirror_upper_(gram_CC: Tensor) -> Tensor:
     """Make ``gram_CC`` symmetric in place, by its upper triangle."""
-    above_CC = gram_CC.triu(1)
-    return gram_CC.triu_().add_(above_CC.T)
+    for lo, hi in _spans(gram_CC.shape[0]):
+        corner_KK = gram_CC[lo:hi, lo:hi]
+        corner_KK.copy_(corner_KK.triu() + corner_KK.triu(1).T)
+        gram_CC[hi:, lo:hi] = gram_CC[lo:hi, hi:].T
+    return gram_CC
 
 
 def _add_block_rows(gram_CC: Tensor, input_TC: Tensor) -> None:

@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+_PIECE = 2**18
+
+
 class SingularHessianError(ArithmeticError):
     """The damped Hessian has no Cholesky factor: it is not positive definite, or not finite."""
 
@@ -105,11 +108,23 @@ def _factor_of_reversed(reversed_CC: Tensor) -> Tensor:
         raise SingularHessianError(
             "The damped Hessian is not positive definite; more dampening is needed."
         )
-    identity_CC = torch.eye(
-        lower_CC.shape[-1], dtype=lower_CC.dtype, device=lower_CC.device
-    ).expand_as(lower_CC)
-    inverse_CC: Tensor = torch.linalg.solve_triangular(lower_CC, identity_CC, upper=False)
-    return inverse_CC.flip(-2, -1)
+    C = lower_CC.shape[-1]
+    inverse_CC = torch.zeros_like(lower_CC)
+    inverse_CC.diagonal(dim1=-2, dim2=-1).fill_(1)
+    torch.linalg.solve_triangular(lower_CC, inverse_CC, upper=False, out=inverse_CC)
+    return _reverse_(inverse_CC.view(*lower_CC.shape[:-2], C * C)).view(lower_CC.shape)
+
+
+def _reverse_(values_N: Tensor) -> Tensor:
+    """The last dimension backwards, in place: what is flipped is as large as a Hessian."""
+    N = values_N.shape[-1]
+    for lo in range(0, N // 2, _PIECE):
+        hi = min(lo + _PIECE, N // 2)
+        front_K, back_K = values_N[..., lo:hi], values_N[..., N - hi : N - lo]
+        kept_K = front_K.flip(-1)
+        front_K.copy_(back_K.flip(-1))
+        back_K.copy_(kept_K)
+    return values_N
 
 
 def raise_dampening(

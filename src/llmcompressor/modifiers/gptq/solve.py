@@ -136,15 +136,18 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
     weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
     order_C = activation_order(gram_CC) if problems[0].ordered else None
     scales = _columns(problems)
-    damped = raise_dampening(gram_CC, options.dampening, order_C=order_C, steps=_steps(problems))
+    factor_CC, dampening = raise_dampening(
+        gram_CC, options.dampening, order_C=order_C, steps=_steps(problems)
+    )
     rounded_RC, loss_R = sweep(
         weight_RC,
-        damped.factor_CC,
+        factor_CC,
         scales if order_C is None else _permuted(scales, order_C),
         problems[0].grid,
         order_C=order_C,
         block=options.block_size,
     )
+    del factor_CC  # as large as the Gram matrix, and done with
     for _ in range(options.refinements if problems[0].grid.bits < FINE_BITS else 0):
         rounded_RC, change_R = descend(
             weight_RC,
@@ -152,14 +155,14 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
             gram_CC,
             scales,
             problems[0].grid,
-            dampening=damped.dampening,
+            dampening=dampening,
             block=options.block_size,
         )
         loss_R = loss_R + change_R
     if len(problems) == 1:
         rounded_RC, loss_R = rounded_RC.unsqueeze(0), loss_R.unsqueeze(0)
     return [
-        _solution(problem, rounded, loss, damped.dampening)
+        _solution(problem, rounded, loss, dampening)
         for problem, rounded, loss in zip(problems, rounded_RC, loss_R, strict=True)
     ]
 
