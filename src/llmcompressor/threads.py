@@ -14,8 +14,10 @@ tokens is odd, so it is never changed within a run: it is part of what a run is.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -56,12 +58,22 @@ def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
         return
 
     def alone(item: T) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # each time: part of it counts for all threads of the process
         work(item)
 
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(alone, items):
-                pass
+        begun = [_pool(threads).submit(alone, item) for item in items]
+        wait(begun)  # also after an error: nothing is to be at work on what is given up
     finally:
-        torch.set_num_threads(threads)  # what the others have set counts for new threads
+        torch.set_num_threads(threads)
+    for one in begun:
+        one.result()
+
+
+@functools.cache  # threads that are there already: starting them takes as long as a small matrix
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "one")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork

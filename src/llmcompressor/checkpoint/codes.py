@@ -19,8 +19,8 @@ from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["codes_of"]
 
-_ELEMENTS = 2**18
-"""Of a piece: it and its temporaries fit a core's caches."""
+_ELEMENTS = 2**19
+"""Of a piece: small enough for caches, large enough that starting operations takes no time."""
 
 
 def codes_of(

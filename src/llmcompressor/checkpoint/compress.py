@@ -6,6 +6,7 @@ Nothing here changes the model: each module's tensors are taken, compressed and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -230,8 +231,24 @@ def _structure(
         packed: dict[str, Tensor] = compressor.compress(shapes, scheme)
         _keep_dtypes(packed, own)
         return packed
-    packed = compressor.compress({name: own[name].to("meta") for name in own}, scheme)
-    return packed | {name: own[name] for name in packed if name in own and name != "weight"}
+    forms = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items())
+    packed = _structure_of(scheme.model_dump_json(), forms)
+    return {
+        name: own[name] if name in own and name != "weight" else tensor.clone()
+        for name, tensor in packed.items()
+    }
+
+
+@functools.lru_cache(maxsize=256)  # a model has few forms, and this takes milliseconds
+def _structure_of(
+    scheme_json: str, forms: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+) -> dict[str, Tensor]:
+    """What is stored of a module whose tensors have certain names, shapes and dtypes."""
+    scheme = QuantizationScheme.model_validate_json(scheme_json)
+    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
+    own = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in forms}
+    packed: dict[str, Tensor] = compressor.compress(own, scheme)
+    return packed
 
 
 def _packed_zero(zero: Tensor, bits: int) -> Tensor:
