@@ -133,7 +133,9 @@ def plain_inputs(
 def stubs_left(model: Module) -> list[str]:
     """Modules whose forward still pauses."""
     return [
-        name for name, module in model.named_modules() if "paused" in module.forward.__qualname__
+        name
+        for name, module in model.named_modules()
+        if "paused" in getattr(module.forward, "__qualname__", "")
     ]
 
 

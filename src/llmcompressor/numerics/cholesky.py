@@ -17,12 +17,13 @@ from torch import Tensor
 
 from llmcompressor.threads import one_thread
 
-__all__ = ["cholesky"]
+__all__ = ["PANEL", "cholesky"]
 
-_PANEL = 512
+PANEL = 512
+"""Columns that are factorized at once."""
 
 
-def cholesky(matrix_CC: Tensor, *, panel: int = _PANEL, overwrite: bool = False) -> Tensor | None:
+def cholesky(matrix_CC: Tensor, *, panel: int = PANEL, overwrite: bool = False) -> Tensor | None:
     """The lower triangular L with ``L Lᵀ = A``.
 
     Args:

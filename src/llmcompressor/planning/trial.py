@@ -23,7 +23,7 @@ from llmcompressor.quantization.parameters import observe_weight
 
 __all__ = ["MemoryCounter", "Peak", "Trial", "counted_memory", "try_rounding"]
 
-_ROWS = (128, 1024)
+_ROWS = (512, 2048)
 """Of the two matrices: what works on parts of a matrix takes less per weight of a large one."""
 _COLUMNS = 2048
 

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""What GPTQ takes, by counting: for C columns, R rows of all Linears with one input, T tokens.
 
-=====================================  ==========================================  ==============
-step                                   multiply-adds                               further bytes
-=====================================  ==========================================  ==============
-second moments                         T C² · 36/64 (block rows of a triangle)     4 C²
-cross products (twin streams)          T C²                                        4 C²
-correction (twin streams)              C³/3 + 2 R C²                               less than below
-factorization                          C³/3 + C³/2                                 16 C² + 4 R C
-sweep                                  R C²/2                                      4 C² + 12 R C
-refinement                             R C² per round                              25 R C
-=====================================  ==========================================  ==============
+=====================================  =======================================  =================
+step                                   multiply-adds                            further bytes
+=====================================  =======================================  =================
+second moments                         T C² · 36/64 (block rows of a triangle)  4 C²
+cross products (twin streams)          T C²                                     4 C²
+correction (twin streams)              C³/3 + 2 R C²                            less than below
+factorization                          C³/3 + C³/2                              8 C² + 4 P² + 4 R C
+sweep                                  R C²/2                                   4 C² + 12 R C
+refinement                             R C² per round                           25 R C
+=====================================  =======================================  =================
 
-The second moments stay while they are solved; of the further bytes the largest count.
+The second moments stay while they are solved; of the further bytes the largest count. P is the
+width of a panel of the factorization, or C if that is less.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.numerics.cholesky import PANEL
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 
 __all__ = ["effort_of"]
@@ -50,7 +52,8 @@ def effort_of(weights: Sequence[Tensor], *, twin: bool, refinements: int) -> Eff
         solve += square * columns // 3 + 2 * elements * columns
     solve += refinements * elements * columns
     refining = 25 * elements if refinements else 0
-    workspace = max(16 * square + 4 * elements, 4 * square + 12 * elements, refining)
+    factorizing = 8 * square + 4 * min(columns, PANEL) ** 2 + 4 * elements
+    workspace = max(factorizing, 4 * square + 12 * elements, refining)
     return Effort(
         gram=square * 36 // 64,
         cross=square if twin else 0,
