@@ -126,7 +126,8 @@ def run_blueprint(
     Returns:
         As :func:`run_streamed`.
     """
-    give_back_large_at_once()
+    if batches is not None:
+        give_back_large_at_once()
     args, model = job.model_args, blueprint.model
     weights = BlockWeights(blueprint, list(find_blocks(model).values()))
     limits = Limits(job.run_args.max_memory)

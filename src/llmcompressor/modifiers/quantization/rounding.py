@@ -25,7 +25,8 @@ from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.quantization.parameters import weighs_inputs
+from llmcompressor.quantization.parameters import WeightParameters, weighs_inputs, weight_of
+from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["QuantizationModifier"]
 
@@ -65,8 +66,22 @@ class QuantizationModifier(QuantizationMixin):
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Find the scales; the weights themselves are rounded at the end."""
         leaders = [self.leader(module, state) for module in modules]
-        for module, leader in zip(modules, leaders, strict=True):
-            self.keep(module, self.observe(module, self._importance(leader)))
+        found: dict[Module, WeightParameters] = {}
+
+        @torch.no_grad()
+        def find(pair: tuple[Module, Module]) -> None:
+            module, leader = pair
+            found[module] = self.observe(module, self._importance(leader))
+
+        pairs = list(zip(modules, leaders, strict=True))
+        if all(weight_of(module).device.type == "cpu" for module in modules):
+            # weights side by side: threads that share one would wait for the one that reads ahead
+            each_on_one_thread(find, pairs)
+        else:
+            for pair in pairs:
+                find(pair)
+        for module in modules:
+            self.keep(module, found[module])
         for leader in leaders:
             self._squares.pop(leader, None)
 
