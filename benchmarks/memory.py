@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from run_one import build_dataset, build_recipe, resident, run_apart
-from tables import machine, table
+from tables import publish, table
 
 HIDDEN, INTERMEDIATE, HEADS, KEY_VALUE_HEADS, VOCABULARY = 2048, 3840, 16, 4, 4096
 SAMPLES, LENGTH = 4, 128
@@ -149,17 +149,13 @@ def main() -> None:
     rows.sort(key=lambda row: (list(JOBS).index(row[0]), row[1]))
     header = ["job", "blocks", "model, GiB", "peak, MiB", "above the imports, MiB", "seconds"]
     spread = [[name, f"{max(all_) / min(all_) - 1:.1%}"] for name, all_ in found.items()]
-    text = (
-        "# Peak memory by depth\n\n"
-        f"{machine()}.\n\n"
+    body = (
         f"Blocks of 64 MiB, {SAMPLES} calibration samples of {LENGTH} tokens. "
         "Written by `benchmarks/memory.py`.\n\n"
         f"{table(header, rows)}\n\n"
-        f"{table(['job', 'largest over smallest peak'], spread)}\n"
+        f"{table(['job', 'largest over smallest peak'], spread)}"
     )
-    if given.output:
-        given.output.write_text(text)
-    print(text)
+    publish("Peak memory by depth", body, given.output)
 
 
 if __name__ == "__main__":

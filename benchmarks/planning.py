@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from run_one import build_recipe, processor_seconds, run_apart
-from tables import machine, table
+from tables import publish, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planning"))
 
@@ -92,19 +92,15 @@ def main() -> None:
             rows.append(measure(name, Path(work), given.repeat))
             print(*rows[-1], flush=True)
     header = ["model", "parameters, 10⁹", "tensors", "quantized", "seconds", "processor", "imports"]
-    text = (
-        "# Time of a plan\n\n"
-        f"{machine()}.\n\n"
+    body = (
         f"W4A16 of all Linears, from configurations and headers; the best of {given.repeat}. "
         "Seconds by the clock and of the processor are those of `plan` alone, without measuring "
         "the machine; `imports` is the processor's time for importing everything and planning a "
         "tiny model before. Experts are stacks of matrices in memory, no Linears. "
         "Written by `benchmarks/planning.py`.\n\n"
-        f"{table(header, rows)}\n"
+        f"{table(header, rows)}"
     )
-    if given.output:
-        given.output.write_text(text)
-    print(text)
+    publish("Time of a plan", body, given.output)
 
 
 if __name__ == "__main__":

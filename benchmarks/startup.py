@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from tables import machine, table
+from tables import publish, table
 
 _COMMAND = "import sys; from llmcompressor.cli import main; main(sys.argv[1:])"
 _ASKED = {
@@ -48,12 +48,11 @@ def main() -> None:
         best = min(seconds(arguments) for _ in range(given.repeat))
         rows.append([name, f"{best:.2f}"])
         print(*rows[-1], flush=True)
-    text = (
-        f"# Until it answers\n\n{machine()}.\n\nSeconds of a whole process, the best of "
-        f"{given.repeat}. Written by `benchmarks/startup.py`.\n\n{table(['what', 's'], rows)}\n"
+    body = (
+        f"Seconds of a whole process, the best of {given.repeat}. "
+        f"Written by `benchmarks/startup.py`.\n\n{table(['what', 's'], rows)}"
     )
-    if given.output:
-        given.output.write_text(text)
+    publish("Until it answers", body, given.output)
 
 
 if __name__ == "__main__":

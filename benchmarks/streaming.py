@@ -23,7 +23,7 @@ from pathlib import Path
 
 from memory import write_model
 from run_one import build_recipe, run_apart
-from tables import machine, table
+from tables import publish, table
 
 SCHEMES = ["W4A16", "W8A16", "FP8_DYNAMIC", "NVFP4A16"]
 
@@ -163,18 +163,14 @@ def main() -> None:
                 print(*row, flush=True)
                 rows.append(row)
     header = ["scheme", "cache", "cp", "write", "arithmetic", "run", "run, verified", "run / bound"]
-    text = (
-        "# A run without data beside copying\n\n"
-        f"{machine()}.\n\n"
+    body = (
         f"{given.blocks} blocks of 64 MiB, {size:.2f} GiB of bfloat16; seconds, the best of "
         f"{given.repeat}. `write` ends when the disk has the data, as the run does. "
         "The bound is twice `cp` and `write`, or the arithmetic where that is more. "
         "Written by `benchmarks/streaming.py`.\n\n"
-        f"{table(header, rows)}\n"
+        f"{table(header, rows)}"
     )
-    if given.output:
-        given.output.write_text(text)
-    print(text)
+    publish("A run without data beside copying", body, given.output)
 
 
 if __name__ == "__main__":

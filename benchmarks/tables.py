@@ -40,3 +40,11 @@ def machine() -> str:
         f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
         f"{memory:.0f} GiB, {platform.system()}; Python {platform.python_version()}, {versions}"
     )
+
+
+def publish(title: str, body: str, output: Path | None) -> None:
+    """Show a page of results, headed by the machine, and write it where ``output`` says."""
+    text = f"# {title}\n\n{machine()}.\n\n{body}\n"
+    if output:
+        output.write_text(text)
+    print(text)
