@@ -122,12 +122,14 @@ class Modifier(HooksMixin):
         end: when to end, counted in the same way.
         update: how often to update, counted in the same way.
         propagates_error: whether what comes later should see this modifier's error.
+        run_types: where it can do its work: in ``oneshot``, in ``train``, or in both.
         must_precede: names of modifier classes that may not stand before it in a recipe.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     propagates_error: ClassVar[bool] = True
+    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot", "train"})
     must_precede: ClassVar[frozenset[str]] = frozenset()
 
     index: int | None = None
@@ -237,6 +239,30 @@ class Modifier(HooksMixin):
     def report(self) -> dict[str, Any]:
         """What is worth keeping of the work done, by module name; empty for nothing."""
         return {}
+
+    def figures(self, state: State) -> dict[str, float]:
+        """What is worth logging of the training at this step, by tag: a sparsity, a loss."""
+        return {}
+
+    # ---- what a training checkpoint holds
+
+    def state_dict(self) -> dict[str, Any]:
+        """What cannot be found out again when an interrupted training goes on.
+
+        Tensors, numbers, texts, and dictionaries and lists of these; phases are not part of it.
+        """
+        return {}
+
+    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Called after :meth:`initialize`, with the phases as they were; ``on_start`` is not called
+        again, so hooks that it had put are to be put here.
+
+        Args:
+            state: of the run; its model has the weights of the checkpoint.
+            saved: what :meth:`state_dict` returned, on the CPU.
+        """
 
     # ---- phases
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -80,6 +80,8 @@ class GPTQModifier(QuantizationMixin):
         sequential_update: without effect, with a warning: the pipeline decides.
         sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
     """
+
+    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
 
     block_size: int = Field(default=128, ge=1)
     dampening_frac: float = Field(default=0.01, ge=0.0, le=10.0)
