@@ -64,6 +64,28 @@ def test_extremes_and_cells_hold_just_the_elements(partition, shape):
         assert [x for x in row if x != -1.0] == values
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
+@pytest.mark.parametrize("shift", [-5.0, -1.0, 0.0, 1.0, 5.0])
+def test_extremes_of_narrow_floats_are_those_of_wide_ones(partition, dtype, shift):
+    matrix = (torch.randn(2, 6, 8) + shift).to(dtype)  # cells of one sign and of both
+    matrix[0, 0, :4] = torch.tensor([0.0, -0.0, 1.0, torch.inf])
+    matrix[1, 2] = -0.0
+    for narrow, wide in zip(
+        partition.extremes(matrix), partition.extremes(matrix.float()), strict=True
+    ):
+        assert torch.equal(narrow.float(), wide)
+
+
+@pytest.mark.parametrize("bits", [0x7FC0, 0x7F81, -0x40, -0x7F], ids=hex)
+def test_extremes_of_narrow_floats_tell_nan(bits):
+    matrix = torch.randn(4, 8).bfloat16()
+    matrix.view(torch.int16)[2, 5] = bits
+    low, high = Partition(1, 4).extremes(matrix)
+    broken = ~(low.isfinite() & high.isfinite())
+    assert broken.nonzero().tolist() == [[2, 1]]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("partition", PARTITIONS, ids=str)
 def test_each_element_and_each_column_finds_its_scale(partition, shape):
