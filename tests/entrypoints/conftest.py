@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import small_models as small
 
 from llmcompressor import reset_session
+from llmcompressor.logger import logger
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +36,12 @@ def _fresh_session() -> Iterator[None]:
     reset_session()
     yield
     reset_session()
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What is logged, one line each."""
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message).rstrip()), format="{message}")
+    yield lines
+    logger.remove(sink)

@@ -7,6 +7,7 @@ import logging
 import sys
 import types
 
+import numpy
 import pytest
 from loguru import logger as package_log
 
@@ -46,9 +47,6 @@ class Writer:
 
     def add_scalar(self, tag, value, global_step, walltime):
         self.calls.append(("scalar", tag, value, global_step, walltime))
-
-    def add_scalars(self, tag, values, global_step, walltime):
-        self.calls.append(("scalars", tag, values, global_step, walltime))
 
     def add_text(self, tag, text, global_step, walltime):
         self.calls.append(("text", tag, text, global_step, walltime))
@@ -121,7 +119,7 @@ def test_tensorboard_gets_scalars_and_texts():
     assert [call[:4] for call in writer.calls] == [
         ("text", "hyperparams", "{'lr': 0.1, 'name': 'x'}", None),
         ("scalar", "loss", 1.5, 3),
-        ("scalars", "losses", {"a": 1.0}, 4),
+        ("scalar", "losses/a", 1.0, 4),
         ("text", "note", "hello", 5),
     ]
     with pytest.raises(InputError, match="both"):
@@ -156,11 +154,23 @@ def test_wandb(wandb):
     logger = WANDBLogger({"project": "p"})
     assert all(use_all(logger))
     assert logger.save("file")
-    WANDBLogger()  # joins the run that goes on
     assert wandb.begun == [{"project": "p"}]
     assert wandb.config == {"lr": 0.1, "name": "x"}
     assert wandb.logged == [({"loss": 1.5}, 3), ({"losses/a": 1.0}, 4), ({"note": "hello"}, 5)]
     assert wandb.saved == ["file"]
+
+
+def test_wandb_joins_the_run_of_a_trainer(wandb):
+    """Whose calls count as steps: an entry with a lower step of its own would be dropped."""
+    wandb.init(project="the trainer's")
+    logger = WANDBLogger()
+    assert all(use_all(logger))
+    assert wandb.begun == [{"project": "the trainer's"}]
+    assert wandb.logged == [
+        ({"loss": 1.5, "train/global_step": 3}, None),
+        ({"losses/a": 1.0, "train/global_step": 4}, None),
+        ({"note": "hello", "train/global_step": 5}, None),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -271,6 +281,20 @@ def test_on_change_leaves_out_what_has_not_changed():
     assert logged_at(manager, [(0, None), (1, None), (2, None)]) == [0]
     manager.model_updated()
     assert logged_at(manager, [(3, None), (4, None)]) == [3]
+
+
+def test_a_run_that_begins_again_is_logged_again():
+    manager = LoggerManager([Sink()], log_frequency=4, frequency_type="step")
+    assert logged_at(manager, [(step, None) for step in (0, 4, 8, 0, 3, 4)]) == [0, 4, 8, 0, 4]
+
+
+def test_numbers_of_numpy_are_numbers():
+    writer = Writer()
+    TensorBoardLogger(writer=writer).log_scalars("ranges", {"low": numpy.float32(0.5), "n": 2})
+    assert [call[:3] for call in writer.calls] == [
+        ("scalar", "ranges/low", 0.5),
+        ("scalar", "ranges/n", 2),
+    ]
 
 
 def test_not_ready_when_nobody_listens():

@@ -268,7 +268,9 @@ class DatasetArguments:
     )
     max_train_samples: int | None = field(
         default=None,
-        metadata=about("No effect yet: samples to train on.", optional(integer(1))),
+        metadata=about(
+            "Samples to train on, from the first; not given: all.", optional(integer(1))
+        ),
     )
     seed: int = field(
         default=0,

@@ -131,7 +131,10 @@ class ModelArguments:
     )
     distill_teacher: Any = field(
         default=None,
-        metadata=about("No effect yet: the teacher for distillation.", optional(_model)),
+        metadata=about(
+            "The teacher for distillation in train: a path, a name on the hub, or a model.",
+            optional(_model),
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -6,11 +6,60 @@ Import it as ``llmcompressor.args.TrainingArguments``; this module loads transfo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
+from typing import Any
 
+import torch
 import transformers
 
+from llmcompressor.args.checks import Check, integer, number, optional, reject
+from llmcompressor.errors import ArgumentError
+
 __all__ = ["TrainingArguments"]
+
+
+def _positive(name: str, value: Any) -> Any:
+    """A number above zero, given as a number or a text."""
+    found = _number(name, value)
+    if found <= 0:
+        raise reject(name, value, "a number above 0")
+    return found
+
+
+def _number(name: str, value: Any) -> Any:
+    """A number of at least zero; ``"1e-4"``, as YAML has it, is one too."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise reject(name, value, "a number") from None
+    number(0, inf)(name, value)
+    return value
+
+
+def _max_steps(name: str, value: Any) -> Any:
+    """-1 for as many steps as the epochs have, or how many."""
+    return value if value == -1 and not isinstance(value, bool) else integer(1)(name, value)
+
+
+_CHECKS: Mapping[str, Check] = {
+    "gradient_accumulation_steps": integer(1),
+    "learning_rate": _number,
+    "logging_steps": _positive,
+    "max_grad_norm": optional(_number),
+    "max_steps": _max_steps,
+    "num_train_epochs": _positive,
+    "per_device_eval_batch_size": integer(1),
+    "per_device_train_batch_size": integer(1),
+    "save_steps": _positive,
+    "save_total_limit": optional(integer(1)),
+    "seed": integer(0),
+    "warmup_steps": _number,
+    "weight_decay": _number,
+}
+"""What transformers itself would find out late, or not at all."""
 
 
 @dataclass
@@ -29,6 +78,29 @@ class TrainingArguments(transformers.TrainingArguments):
     run_stages: bool = field(
         default=False, metadata={"help": "Run the recipe's stages one after another."}
     )
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            setattr(self, name, check(name, getattr(self, name)))
+        try:
+            super().__post_init__()  # type: ignore[no-untyped-call]  # transformers'
+        except ArgumentError:
+            raise
+        except (ImportError, OSError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"The training arguments cannot be used: {' '.join(str(error).split())}",
+                "They are those of transformers' TrainingArguments.",
+            ) from error
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes.
+
+        With several processes on CPUs transformers says ``cpu:0``, and torch cannot load the
+        optimizer of a checkpoint onto a device of that name.
+        """
+        found: torch.device = super().device
+        return torch.device("cpu") if found.type == "cpu" else found
 
     @property
     def place_model_on_device(self) -> bool:

@@ -17,6 +17,7 @@ from llmcompressor.cli.help import GroupedCommand
 from llmcompressor.cli.model_free import model_free_command
 from llmcompressor.cli.options import call_arguments, parameters_of
 from llmcompressor.cli.plan import plan_command, show_plan
+from llmcompressor.cli.train import run_command, train_command
 from llmcompressor.cli.verify import verify_command
 
 __all__ = ["app"]
@@ -125,6 +126,8 @@ _oneshot.__annotations__ = {
     name: parameter.annotation for name, parameter in _signature.parameters.items()
 }
 app.command("oneshot", cls=GroupedCommand)(_oneshot)
+app.command("train", cls=GroupedCommand)(train_command)
+app.command("run", cls=GroupedCommand)(run_command)
 
 
 @app.command("evaluate", cls=GroupedCommand)

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-__all__ = ["call_arguments", "parameters_of"]
+__all__ = ["call_arguments", "pairs", "parameters_of"]
 
 Convert = Callable[[Any], Any]
 
@@ -130,7 +130,7 @@ def _number(number: type, says_none: bool) -> _Kind:
 
 def _several(plain: set[Any]) -> _Kind:
     if list not in plain:
-        return _Kind(list[str], _pairs, "<key=value>")
+        return _Kind(list[str], pairs, "<key=value>")
     if dict not in plain:
         return _Kind(list[str], _split, "<str,...>")
     return _Kind(list[str], _one_or_many if str in plain else _as_is)
@@ -185,10 +185,10 @@ def _one_or_many(values: Sequence[str]) -> str | list[str]:
     return values[0] if len(values) == 1 else list(values)
 
 
-def _pairs(values: Sequence[str]) -> dict[str, Any]:
+def pairs(values: Sequence[str]) -> dict[str, Any]:
     """``key=value`` as a dict.
 
-    >>> _pairs(["name=a", "depth=2"])
+    >>> pairs(["name=a", "depth=2"])
     {'name': 'a', 'depth': 2}
     """
     pairs = {}

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from llmcompressor.core.events import Event, EventType
+from llmcompressor.core.resuming import check_same_recipe, recipe_record
 from llmcompressor.core.state import Hardware, State
 from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
@@ -160,6 +161,67 @@ class CompressionLifecycle:
         self.reset()
         self.state, self.recipe, self._source = state, recipe, source
         self.state.start = self.state.loss = self.state.batch_data = None
+        self.state.resumes = False
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an interrupted run needs to go on, taken between two batches.
+
+        The progress, the recipe, and each modifier's class, fields, phases and own state; only
+        what ``torch.load(weights_only=True)`` reads. In a distributed run every process calls
+        this: modifiers may gather what is sharded. The result is the same on each.
+
+        Raises:
+            InputError: the lifecycle was not initialized, or was finalized.
+            LifecycleError: the state of a modifier cannot be saved.
+        """
+        self._expect_initialized("save the state of the run")
+        self._expect_not_finalized("save the state of the run")
+        return {
+            "global_step": self.global_step,
+            "global_batch": self.global_batch,
+            "seen_batch": self._seen_batch,
+            "steps_per_epoch": self.state.steps_per_epoch,
+            **recipe_record(self.recipe),
+        }
+
+    def check_resumable(self, saved: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint of another recipe; changes nothing.
+
+        Raises:
+            RecipeError: names the modifier, the field and both values.
+        """
+        check_same_recipe(saved["modifiers"], self.recipe.modifiers)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken; the model has the checkpoint's weights by now.
+
+        The phases are as they were, and ``on_start`` is not called for them again.
+
+        Args:
+            saved: what :meth:`state_dict` returned.
+
+        Raises:
+            InputError: the lifecycle was not initialized with ``resumes=True``.
+            RecipeError: the checkpoint is of another recipe.
+        """
+        self._expect_initialized("load the state of a run")
+        self._expect_not_finalized("load the state of a run")
+        if not self.state.resumes:
+            raise InputError(
+                "The state of a run is loaded into one that does not resume: its modifiers may "
+                "have started already.",
+                "Call session.initialize(..., resumes=True) first.",
+            )
+        self.check_resumable(saved)
+        self.global_step, self.global_batch = saved["global_step"], saved["global_batch"]
+        self._seen_batch, self._seen_event = saved["seen_batch"], True
+        self._last = EventType.BATCH_END
+        for modifier, record in zip(self.recipe.modifiers, saved["modifiers"], strict=True):
+            modifier.resume(self.state, record["phases"], record["state"])
+            _warn_of_lost_start(modifier)
+        self.state.resumes = False
 
     # ---- the recipe
 
@@ -252,3 +314,16 @@ class CompressionLifecycle:
             self.state.batch_data = given.get("batch_data")
         if given.get("loss") is not None:
             self.state.loss = given["loss"]
+
+
+def _warn_of_lost_start(modifier: Modifier) -> None:
+    """Say that what ``on_start`` had set up is missing in the resumed run."""
+    kind = type(modifier)
+    sets_up = kind.on_start is not Modifier.on_start
+    knows_how_to_resume = kind.load_state_dict is not Modifier.load_state_dict
+    if modifier.started and not modifier.ended and sets_up and not knows_how_to_resume:
+        logger.warning(
+            f"{kind.__name__} had started before the checkpoint, and on_start is not called again: "
+            f"what it had set up, such as hooks, is missing. Put it in {kind.__name__}."
+            "load_state_dict too."
+        )

@@ -49,6 +49,7 @@ class CompressionSession:
         steps_per_epoch: int | None = None,
         batches_per_step: int | None = None,
         loggers: Any = None,
+        resumes: bool = False,
         **kwargs: Any,
     ) -> ModifiedState:
         """Begin the run; while it goes on, only update its state.
@@ -70,6 +71,8 @@ class CompressionSession:
             steps_per_epoch: optimizer steps in an epoch.
             batches_per_step: batches that make up one optimizer step.
             loggers: a ``LoggerManager``, or loggers to make one of.
+            resumes: the run goes on from a checkpoint: no modifier starts before
+                ``session.lifecycle.load_state_dict`` has put it where it was.
             **kwargs: goes to the ``on_initialize`` of every modifier.
 
         Returns:
@@ -99,6 +102,7 @@ class CompressionSession:
                 steps_per_epoch=steps_per_epoch,
                 batches_per_step=batches_per_step,
                 loggers=loggers,
+                resumes=resumes or None,  # an update does not take it back
                 **kwargs,
             )
         )
@@ -142,11 +146,15 @@ class CompressionSession:
         return self._modified(self._lifecycle.finalize(**kwargs))
 
     def log(self, event_type: EventType, loss: Any = None) -> None:
-        """Hand the current step, epoch and loss to the loggers, as often as they want them.
+        """Hand progress, loss and the modifiers' figures to the loggers, as often as they want.
+
+        In a distributed run every process calls this and only the first one writes: modifiers may
+        have to gather what they tell.
 
         Args:
             event_type: what has just happened; its name is the tag.
-            loss: one loss, or several by name; the last one calculated if not given.
+            loss: one loss, or several by name, or a function that gives these and is called only
+                if they are logged; the last one calculated if not given.
         """
         loggers = self.state.loggers
         if loggers is None:
@@ -155,13 +163,29 @@ class CompressionSession:
             steps_per_epoch=self.state.steps_per_epoch, global_step=self._lifecycle.global_step
         )
         epoch = here.epoch_full if here.epoch_based else None
-        if loggers.log_ready(here.global_step, epoch):
-            values = _scalars(self.state.loss if loss is None else loss)
-            if epoch is not None:
-                values["epoch"] = epoch
-            values["step"] = float(here.global_step)
+        if not loggers.log_ready(here.global_step, epoch):
+            return
+        told = loss() if callable(loss) else loss
+        values = _scalars(self.state.loss if told is None else told)
+        if epoch is not None:
+            values["epoch"] = epoch
+        values["step"] = float(here.global_step)
+        values |= _learning_rate(self.state.optimizer) | self.figures()
+        if not self.state.hardware.rank:
             loggers.metric.log_scalars(event_type.value, values, step=here.global_step)
-            loggers.log_written(here.global_step, epoch)
+        loggers.log_written(here.global_step, epoch)
+
+    def figures(self) -> dict[str, float]:
+        """What the active modifiers find worth logging now, by tag.
+
+        A tag that comes twice gets the place of the later modifier in the recipe behind it.
+        """
+        found: dict[str, float] = {}
+        for place, modifier in enumerate(self._lifecycle.recipe.modifiers, 1):
+            if modifier.initialized and not modifier.finalized:
+                for tag, value in modifier.figures(self.state).items():
+                    found[f"{tag}_{place}" if tag in found else tag] = float(value)
+        return found
 
     def reset(self) -> None:
         """Finalize what is still active and return to the initial state."""
@@ -191,3 +215,9 @@ def _scalars(loss: Any) -> dict[str, float]:
         name: float(value.detach() if hasattr(value, "detach") else value)
         for name, value in named.items()
     }
+
+
+def _learning_rate(optimizer: Any) -> dict[str, float]:
+    """The learning rate of the optimizer's first group, if it has one."""
+    groups = getattr(optimizer, "param_groups", None)
+    return {"learning_rate": float(groups[0]["lr"])} if groups and "lr" in groups[0] else {}

@@ -21,6 +21,7 @@ __all__ = [
     "callbacks",
     "create_session",
     "reset_session",
+    "session_of_run",
 ]
 
 
@@ -53,6 +54,16 @@ def create_session() -> Iterator[CompressionSession]:
 def active_session() -> CompressionSession:
     """The innermost session of this thread, else the one that the whole process shares."""
     return _stack.sessions[-1] if _stack.sessions else _default
+
+
+@contextmanager
+def session_of_run() -> Iterator[CompressionSession]:
+    """The session that was created around the ``with`` block, else one for the block alone."""
+    if _stack.sessions:
+        yield _stack.sessions[-1]
+        return
+    with create_session() as session:
+        yield session
 
 
 def reset_session() -> None:

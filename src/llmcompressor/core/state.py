@@ -45,7 +45,8 @@ class Hardware:
         local_world_size: the number of processes on this machine.
         distributed: whether a process group is up.
         distributed_strategy: how the model is spread over the processes: ``"none"``,
-            ``"ddp"``, ``"fsdp"``, or ``"replicated"`` when each process holds its own model.
+            ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or ``"replicated"`` when each process holds
+            its own model.
     """
 
     device: torch.device | None = None
@@ -123,6 +124,7 @@ class State:
         loggers: the ``LoggerManager`` of the run, if any.
         model_log_cadence: epochs between two logs of the model's own figures.
         start: where a resumed run begins, counted as the schedules are.
+        resumes: the run goes on from a checkpoint that is not loaded yet: nothing starts before.
         steps_per_epoch: optimizer steps in an epoch.
         batches_per_step: batches that make up one optimizer step.
         token_mask: bool ``[batch, tokens]``, true where the current calibration batch has a
@@ -148,6 +150,7 @@ class State:
     loggers: Any = None
     model_log_cadence: float | None = None
     start: float | None = None
+    resumes: bool = False
     steps_per_epoch: int | None = None
     batches_per_step: int | None = None
     token_mask: Tensor | None = None
@@ -183,6 +186,8 @@ class State:
         loggers: Any = None,
         model_log_cadence: float | None = None,
         device: torch.device | str | None = None,
+        distributed_strategy: str | None = None,
+        resumes: bool | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Replace each field for which something other than ``None`` is given.
@@ -203,6 +208,9 @@ class State:
             loggers: the ``LoggerManager`` of the run.
             model_log_cadence: epochs between two logs of the model's own figures.
             device: the device to report instead of the one found.
+            distributed_strategy: how the model will be spread over the processes, where it is
+                not wrapped yet.
+            resumes: the run goes on from a checkpoint, which is loaded later.
             **kwargs: anything else.
 
         Returns:
@@ -218,6 +226,7 @@ class State:
             "batches_per_step": batches_per_step,
             "loggers": loggers,
             "model_log_cadence": model_log_cadence,
+            "resumes": resumes,
         }
         for name, value in given.items():
             if value is not None:
@@ -228,6 +237,8 @@ class State:
                 setattr(self.data, role, _copied(role, value) if copy_data else value)
         if device is not None:
             self.hardware.device = _as_device(device)
+        if distributed_strategy is not None:
+            self.hardware.distributed_strategy = distributed_strategy
         return kwargs
 
 

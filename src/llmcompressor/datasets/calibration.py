@@ -14,10 +14,11 @@ from llmcompressor.datasets.checks import CheckedLoader
 from llmcompressor.datasets.collate import PaddingCollator, TruncationCollator
 from llmcompressor.datasets.encode import pad_id_of, padding_side_of
 from llmcompressor.datasets.prepare import Preparation, prepare_samples
-from llmcompressor.datasets.rows import Row
+from llmcompressor.datasets.rows import Row, Stream
 from llmcompressor.datasets.samples import Sample
 from llmcompressor.datasets.source import Source, is_loader, open_source
 from llmcompressor.datasets.splits import split_for
+from llmcompressor.datasets.streamed import StreamedSamples
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
@@ -103,11 +104,12 @@ def load_training(
     vocab_size: int | None = None,
     model_max_length: int | None = None,
     source: Source | None = None,
-) -> list[Sample]:
+) -> list[Sample] | StreamedSamples:
     """The training samples that the arguments describe, in the order of the data.
 
     Each has ``labels``: its ``input_ids``, with -100 for the prompt and for padding. All rows
-    are prepared, or the first ``max_train_samples``; the trainer shuffles.
+    are prepared, or the first ``max_train_samples``; the trainer shuffles. Those of a stream,
+    whose end nobody knows, are prepared when they are asked for.
 
     Args:
         args: the user's arguments.
@@ -123,21 +125,20 @@ def load_training(
     source = source or open_source(args, "train", processor=processor)
     if source is None:
         raise DatasetError("Training needs data.", "Give dataset or dataset_path.")
+    preparation = Preparation(
+        args=args,
+        processor=processor,
+        name=source.name,
+        template=_template(args, source, processor, "train"),
+        model_input_names=model_input_names,
+        vocab_size=vocab_size,
+        model_max_length=model_max_length,
+        for_training=True,
+    )
+    if isinstance(source.rows, Stream) and args.max_train_samples is None:
+        return StreamedSamples(source.rows, preparation)
     return prepare_samples(
-        source.rows,
-        Preparation(
-            args=args,
-            processor=processor,
-            name=source.name,
-            template=_template(args, source, processor, "train"),
-            model_input_names=model_input_names,
-            vocab_size=vocab_size,
-            model_max_length=model_max_length,
-            for_training=True,
-        ),
-        wanted=args.max_train_samples,
-        shuffle=False,
-        seed=args.seed,
+        source.rows, preparation, wanted=args.max_train_samples, shuffle=False, seed=args.seed
     )
 
 

@@ -104,6 +104,16 @@ class Chain:
         return [fetched[position] for position in range(len(indices))]
 
 
+class _Part:
+    """Some consecutive items; they come again each time that they are asked for."""
+
+    def __init__(self, items: Iterable[Any], start: int, stop: int | None) -> None:
+        self._items, self._start, self._stop = items, start, stop
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self._items, self._start, self._stop)
+
+
 class Stream:
     """Rows that come one after another, how many nobody knows."""
 
@@ -116,7 +126,7 @@ class Stream:
 
     def cut(self, start: int, stop: int | None) -> Stream:
         """The rows from ``start`` on, up to but not including ``stop``."""
-        return Stream(itertools.islice(iter(self), start, stop))
+        return Stream(_Part(self, start, stop))
 
     def shuffled(self, seed: int) -> Stream:
         """The rows as they come: a plain iterator cannot be put in another order."""

@@ -21,12 +21,13 @@ from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
 from llmcompressor.entrypoints.checking import check_written
 from llmcompressor.entrypoints.job import Job, compression_report, report_of, undone_on_error
+from llmcompressor.entrypoints.task import Task
 from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_freed
 from llmcompressor.pipelines import PIPELINES
 
-__all__ = ["run_in_memory"]
+__all__ = ["check_finite", "load_whole_model", "run_in_memory"]
 
 _SHARE_FOR_WEIGHTS = 0.6
 """Of an accelerator's free memory: the rest is for activations and solvers."""
@@ -50,7 +51,7 @@ def run_in_memory(job: Job, source: Source | None) -> Module:
         )
     if job.run_args.max_memory is not None:
         logger.warning("max_memory has no effect: this run needs the whole model in memory.")
-    model = _load_model(job)
+    model = load_whole_model(job, device=job.model_args.device)
     processor = job.load_processor(model)
     batches = job.load_data(model, processor, source)
     session = active_session()
@@ -72,10 +73,20 @@ def run_in_memory(job: Job, source: Source | None) -> Module:
     return model
 
 
-def _load_model(job: Job) -> Module:
-    args = job.model_args
+def load_whole_model(task: Task, *, device: str | None) -> Module:
+    """The model of a run, all of it in memory.
+
+    Args:
+        task: says which; a model object is taken as it is.
+        device: where it is to compute; ``None`` for an accelerator that it fits on.
+
+    Raises:
+        ArgumentError: the object is no model, or has no weights.
+        CheckpointError: the model is not there, is damaged, incomplete or quantized already.
+    """
+    args = task.model_args
     if not isinstance(args.model, str | Path):
-        return _given_model(job, args.model)
+        return _given_model(task, args.model)
     model = load_model(
         args.model,
         config_name=args.config_name,
@@ -86,29 +97,29 @@ def _load_model(job: Job) -> Module:
         cache_dir=args.cache_dir,
         token=args.use_auth_token,
     )
-    return _placed(model, args.device)
+    return _placed(model, device)
 
 
-def _given_model(job: Job, given: Any) -> Module:
+def _given_model(task: Task, given: Any) -> Module:
     writable = hasattr(given, "config") and hasattr(given, "save_pretrained")
-    if not isinstance(given, Module) or (job.output_dir is not None and not writable):
+    if not isinstance(given, Module) or (task.output_dir is not None and not writable):
         raise ArgumentError(
             f"The model is a {type(given).__name__}, which cannot be compressed"
-            f"{' and written' if job.output_dir else ''}.",
+            f"{' and written' if task.output_dir else ''}.",
             "Pass a folder, the id of a model on the hub, or a loaded transformers model.",
         )
     model: Any = given
     check_unquantized(model)
     _check_values(model)
-    if not job.model_args.tie_word_embeddings:
+    if not task.model_args.tie_word_embeddings:
         untie_embeddings(model)
-    if job.model_args.device is not None:
-        model.to(job.model_args.device)
+    if task.model_args.device is not None:
+        model.to(task.model_args.device)
     return given
 
 
 def _compress(job: Job, model: Module, batches: Any, session: CompressionSession) -> None:
-    _check_finite(model)
+    check_finite(model)
     session.initialize(
         model=model,
         start=-1,
@@ -151,7 +162,7 @@ def _check_values(model: Module) -> None:
             )
 
 
-def _check_finite(model: Module) -> None:
+def check_finite(model: Module) -> None:
     """Refuse a broken model also where no modifier would look at the broken weight."""
     bad = first_nonfinite(model)
     if bad is not None:

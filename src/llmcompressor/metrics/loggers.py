@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -201,12 +202,14 @@ class TensorBoardLogger(BaseLogger):
         self.writer = writer
 
     def write(self, entry: Entry) -> bool:
-        """Write the entry as a scalar, as scalars of one chart, or as text."""
+        """Write the entry as a scalar, as scalars with the tag before their names, or as text."""
         when = {"global_step": entry.step, "walltime": entry.wall_time}
         if entry.values is None and not isinstance(entry.value, str):
             self.writer.add_scalar(entry.tag, entry.value, **when)
         elif entry.values is not None and _all_numbers(entry.values):
-            self.writer.add_scalars(entry.tag, dict(entry.values), **when)
+            # One by one: add_scalars opens a file of events for each name and keeps it open.
+            for name, value in entry.values.items():
+                self.writer.add_scalar(f"{entry.tag}/{name}", value, **when)
         else:
             text = entry.value if entry.values is None else str(dict(entry.values))
             self.writer.add_text(entry.tag, text, **when)
@@ -218,7 +221,8 @@ class WANDBLogger(BaseLogger):
     """Logs to Weights & Biases.
 
     Args:
-        init_kwargs: what to begin a run with; without it, the run that goes on is used.
+        init_kwargs: what to begin a run with; without it, the run that goes on is used: that
+            of a Trainer with ``report_to="wandb"``, for instance.
         name: what the logger is called.
         enabled: whether it logs anything.
 
@@ -234,7 +238,8 @@ class WANDBLogger(BaseLogger):
     ) -> None:
         super().__init__(name, enabled)
         self.wandb = _optional("wandb", "wandb")
-        if init_kwargs is not None or self.wandb.run is None:
+        self._own_run = init_kwargs is not None or self.wandb.run is None
+        if self._own_run:
             self.wandb.init(**(init_kwargs or {}))
 
     def write(self, entry: Entry) -> bool:
@@ -243,7 +248,12 @@ class WANDBLogger(BaseLogger):
             data: dict[str, Any] = {entry.tag: entry.value}
         else:
             data = {f"{entry.tag}/{name}": value for name, value in entry.values.items()}
-        self.wandb.log(data, step=entry.step)
+        if self._own_run or entry.step is None:
+            self.wandb.log(data, step=entry.step)
+        else:
+            # A run counts the calls of whoever began it as its steps, and drops what comes with a
+            # lower one. The step goes along as a figure, under the name that a Trainer has for it.
+            self.wandb.log({**data, "train/global_step": entry.step})
         return True
 
     def log_hyperparams(self, params: Mapping[str, Any], level: Level = None) -> bool:
@@ -317,7 +327,7 @@ def _tensorboard_logger(given: Any, name: str) -> TensorBoardLogger:
 
 
 def _all_numbers(values: Mapping[str, Any]) -> bool:
-    return all(isinstance(value, int | float) for value in values.values())
+    return all(isinstance(value, Real) for value in values.values())
 
 
 def _optional(module: str, extra: str) -> Any:

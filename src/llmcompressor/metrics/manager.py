@@ -102,7 +102,9 @@ class LoggerManager:
             return True
         if self.mode == "on_change" and not self._changed:
             return False
-        return self._position(step, epoch) - self._last >= self.log_frequency - _ROUNDING
+        since = self._position(step, epoch) - self._last
+        # Less than nothing: another run has begun.
+        return since < 0 or since >= self.log_frequency - _ROUNDING
 
     def log_written(self, step: int, epoch: float | None = None) -> None:
         """Remember that something was logged here; :meth:`log_ready` counts from it."""

@@ -13,13 +13,29 @@ from torch.nn import Module
 
 from llmcompressor.numerics.gptq import ColumnScales
 from llmcompressor.numerics.partition import dequantize_matrix, quantize_matrix
-from llmcompressor.numerics.scales import effective_scale, global_scale_from_amax
-from llmcompressor.observers.base import OBSERVERS, Observer
-from llmcompressor.schemes.bridge import default_observer, grid_of, needs_global_scale, partition_of
+from llmcompressor.numerics.scales import (
+    effective_scale,
+    global_scale_from_amax,
+    parameter_dtype,
+    scales_from_range,
+)
+from llmcompressor.observers.base import OBSERVERS, Observer, RangeObserver, stored_scale
+from llmcompressor.observers.canonical import canonical
+from llmcompressor.schemes.bridge import (
+    default_observer,
+    grid_of,
+    needs_global_scale,
+    partition_of,
+    scale_dtype_of,
+    scale_format_of,
+    zero_dtype_of,
+)
 
 __all__ = [
     "WeightParameters",
     "check_observers",
+    "extreme_parameters",
+    "follows_extremes",
     "observe_weight",
     "weighs_inputs",
     "weight_amax",
@@ -52,6 +68,12 @@ class WeightParameters:
         """What values are divided by."""
         return effective_scale(self.scale, self.global_scale)
 
+    @property
+    def through(self) -> torch.dtype | None:
+        """The dtype that readers decode to before they come to the weight's own, if any."""
+        grid = grid_of(self.args)
+        return torch.bfloat16 if grid.kind == "float" and grid.bits == 4 else None
+
     def round(self, weight_RC: Tensor) -> Tensor:
         """The weight as a reader of the checkpoint will decode it, in the weight's dtype.
 
@@ -64,8 +86,8 @@ class WeightParameters:
         if grid.kind == "float" and grid.bits == 8 and scale.dtype != weight_RC.dtype:
             codes = codes.to(weight_RC.dtype)
         values = dequantize_matrix(codes, scale, self._zero, grid, partition)
-        if grid.kind == "float" and grid.bits == 4:
-            values = values.to(torch.bfloat16)  # what the readers decode 4-bit floats to
+        if self.through is not None:
+            values = values.to(self.through)
         return values.to(weight_RC.dtype)
 
     def columns(self, rows: int, columns: int) -> ColumnScales:
@@ -143,4 +165,45 @@ def observe_weight(
     if needs_global_scale(args) and global_scale is None:
         global_scale = global_scale_from_amax(weight_amax(weight_RC))
     scale, zero_point = observer.qparams(global_scale, dtype=weight_RC.dtype)
+    return WeightParameters(args, scale, zero_point, global_scale)
+
+
+def follows_extremes(args: QuantizationArgs) -> bool:
+    """Whether the observer of a weight takes nothing but its extremes: one cheap pass over it."""
+    name = default_observer(args, "weight")
+    observer = None if name is None else OBSERVERS.load(name)
+    return (
+        isinstance(observer, type)
+        and issubclass(observer, RangeObserver)
+        and observer.measure is RangeObserver.measure
+    )
+
+
+@torch.no_grad()
+def extreme_parameters(
+    weight_RC: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None
+) -> WeightParameters:
+    """What :func:`observe_weight` finds where :func:`follows_extremes`, without its checks.
+
+    Nothing here waits for an accelerator, so that it can be done in every forward.
+
+    Args:
+        weight_RC: the weight, ``[R, C]``.
+        args: how to quantize it.
+        global_scale: of the fused set that it belongs to; its own if ``None``.
+    """
+    weight_RC = weight_RC.detach()
+    if needs_global_scale(args) and global_scale is None:
+        global_scale = global_scale_from_amax(weight_amax(weight_RC))
+    minimum, maximum = canonical(weight_RC, "weight", args).extremes
+    scale, zero_point = scales_from_range(
+        minimum,
+        maximum,
+        grid_of(args),
+        scale_format=scale_format_of(args),
+        global_scale=global_scale,
+        scale_dtype=scale_dtype_of(args),
+        zero_dtype=zero_dtype_of(args),
+    )
+    scale = stored_scale(scale, parameter_dtype(weight_RC.dtype))
     return WeightParameters(args, scale, zero_point, global_scale)

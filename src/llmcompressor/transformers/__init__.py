@@ -7,13 +7,20 @@ from typing import Any
 
 from llmcompressor.registry import resolve
 
-__all__ = ["DataTrainingArguments", "TextGenerationDataset", "TrainingArguments", "oneshot"]
+__all__ = [
+    "DataTrainingArguments",
+    "TextGenerationDataset",
+    "TrainingArguments",
+    "oneshot",
+    "train",
+]
 
 _HOMES = {
     "DataTrainingArguments": "llmcompressor.args:DatasetArguments",
     "TextGenerationDataset": "llmcompressor.datasets:TextGenerationDataset",
     "TrainingArguments": "llmcompressor.args:TrainingArguments",
     "oneshot": "llmcompressor.entrypoints.oneshot:oneshot",
+    "train": "llmcompressor.entrypoints.train:train",
 }
 
 

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' training arguments as options: those that are used often, and a way to all.
+
+The dataclass itself is not asked: importing it loads torch, and ``--help`` is not to wait for it.
+``--set NAME=VALUE`` gives any argument; the entrypoint knows which names there are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from llmcompressor.cli.options import pairs
+
+__all__ = ["OPTIONS", "training_arguments", "training_parameters"]
+
+
+class _Option(NamedTuple):
+    type: Any
+    help: str
+
+
+OPTIONS: Mapping[str, _Option] = {
+    "data_collator": _Option(
+        str,
+        "How samples become a batch: padding, or truncation to the shortest. (default: padding in "
+        "training, truncation in calibration)",
+    ),
+    "num_train_epochs": _Option(float, "Epochs to train. (default: 3)"),
+    "max_steps": _Option(int, "Steps to train, instead of epochs; needed for streams."),
+    "per_device_train_batch_size": _Option(int, "Samples in a batch. (default: 8)"),
+    "gradient_accumulation_steps": _Option(int, "Batches in a step. (default: 1)"),
+    "learning_rate": _Option(float, "The highest learning rate. (default: 5e-5)"),
+    "lr_scheduler_type": _Option(
+        str, "How it goes on: linear, cosine, constant … (default: linear)"
+    ),
+    "warmup_steps": _Option(float, "Steps until it is reached; below 1, a share of all."),
+    "weight_decay": _Option(float, "Weight decay. (default: 0)"),
+    "max_grad_norm": _Option(float, "Gradients are clipped to this norm. (default: 1)"),
+    "optim": _Option(
+        str, "The optimizer, as adamw_torch, sgd, adafactor. (default: adamw_torch_fused)"
+    ),
+    "seed": _Option(int, "Decides the order of the data and everything random. (default: 42)"),
+    "bf16": _Option(bool, "Compute in bfloat16 beside float32."),
+    "fp16": _Option(bool, "Compute in float16 beside float32."),
+    "gradient_checkpointing": _Option(bool, "Take less memory and more time."),
+    "use_cpu": _Option(bool, "Train on the CPU even if there is an accelerator."),
+    "logging_steps": _Option(
+        float, "Steps between two logs; below 1, a share of all. (default: 500)"
+    ),
+    "report_to": _Option(list[str], "Also log to tensorboard, wandb, …; repeatable."),
+    "run_name": _Option(str, "What the run is called there."),
+    "save_strategy": _Option(str, "When to save checkpoints: steps, epoch, no. (default: steps)"),
+    "save_steps": _Option(float, "Steps between two checkpoints. (default: 500)"),
+    "save_total_limit": _Option(int, "How many checkpoints to keep. (default: all)"),
+    "eval_strategy": _Option(str, "When to evaluate: steps, epoch, no. (default: no)"),
+    "eval_steps": _Option(float, "Steps between two evaluations. (default: as logging)"),
+    "per_device_eval_batch_size": _Option(int, "Samples in a batch of an evaluation. (default: 8)"),
+    "load_best_model_at_end": _Option(bool, "End with the checkpoint that evaluated best."),
+    "dataloader_drop_last": _Option(bool, "Leave out the last batch where it is not full."),
+    "fsdp": _Option(str, "Shard over processes, as 'full_shard auto_wrap'."),
+    "fsdp_config": _Option(str, "Its configuration, a JSON file."),
+    "deepspeed": _Option(str, "A DeepSpeed configuration, a JSON file."),
+    "resume_from_checkpoint": _Option(
+        str, "A checkpoint to go on from; true for the last one of this output."
+    ),
+}
+"""Name → type and help; the defaults in the texts are those of transformers."""
+
+
+def training_parameters() -> list[inspect.Parameter]:
+    """A keyword parameter with a ``typer.Option`` for each of :data:`OPTIONS`, and ``--set``."""
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                option.type | None,
+                typer.Option(
+                    f"--{name.replace('_', '-')}",
+                    help=option.help,
+                    rich_help_panel="Training",
+                    show_default=False,
+                ),
+            ],
+        )
+        for name, option in OPTIONS.items()
+    ]
+    further = Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Any further argument of transformers' TrainingArguments, repeatable; a value "
+            "that is JSON is read as JSON.",
+            metavar="<name=value>",
+            rich_help_panel="Training",
+            show_default=False,
+        ),
+    ]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return [*parameters, inspect.Parameter("set", keyword, default=None, annotation=further)]
+
+
+def training_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Take the training arguments out of what was given on the command line.
+
+    Args:
+        given: changed: what is returned is no longer in it.
+
+    Raises:
+        typer.BadParameter: ``--set`` has not the form ``name=value``, or names what another option
+            gave.
+    """
+    named = {name: given.pop(name) for name in OPTIONS if name in given}
+    found = {name: value for name, value in named.items() if value is not None and value != []}
+    try:
+        further = pairs(given.pop("set", None) or [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from error
+    for name in further:
+        if name in found or given.get(name) is not None:
+            raise typer.BadParameter(f"{name} is given twice.", param_hint="--set")
+    return {**found, **further}

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``run_stages``: all stages of a recipe, one after another, each into a folder of its own.
+
+::
+
+    OUTPUT/
+        stages.json      what each stage was begun with: its recipe and its arguments
+        stage_first/     the output of the stage `first`, which the next one reads
+        stage_second/
+
+The output of a run appears under its name when it is complete, so a folder that is there is a
+finished stage. It is skipped if ``stages.json`` says that it was made in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from llmcompressor.args import (
+    DatasetArguments,
+    ModelArguments,
+    RecipeArguments,
+    RunArguments,
+    TrainingArguments,
+    parse_arguments,
+)
+from llmcompressor.checkpoint.journal import differences
+from llmcompressor.core.session_functions import active_session
+from llmcompressor.entrypoints.job import Job
+from llmcompressor.entrypoints.oneshot import oneshot
+from llmcompressor.entrypoints.task import check_run_types
+from llmcompressor.entrypoints.teacher import load_possibly_compressed
+from llmcompressor.entrypoints.training_run import run_training
+from llmcompressor.entrypoints.training_task import NOT_OF_TRAINING, Training
+from llmcompressor.errors import ArgumentError, OutputError, RecipeError
+from llmcompressor.logger import logger
+from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.recipe import Recipe, Stage
+
+__all__ = ["run_stages"]
+
+_RECORD = "stages.json"
+_ONESHOT = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
+_TRAIN = (*_ONESHOT, TrainingArguments)
+_OF_THE_WHOLE = ("dry_run", "model", "recipe", "recipe_args", "resume_from_checkpoint", "stage")
+_FOR_THE_FIRST = ("config_name", "model_revision")
+_NOT_RECORDED = (
+    "loggers",
+    "log_dir",
+    "overwrite",
+    "resume",
+    "verify",
+    "max_memory",
+    "use_auth_token",
+)
+
+
+def run_stages(
+    model: Any,
+    recipe: Any,
+    dataset: Any = None,
+    output_dir: str | Path = "./output",
+    **arguments: Any,
+) -> Any:
+    """Run all stages of a recipe in order, each as ``oneshot`` or as ``train``.
+
+    A stage's ``run_type`` says which, or its name; where neither does, ``train`` if one of its
+    modifiers works only there, and ``oneshot`` otherwise. Each stage writes
+    ``output_dir/stage_NAME`` and reads the folder of the one before.
+
+    Args:
+        model: for the first stage: a folder, the id of a model on the hub, or a loaded model.
+        recipe: in any form that ``Recipe`` reads.
+        dataset: data for the stages that need any; ``splits={"calibration": …, "train": …}`` gives
+            them different parts of it.
+        output_dir: where the stages' folders are made.
+        **arguments: those of ``oneshot`` and of ``train``; each stage gets those that its kind
+            knows.
+
+    Returns:
+        The model of the last stage.
+
+    Raises:
+        InputError: before any work, for what can be found out before; else by the stage.
+
+    Called again, with the same recipe and arguments, it skips the stages that are finished and
+    continues the one that was broken off.
+    """
+    given = {"dataset": dataset, **arguments}
+    for name in ("run_stages", "do_oneshot"):
+        given.pop(name, None)
+    whole = Recipe.create_instance(recipe, recipe_args=given.pop("recipe_args", None))
+    if not whole.modifiers:
+        raise RecipeError("The recipe has no stages to run.", "Give one with modifiers.")
+    _check_whole(given)
+    plan = [_Stage(stage, whole, given, Path(output_dir)) for stage in whole.stages]
+    _check_order(plan)
+    record = _Record(Path(output_dir), must_exist=given.get("resume") == "must")
+    before: _Stage | None = None
+    for stage in plan:
+        stage.follow(before, model)
+        stage.is_finished = record.is_finished(stage, overwrite=bool(given.get("overwrite")))
+        before = stage
+    for stage in plan:
+        if not stage.is_finished:
+            stage.check(model)
+    return _run(plan, record, model)
+
+
+class _Stage:
+    """One stage: how it runs, what it is given, what it was made of."""
+
+    def __init__(self, stage: Stage, whole: Recipe, given: Mapping[str, Any], root: Path) -> None:
+        self.name = stage.name
+        self.kind = stage.run_type or _only_kind(stage)
+        check_run_types(stage, self.kind)
+        self.quantizes = any(isinstance(one, QuantizationMixin) for one in stage.modifiers)
+        self.recipe = Recipe([stage], args=whole.args)
+        self.folder = root / f"stage_{stage.name}"
+        self.is_finished = False
+        names = _names(_ONESHOT) | {"log_dir"}
+        if self.kind == "train":
+            names = (_names(_TRAIN) | {"loggers"}) - set(NOT_OF_TRAINING)
+        self.arguments = {name: value for name, value in given.items() if name in names}
+        if self.arguments.get("resume") == "must":
+            self.arguments["resume"] = "auto"  # it is about the whole, and checked there
+        self.record: dict[str, Any] = {}
+
+    def follow(self, before: _Stage | None, model: Any) -> None:
+        """Take the output of the stage before as the model."""
+        if before is not None:
+            for name in _FOR_THE_FIRST:
+                self.arguments.pop(name, None)
+        self.model = model if before is None else str(before.folder)
+        kept = {k: v for k, v in self.arguments.items() if k not in _NOT_RECORDED}
+        self.record = {
+            "run_type": self.kind,
+            "recipe": self.recipe.yaml(),
+            "model": _shown(model) if before is None else before.folder.name,
+            "stages_before": None if before is None else before.digest,
+            "arguments": {name: _shown(kept[name]) for name in sorted(kept)},
+        }
+
+    @property
+    def digest(self) -> str:
+        """Of what this stage and those before it are made of."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.record, sort_keys=True).encode())
+
+    def check(self, model: Any) -> None:
+        """Read and check the arguments, with the first stage's model for the one that is not yet.
+
+        Raises:
+            InputError: as the entrypoint would.
+        """
+        arguments = {**self.arguments, "model": model, "recipe": self.recipe}
+        if self.kind == "train":
+            Training(self.folder, **arguments)
+        else:
+            Job(self.folder, **arguments)
+
+    def run(self) -> Any:
+        """Do it; returns the model."""
+        arguments = {**self.arguments, "model": self.model, "recipe": self.recipe}
+        if self.kind == "train":
+            return run_training(Training(self.folder, **arguments))
+        return oneshot(output_dir=self.folder, **arguments)
+
+
+class _Record:
+    """``stages.json``: written before a stage begins."""
+
+    def __init__(self, root: Path, *, must_exist: bool) -> None:
+        self._root = root.expanduser().resolve()
+        self._file = self._root / _RECORD
+        self._stages: dict[str, Any] = {}
+        if self._root.exists() and not self._root.is_dir():
+            raise OutputError(f"The output {root} is a file.", "Choose another output directory.")
+        if self._file.is_file():
+            try:
+                self._stages = json.loads(self._file.read_text(encoding="utf-8"))["stages"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise OutputError(
+                    f"{self._file} cannot be read: {error}.", "Choose another output directory."
+                ) from error
+        elif must_exist:
+            raise OutputError(
+                f"There is nothing to resume: {self._file} is not there.",
+                'Start with resume="auto" (the default).',
+            )
+        elif self._root.is_dir() and any(self._root.iterdir()):
+            raise OutputError(
+                f"The output directory {self._root} already holds files, which are no stages.",
+                "Choose another one.",
+            )
+
+    def is_finished(self, stage: _Stage, *, overwrite: bool) -> bool:
+        """Whether the stage was done, in the same way.
+
+        Raises:
+            OutputError: it was done in another way, and may not be replaced.
+        """
+        if not (stage.folder / "config.json").is_file():
+            return False
+        differing = list(differences(stage.record, self._stages.get(stage.name, {})))
+        if differing and not overwrite:
+            raise OutputError(
+                f"The folder {stage.folder} holds the stage {stage.name!r} of another run: "
+                f"{'; '.join(differing[:3])}.",
+                "Choose another output directory, or pass overwrite=True (--overwrite) to run it "
+                "again.",
+            )
+        return not differing
+
+    def begin(self, stage: _Stage) -> None:
+        """Note what a stage is begun with."""
+        self._stages[stage.name] = stage.record
+        self._root.mkdir(parents=True, exist_ok=True)
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps({"stages": self._stages}, indent=2) + "\n", encoding="utf-8")
+        new.replace(self._file)
+
+
+def _run(plan: list[_Stage], record: _Record, model: Any) -> Any:
+    result = None
+    for place, stage in enumerate(plan, 1):
+        what = f"Stage {place} of {len(plan)}, {stage.name} ({stage.kind})"
+        if stage.is_finished:
+            logger.info(f"{what}: finished before, skipped.")
+            continue
+        logger.info(f"{what}.")
+        result = None  # the model of the stage before gives its memory back
+        active_session().reset()
+        record.begin(stage)
+        result = stage.run()
+    if result is None:
+        last = plan[-1]
+        [args] = parse_arguments(
+            {"model": model} | _only(last.arguments, ModelArguments), ModelArguments
+        )
+        result = load_possibly_compressed(str(last.folder), args).eval()
+    return result
+
+
+def _check_whole(given: Mapping[str, Any]) -> None:
+    """Check arguments that have a meaning for the whole only, and names that no stage knows."""
+    named = given.get("resume_from_checkpoint")
+    if isinstance(named, str | os.PathLike) and str(named).lower() not in ("true", "false"):
+        raise ArgumentError(
+            "The argument 'resume_from_checkpoint' names a checkpoint, and run_stages continues "
+            "by itself.",
+            "Repeat the call that was broken off, or continue one stage with train.",
+        )
+    if given.get("stage") is not None:
+        raise ArgumentError(
+            "The argument 'stage' names one stage, and run_stages runs all.",
+            "Leave it out, or run the stage with train or oneshot.",
+        )
+    if given.get("dry_run"):
+        raise ArgumentError(
+            "A dry run is not there for run_stages.", "Use plan for a stage that is a oneshot."
+        )
+    plain = {name: value for name, value in given.items() if name not in ("log_dir", "loggers")}
+    parse_arguments(
+        {"model": "the model", **plain}, *_TRAIN, also_known=("output_dir", "log_dir", "loggers")
+    )
+
+
+def _check_order(plan: list[_Stage]) -> None:
+    """A quantized checkpoint cannot be trained."""
+    for place, stage in enumerate(plan):
+        before = next((one for one in plan[:place] if one.quantizes), None)
+        if stage.kind == "train" and before is not None:
+            raise RecipeError(
+                f"The stage {stage.name!r} of the recipe trains what the stage {before.name!r} has "
+                "quantized, and the weights of a quantized checkpoint cannot be trained.",
+                "Put the stage that quantizes last, or train with fake quantization: the "
+                "QuantizationModifier in the stage that trains.",
+            )
+
+
+def _only_kind(stage: Stage) -> Any:
+    only_there = any("oneshot" not in type(one).run_types for one in stage.modifiers)
+    return "train" if only_there else "oneshot"
+
+
+def _names(classes: tuple[type[Any], ...]) -> set[str]:
+    found = {field.name for cls in classes for field in dataclasses.fields(cls) if field.init}
+    return found - set(_OF_THE_WHOLE) - {"output_dir"}
+
+
+def _only(arguments: Mapping[str, Any], cls: type[Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name in _names((cls,))}
+
+
+def _shown(value: Any) -> Any:
+    """A value as it stands in the record; of data and models what tells them apart cheaply."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _shown(one) for key, one in value.items()}
+    if isinstance(value, list | tuple) and len(value) <= 16:
+        return [_shown(one) for one in value]
+    size = f" of {len(value)}" if hasattr(value, "__len__") else ""
+    print_of = getattr(value, "_fingerprint", "")  # of the datasets library's
+    return f"{type(value).__name__}{size} {print_of}".strip()

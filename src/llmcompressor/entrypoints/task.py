@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``oneshot`` and ``train`` have in common: their arguments, read and checked before any work.
+
+A modifier says where it can do its work (``Modifier.run_types``). One that cannot do it where its
+recipe was given is refused here, and not found out about at the end of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+
+from llmcompressor.args import (
+    DatasetArguments,
+    ModelArguments,
+    RecipeArguments,
+    RunArguments,
+    parse_arguments,
+)
+from llmcompressor.checkpoint.processor import load_processor
+from llmcompressor.checkpoint.source import local_directory
+from llmcompressor.checkpoint.staging import check_output_dir
+from llmcompressor.checkpoint.workspace import is_being_published
+from llmcompressor.core.session import CompressionSession
+from llmcompressor.errors import RecipeError
+from llmcompressor.logger import logger
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.recipe import Recipe
+from llmcompressor.recipe.stages import RunType, Stage
+
+__all__ = [
+    "Records",
+    "Task",
+    "check_run_types",
+    "compression_report",
+    "report_of",
+    "undone_on_error",
+    "vocabulary",
+]
+
+Records = dict[str, dict[str, Any]]
+"""Class of a modifier → module → what was recorded."""
+
+_OTHER: Mapping[RunType, RunType] = {"oneshot": "train", "train": "oneshot"}
+_WHY: Mapping[RunType, str] = {
+    "oneshot": "acts over the steps of a training, and oneshot takes none",
+    "train": "compresses a model once, with calibration data, and cannot work while it is trained",
+}
+_MISMATCH: Mapping[RunType, str] = {
+    "oneshot": "nothing is trained: its modifiers are applied once, like those of other stages",
+    "train": "it is trained with: its modifiers act like those of other stages",
+}
+
+
+class Task:
+    """The arguments of a run, read and checked, and what every run does with them.
+
+    Args:
+        run_type: what this run is.
+        output_dir: where its output shall appear; nothing is written without it.
+        classes: dataclasses of arguments beyond those that every run takes.
+        arguments: by name.
+    """
+
+    def __init__(
+        self,
+        run_type: RunType,
+        output_dir: str | Path | None,
+        classes: Sequence[type],
+        arguments: Mapping[str, Any],
+        also_known: Iterable[str] = (),
+    ) -> None:
+        self.run_type = run_type
+        parsed = parse_arguments(
+            arguments,
+            ModelArguments,
+            DatasetArguments,
+            RecipeArguments,
+            RunArguments,
+            *classes,
+            also_known=("output_dir", *also_known),
+        )
+        self.model_args: ModelArguments = parsed[0]
+        self.dataset_args: DatasetArguments = parsed[1]
+        self.recipe_args: RecipeArguments = parsed[2]
+        self.run_args: RunArguments = parsed[3]
+        self.further_args: tuple[Any, ...] = parsed[4:]
+        self.recipe = self._read_recipe()
+        self.output_dir = self._check_output(output_dir)
+
+    # ------------------------------------------------------------------ checks, before anything
+
+    def _read_recipe(self) -> Recipe:
+        recipe = Recipe.create_instance(
+            self.recipe_args.recipe,
+            target_stage=self.recipe_args.stage,
+            recipe_args=self.recipe_args.recipe_args,
+        )
+        for stage in recipe.stages:
+            check_run_types(stage, self.run_type)
+            if stage.run_type == _OTHER[self.run_type]:
+                logger.warning(
+                    f"The stage {stage.name!r} of the recipe has the run_type {stage.run_type}, "
+                    f"and {_MISMATCH[self.run_type]}. To leave it out, name another stage with "
+                    "stage=... (--stage); run_stages (llmcompressor run) runs each in its own way."
+                )
+        return _unused(recipe)
+
+    def _check_output(self, output_dir: str | Path | None) -> Path | None:
+        if output_dir is None:
+            return None
+        target = Path(output_dir)
+        if self.recipe_args.stage:
+            target /= self.recipe_args.stage
+        return check_output_dir(
+            target,
+            source=self.source,
+            overwrite=self.model_args.overwrite,
+            is_ours=is_being_published(target),
+        )
+
+    @property
+    def has_data(self) -> bool:
+        """Whether any data was named or given."""
+        return self.dataset_args.dataset is not None or self.dataset_args.dataset_path is not None
+
+    @property
+    def place(self) -> str | None:
+        """Where the model comes from: a folder, or its id on the hub."""
+        model = self.model_args.model
+        if isinstance(model, str | Path):
+            return str(model)
+        config = getattr(model, "config", None)
+        return getattr(config, "name_or_path", "") or getattr(model, "name_or_path", "") or None
+
+    @property
+    def source(self) -> str | None:
+        """The model's files on this machine: its folder, or what the hub's cache has of it."""
+        if self.place is None:
+            return None
+        args = self.model_args
+        found = local_directory(self.place, revision=args.model_revision, cache_dir=args.cache_dir)
+        return None if found is None else str(found)
+
+    # ------------------------------------------------------------------ the processor
+
+    def processor_to_write(self, processor: Any) -> Any:
+        """The one that was asked for; ``None`` where the files of the model's folder are copied."""
+        if self.model_args.processor is not None:
+            return processor
+        return None if self.place is not None and Path(self.place).is_dir() else processor
+
+    def load_processor(self, model: Module) -> Any:
+        """The tokenizer or processor, if the data or the output needs one."""
+        args = self.model_args
+        place = self.place
+        if args.processor is None and not self._wants_processor(place):
+            return None
+        found = load_processor(
+            args.processor,
+            place,
+            trust_remote_code=args.trust_remote_code_model,
+            revision=args.model_revision,
+            cache_dir=args.cache_dir,
+            token=args.use_auth_token,
+        )
+        if found.processor is None:
+            logger.debug(f"No processor: {found.reason}")
+        return found.processor
+
+    def _wants_processor(self, place: Any) -> bool:
+        """Whether data has to be prepared, or the source has no files that saving could copy."""
+        if place is None:
+            return False
+        if self.output_dir is not None and not Path(place).is_dir():
+            return True
+        return self.has_data and not self._is_ready_data()
+
+    def _is_ready_data(self) -> bool:
+        """Whether the data needs no processor."""
+        return False
+
+
+def check_run_types(stage: Stage, run_type: RunType) -> None:
+    """Refuse a modifier that cannot do its work in a run of this type.
+
+    Raises:
+        RecipeError: names the modifier and what to do.
+    """
+    for modifier in stage.modifiers:
+        if run_type not in type(modifier).run_types:
+            other = _OTHER[run_type]
+            raise RecipeError(
+                f"{type(modifier).__name__}, in the stage {stage.name!r} of the recipe, "
+                f"{_WHY[run_type]}.",
+                f"Give the recipe to {other} (llmcompressor {other}), or to run_stages "
+                "(llmcompressor run) if it has stages of both kinds.",
+            )
+
+
+def _unused(recipe: Recipe) -> Recipe:
+    """The recipe with a new modifier in place of each that was part of a run before.
+
+    A modifier serves once; whoever compresses several models by one recipe, or tries again after
+    an error, need not know that.
+    """
+    if not any(modifier.initialized for modifier in recipe.modifiers):
+        return recipe
+    stages = [
+        replace(stage, modifiers=tuple(map(_like, stage.modifiers))) for stage in recipe.stages
+    ]
+    return Recipe(stages, args=recipe.args)
+
+
+def _like(modifier: Modifier) -> Modifier:
+    fields = {name: getattr(modifier, name) for name in modifier.model_fields_set}
+    return type(modifier)(**fields) if modifier.initialized else modifier
+
+
+def report_of(modifiers: Sequence[Modifier]) -> Records:
+    """What modifiers recorded of their work: class → module → record."""
+    records: Records = {}
+    for modifier in modifiers:
+        found = modifier.report()
+        if found:
+            records.setdefault(type(modifier).__name__, {}).update(found)
+    return records
+
+
+def compression_report(records: Records, model: Module) -> dict[str, Any] | None:
+    """What is kept beside the weights: records in the order of the model's modules."""
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    ordered = {
+        modifier: dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+        for modifier, found in sorted(records.items())
+    }
+    return {"modifiers": ordered} if ordered else None
+
+
+def vocabulary(model: Any) -> int | None:
+    """Rows of the input embedding: token ids must be below."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+@contextmanager
+def undone_on_error(session: CompressionSession) -> Iterator[None]:
+    """No hook and no half-done modifier stays behind when something fails."""
+    try:
+        yield
+    except BaseException:
+        session.reset()
+        raise

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model to learn from: loaded by its name, which may be that of a compressed checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module
+from transformers import AutoConfig
+
+from llmcompressor.args import ModelArguments
+from llmcompressor.checkpoint.load import check_complete, loading_error, model_class
+from llmcompressor.checkpoint.source import is_hub_id, quantization_method
+from llmcompressor.errors import CheckpointError
+
+__all__ = ["load_possibly_compressed", "load_teacher"]
+
+
+def load_teacher(args: ModelArguments, device: torch.device | str | None) -> Module | None:
+    """The teacher that was named or given, in evaluation mode.
+
+    Args:
+        args: ``distill_teacher`` says which; it is loaded with the rights to run code, the cache
+            and the token of the model.
+        device: where a teacher that is loaded here goes; one that was given stays where it is.
+
+    Returns:
+        The teacher, ``None`` without one.
+
+    Raises:
+        CheckpointError: it is not there, cannot be loaded, or lacks weights.
+    """
+    given = args.distill_teacher
+    if given is None:
+        return None
+    if isinstance(given, Module):
+        given.eval()
+        return given
+    if not isinstance(given, str | Path):
+        raise CheckpointError(
+            f"The teacher is a {type(given).__name__}.",
+            "Pass a folder, the id of a model on the hub, or a loaded model as distill_teacher.",
+        )
+    path = Path(given).expanduser()
+    place = str(path) if path.exists() else str(given)
+    if not path.exists() and not is_hub_id(given):
+        raise CheckpointError(f"There is no folder {given} with a teacher.", "Check the path.")
+    teacher = load_possibly_compressed(place, args)
+    teacher.eval().requires_grad_(requires_grad=False)
+    found: Module = teacher if device is None else teacher.to(device)
+    return found
+
+
+def load_possibly_compressed(place: str, args: ModelArguments) -> Any:
+    """A model that may be quantized, with its weights on the CPU.
+
+    Args:
+        place: a folder, or an id on the hub.
+        args: may it run code, with which cache and token.
+
+    Raises:
+        CheckpointError: it cannot be loaded, or lacks weights.
+    """
+    hub: dict[str, Any] = {
+        "cache_dir": args.cache_dir,
+        "token": args.use_auth_token,
+        "trust_remote_code": args.trust_remote_code_model,
+    }
+    try:
+        config = AutoConfig.from_pretrained(place, **hub)
+        loader = model_class(config, trust_remote_code=args.trust_remote_code_model)
+        model, info = loader.from_pretrained(
+            place, config=config, dtype="auto", output_loading_info=True, **hub
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        if isinstance(error, CheckpointError | torch.OutOfMemoryError):
+            raise
+        raise loading_error(place, error) from error
+    if quantization_method(config.to_dict()) is None:
+        check_complete(place, info)
+    return model

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``train``: train a model while a recipe compresses it, and write what serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmcompressor.entrypoints.training_run import run_training
+from llmcompressor.entrypoints.training_task import Training
+
+__all__ = ["train"]
+
+
+def train(
+    model: Any,
+    recipe: Any = None,
+    dataset: Any = None,
+    output_dir: str | Path | None = "./output",
+    *,
+    loggers: Any = None,
+    **arguments: Any,
+) -> Any:
+    """Train a model while a recipe compresses it.
+
+    The training is that of transformers' ``Trainer``: its arguments, its precision, its optimizers,
+    and accelerate's ways to use several processes. The modifiers of the recipe see each step.
+
+    Args:
+        model: a folder, the id of a model on the hub, or a loaded transformers model, which is
+            then trained in place.
+        recipe: modifiers, a recipe file or its text, in any form that ``Recipe`` reads; without
+            one the model is only trained.
+        dataset: training data: a registered name, a file or folder, a ``Dataset``, or a list of
+            strings. Labels are made of the tokens, with those of prompts left out.
+        output_dir: where the compressed checkpoint appears when it is complete, with the metrics,
+            the trainer's state and the recipe. ``None`` writes nothing.
+        loggers: a ``LoggerManager``, or a list of loggers, for the session.
+        **arguments: every other argument of :class:`~llmcompressor.args.ModelArguments`,
+            :class:`~llmcompressor.args.DatasetArguments`,
+            :class:`~llmcompressor.args.RecipeArguments` and
+            :class:`~llmcompressor.args.TrainingArguments`; of
+            :class:`~llmcompressor.args.RunArguments` ``resume`` and ``verify``. With
+            ``run_stages`` or ``do_oneshot`` all stages of the recipe are run, as
+            :func:`~llmcompressor.entrypoints.stages.run_stages` does.
+
+    Returns:
+        The trained model; its ``save_pretrained`` writes compressed checkpoints.
+
+    Raises:
+        InputError: one of many things that the user can mend; the message says which and how.
+            It comes before the first step, and nothing has been written.
+        NonFiniteError: NaN or infinity in weights, before or after the training.
+
+    Inside ``with create_session():`` that session is used, otherwise one of its own. A training
+    that was broken off is continued by the same call, from the last checkpoint that was complete;
+    they stand in ``NAME.partial`` beside the output ``NAME``.
+
+    Example::
+
+        train(
+            model="./my-model",
+            recipe="recipe.yaml",
+            dataset="texts.jsonl",
+            output_dir="./my-model-pruned",
+            num_train_epochs=2,
+            learning_rate=1e-5,
+        )
+    """
+    given = {"model": model, "recipe": recipe, "dataset": dataset, **arguments}
+    staged = {"run_stages", "do_oneshot"} & {name for name, value in given.items() if value is True}
+    if staged:
+        from llmcompressor.entrypoints.stages import run_stages  # noqa: PLC0415  # it calls train
+
+        rest = {name: value for name, value in given.items() if name not in staged}
+        return run_stages(output_dir=output_dir or "./output", loggers=loggers, **rest)
+    return run_training(Training(output_dir, loggers, **given))

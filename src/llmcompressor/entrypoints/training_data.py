@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of ``train``: which split plays which role; opened before the model, read after it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.nn import Module
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.datasets import table
+from llmcompressor.datasets.calibration import load_training, make_collator
+from llmcompressor.datasets.rows import Stream
+from llmcompressor.datasets.source import Source, is_loader, open_source
+from llmcompressor.datasets.splits import parse_split
+from llmcompressor.entrypoints.task import vocabulary
+from llmcompressor.errors import ArgumentError, DatasetError
+
+__all__ = ["TrainingData"]
+
+_EVAL_ROLES = ("eval", "validation", "test")
+
+
+@dataclass(frozen=True)
+class _Role:
+    """One of the two data sets."""
+
+    args: DatasetArguments
+    source: Source | None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether nobody knows how many samples there are."""
+        rows = None if self.source is None else self.source.rows
+        streamed = self.args.streaming if rows is None else isinstance(rows, Stream)
+        return streamed and self.args.max_train_samples is None
+
+
+class TrainingData:
+    """What is trained on, and what is evaluated on if that is wanted.
+
+    Args:
+        args: the user's arguments.
+        evaluates: whether data to evaluate on is needed.
+
+    Raises:
+        DatasetError: there is no data, or none for the role.
+    """
+
+    def __init__(self, args: DatasetArguments, *, evaluates: bool) -> None:
+        if args.dataset is None and args.dataset_path is None:
+            raise DatasetError("Training needs data, and no dataset was given.", "Pass dataset=...")
+        if is_loader(args.dataset):
+            raise DatasetError(
+                "The dataset is a DataLoader, and training makes its own batches.",
+                "Pass the data set itself, and the loader's collate_fn as data_collator.",
+            )
+        self._train = _opened(replace(args, splits=_train_split(args.splits)))
+        self._eval: _Role | None = None
+        if evaluates:
+            split = _eval_split(args.splits)
+            self._eval = _opened(replace(args, splits=split, max_train_samples=None))
+
+    def check_steps(self, max_steps: int) -> None:
+        """Refuse a stream that would be trained on for nobody knows how long.
+
+        Raises:
+            ArgumentError: it is one, and the number of steps is not given.
+        """
+        if self._train.is_stream and max_steps < 1:
+            raise ArgumentError(
+                "The data set is a stream, whose length is not known, so that the number of "
+                "training steps is not known either.",
+                "Give max_steps (--max-steps), or max_train_samples to take that many of it.",
+            )
+
+    def load(self, model: Module, processor: Any) -> tuple[Any, Any]:
+        """The samples to train on and those to evaluate on, which may be ``None``."""
+        train = _samples(self._train, model, processor)
+        return train, None if self._eval is None else _samples(self._eval, model, processor)
+
+    def collator(self, model: Module, processor: Any, *, given: bool) -> Any:
+        """From samples to a batch: padded, unless something else was asked for.
+
+        Args:
+            model: the model.
+            processor: the tokenizer or processor.
+            given: whether the user named a collator; the default of calibration, to cut every
+                sample to the shortest, would throw text away.
+        """
+        args = self._train.args if given else replace(self._train.args, data_collator="padding")
+        return make_collator(args, processor=processor, vocab_size=vocabulary(model))
+
+
+def _train_split(splits: Any) -> Any:
+    """The user's split for training, where others stand beside it for other uses."""
+    return splits["train"] if isinstance(splits, Mapping) and "train" in splits else splits
+
+
+def _eval_split(splits: Any) -> str:
+    if splits is None:
+        return "validation"
+    if isinstance(splits, Mapping):
+        found = [splits[role] for role in _EVAL_ROLES if role in splits]
+    elif isinstance(splits, str):
+        found = []
+    else:
+        found = [one for one in splits if parse_split(one)[0].name in _EVAL_ROLES]
+    if not found:
+        raise DatasetError(
+            "There is nothing to evaluate on: eval_strategy or do_eval is set, and splits names "
+            "no split for it.",
+            "Name both, as in splits={'train': 'train', 'eval': 'validation'}.",
+        )
+    return str(found[0])
+
+
+def _opened(args: DatasetArguments) -> _Role:
+    """The raw data; a registered data set is opened later: its class may want the processor."""
+    registered = isinstance(args.dataset, str) and table.find(args.dataset) is not None
+    return _Role(args, None if registered else open_source(args, "train"))
+
+
+def _samples(role: _Role, model: Module, processor: Any) -> Any:
+    config = getattr(model, "config", None)
+    return load_training(
+        role.args,
+        processor=processor,
+        model_input_names=tuple(inspect.signature(model.forward).parameters),
+        vocab_size=vocabulary(model),
+        model_max_length=getattr(config, "max_position_embeddings", None),
+        source=role.source,
+    )

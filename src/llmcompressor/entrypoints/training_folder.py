@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a training works: ``NAME.partial`` beside its output, with the trainer's checkpoints.
+
+::
+
+    NAME.partial/
+        lock             held while a training is at work; it dies with its process
+        journal          what run it is, and one line per complete checkpoint
+        training/        the trainer's own folder: checkpoint-N, logs, state, metrics
+        files/           the compressed checkpoint, written at the end; renamed to NAME
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from llmcompressor.checkpoint.journal import BlockEntry
+from llmcompressor.checkpoint.staging import flush, work_folder
+from llmcompressor.checkpoint.workspace import Workspace, opened
+from llmcompressor.errors import ArgumentError, OutputError
+
+__all__ = ["TrainingFolder", "checkpoint_to_resume", "opened_folder"]
+
+STATE_FILE = "trainer_state.json"
+_TRAINING = "training"
+_CHECKPOINT = "checkpoint-"
+
+
+class TrainingFolder:
+    """The folder of one training.
+
+    Attributes:
+        training: where the trainer writes.
+    """
+
+    def __init__(self, training: Path, workspace: Workspace | None) -> None:
+        self.training = training
+        self._workspace = workspace
+
+    @property
+    def files(self) -> Path:
+        """Where the compressed checkpoint is written."""
+        assert self._workspace is not None, "only the main process writes the output"
+        return self._workspace.files
+
+    def note(self, step: int) -> None:
+        """A checkpoint is complete: make it durable, and write it to the journal."""
+        if self._workspace is None:
+            return
+        name = f"{_CHECKPOINT}{step}"
+        flush(self.training / name)
+        self._workspace.journal.add(BlockEntry(block=name, digest="", source=""))
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest checkpoint that is complete."""
+        if self._workspace is None:
+            return None
+        steps = [int(name.removeprefix(_CHECKPOINT)) for _, name in self._workspace.journal.entries]
+        for step in sorted(steps, reverse=True):
+            checkpoint = self.training / f"{_CHECKPOINT}{step}"
+            if (checkpoint / STATE_FILE).is_file():
+                return checkpoint
+        return None
+
+    def publish(self, *, replace: bool, keep_checkpoints: bool) -> None:
+        """Give the output its name, with what the trainer wrote beside the checkpoints.
+
+        Args:
+            replace: a checkpoint that has the name goes.
+            keep_checkpoints: they become part of the output.
+        """
+        workspace = self._workspace
+        assert workspace is not None, "only the main process writes the output"
+        for path in sorted(self.training.iterdir()):
+            if keep_checkpoints or not path.name.startswith(_CHECKPOINT):
+                path.rename(workspace.files / path.name)
+        workspace.journal.mark_ready()
+        workspace.publish(replace=replace)
+
+
+@contextmanager
+def opened_folder(
+    target: Path | None, fingerprint: Mapping[str, Any], *, resume: str, is_main: bool
+) -> Iterator[TrainingFolder]:
+    """The folder of a training, whether it begins or goes on.
+
+    Args:
+        target: the output directory; without one nothing that is written stays.
+        fingerprint: what makes a training the same training.
+        resume: see :func:`~llmcompressor.checkpoint.workspace.opened`.
+        is_main: whether this process is the one of several that writes.
+
+    Raises:
+        OutputError: another run is at work there, what is there is of another run, or nothing is
+            there and ``resume`` is ``"must"``.
+    """
+    if target is None:
+        with tempfile.TemporaryDirectory(prefix="llmcompressor-") as temporary:
+            yield TrainingFolder(Path(temporary), None)
+        return
+    training = work_folder(target) / _TRAINING
+    if not is_main:
+        yield TrainingFolder(training, None)
+        return
+    with opened(target, fingerprint, resume=resume) as workspace:
+        folder = TrainingFolder(training, workspace)
+        if not workspace.journal.entries:  # of what is not in the journal nothing is complete
+            shutil.rmtree(training, ignore_errors=True)
+        if resume == "must" and folder.last_checkpoint() is None:
+            raise OutputError(
+                f"There is nothing to resume: {training} holds no complete checkpoint.",
+                'Start with resume="auto" (the default).',
+            )
+        shutil.rmtree(workspace.files, ignore_errors=True)  # written at the end, in one go
+        workspace.files.mkdir()
+        training.mkdir(exist_ok=True)
+        yield folder
+
+
+def checkpoint_to_resume(given: str | Path, target: Path | None) -> Path:
+    """The checkpoint that the user named, where it is while its training is not done, too.
+
+    Args:
+        given: its folder; one below the output directory may still be in ``NAME.partial``.
+        target: the output directory.
+
+    Raises:
+        ArgumentError: there is no such checkpoint; lists those there are.
+    """
+    path = Path(given).expanduser().resolve()
+    places = [path]
+    if target is not None:
+        training = work_folder(target) / _TRAINING
+        places += [training / path.name] if path.parent == target else []
+    for place in places:
+        if (place / STATE_FILE).is_file():
+            return place
+    known = [] if target is None else sorted(training.glob(f"{_CHECKPOINT}*"))
+    listed = f"There are: {', '.join(map(str, known))}." if known else "Check the path."
+    raise ArgumentError(
+        f"The argument 'resume_from_checkpoint' names {given}, which holds no checkpoint of a "
+        "training.",
+        listed,
+    )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training tells its user while it runs, and its folder when a checkpoint is complete."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from transformers import TrainerCallback
+
+from llmcompressor.entrypoints.training_folder import TrainingFolder
+from llmcompressor.logger import logger
+from llmcompressor.progress import Advance, progress
+
+__all__ = ["NotedCheckpoints", "TrainingBar"]
+
+_SHOWN = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch")
+
+
+class NotedCheckpoints(TrainerCallback):
+    """Writes each checkpoint that is complete to the journal of the run's folder."""
+
+    def __init__(self, folder: TrainingFolder) -> None:
+        self._folder = folder
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint was written; one without an optimizer cannot be continued from."""
+        if not args.save_only_model:
+            self._folder.note(state.global_step)
+
+
+class TrainingBar(TrainerCallback):
+    """Steps done and the time left, as a bar or as lines of log, and a line for each log.
+
+    Args:
+        stack: closes the bar, also where the training ends with an error.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._advance: Advance | None = None
+        self._done = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The training begins, or goes on."""
+        if not state.is_world_process_zero:
+            return
+        self._advance = self._stack.enter_context(progress(state.max_steps, "Training"))
+        self._done = state.global_step
+        self._advance(self._done)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """An optimizer step was taken."""
+        if self._advance is not None:
+            self._advance(state.global_step - self._done)
+            self._done = state.global_step
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Figures are there."""
+        if self._advance is None or not logs:
+            return
+        if "loss" in logs:
+            self._advance(0, note=f"loss {float(logs['loss']):.4g}")
+        shown = [f"{name} {float(logs[name]):.4g}" for name in _SHOWN if name in logs]
+        if "loss" in logs or "eval_loss" in logs:
+            logger.info(f"Step {state.global_step}: {', '.join(shown)}")

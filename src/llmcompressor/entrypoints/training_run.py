@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training: the model and its data loaded, trained with the session's events, and written."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module
+from transformers import PrinterCallback
+
+from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
+from llmcompressor.core.session import CompressionSession
+from llmcompressor.core.session_functions import session_of_run
+from llmcompressor.entrypoints.checking import check_written
+from llmcompressor.entrypoints.in_memory import check_finite, load_whole_model
+from llmcompressor.entrypoints.task import compression_report, report_of, undone_on_error
+from llmcompressor.entrypoints.teacher import load_teacher
+from llmcompressor.entrypoints.training_folder import TrainingFolder, opened_folder
+from llmcompressor.entrypoints.training_progress import NotedCheckpoints, TrainingBar
+from llmcompressor.entrypoints.training_task import Training
+from llmcompressor.errors import ArgumentError
+from llmcompressor.logger import logger
+from llmcompressor.training import Trainer
+
+__all__ = ["run_training"]
+
+_KEPT_FIGURES = ("train_loss", "perplexity", "train_samples", "eval_loss")
+
+
+def run_training(task: Training) -> Module:
+    """Train a model by a recipe, and write it.
+
+    Args:
+        task: what to do.
+
+    Returns:
+        The trained model, finalized.
+    """
+    with session_of_run() as session:
+        session.reset()
+        with undone_on_error(session):
+            model = _Run(task, session)()
+        if task.recipe_args.clear_sparse_session:
+            session.reset()
+    return model
+
+
+class _Run:
+    """The parts of one training."""
+
+    def __init__(self, task: Training, session: CompressionSession) -> None:
+        self.task = task
+        self.session = session
+        self.is_main = task.args.process_index == 0
+        self.model: Any = None
+        self.processor: Any = None
+
+    def __call__(self) -> Module:
+        """Load, train, write."""
+        task = self.task
+        device = _device(task)
+        self.model = load_whole_model(task, device=str(device))
+        _place_given(self.model, task, device)
+        check_finite(self.model)
+        _check_precision(self.model, task)
+        teacher = load_teacher(task.model_args, device)
+        self.processor = task.load_processor(self.model)
+        train_samples, eval_samples = task.data.load(self.model, self.processor)
+        if not hasattr(train_samples, "__len__"):
+            task.data.check_steps(task.args.max_steps)
+        use_cache = getattr(self.model.config, "use_cache", None)
+        folder = opened_folder(
+            task.output_dir,
+            task.fingerprint(self.model, train_samples),
+            resume=task.run_args.resume,
+            is_main=self.is_main,
+        )
+        try:
+            with folder as opened, ExitStack() as stack:
+                trainer = self._trainer(opened, stack, teacher, train_samples, eval_samples)
+                figures = self._train(trainer, opened)
+                stack.close()  # the bar
+                self._finish(trainer, opened, figures)
+        finally:
+            if use_cache is not None:
+                self.model.config.use_cache = use_cache  # the trainer turns it off
+        return self.model  # type: ignore[no-any-return]  # as it came from the loader
+
+    def _trainer(
+        self, folder: TrainingFolder, stack: ExitStack, teacher: Any, train: Any, evaluate: Any
+    ) -> Trainer:
+        task = self.task
+        args = task.args
+        args.output_dir = str(folder.training)
+        args.resume_from_checkpoint = None  # given to train() instead
+        if task.output_dir is None:
+            args.save_strategy = type(args.save_strategy)("no")
+        if task.own_bar:
+            args.disable_tqdm = True
+        trainer = Trainer(
+            model=self.model,
+            args=args,
+            train_dataset=train,
+            eval_dataset=evaluate,
+            data_collator=task.data.collator(self.model, self.processor, given=task.collator_given),
+            processing_class=self.processor,
+            callbacks=[NotedCheckpoints(folder)],
+            teacher=teacher,
+            recipe=task.recipe,
+            loggers=task.loggers,
+        )
+        if task.own_bar:
+            trainer.remove_callback(PrinterCallback)
+            trainer.add_callback(TrainingBar(stack))
+        return trainer
+
+    def _train(self, trainer: Trainer, folder: TrainingFolder) -> dict[str, Any]:
+        """Train, and return what is worth knowing of it."""
+        task = self.task
+        start = _agreed(task.resume_from or self._progress(folder))
+        if start is not None:
+            logger.info(f"Continuing the training at {start}.")
+        began = time.monotonic()
+        result = trainer.train(resume_from_checkpoint=None if start is None else str(start))
+        figures: dict[str, Any] = dict(result.metrics)
+        figures["train_runtime"] = round(time.monotonic() - began, 4)
+        steps_before = 0 if start is None else _step_of(start)
+        _mend_loss(figures, trainer.state.global_step, steps_before)
+        samples: Any = trainer.train_dataset
+        if hasattr(samples, "__len__"):
+            figures["train_samples"] = len(samples)
+        if not self.session.lifecycle.finalized:
+            self.session.finalize()
+        self.model.eval()
+        check_finite(self.model)
+        return figures
+
+    def _progress(self, folder: TrainingFolder) -> Path | None:
+        return None if self.task.run_args.resume == "never" else folder.last_checkpoint()
+
+    def _finish(self, trainer: Trainer, folder: TrainingFolder, figures: dict[str, Any]) -> None:
+        """Write metrics, the state, and the compressed checkpoint; give it its name."""
+        task = self.task
+        trainer.save_metrics("train", figures)
+        if task.args.do_eval and trainer.eval_dataset is not None:
+            found = trainer.evaluate()
+            _add_perplexity(found, "eval_loss", "eval_perplexity")
+            trainer.save_metrics("eval", found)
+            figures = {**figures, **found}
+        trainer.save_state()
+        shown = {name: figures[name] for name in _KEPT_FIGURES if name in figures}
+        report = (
+            compression_report(report_of(self.session.lifecycle.recipe.modifiers), self.model) or {}
+        )
+        report["training"] = {"steps": trainer.state.global_step, **shown}
+        said = ", ".join(f"{name} {value:.5g}" for name, value in shown.items())
+        if self.is_main:
+            logger.info(f"Trained for {trainer.state.global_step} steps: {said}.")
+        recipe = self.session.get_serialized_recipe()
+        modify_save_pretrained(self.model, recipe=recipe, source=task.source, report=report)
+        state = None
+        if task.output_dir is not None and (
+            trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        ):
+            state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # from all processes
+        if task.output_dir is not None and self.is_main:
+            options = SaveOptions(
+                save_compressed=task.model_args.save_compressed,
+                processor=task.processor_to_write(self.processor),
+                recipe=recipe,
+                source=task.source,
+                report=report,
+                check=check_written if task.run_args.verify else None,
+            )
+            write_checkpoint(self.model, folder.files, options, state)
+            folder.publish(
+                replace=task.model_args.overwrite, keep_checkpoints=task.keeps_checkpoints
+            )
+            logger.info(f"Saved {task.output_dir}.")
+        trainer.accelerator.wait_for_everyone()
+
+
+def _device(task: Training) -> torch.device:
+    """Where the trainer computes; one accelerator for one process."""
+    args = task.args
+    if args.n_gpu > 1:
+        logger.warning(
+            f"Of {args.n_gpu} accelerators one is used: start one process for each, with torchrun "
+            "or accelerate launch, to use all."
+        )
+        args._n_gpu = 1
+    asked = task.model_args.device
+    computes = torch.device(args.device)
+    if asked is not None and torch.device(asked).type != computes.type:
+        raise ArgumentError(
+            f"The argument 'device' asks for {asked}, and the training computes on {computes}.",
+            "Give use_cpu (--use-cpu) for the CPU, or leave device out.",
+        )
+    sharded = args.deepspeed or args.fsdp_plugin_args is not None
+    return torch.device("cpu") if sharded else computes
+
+
+def _place_given(model: Any, task: Training, device: torch.device) -> None:
+    """Put a model object where the trainer computes, unless it is spread over devices already."""
+    if isinstance(task.model_args.model, str | Path) or hasattr(model, "hf_device_map"):
+        return
+    here = {parameter.device.type for parameter in model.parameters()}
+    if here != {device.type}:
+        logger.info(f"The model is moved to {device}, where the training computes.")
+        model.to(device)
+
+
+def _check_precision(model: Module, task: Training) -> None:
+    """Say what training in narrow weights means, where the user may not know that it is so."""
+    narrow = {
+        str(each.dtype).removeprefix("torch.")
+        for each in model.parameters()
+        if each.requires_grad and each.dtype in (torch.float16, torch.bfloat16)
+    }
+    if "float16" in narrow and task.args.fp16:
+        raise ArgumentError(
+            "The weights are float16, and mixed precision (fp16) scales gradients of float32 "
+            "weights only.",
+            "Give precision='float32' (--precision float32).",
+        )
+    if narrow:
+        logger.warning(
+            f"The weights are {' and '.join(sorted(narrow))} and are trained as they are: a step "
+            "that is small beside its weight is rounded away. precision='float32' "
+            "(--precision float32), with bf16=True on an accelerator, keeps every step."
+        )
+
+
+def _agreed(checkpoint: Path | None) -> Path | None:
+    """What the first process found, in all of them."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return checkpoint
+    box = [None if checkpoint is None else str(checkpoint)]
+    dist.broadcast_object_list(box)
+    return None if box[0] is None else Path(box[0])
+
+
+def _step_of(checkpoint: Path) -> int:
+    name = checkpoint.name.rpartition("-")[2]
+    return int(name) if name.isdigit() else 0
+
+
+def _mend_loss(figures: dict[str, Any], steps: int, steps_before: int) -> None:
+    """The mean loss over the steps of this process; the trainer divides by all steps."""
+    taken = steps - steps_before
+    if "train_loss" not in figures:
+        return
+    if taken <= 0:
+        del figures["train_loss"]
+        return
+    figures["train_loss"] *= steps / taken
+    _add_perplexity(figures, "train_loss", "perplexity")
+
+
+def _add_perplexity(figures: dict[str, Any], loss: str, name: str) -> None:
+    if loss in figures:
+        figures[name] = math.exp(figures[loss]) if figures[loss] < 700 else math.inf

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of ``train``, read and checked before any work."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch.nn import Module
+
+from llmcompressor.args import TrainingArguments
+from llmcompressor.entrypoints.task import Task
+from llmcompressor.entrypoints.training_data import TrainingData
+from llmcompressor.entrypoints.training_folder import checkpoint_to_resume
+from llmcompressor.errors import ArgumentError
+from llmcompressor.logger import logger
+from llmcompressor.recipe import Recipe
+
+__all__ = ["NOT_OF_TRAINING", "Training"]
+
+_OF_CALIBRATION = (
+    "activation_budget",
+    "min_tokens_per_module",
+    "moe_calibrate_all_experts",
+    "num_calibration_samples",
+    "pipeline",
+    "propagate_error",
+    "sequential_granularity",
+    "sequential_targets",
+    "shuffle_calibration_samples",
+)
+"""Arguments of data that say how a model is calibrated."""
+
+NOT_OF_TRAINING = (*_OF_CALIBRATION, "batch_size", "max_memory")
+"""Arguments that a training has no use for."""
+
+_FOR_CHECKPOINTS = (
+    "load_best_model_at_end",
+    "save_only_model",
+    "save_steps",
+    "save_strategy",
+    "save_total_limit",
+)
+"""Who gives one of these wants the trainer's checkpoints for themselves."""
+
+_DECIDE = (
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "bf16",
+    "data_seed",
+    "dataloader_drop_last",
+    "fp16",
+    "gradient_accumulation_steps",
+    "label_smoothing_factor",
+    "learning_rate",
+    "lr_scheduler_kwargs",
+    "lr_scheduler_type",
+    "max_grad_norm",
+    "max_steps",
+    "neftune_noise_alpha",
+    "num_train_epochs",
+    "optim",
+    "optim_args",
+    "per_device_train_batch_size",
+    "seed",
+    "train_sampling_strategy",
+    "warmup_steps",
+    "weight_decay",
+    "world_size",
+)
+"""Training arguments that decide what is learned, and so make a training the same training."""
+
+_HASHED = 64
+"""Of this many samples about a hash is taken."""
+
+_LIBRARIES = ("llmcompressor", "torch", "transformers")
+
+
+class Training(Task):
+    """The arguments of a training, read and checked.
+
+    Attributes:
+        args: transformers' part of them.
+        data: what is trained on.
+        loggers: for the session.
+        keeps_checkpoints: whether the trainer's checkpoints stay in the output.
+        own_bar: whether progress is shown in our way.
+    """
+
+    def __init__(
+        self, output_dir: str | Path | None = "./output", loggers: Any = None, **arguments: Any
+    ) -> None:
+        if str(arguments.get("device") or "").startswith("cpu"):
+            arguments.setdefault("use_cpu", True)
+        super().__init__("train", output_dir, (TrainingArguments,), arguments, ("loggers",))
+        self.args: TrainingArguments = self.further_args[0]
+        self.loggers = loggers
+        self.keeps_checkpoints = any(name in arguments for name in _FOR_CHECKPOINTS)
+        self.own_bar = arguments.get("disable_tqdm") is None
+        self.collator_given = "data_collator" in arguments
+        self._check_given(arguments)
+        self.resume_from = self._read_resume()
+        self.data = TrainingData(self.dataset_args, evaluates=self.args.do_eval)
+        self.data.check_steps(self.args.max_steps)
+
+    def _read_recipe(self) -> Recipe:
+        recipe = super()._read_recipe()
+        if not recipe.modifiers:
+            logger.warning("The recipe is empty: the model is trained, and not compressed.")
+        return recipe
+
+    def _check_given(self, given: Mapping[str, Any]) -> None:
+        if "batch_size" in given:
+            raise ArgumentError(
+                "The argument 'batch_size' is that of calibration, and train does not calibrate.",
+                "Give per_device_train_batch_size (--per-device-train-batch-size).",
+            )
+        if self.run_args.dry_run:
+            raise ArgumentError(
+                "A dry run is not there for train: plan knows runs of oneshot only.",
+                "Leave dry_run (--dry-run) out.",
+            )
+        if self.args.push_to_hub:
+            raise ArgumentError(
+                "train uploads nothing: what the trainer would push are its own checkpoints.",
+                "Leave push_to_hub out, and call model.push_to_hub(...) on what train returns.",
+            )
+        without_effect = [name for name in (*_OF_CALIBRATION, "max_memory") if name in given]
+        if without_effect:
+            logger.warning(f"Without effect in train: {', '.join(without_effect)}.")
+
+    def _read_resume(self) -> Path | None:
+        """The checkpoint that was named; ``True`` is another word for ``resume="must"``."""
+        given: Any = self.args.resume_from_checkpoint
+        if given in (None, False, "false", "False"):
+            return None
+        if given in (True, "true", "True"):
+            if self.output_dir is None:
+                raise ArgumentError(
+                    "The argument 'resume_from_checkpoint' is True, and there is no output_dir "
+                    "that a training could have been broken off in.",
+                    "Name the checkpoint's folder.",
+                )
+            object.__setattr__(self.run_args, "resume", "must")
+            return None
+        return checkpoint_to_resume(given, self.output_dir)
+
+    def fingerprint(self, model: Module, samples: Any) -> dict[str, Any]:
+        """What makes a training the same training, so that only the same one is continued.
+
+        Args:
+            model: the model.
+            samples: to train on.
+        """
+        args: Mapping[str, Any] = self.args.to_dict()  # type: ignore[no-untyped-call]  # transformers'
+        training = {name: args.get(name) for name in _DECIDE if name != "world_size"}
+        first = next(model.parameters())
+        return {
+            "task": "train",
+            "model": f"{type(model).__name__} {self.place or ''}".strip(),
+            "recipe": self.recipe.yaml() if self.recipe.modifiers else None,
+            "teacher": _named(self.model_args.distill_teacher),
+            "dtype": str(first.dtype).removeprefix("torch."),
+            "device": first.device.type,
+            "machine": platform.machine(),
+            "versions": {name: version(name) for name in _LIBRARIES},
+            "data": _digest(samples),
+            "training": {
+                name: value if isinstance(value, int | float | None) else str(value)
+                for name, value in {**training, "world_size": self.args.world_size}.items()
+            },
+        }
+
+
+def _digest(samples: Any) -> str | None:
+    """How many samples there are, and a hash of some of them; nothing is read of a stream."""
+    if not hasattr(samples, "__len__"):
+        return None
+    digest = xxhash.xxh3_64()
+    for index in range(0, len(samples), max(1, len(samples) // _HASHED)):
+        digest.update(repr(samples[index]).encode())
+    return f"{len(samples)} samples, {digest.hexdigest()}"
+
+
+def _named(given: Any) -> str | None:
+    if given is None:
+        return None
+    return str(given) if isinstance(given, str | Path) else type(given).__name__

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs of modules, caught in a forward; the teacher's, which goes no further than needed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.errors import InputError
+
+__all__ = ["Outputs", "main_tensor", "run_teacher", "token_rows", "waits_elsewhere"]
+
+# What a batch has for the loss; nothing of the teacher's is asked for.
+_FOR_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch", "return_loss"}
+
+
+class _AllSeenError(Exception):
+    """The forward has come to the last module that is wanted."""
+
+
+class Outputs:
+    """Keeps the last output of each of some modules, while it is open.
+
+    :meth:`keep` is the forward hook to be put on them.
+
+    Args:
+        modules: module → what it is called in messages.
+        role: whose modules they are.
+        offload: keep the outputs in main memory.
+    """
+
+    def __init__(self, modules: Mapping[Module, str], role: str, offload: bool = False) -> None:
+        self.modules = dict(modules)
+        self.is_open = False
+        self.stops = False
+        self._role = role
+        self._offload = offload
+        # With the version, which torch raises whenever a tensor is changed in place.
+        self._kept: dict[Module, tuple[Tensor, int]] = {}
+        self._calls = 0
+
+    def open(self) -> None:
+        """Begin to keep outputs; what was kept before is dropped."""
+        self._kept.clear()
+        self._calls, self.is_open = 0, True
+
+    def close(self) -> None:
+        """Keep nothing from now on, and drop what was kept."""
+        self._kept.clear()
+        self.is_open = self.stops = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether every module has given an output."""
+        return len(self._kept) == len(self.modules)
+
+    @property
+    def once_each(self) -> bool:
+        """Whether every module was called, and none of them twice."""
+        return self.complete and self._calls == len(self.modules)
+
+    def keep(self, module: Module, args: tuple[Any, ...], output: Any) -> None:
+        """Take the output of a module."""
+        if not self.is_open:
+            return
+        tensor = main_tensor(output)
+        if tensor is None:
+            return
+        if self._offload:
+            tensor = tensor.to("cpu")
+        self._kept[module] = (tensor, tensor._version)
+        self._calls += 1
+        if self.stops and self.complete:
+            raise _AllSeenError
+
+    def of(self, module: Module) -> Tensor:
+        """The output of a module.
+
+        Raises:
+            InputError: there is none, or it was changed in place since.
+        """
+        name = f"{self.modules[module]} of the {self._role}"
+        tensor, version = self._kept.get(module, (None, 0))
+        if tensor is None:
+            raise InputError(
+                f"{name} gave no tensor in this batch.",
+                "Compare modules that the forward calls, and send batch_start before the "
+                "forward, loss_calculated after it.",
+            )
+        if tensor._version != version:
+            raise InputError(
+                f"The output of {name} is changed in place by what comes after it.",
+                "Compare the output of another module, for instance that of the next one.",
+            )
+        return tensor
+
+
+def main_tensor(output: Any) -> Tensor | None:
+    """The tensor that a module's output is about: the logits, or else its first tensor."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        logits = output.get("logits")
+        if isinstance(logits, Tensor):
+            return logits
+        output = list(output.values())
+    if isinstance(output, list | tuple):
+        return next((each for each in output if isinstance(each, Tensor)), None)
+    return None
+
+
+# ---- the teacher's forward
+
+
+@torch.no_grad()
+def run_teacher(teacher: Module, batch: Any, outputs: Outputs, *, may_stop: bool) -> None:
+    """Run the teacher on a batch, in evaluation mode, without a cache and without a loss.
+
+    Args:
+        teacher: the model; ``outputs.keep`` is a hook on its modules.
+        batch: as the student gets it.
+        outputs: opened here.
+        may_stop: whether the forward may end at the last module that is wanted.
+    """
+    if teacher.training:
+        teacher.eval()
+    args, kwargs = _inputs(teacher, batch)
+    outputs.open()
+    outputs.stops = may_stop
+    try:
+        teacher(*args, **kwargs)
+    except _AllSeenError:
+        pass
+    finally:
+        outputs.stops = False
+
+
+def _inputs(teacher: Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    # Weights that are loaded one by one lie nowhere; what loads them moves the inputs too.
+    devices = (each.device for each in teacher.parameters() if not each.is_meta)
+    device = next(devices, torch.device("cpu"))
+    if not isinstance(batch, Mapping):
+        values = batch if isinstance(batch, list | tuple) else [batch]
+        return [_moved(value, device) for value in values], {}
+    accepted = inspect.signature(teacher.forward).parameters
+    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
+    # Where the decoder's inputs are made of the labels they are needed.
+    encoder_decoder = getattr(getattr(teacher, "config", None), "is_encoder_decoder", False)
+    unwanted = _FOR_THE_LOSS - ({"labels"} if encoder_decoder else set())
+    kwargs = {
+        name: _moved(value, device)
+        for name, value in batch.items()
+        if name not in unwanted and (anything or name in accepted)
+    }
+    if "use_cache" in accepted or (anything and hasattr(teacher, "config")):
+        kwargs["use_cache"] = False
+    return [], kwargs
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+# ---- which rows are tokens
+
+
+def token_rows(output: Tensor, mask_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """An output as rows, and which of them are real tokens.
+
+    Args:
+        output: ``[B, T, D]`` or ``[B · T, D]``; one that is laid out otherwise has no such
+            positions, and all its rows count.
+        mask_BT: true (or 1) where a real token is; ``None``: everywhere.
+
+    Returns:
+        ``[R, D]``, and the rows that count as long ``[N]``, ``None`` for all of them.
+    """
+    rows_RD = output.reshape(-1, output.shape[-1])
+    if mask_BT is None or mask_BT.ndim != 2:
+        return rows_RD, None
+    flat = output.ndim == 2 and len(output) == mask_BT.numel()
+    if output.shape[:-1] != mask_BT.shape and not flat:
+        return rows_RD, None
+    rows_N = (mask_BT.flatten() == 1).nonzero().squeeze(1)
+    if len(rows_N) == len(rows_RD):
+        return rows_RD, None
+    return rows_RD, rows_N.to(output.device)
+
+
+def waits_elsewhere(modules: Iterable[Module], ours: Outputs) -> bool:
+    """Whether other hooks wait for outputs in the same forward, which then must not be cut."""
+    hooks = sum(len(module._forward_hooks) for module in modules)
+    return hooks > len(ours.modules)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused: a teacher that is none, parameters and outputs that cannot be trained."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.state import State
+from llmcompressor.errors import ArgumentError, InputError
+from llmcompressor.modifiers.distillation.pairing import Pair
+
+__all__ = ["expect_gradient", "expect_whole_parameters", "teacher_of"]
+
+
+def teacher_of(state: State) -> Module:
+    """The teacher, if there is a usable one."""
+    teacher = state.teacher_model
+    if teacher is None:
+        raise ArgumentError(
+            "OutputDistillationModifier has no teacher to learn from.",
+            "Give train teacher=... (or distill_teacher=...), session.initialize teacher_model=...",
+        )
+    if not isinstance(teacher, Module):
+        raise ArgumentError(
+            f"The teacher is a {type(teacher).__name__} and not a model.",
+            "Load it first; only train takes a name.",
+        )
+    if teacher is state.model:
+        raise ArgumentError(
+            "The teacher is the student itself, so there is nothing to learn.",
+            "Give a copy that stays as it is: copy.deepcopy(model).",
+        )
+    return teacher
+
+
+def expect_whole_parameters(state: State) -> None:
+    """Refuse a learned projection where parameters are whole only inside their module's forward."""
+    strategy = state.hardware.distributed_strategy
+    if strategy in ("fsdp", "deepspeed"):
+        raise ArgumentError(
+            f"A learned projection cannot be used with {strategy}, which splits its parameters.",
+            "Use DDP, or compare outputs of equal width without a projection.",
+        )
+
+
+def expect_gradient(pair: Pair, output: Tensor) -> None:
+    """Refuse an output that carries no gradient although there is something to train below."""
+    trained = any(each.requires_grad for each in pair.student.parameters())
+    if trained and not output.requires_grad:
+        raise InputError(
+            f"The output of {pair.label} carries no gradient, so distillation would train nothing.",
+            "With gradient checkpointing compare whole layers, or set "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}; otherwise run the student "
+            "with gradients.",
+        )

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Distillation: the student's outputs are drawn to those of a teacher while it is trained.
+
+Hinton et al., arXiv:1503.02531; for hidden states Kurtic et al., arXiv:2310.06927. With pairs of
+modules l = 1 … L of the two models, a comparison d that is averaged over the real tokens, and
+the loss of the task,
+
+.. math:: \text{loss} = a \cdot \text{loss}_\text{task} + \frac{b}{L} \sum_l d(s_l, t_l) .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from pydantic import Field, PrivateAttr, field_validator, model_validator
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.events import Event, EventType
+from llmcompressor.core.state import State
+from llmcompressor.errors import InputError, RecipeError, TargetError
+from llmcompressor.modifiers.distillation.capture import (
+    Outputs,
+    run_teacher,
+    token_rows,
+    waits_elsewhere,
+)
+from llmcompressor.modifiers.distillation.checks import (
+    expect_gradient,
+    expect_whole_parameters,
+    teacher_of,
+)
+from llmcompressor.modifiers.distillation.comparing import Measure
+from llmcompressor.modifiers.distillation.pairing import (
+    Pair,
+    Target,
+    check_widths,
+    pair_modules,
+)
+from llmcompressor.modifiers.distillation.projection import Projections, check_projection
+from llmcompressor.modifiers.distillation.weight import micro_batch_weight
+from llmcompressor.modifiers.modifier import Modifier
+
+__all__ = ["OutputDistillationModifier"]
+
+_TEMPERED = ("kl_divergence", "cross_entropy")
+
+
+class OutputDistillationModifier(Modifier):
+    """Adds to the loss how far outputs of the student are from those of its teacher.
+
+    It works from ``start`` (the beginning, if not given) to ``end``. The teacher is
+    ``state.teacher_model``.
+
+    Attributes:
+        targets: which modules' outputs are compared: class names, module names or ``re:``
+            patterns that are matched in both models, or pairs (student, teacher) of them. The
+            n-th match in one model goes with the n-th in the other. Without targets the logits
+            are compared.
+        projection: ``"linear"`` for a learned map from the student's features to the teacher's.
+        projection_args: ``seed`` of its first values.
+        transforms: what both outputs go through before they are compared, in order.
+        transforms_args: arguments of each transform.
+        comparison: how they are compared. ``kl_divergence`` and ``cross_entropy`` take logits,
+            or what a last transform ``softmax`` or ``log_softmax`` makes of them.
+        comparison_args: its arguments.
+        temperature: the same as ``comparison_args: {temperature: …}``.
+        orig_scale: a, the weight of the task's loss.
+        distill_scale: b, the weight of the mean over pairs. For ``square_head`` 1.0 stands for
+            the number of pairs: their sum is taken.
+        offload_layer_output: keep the teacher's outputs in main memory until each is compared.
+    """
+
+    run_types: ClassVar[frozenset[str]] = frozenset({"train"})
+
+    targets: str | list[Target] | None = None
+    projection: str | None = None
+    projection_args: dict[str, Any] | None = None
+    transforms: str | list[str] | None = "identity"
+    transforms_args: dict[str, Any] | list[dict[str, Any] | None] | None = None
+    comparison: str = "kl_divergence"
+    comparison_args: dict[str, Any] | None = None
+    temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    orig_scale: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    distill_scale: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    offload_layer_output: bool = False
+
+    _measure: Measure = PrivateAttr()
+    _pairs: list[Pair] = PrivateAttr(default_factory=list)
+    _student: Outputs | None = PrivateAttr(None)
+    _teacher: Outputs | None = PrivateAttr(None)
+    _projections: Projections | None = PrivateAttr(None)
+    _cut: bool | None = PrivateAttr(None)
+    _figures: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+
+    @field_validator("update")
+    @classmethod
+    def _refuse_update(cls, value: float | None) -> float | None:
+        if value is not None:
+            raise RecipeError("distillation acts on every batch", "Leave update out.")
+        return value
+
+    @field_validator("targets")
+    @classmethod
+    def _expect_targets(cls, value: str | list[Target] | None) -> str | list[Target] | None:
+        if value is not None and not value:
+            raise RecipeError("there are none", "Leave targets out to compare the logits.")
+        return value
+
+    @model_validator(mode="after")
+    def _read_measure(self) -> Self:
+        arguments = dict(self.comparison_args or {})
+        if self.temperature is not None:
+            if self.comparison not in _TEMPERED:
+                raise RecipeError(
+                    f"{self.comparison} has no temperature",
+                    f"Leave it out, or compare by {' or '.join(_TEMPERED)}.",
+                )
+            if "temperature" in arguments:
+                raise RecipeError("there are two temperatures", "Leave out comparison_args'.")
+            arguments["temperature"] = self.temperature
+        check_projection(self.projection, self.projection_args)
+        self._measure = Measure.read(
+            self.transforms, self.transforms_args, self.comparison, arguments
+        )
+        return self
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Names of the modules that are compared: the student's and the teacher's."""
+        return [(pair.student_name, pair.teacher_name) for pair in self._pairs]
+
+    # ---- the run
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Pair the modules and refuse what cannot be compared.
+
+        Raises:
+            ArgumentError: there is no teacher, or it is the student itself.
+            TargetError: the modules do not pair, or are known not to fit.
+        """
+        teacher = teacher_of(state)
+        targets = [self.targets] if isinstance(self.targets, str) else self.targets
+        self._pairs = pair_modules(state.model, teacher, targets)
+        if self.projection == "linear":
+            expect_whole_parameters(state)
+            seed = (self.projection_args or {}).get("seed", 0)
+            self._projections = Projections(state.model, teacher, self._pairs, seed)
+        else:
+            check_widths(state.model, teacher, self._pairs)
+        teacher.eval()
+        return True
+
+    def should_start(self, event: Event) -> bool:
+        """As in the base class, but without a start it is the beginning."""
+        index = event.current_index
+        return (self.start or 0) <= index and (self.end is None or index < self.end)
+
+    def on_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Put hooks on the modules of both models."""
+        self._attach()
+
+    def on_update(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Catch the outputs of a batch, and replace its loss."""
+        if self._student is None or self._teacher is None:
+            return  # it has ended with this very event
+        if event.type_ is EventType.BATCH_START:
+            self._student.open()
+            self._teacher.open()
+        elif event.type_ is EventType.LOSS_CALCULATED:
+            state.loss = self._combined(state, self._student, self._teacher, kwargs)
+        elif event.type_ is EventType.BATCH_END:
+            self._drop()
+
+    def on_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Take the hooks away."""
+        self._detach()
+
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        """Take the learned projections off the student."""
+        self._detach()
+        if self._projections is not None:
+            self._projections.remove()
+            self._projections = None
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The learned projections."""
+        return {} if self._projections is None else {"projections": self._projections.state_dict()}
+
+    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
+        """Put the projections back, and the hooks where distillation was under way."""
+        if self._projections is not None:
+            self._projections.load_state_dict(saved.get("projections", {}))
+        self._detach()
+        if self.started and not self.ended:
+            self._attach()
+
+    def figures(self, state: State) -> dict[str, float]:
+        """The loss of the task, that of distillation, and that of each pair, of the last batch."""
+        return {tag: value.item() for tag, value in self._figures.items()}
+
+    # ---- hooks
+
+    def _attach(self) -> None:
+        self._student = Outputs(
+            {pair.student: pair.student_name for pair in self._pairs}, "student"
+        )
+        self._teacher = Outputs(
+            {pair.teacher: pair.teacher_name for pair in self._pairs},
+            "teacher",
+            self.offload_layer_output,
+        )
+        for outputs in (self._student, self._teacher):
+            for module in outputs.modules:
+                self.register_hook(module, outputs.keep, "forward")
+
+    def _detach(self) -> None:
+        self.remove_hooks()
+        self._student = self._teacher = None
+        self._cut = None
+
+    def _drop(self) -> None:
+        for outputs in (self._student, self._teacher):
+            if outputs is not None:
+                outputs.close()
+
+    # ---- the loss
+
+    def _combined(
+        self, state: State, student: Outputs, teacher: Outputs, given: Mapping[str, Any]
+    ) -> Tensor:
+        """``orig_scale · loss + distill_scale · mean over pairs``."""
+        batch = state.batch_data
+        if batch is None:
+            raise InputError(
+                "Distillation has no batch to show the teacher.",
+                "Send callbacks.batch_start(batch_data=...) before the forward.",
+            )
+        student.is_open = False  # what is computed again in the backward pass is not wanted
+        self._ask_teacher(state.teacher_model, batch, teacher)
+        mask_BT = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        losses = [self._compared(pair, student, teacher, mask_BT) for pair in self._pairs]
+        self._drop()
+        distance = torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
+        self._note(state.loss, distance, losses)
+        weight = micro_batch_weight(batch, given)
+        if isinstance(weight, Tensor):
+            weight = weight.to(state.loss.device)
+        task: Tensor = state.loss
+        return self.orig_scale * task + self._scale * weight * distance.to(task.device)
+
+    @property
+    def _scale(self) -> float:
+        summed = self.comparison == "square_head" and self.distill_scale == 1.0
+        return float(len(self._pairs)) if summed else self.distill_scale
+
+    def _ask_teacher(self, teacher: Module, batch: Any, outputs: Outputs) -> None:
+        """Have the teacher's outputs of this batch, once however many modifiers want some."""
+        if outputs.complete:
+            return  # the forward for another modifier has brought them
+        cut = bool(self._cut) and not waits_elsewhere(teacher.modules(), outputs)
+        run_teacher(teacher, batch, outputs, may_stop=cut)
+        if self._cut is None:
+            # Only the whole forward shows that no module is called twice. Weights that are
+            # loaded for each module are given back by hooks at the end of the forward.
+            self._cut = outputs.once_each and not hasattr(teacher, "_hf_hook")
+        outputs.is_open = False
+
+    def _compared(
+        self, pair: Pair, student: Outputs, teacher: Outputs, mask_BT: Tensor | None
+    ) -> Tensor:
+        """The mean over tokens of one pair."""
+        ours = student.of(pair.student)
+        expect_gradient(pair, ours)
+        theirs = teacher.of(pair.teacher).to(ours.device)
+        ours_RD, rows_N = token_rows(ours, mask_BT)
+        theirs_RD, _ = token_rows(theirs, None)
+        if self._projections is not None:
+            ours_RD = self._projections.apply(pair, ours_RD)
+        if ours_RD.shape != theirs_RD.shape:
+            raise TargetError(
+                f"{pair.label} of the student gives {list(ours.shape)}, {pair.teacher_name} of "
+                f"the teacher {list(theirs.shape)}: they cannot be compared.",
+                "Pair modules whose outputs are laid out alike; for different numbers of "
+                "features set projection: linear.",
+            )
+        return self._measure.loss(ours_RD, theirs_RD, rows_N)
+
+    def _note(self, task: Tensor, distance: Tensor, losses: list[Tensor]) -> None:
+        self._figures = {"task_loss": task.detach(), "distill_loss": distance.detach()}
+        if len(losses) > 1:
+            for pair, loss in zip(self._pairs, losses, strict=True):
+                self._figures[f"distill_loss/{pair.label}"] = loss.detach()

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Gradual magnitude pruning: the weights of least magnitude are zeroed, ever more of them.
+
+Between ``start`` and ``end`` the sparsity rises by a schedule; the default is the cubic one of
+Zhu & Gupta, *To prune, or not to prune* (arXiv:1710.01878), eq. 1,
+
+.. math:: s(t) = s_f + (s_i - s_f) (1 - t)^3, \qquad t = (i - start) / (end - start),
+
+and the weights that remain are trained meanwhile to do without those that are gone.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from llmcompressor.core.events import Event, EventType
+from llmcompressor.core.state import State
+from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modifiers.pruning.base import MaskingModifier
+from llmcompressor.modifiers.pruning.schedule import Schedule, Window, make_schedule
+from llmcompressor.modifiers.pruning.targets import listed
+from llmcompressor.numerics.masks import Structure, parse_structure
+
+__all__ = ["MagnitudePruningModifier"]
+
+_ROUNDING = 1e-9
+
+
+class MagnitudePruningModifier(MaskingModifier):
+    """Prunes by magnitude, by degrees, while the model is trained.
+
+    Masks are chosen when the first batch begins, after the step that reaches a multiple of
+    ``update``, and after the one that reaches ``end``. So after a step the sparsity is that of
+    the schedule at the last index at which it was due. Masks only grow.
+
+    Attributes:
+        init_sparsity: the share of zeros at ``start``.
+        final_sparsity: the share of zeros from ``end`` on.
+        update_scheduler: ``cubic``, ``linear``, ``polynomial_decay``, ``polynomial``,
+            ``multi_step`` or ``calc(EXPRESSION)``.
+        scheduler_args: ``exponent`` of the polynomials (2), ``steps`` of ``multi_step`` as pairs
+            of index and sparsity, further names for ``calc``.
+        mask_structure: ``unstructured``, ``channel``, ``filter``, ``block_a,b`` or ``N:M``.
+        leave_enabled: hold the masks after ``end`` too, until the training is over.
+        apply_globally: one threshold for all targets together instead of one for each.
+
+    Example::
+
+        MagnitudePruningModifier(
+            targets="__ALL_PRUNABLE__", init_sparsity=0.05, final_sparsity=0.6,
+            start=0, end=2, update=0.1,
+        )
+    """
+
+    init_sparsity: float = Field(ge=0, le=1)
+    final_sparsity: float = Field(ge=0, le=1)
+    update_scheduler: str = "cubic"
+    scheduler_args: dict[str, Any] = Field(default_factory=dict)
+    mask_structure: str = "unstructured"
+    leave_enabled: bool = True
+    apply_globally: bool = False
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.end is None:
+            raise RecipeError(
+                "it has no end: a schedule leads from start to end",
+                "Give end, in epochs where the training has them, else in steps.",
+            )
+        if self.final_sparsity < self.init_sparsity:
+            raise RecipeError(
+                f"final_sparsity ({self.final_sparsity:g}) is below init_sparsity "
+                f"({self.init_sparsity:g}): weights that were pruned do not grow back",
+                "Exchange them.",
+            )
+        full = self.structure.full_sparsity
+        if full is not None and abs(self.final_sparsity - full) > _ROUNDING:
+            raise RecipeError(
+                f"final_sparsity is {self.final_sparsity:g}, and {self.mask_structure} has "
+                f"{full:g}",
+                f"Set final_sparsity: {full:g}.",
+            )
+        _ = self.schedule  # made once to be checked
+        return self
+
+    # Cached properties: two modifiers with equal fields are equal, private functions are not.
+
+    @cached_property
+    def structure(self) -> Structure:
+        """What is zeroed as one."""
+        return parse_structure(self.mask_structure)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """From an index to the share of zeros."""
+        assert self.end is not None
+        window = Window(
+            start=self.start or 0.0,
+            end=self.end,
+            update=self.update,
+            init=self.init_sparsity,
+            final=self.final_sparsity,
+            arguments=self.scheduler_args,
+        )
+        return make_schedule(self.update_scheduler, window)
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Also see whether the structure fits the parameters.
+
+        Raises:
+            TargetError: a target means no parameter, or one that cannot be pruned so.
+        """
+        super().on_initialize(state, **kwargs)
+        unfit = []
+        for place in self.weights.places:
+            shape = place.shape[::-1] if place.transposed else place.shape
+            reason = self.structure.misfit(shape)
+            if reason is not None:
+                unfit.append(f"{place.name} ({reason})")
+        if unfit:
+            raise TargetError(
+                f"The mask structure {self.mask_structure} does not fit {listed(unfit)}.",
+                "Ignore these, or choose another structure.",
+            )
+        return True
+
+    def sparsity_at(self, index: float) -> float:
+        """The share of zeros that the schedule asks for at ``index``."""
+        return self.schedule(index)
+
+    def is_due(self, index: float) -> bool:
+        """At first, past a multiple of ``update``, and past the end."""
+        last, end = self._index, self.end
+        if last is None:
+            return True
+        if index <= last or (end is not None and last >= end):
+            return False
+        if self.update is None or (end is not None and index >= end):
+            return True
+        return _multiples(index, self.update) > _multiples(last, self.update)
+
+    def choose(self, index: float) -> None:
+        """Mask as many weights as the schedule asks for."""
+        self.weights.grow(self.structure, self.sparsity_at(index), together=self.apply_globally)
+
+    def on_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Say so if the training is over before the schedule is."""
+        reached = self._index
+        if event.type_ is EventType.FINALIZE and reached is not None:
+            logger.warning(
+                f"{type(self).__name__} did not come to its end ({self.end:g}): the training "
+                f"ended before, at a sparsity of {self.sparsity_at(reached):.4g} instead of "
+                f"{self.final_sparsity:g}."
+            )
+
+    @property
+    def holds_on(self) -> bool:
+        """As the recipe says."""
+        return self.leave_enabled
+
+    @property
+    def structure_name(self) -> str:
+        """As the recipe says."""
+        return self.mask_structure
+
+
+def _multiples(index: float, update: float) -> int:
+    """How many multiples of ``update`` lie at or below ``index``, to within rounding."""
+    quotient = index / update
+    return math.floor(quotient + _ROUNDING * max(1.0, abs(quotient)))

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and their masks: growing, holding, keeping for later.
+
+A mask is one byte per weight, ones in every bit where the weight is kept and zeros where it is
+pruned. Ands with the bits of a weight make it exactly zero, whatever it was, NaN included, at
+the rate of memory: a product with a bool tensor or a masked fill take twice to six times as long.
+
+A weight that is spread over processes (``DTensor``, as of FSDP version 2) is put together for a
+moment when its mask is chosen, on all processes alike; each keeps and applies its part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmcompressor.errors import CheckpointError, NonFiniteError
+from llmcompressor.modifiers.pruning.targets import Place, listed
+from llmcompressor.numerics.finite import is_finite
+from llmcompressor.numerics.masks import Source, Structure, grow_masks
+
+__all__ = ["MaskedWeights"]
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class MaskedWeights:
+    """Parameters of a model with the masks that hold them.
+
+    Args:
+        places: the parameters, each once.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = list(places)
+        # int8, like the parameter: -1 keeps, 0 prunes; empty until a mask is chosen
+        self._keep: dict[str, Tensor] = {}
+        self._zeros: dict[str, int] = {}
+
+    @property
+    def held(self) -> bool:
+        """Whether there are masks."""
+        return bool(self._keep)
+
+    @torch.no_grad()
+    def grow(self, structure: Structure, sparsity: float, *, together: bool) -> None:
+        """Mask more weights, the least first, and zero them.
+
+        Args:
+            structure: what is masked as one.
+            sparsity: the share to reach, of each parameter or of all.
+            together: with one threshold for all parameters instead of one for each.
+
+        Raises:
+            NonFiniteError: a weight is NaN or infinite.
+        """
+        groups = [self.places] if together else [[place] for place in self.places]
+        for group in groups:
+            sources = [self._source(place) for place in group]
+            for place, mask in zip(group, grow_masks(sources, structure, sparsity), strict=True):
+                self._hold(place, mask.t() if place.transposed else mask)
+        self.apply()
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Mask what is zero now."""
+        for place in self.places:
+            self._hold(place, _whole(place.parameter.detach()) == 0)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Zero what is masked."""
+        for place, keep in self._fitting():
+            _zero(_local(place.parameter.detach()), keep)
+
+    @torch.no_grad()
+    def apply_to_gradients(self) -> None:
+        """Zero the gradients of what is masked, so that no optimizer remembers them."""
+        for place, keep in self._fitting():
+            gradient = place.parameter.grad
+            if gradient is not None and gradient.layout is torch.strided:
+                _zero(_local(gradient), keep)
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self._keep.clear()
+        self._zeros.clear()
+
+    def sparsities(self) -> dict[str, float]:
+        """The share that is masked, by name of the parameter."""
+        sizes = {place.name: math.prod(place.shape) for place in self.places}
+        return {name: zeros / sizes[name] for name, zeros in self._zeros.items()}
+
+    def sparsity(self) -> float:
+        """The share that is masked of all parameters."""
+        weights = sum(math.prod(place.shape) for place in self.places)
+        return sum(self._zeros.values()) / weights
+
+    @torch.no_grad()
+    def measured(self) -> dict[Place, float]:
+        """The share of each parameter that is zero, counted; all processes have to call it."""
+        return {
+            place: 1.0 - int(torch.count_nonzero(_whole(place.parameter.detach()))) / size
+            for place in self.places
+            if (size := math.prod(place.shape))
+        }
+
+    # ---- for a checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masks, a bit per weight, in memory order, the first in the highest bit.
+
+        All processes have to call it where parameters are spread over them.
+        """
+        packed = {}
+        for name, keep in self._keep.items():
+            pruned = (_whole(keep) == 0).cpu().numpy()
+            bits = torch.from_numpy(np.packbits(pruned.reshape(-1)))
+            packed[name] = {"bits": bits, "shape": list(pruned.shape)}
+        return packed
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Hold the masks of a checkpoint.
+
+        Raises:
+            CheckpointError: they are those of other parameters.
+        """
+        if not saved:
+            self.drop()
+            return
+        shapes = {place.name: list(place.shape) for place in self.places}
+        theirs = {name: list(mask["shape"]) for name, mask in saved.items()}
+        if shapes != theirs:
+            unlike = sorted(
+                name for name in {*shapes, *theirs} if shapes.get(name) != theirs.get(name)
+            )
+            raise CheckpointError(
+                f"The checkpoint has masks of other parameters: {listed(unlike)} differ.",
+                "Continue with the model and the recipe that it was written with.",
+            )
+        for place in self.places:
+            number = math.prod(place.shape)
+            bits = np.unpackbits(saved[place.name]["bits"].cpu().numpy(), count=number)
+            self._hold(place, torch.from_numpy(bits).bool().view(place.shape))
+
+    # ---- inner workings
+
+    def _hold(self, place: Place, pruned: Tensor) -> None:
+        """Take ``pruned``, bool of the whole parameter, as its mask."""
+        self._zeros[place.name] = int(pruned.sum())
+        keep = pruned.to(torch.int8).contiguous().sub_(1)
+        self._keep[place.name] = _like(keep, place.parameter)
+
+    def _fitting(self) -> Iterator[tuple[Place, Tensor]]:
+        """Parameters with their masks, which follow them to another device or into parts."""
+        for place in self.places if self._keep else ():
+            keep, parameter = self._keep[place.name], place.parameter
+            if keep.device != parameter.device or _is_spread(keep) != _is_spread(parameter):
+                keep = self._keep[place.name] = _like(keep, parameter)
+            yield place, _local(keep)
+
+    def _source(self, place: Place) -> Source:
+        def read() -> tuple[Tensor, Tensor | None]:
+            weight = _whole(place.parameter.detach())
+            if not is_finite(weight):
+                raise NonFiniteError(
+                    f"{place.name} holds NaN or infinity, so its least weights cannot be found. "
+                    "Lower the learning rate, or clip gradients."
+                )
+            keep = self._keep.get(place.name)
+            pruned = None if keep is None else _whole(_like(keep, place.parameter)) == 0
+            if place.transposed:
+                return weight.t(), None if pruned is None else pruned.t()
+            return weight, pruned
+
+        shape = place.shape[::-1] if place.transposed else place.shape
+        zeros = self._zeros.get(place.name, 0)
+        return Source(shape, place.parameter.dtype, zeros, read)
+
+
+def _zero(tensor: Tensor, keep: Tensor) -> None:
+    """Ands the bits of ``tensor`` with those of ``keep``, int8 of the same shape, in place."""
+    tensor.view(_BITS[tensor.element_size()]).bitwise_and_(keep)
+
+
+# A DTensor is told by what it can do: importing its module would load all of torch.distributed.
+
+
+def _is_spread(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor put together from all processes, or itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of this process, which shares memory with the tensor, or itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _like(keep: Tensor, parameter: Tensor) -> Tensor:
+    """A mask where the parameter is, spread as it is."""
+    if not _is_spread(parameter):
+        return _whole(keep).to(parameter.device)
+    if _is_spread(keep):
+        return keep
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # see above
+
+    spread: Any = parameter
+    # Every process has the whole mask, and cuts its part out of it without being sent one.
+    return distribute_tensor(
+        keep.to(spread.device), spread.device_mesh, spread.placements, src_data_rank=None
+    )

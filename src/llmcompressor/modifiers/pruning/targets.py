@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters the targets of a pruning modifier mean.
+
+A target is tried against modules first, by the rules of :mod:`llmcompressor.modeling.matching`:
+a module that it matches gives its weight, if its class is one that is pruned. A target that
+matches no module at all is tried against the full names of parameters
+(``re:.*q_proj.weight``). Two words stand for many: ``__ALL_PRUNABLE__`` for the weights of all
+such modules, ``__ALL__`` for every parameter with two or more dimensions.
+
+A head whose weight is the input embedding is reached by its name only, not by its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.nn import Embedding, Module, Parameter
+
+from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.matching import (
+    as_targets,
+    matches,
+    matches_class,
+    matches_name,
+    near_matches,
+)
+from llmcompressor.names import named_modules
+
+__all__ = ["Place", "find_places", "listed"]
+
+ALL = "__ALL__"
+ALL_PRUNABLE = "__ALL_PRUNABLE__"
+PRUNABLE_CLASSES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
+# What quantization puts beside a weight is none, though its name begins like that of one.
+_HELPERS = ("_scale", "_zero_point", "_g_idx", "_step")
+_MOST_LISTED = 6
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is found, whoever has put another one there meanwhile.
+
+    Attributes:
+        name: its full name.
+        module: the module that it belongs to.
+        attribute: its name in the module.
+        shape: of the whole parameter.
+        transposed: its rows are inputs, as in transformers' ``Conv1D``.
+    """
+
+    name: str
+    module: Module
+    attribute: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def parameter(self) -> Parameter:
+        """The parameter as it is now; FSDP replaces those that a model was made with.
+
+        Raises:
+            TargetError: it is cut up in a way that keeps it from being pruned.
+        """
+        found = self.module._parameters.get(self.attribute)
+        if found is None:  # torch keeps the raw tensor of a parametrized one elsewhere
+            parametrized = getattr(self.module, "parametrizations", {})
+            if self.attribute in parametrized:
+                found = parametrized[self.attribute].original
+        if found is None or hasattr(found, "ds_id") or tuple(found.shape) != self.shape:
+            raise _cut_up(self.name, found)
+        return found
+
+    @property
+    def record(self) -> str:
+        """The name that reports know it by: the module's, if it is its weight."""
+        return self.name.removesuffix(".weight")
+
+
+def find_places(
+    model: Module, targets: str | Iterable[str], ignore: str | Iterable[str] | None = None
+) -> list[Place]:
+    """The parameters that a target means and no ignore entry does, in model order, each once.
+
+    Args:
+        model: where to look; nothing in it is changed.
+        targets: class names, names of modules or parameters, ``re:`` patterns, ``__ALL__`` or
+            ``__ALL_PRUNABLE__``.
+        ignore: the same without the last two; it wins.
+
+    Raises:
+        TargetError: a target means no parameter, none is left, or one cannot be pruned.
+    """
+    index = _Parameters(model)
+    chosen: set[int] = set()
+    for target in as_targets(targets):
+        found = index.of(target)
+        if not found:
+            raise _unmatched(model, target, index)
+        chosen.update(found)
+    ignored = {
+        number
+        for number, place in enumerate(index.places)
+        for entry in as_targets(ignore)
+        if matches_name(place.name, entry) or matches(index.owners[number], place.module, entry)
+    }
+    _tell_heads(index, chosen - ignored)
+    places: dict[int, Place] = {}
+    for number in sorted(chosen - ignored - index.skipped):
+        places.setdefault(id(index.parameters[number]), index.places[number])
+        _check(index.places[number].name, index.parameters[number])
+    if not places:
+        raise TargetError(
+            f"No parameter of {type(model).__name__} is left to prune by "
+            f"{', '.join(map(repr, as_targets(targets)))}: what matches is ignored or is a head "
+            "that shares the input embedding.",
+            "Correct targets or ignore.",
+        )
+    return list(places.values())
+
+
+def listed(names: Sequence[str]) -> str:
+    """Some names for a message: all of a few, the first and the number of many.
+
+    >>> listed("abcdefgh")
+    'a, b, c, d, e, f and 2 more'
+    """
+    rest = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+class _Parameters:
+    """All parameters of a model, by number in model order."""
+
+    def __init__(self, model: Module) -> None:
+        self.modules = list(named_modules(model))
+        self.owners: list[str] = []
+        self.places: list[Place] = []
+        self.parameters: list[Parameter] = []
+        for owner, module in self.modules:
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and not attribute.endswith(_HELPERS):
+                    name = f"{owner}.{attribute}" if owner else attribute
+                    turned = matches_class(module, "Conv1D")
+                    shape = tuple(parameter.shape)
+                    self.owners.append(owner)
+                    self.places.append(Place(name, module, attribute, shape, turned))
+                    self.parameters.append(parameter)
+        embeddings = (module for _, module in self.modules if isinstance(module, Embedding))
+        self._embeddings = {id(each.weight) for each in embeddings}
+        self.heads: set[int] = set()
+        self.named: set[int] = set()
+
+    @property
+    def skipped(self) -> set[int]:
+        """Tied heads that no target names."""
+        return self.heads - self.named
+
+    def of(self, target: str) -> set[int]:
+        """The parameters that a target means; empty if there are none."""
+        if target == ALL:
+            found = self._where(lambda place: len(place.shape) >= 2)
+        elif target == ALL_PRUNABLE:
+            found = self._where(_is_prunable)
+        elif any(matches(name, module, target) for name, module in self.modules):
+            found = self._where(_is_prunable) & {
+                number
+                for number, owner in enumerate(self.owners)
+                if matches(owner, self.places[number].module, target)
+            }
+        else:
+            found = self._where(lambda place: matches_name(place.name, target))
+        self._note_heads(found, target)
+        return found
+
+    def _where(self, holds: Callable[[Place], bool]) -> set[int]:
+        return {number for number, place in enumerate(self.places) if holds(place)}
+
+    def _note_heads(self, found: set[int], target: str) -> None:
+        for number in found:
+            place = self.places[number]
+            shared = id(self.parameters[number]) in self._embeddings
+            if not shared or isinstance(place.module, Embedding):
+                continue
+            self.heads.add(number)
+            if matches_name(self.owners[number], target) or matches_name(place.name, target):
+                self.named.add(number)
+
+
+def _is_prunable(place: Place) -> bool:
+    by_class = any(matches_class(place.module, name) for name in PRUNABLE_CLASSES)
+    return place.attribute == "weight" and by_class
+
+
+def _tell_heads(index: _Parameters, chosen: set[int]) -> None:
+    skipped = sorted(index.skipped & chosen)
+    if skipped:
+        names = listed([index.places[number].name for number in skipped])
+        logger.info(
+            f"Left unpruned: {names}, whose weight is the input embedding. Name it to prune both."
+        )
+
+
+def _check(name: str, parameter: Parameter) -> None:
+    if hasattr(parameter, "ds_id"):
+        raise _cut_up(name, parameter)
+    if not parameter.is_floating_point() or parameter.element_size() < 2:
+        raise TargetError(
+            f"{name} cannot be pruned: its dtype is {parameter.dtype}.",
+            "Load the model with weights in float32, bfloat16 or float16.",
+        )
+
+
+def _cut_up(name: str, found: Parameter | None) -> TargetError:
+    if hasattr(found, "ds_id"):
+        return TargetError(
+            f"{name} cannot be pruned: DeepSpeed ZeRO stage 3 keeps each process a flat piece of "
+            "it.",
+            "Use ZeRO stage 2, or FSDP version 2.",
+        )
+    return TargetError(
+        f"{name} cannot be pruned: its module no longer holds it in the shape it had, as under "
+        "FSDP version 1.",
+        "Use FSDP version 2 (fsdp_version: 2), which keeps the shape of every parameter.",
+    )
+
+
+def _unmatched(model: Module, target: str, index: _Parameters) -> TargetError:
+    kind = type(model).__name__
+    reached = [name for name, module in index.modules if matches(name, module, target)]
+    if reached:
+        inner = list(_prunable_below(reached, index))
+        return TargetError(
+            f"The target {target!r} matches modules of {kind} ({listed(reached)}), and none of "
+            "them has a weight that is pruned by its module.",
+            f"Name those inside, as {inner[0]!r}."
+            if inner
+            else "Name its parameter in full, as 're:.*NAME.weight'.",
+        )
+    bare = target.removesuffix("$").removesuffix(".weight").removesuffix("\\")
+    hint = near_matches(model, bare) if bare else ""
+    return TargetError(
+        f"The target {target!r} matches no module and no parameter of {kind}.",
+        hint or f"Its parameters are {listed([place.name for place in index.places])}.",
+    )
+
+
+def _prunable_below(reached: Sequence[str], index: _Parameters) -> Iterator[str]:
+    for number, place in enumerate(index.places):
+        if _is_prunable(place) and index.owners[number].startswith(tuple(f"{n}." for n in reached)):
+            yield index.owners[number]

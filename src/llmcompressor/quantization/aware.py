@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization-aware training: fake quantization on the modules of a model while it is trained.
+
+Every module of the modifier has two hooks. The one before its forward rounds the input, and puts
+the rounded weight where ``module.weight`` finds it before it finds the parameter: into the
+module's ``__dict__``. The one after the forward takes it away again and rounds the output. So any
+module that reads ``self.weight`` is served, gradients go to the parameter, and no name changes.
+
+::
+
+    learned scales    step 0       start            + num_calibration_steps     end
+    registered        plain        observers watch  everything is rounded       static scales frozen
+    |-----------------|------------|----------------|---------------------------|-------------->
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import ref
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.events import Event
+from llmcompressor.core.state import State
+from llmcompressor.logger import logger
+from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.numerics.straight_through import touch
+from llmcompressor.quantization.attach import tap_attention
+from llmcompressor.quantization.fake_activations import FakeActivation
+from llmcompressor.quantization.fake_weights import WEIGHT_STEP, FakeWeights
+from llmcompressor.quantization.parameters import weight_of
+from llmcompressor.quantization.together import gathered
+from llmcompressor.schemes.assign import listed
+
+__all__ = ["AwareTraining"]
+
+_SEARCH_EVERY = 50
+_MISSING = object()
+_KINDS = {"q": "query", "k": "key", "v": "value"}
+
+
+class AwareTraining:
+    """The fake quantization of one modifier.
+
+    Args:
+        modifier: whose hooks are put on the modules.
+        schemes: Linear or Embedding → how it is quantized.
+        attention: attention module → how its states are, and whether its queries are too.
+        names: the names of all of them.
+        fused: module → the modules that share a global scale with it, itself among them.
+        learned: whether static scales are learned.
+        calibration_steps: optimizer steps in which static activations are only observed.
+        update: how often weight scales are found, as the modifier's field says.
+    """
+
+    def __init__(
+        self,
+        modifier: Modifier,
+        schemes: Mapping[Module, QuantizationScheme],
+        attention: Mapping[Module, tuple[QuantizationArgs, bool]],
+        names: Mapping[Module, str],
+        fused: Mapping[Module, tuple[Module, ...]],
+        *,
+        learned: bool,
+        calibration_steps: int,
+        update: float | None,
+    ) -> None:
+        self._modifier = modifier
+        self._schemes, self._attention, self._names = schemes, attention, names
+        self._update = update
+        weights = {
+            module: scheme.weights
+            for module, scheme in schemes.items()
+            if scheme.weights is not None
+        }
+        self.weights = FakeWeights(weights, names, fused, learned=learned, follow=update is None)
+        self._activations: dict[Module, dict[str, FakeActivation]] = {}
+        for module, base, args in self._wanted():
+            one = FakeActivation(module, names[module], base, args, learned=learned)
+            self._activations.setdefault(module, {})[base] = one
+        self._steps_left = calibration_steps if self._static else 0
+        self._learned, self._learning = learned, self._learning_modules() if learned else set()
+        self._is_begun = self._is_frozen = self._in_batch = False
+        self._last_step = self._steps = 0
+        self._mask: Tensor | None = None
+        self._shadowed: dict[Module, Any] = {}
+        self._last_input: tuple[Any, Any, Tensor] | None = None
+        self._hooked: set[Module] = set()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the schedule has come to its start."""
+        return self._is_begun
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether forwards are fake-quantized: it has begun, and first scales are known."""
+        return self._is_begun and self._steps_left <= 0
+
+    # ------------------------------------------------------------------ set-up
+
+    def register(self) -> None:
+        """Register the parameters of learned scales, before an optimizer is made."""
+        self.weights.register()
+        for one in self._each():
+            one.register()
+        for module in self._learning:
+            self._hook(module)
+
+    def unregister(self) -> None:
+        """Take the parameters of learned scales away again."""
+        for module in self._learning:
+            for name in self._step_names(module):
+                module._parameters.pop(name, None)
+        self._learning = set()
+
+    def begin(self, state: State, event: Event) -> None:
+        """The schedule has come to its start."""
+        self._last_step = event.global_step
+        with torch.no_grad():
+            for module in self._learning:  # weight decay may have touched them; they are zero now
+                for name in self._step_names(module):
+                    getattr(module, name).zero_()
+        self.put_hooks(state)
+        if not self._steps_left:
+            logger.info(f"{len(self._names)} modules are fake-quantized from here on.")
+
+    def put_hooks(self, state: State) -> None:
+        """Have forwards come by here from now on."""
+        self._is_begun = True
+        for module in self._schemes:
+            self._hook(module)
+        for module, (_, queries) in self._attention.items():
+            tap_attention(state.model, module, queries=queries)
+            module.quantization_enabled = False  # type: ignore[assignment]  # rounded here instead
+            for base in self._activations[module]:
+                self._modifier.register_hook(module, self._states_hook(base), _KINDS[base])
+
+    def _hook(self, module: Module) -> None:
+        if module in self._hooked:
+            return
+        self._hooked.add(module)
+        register = self._modifier.register_hook
+        register(module, self._before, "forward_pre", with_kwargs=True)
+        register(module, self._after, "forward", always_call=True)
+
+    # ------------------------------------------------------------------ events
+
+    def batch_start(self, state: State, event: Event) -> None:
+        """A batch begins: its padding is known, weights may have changed since the last one."""
+        if event.global_step > self._last_step:
+            self.step_done(event)
+        self._in_batch, self._mask = True, _token_mask(state.batch_data)
+        self.weights.invalidate()
+
+    def step_done(self, event: Event) -> None:
+        """The optimizer has stepped: what was observed counts from now on."""
+        self.weights.invalidate()
+        if event.global_step <= self._last_step:
+            return
+        self._last_step = event.global_step
+        self._steps += 1
+        due = self._steps % _SEARCH_EVERY == 0
+        if self._update is not None:
+            due = event.should_update(self._modifier.start, None, self._update)
+        if self._static and not self._is_frozen:
+            self._commit()
+        if due:
+            self._renew()
+        if self._steps_left > 0:
+            self._steps_left -= 1
+            if not self._steps_left:
+                self._now_rounding()
+
+    def batch_end(self) -> None:
+        """A batch is over: what runs from here on, an evaluation, is not observed."""
+        self._in_batch, self._mask, self._last_input = False, None, None
+
+    def freeze(self) -> None:
+        """Static scales stay as they are from here on; learned ones go on being learned."""
+        self._is_frozen = True
+
+    def _renew(self) -> None:
+        self.weights.renew()
+        if not self._is_frozen:
+            for one in self._static:
+                one.renew()
+
+    def _commit(self) -> None:
+        ranks = gathered([one.collected() for one in self._static])
+        for one, seen in zip(self._static, zip(*ranks, strict=True), strict=True):
+            one.commit(seen)
+
+    def _now_rounding(self) -> None:
+        left = [f"{one.name} ({one.base})" for one in self._static if not one.is_known]
+        if left:
+            logger.warning(
+                f"No token has reached {listed(left)} yet: they are fake-quantized once one has."
+            )
+        logger.info(f"{len(self._names)} modules are fake-quantized from here on.")
+
+    # ------------------------------------------------------------------ hooks
+
+    def _before(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._unshadow(module)  # left behind by what is no Exception, such as an interrupt
+        if module not in self._schemes:  # a copy of one of ours shares its hooks
+            return None
+        if not self.is_rounding:
+            if module in self._learning and torch.is_grad_enabled():
+                steps = [getattr(module, name) for name in self._step_names(module)]
+                self._shadow(module, touch(weight_of(module), *steps))
+            if self._is_begun:
+                self._observe(module, "input", first_tensor(args, kwargs))
+            return None
+        if module in self.weights:
+            self._shadow(module, self.weights(module, weight_of(module)))
+        one = self._activations.get(module, {}).get("input")
+        x = None if one is None else first_tensor(args, kwargs)
+        if one is None or x is None:
+            return None
+        self._observe(module, "input", x)
+        return _replaced(args, kwargs, x, self._rounded_input(one, x))
+
+    def _after(self, module: Module, args: tuple[Any, ...], output: Any) -> Any:
+        self._unshadow(module)
+        one = self._activations.get(module, {}).get("output")
+        if one is None or not isinstance(output, Tensor) or not self._is_begun:
+            return None
+        self._observe(module, "output", output)
+        return one(output) if self.is_rounding else None
+
+    def _states_hook(self, base: str) -> Callable[[Module, Tensor], Tensor | None]:
+        def on_states(module: Module, states: Tensor) -> Tensor | None:
+            if module not in self._activations:
+                return None
+            self._observe(module, base, states)
+            return self._activations[module][base](states) if self.is_rounding else None
+
+        return on_states
+
+    def _observe(self, module: Module, base: str, x: Tensor | None) -> None:
+        if x is None or not self._in_batch or self._is_frozen:
+            return
+        one = self._activations.get(module, {}).get(base)
+        if one is not None:
+            one.collect(x, self._mask)
+
+    def _rounded_input(self, one: FakeActivation, x: Tensor) -> Tensor:
+        """``x`` rounded; once for all modules that get this tensor and have no scale of theirs."""
+        if one.args.dynamic is not True:
+            return one(x)
+        how = (one.args, x._version, torch.is_grad_enabled())
+        if self._last_input is not None:
+            last, last_how, rounded = self._last_input
+            if last() is x and last_how == how:
+                return rounded
+        rounded = one(x)
+        self._last_input = (ref(x), how, rounded)
+        return rounded
+
+    def _shadow(self, module: Module, weight: Tensor) -> None:
+        # What was there before: wrappers that spread parameters put theirs here too.
+        self._shadowed[module] = module.__dict__.get("weight", _MISSING)
+        module.__dict__["weight"] = weight
+
+    def _unshadow(self, module: Module) -> None:
+        before = self._shadowed.pop(module, None)
+        if before is _MISSING:
+            module.__dict__.pop("weight", None)
+        elif before is not None:
+            module.__dict__["weight"] = before
+
+    # ------------------------------------------------------------------ the end
+
+    def stored(self, module: Module) -> dict[str, Tensor]:
+        """The static activation parameters of a module, by the names that they are stored under."""
+        found: dict[str, Tensor] = {}
+        for one in self._activations.get(module, {}).values():
+            found |= one.stored()
+        return found
+
+    def unreached(self) -> list[str]:
+        """The static activations that nothing was observed of, in words."""
+        return [f"{one.name} ({one.base})" for one in self._static if not one.is_known]
+
+    def clear(self) -> None:
+        """Take off what only the training needs, a weight that a broken forward left too."""
+        for module in list(self._shadowed):
+            self._unshadow(module)
+        for module in self._attention:
+            module.__dict__.pop("quantization_enabled", None)
+        self._last_input = None
+
+    def figures(self) -> dict[str, float]:
+        """The ranges of static activations, by tag."""
+        found: dict[str, float] = {}
+        for one in self._static:
+            if one.observer is not None and one.observer.observations:
+                low, high = one.observer.range()
+                tag = f"quantization/{one.name}.{one.base}"
+                found[f"{tag}.min"], found[f"{tag}.max"] = float(low.min()), float(high.max())
+        return found
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it has come, what was observed, and scales that are kept."""
+        return {
+            "steps": self._steps,
+            "steps_left": self._steps_left,
+            "last_step": self._last_step,
+            "frozen": self._is_frozen,
+            "weights": self.weights.state_dict(),
+            "activations": {f"{one.name}.{one.base}": one.state_dict() for one in self._static},
+        }
+
+    def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken; hooks are put on."""
+        self._steps, self._steps_left = saved["steps"], saved["steps_left"]
+        self._last_step, self._is_frozen = saved["last_step"], saved["frozen"]
+        self.weights.load_state_dict(saved["weights"])
+        for one in self._static:
+            one.load_state_dict(saved["activations"].get(f"{one.name}.{one.base}", {}))
+        self.put_hooks(state)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _wanted(self) -> Iterable[tuple[Module, str, QuantizationArgs]]:
+        """Every activation that is quantized."""
+        for module, scheme in self._schemes.items():
+            if scheme.input_activations is not None:
+                yield module, "input", scheme.input_activations
+            if scheme.output_activations is not None:
+                yield module, "output", scheme.output_activations
+        for module, (args, queries) in self._attention.items():
+            for base in ("q", "k", "v") if queries else ("k", "v"):
+                yield module, base, args
+
+    def _each(self) -> list[FakeActivation]:
+        return [one for bases in self._activations.values() for one in bases.values()]
+
+    @property
+    def _static(self) -> list[FakeActivation]:
+        return [one for one in self._each() if one.observer is not None]
+
+    def _learning_modules(self) -> set[Module]:
+        own = {one.module for one in self._each() if one.learned}
+        return own | {module for module in self._schemes if module in self.weights}
+
+    def _step_names(self, module: Module) -> list[str]:
+        names = [WEIGHT_STEP] if module in self.weights else []
+        activations = self._activations.get(module, {}).values()
+        return names + [one.step_name for one in activations if one.learned]
+
+
+def _token_mask(batch: Any) -> Tensor | None:
+    """Bool ``[batch, tokens]``, true at tokens; ``None`` where no padding is told of."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    mask = mask.bool()
+    return None if bool(mask.all()) else mask
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], old: Tensor, new: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with ``new`` for ``old``."""
+    return (
+        tuple(new if value is old else value for value in args),
+        {name: new if value is old else value for name, value in kwargs.items()},
+    )

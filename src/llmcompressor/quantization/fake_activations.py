@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fake quantization of activations in training, bit for bit as readers of the checkpoint do it.
+
+====================  ==================  ===================================================
+``dynamic``           scale               found
+====================  ==================  ===================================================
+``True``              per token, group    from the activation itself, in every forward
+``"local"``           per group           the same, under a static scale for the whole tensor
+``False``             as stored           by an observer from the steps before, or learned
+====================  ==================  ===================================================
+
+Scales are constants in the backward, unless they are learned. What an observer sees in a step
+counts from the next step on: within a step all forwards use the same scales, also those that
+gradient checkpointing repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import (
+    DynamicType,
+    QuantizationArgs,
+    QuantizationStrategy,
+)
+from torch import Tensor
+from torch.nn import Linear, Module, Parameter
+
+from llmcompressor.errors import NonFiniteError
+from llmcompressor.numerics.scales import effective_scale, scales_from_range
+from llmcompressor.numerics.straight_through import (
+    fake_quantize,
+    learned_scale,
+    step_gradient,
+    storable_scale,
+)
+from llmcompressor.observers.base import Observer, RangeObserver
+from llmcompressor.observers.canonical import ATTENTION_STATES
+from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.schemes.bridge import (
+    default_observer,
+    grid_of,
+    needs_global_scale,
+    scale_dtype_of,
+    scale_format_of,
+    zero_dtype_of,
+)
+
+__all__ = ["FakeActivation", "dynamic_fake_quantize"]
+
+_GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+
+
+def dynamic_fake_quantize(
+    x: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None
+) -> Tensor:
+    """An activation rounded on scales that are found from itself.
+
+    Args:
+        x: ``[..., C]``.
+        args: dynamic, or locally dynamic.
+        global_scale: float32 ``[1]``, where the strategy has one.
+    """
+    with torch.no_grad():
+        minimum, maximum = _extremes(x.detach(), args)
+        scale, zero = scales_from_range(
+            minimum,
+            maximum,
+            grid_of(args),
+            scale_format=scale_format_of(args),
+            global_scale=global_scale,
+            scale_dtype=scale_dtype_of(args),
+            zero_dtype=zero_dtype_of(args),
+        )
+        scale = effective_scale(scale, global_scale)
+    return _rounded(x, scale, None if args.symmetric else zero, args)
+
+
+def _extremes(x: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
+    """Least and greatest value per scale, in a shape that :func:`_rounded` broadcasts."""
+    if args.strategy in _GROUPED:
+        return _aminmax(_in_groups(x, args))
+    # Readers take the first two dimensions for those of tokens, so that a matrix, as the experts
+    # of a mixture get, has one scale. It is followed: the checkpoint is to give these values.
+    if args.strategy == QuantizationStrategy.TOKEN and x.ndim > 2:
+        least, greatest = _aminmax(x.flatten(2))
+        shape = (*x.shape[:2], *(1 for _ in x.shape[2:]))
+        return least.reshape(shape), greatest.reshape(shape)
+    least, greatest = torch.aminmax(x)
+    return least.reshape(1), greatest.reshape(1)
+
+
+def _aminmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+
+
+def _in_groups(x: Tensor, args: QuantizationArgs) -> Tensor:
+    assert args.group_size is not None
+    return x.reshape(*x.shape[:-1], -(-x.shape[-1] // args.group_size), args.group_size)
+
+
+def _rounded(
+    x: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    args: QuantizationArgs,
+    gradient_scale: float = 1.0,
+) -> Tensor:
+    """``x`` under scales that broadcast to it, cut into groups where the strategy is of groups."""
+    grouped = args.strategy in _GROUPED
+    parts = _in_groups(x, args) if grouped else x
+    values = fake_quantize(parts, scale, zero, grid_of(args), gradient_scale=gradient_scale)
+    return values.flatten(-2) if grouped else values
+
+
+class FakeActivation:
+    """The fake quantization of one activation of one module.
+
+    Args:
+        module: whose it is.
+        name: of the module, for errors.
+        base: ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``.
+        args: how it is quantized.
+        learned: whether its scale, if it is static, is learned.
+    """
+
+    def __init__(
+        self, module: Module, name: str, base: str, args: QuantizationArgs, *, learned: bool
+    ) -> None:
+        self.module, self.name, self.base, self.args = module, name, base, args
+        observer = default_observer(args, base)
+        self.observer: Observer | None = None
+        if observer is not None:
+            self.observer = Observer.load_from_registry(observer, base_name=base, args=args)
+        self.learned = (
+            learned
+            and self.observer is not None
+            and args.dynamic != DynamicType.LOCAL
+            and base not in ATTENTION_STATES
+        )
+        self._found: dict[str, Tensor] | None = None
+
+    @property
+    def step_name(self) -> str:
+        """The parameter that a learned scale is made of: log of scale over first scale."""
+        return f"{self.base}_log_step"
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a scale to round with."""
+        return self.observer is None or self.observer.observations > 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether observations have no more influence: the scale is learned from here on."""
+        return self.learned and self._found is not None
+
+    def register(self) -> None:
+        """Give the module the parameter that a learned scale is made of, zero."""
+        if self.learned:
+            weight = next(self.module.parameters())
+            shape = self._scale_shape()
+            steps = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+            self.module.register_parameter(self.step_name, Parameter(steps))
+
+    def collect(self, x: Tensor, token_mask: Tensor | None) -> None:
+        """Have the observer see ``x`` without its padding; see :meth:`Observer.collect`."""
+        if self.observer is None or self.is_settled:
+            return
+        try:
+            self.observer.collect(self._real(x, token_mask))
+        except NonFiniteError as error:
+            raise self._not_finite() from error
+
+    def collected(self) -> Any:
+        """What was collected in this step, ``None`` for nothing."""
+        return None if self.observer is None else self.observer.collected()
+
+    def commit(self, seen: Iterable[Any]) -> None:
+        """A step is done: what was collected counts from now on.
+
+        Args:
+            seen: what was :meth:`collected`, on this process and on all others.
+        """
+        if self.observer is None:
+            return
+        before = self.observer.observations
+        try:
+            self.observer.commit(seen)
+        except NonFiniteError as error:
+            raise self._not_finite() from error
+        if self.observer.observations > before and isinstance(self.observer, RangeObserver):
+            self.renew()
+
+    def renew(self) -> None:
+        """Have the scale found anew from all that was observed, where it takes long to find."""
+        if not self.is_settled:
+            self._found = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` rounded; as it is while there is no scale to round it with."""
+        if x.numel() == 0 or not self.is_known:
+            return x
+        args = self.args
+        if args.dynamic is True:
+            return dynamic_fake_quantize(x, args)
+        found = self._parameters()
+        if args.dynamic == DynamicType.LOCAL:
+            return dynamic_fake_quantize(x, args, found["global_scale"])
+        gradient_scale, scale = 1.0, found["scale"]
+        if self.learned:
+            scale = self._learned_scale()
+            features = x.shape[-1] // max(scale.numel(), 1)
+            gradient_scale = step_gradient(features, grid_of(args))
+        scale = effective_scale(scale, found.get("global_scale"))
+        zero = None if args.symmetric else found["zero_point"]
+        if args.strategy in _GROUPED:
+            scale = scale.unsqueeze(-1)
+            zero = None if zero is None else zero.unsqueeze(-1)
+        return _rounded(x, scale, zero, args, gradient_scale)
+
+    @torch.no_grad()
+    def stored(self) -> dict[str, Tensor]:
+        """The static parameters under the names that they are stored by."""
+        if self.observer is None:
+            return {}
+        found = dict(self._parameters())
+        if self.learned:
+            found["scale"] = self._learned_scale()
+        if self.args.symmetric:
+            found.pop("zero_point", None)
+        return {f"{self.base}_{name}": value for name, value in found.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was observed, and the scale where it cannot be found again from that."""
+        if self.observer is None:
+            return {}
+        again = isinstance(self.observer, RangeObserver) and not self.is_settled
+        return {"observer": self.observer.state_dict(), "found": None if again else self._found}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        self._found = None
+        if self.observer is None or not saved:
+            return
+        device = next(self.module.parameters()).device
+        self.observer.load_state_dict(_on_device(saved["observer"], device))
+        if saved["found"] is not None:
+            self._found = _on_device(saved["found"], device)
+
+    @torch.no_grad()
+    def _parameters(self) -> dict[str, Tensor]:
+        """What the observer finds, kept until it has seen more."""
+        if self._found is None:
+            assert self.observer is not None
+            found: dict[str, Tensor] = {}
+            if needs_global_scale(self.args):
+                global_scale = self.observer.global_scale()
+                assert global_scale is not None
+                found["global_scale"] = global_scale
+            if self.args.dynamic != DynamicType.LOCAL:
+                dtype = next(self.module.parameters()).dtype
+                scale, zero = self.observer.qparams(found.get("global_scale"), dtype=dtype)
+                found |= {"scale": scale, "zero_point": zero}
+            self._found = found
+        return self._found
+
+    def _learned_scale(self) -> Tensor:
+        """The scale to be stored, with gradients to the parameter of the module."""
+        found = self._parameters()
+        first = effective_scale(found["scale"], found.get("global_scale"))
+        wide = first.to(torch.promote_types(first.dtype, torch.float32))
+        return storable_scale(
+            learned_scale(getattr(self.module, self.step_name), wide),
+            scale_format_of(self.args),
+            global_scale=found.get("global_scale"),
+            dtype=found["scale"].dtype,
+        )
+
+    def _scale_shape(self) -> tuple[int, ...]:
+        if self.args.strategy not in _GROUPED:
+            return (1,)
+        weight: Any = self.module.weight
+        rows = self.base == "output" and isinstance(self.module, Linear)
+        features = weight.shape[0 if rows else -1]
+        return (max(1, features // (self.args.group_size or 1)),)
+
+    def _real(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
+        """What counts of ``x``; states of attention stay as they are laid out."""
+        if self.base not in ATTENTION_STATES:
+            return real_tokens(x, token_mask)
+        if token_mask is None or token_mask.shape != x.transpose(1, 2).shape[:2]:
+            return x
+        return x.transpose(1, 2)[token_mask].transpose(0, 1).unsqueeze(0)
+
+    def _not_finite(self) -> NonFiniteError:
+        return NonFiniteError(
+            f"The {self.base} activations of {self.name} hold NaN or infinity: the training has "
+            "diverged. Go back to an earlier checkpoint and lower the learning rate."
+        )
+
+
+def _on_device(saved: Any, device: torch.device) -> Any:
+    if isinstance(saved, Tensor):
+        return saved.to(device)
+    if isinstance(saved, Mapping):
+        return {name: _on_device(one, device) for name, one in saved.items()}
+    return [_on_device(one, device) for one in saved] if isinstance(saved, list) else saved

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session's part of a trainer's checkpoint, and which checkpoints are complete.
+
+The trainer writes ``trainer_state.json`` last. Before the first file of a checkpoint is written a
+``trainer_state.json`` that is there already is removed, and the session's file is written. So a
+folder whose ``trainer_state.json`` can be read is complete: all files are of the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from llmcompressor.errors import CheckpointError
+from llmcompressor.logger import logger
+
+__all__ = ["SESSION_FILE", "checkpoint_to_resume", "read_session", "step_of", "write_session"]
+
+SESSION_FILE = "session_state.pt"
+_STATE_FILE = "trainer_state.json"
+# transformers' own mark of a checkpoint that it writes on a signal and has not finished.
+_UNFINISHED_MARK = "checkpoint-is-incomplete.txt"
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+_FORMAT = 1
+
+
+def write_session(folder: Path, saved: Mapping[str, Any]) -> None:
+    """Begin a checkpoint with the session's file; call it before the trainer writes its own.
+
+    Args:
+        folder: of the checkpoint; made if it is not there.
+        saved: what ``CompressionLifecycle.state_dict`` returned.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _STATE_FILE).unlink(missing_ok=True)
+    versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
+    partial = folder / f"{SESSION_FILE}.partial"
+    with partial.open("wb") as file:
+        torch.save({"format": _FORMAT, "versions": versions, **saved}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / SESSION_FILE)
+
+
+def read_session(folder: Path) -> dict[str, Any] | None:
+    """What :func:`write_session` wrote; ``None`` if the checkpoint has no such file.
+
+    Raises:
+        CheckpointError: the file is damaged, or of a format that is not known.
+    """
+    path = folder / SESSION_FILE
+    if not path.is_file():
+        return None
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        known = saved["format"] == _FORMAT
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}.", "Resume from another checkpoint."
+        ) from error
+    if not known:
+        raise CheckpointError(
+            f"{path} is of format {saved['format']}, and this version reads {_FORMAT}.",
+            "Resume with the version that wrote it.",
+        )
+    return saved
+
+
+def checkpoint_to_resume(asked: str | os.PathLike[str] | bool | None, runs: Path) -> Path | None:
+    """The folder to resume from.
+
+    Args:
+        asked: a folder; true for the last complete one in ``runs``; false or ``None`` for none.
+        runs: where the run writes its checkpoints.
+
+    Raises:
+        CheckpointError: there is none, or it is not complete.
+    """
+    if asked is None or asked is False:
+        return None
+    if asked is True:
+        return _last_complete(runs)
+    folder = Path(asked)
+    lack = _lack(folder)
+    if lack:
+        raise CheckpointError(
+            f"Training cannot be resumed from {folder}: {lack}.",
+            "Give the folder of another checkpoint, or resume_from_checkpoint=True for the last "
+            "complete one.",
+        )
+    return folder
+
+
+def step_of(folder: Path) -> int:
+    """The step that the trainer's part of a complete checkpoint was taken at."""
+    step: int = json.loads((folder / _STATE_FILE).read_text(encoding="utf-8"))["global_step"]
+    return step
+
+
+def _last_complete(runs: Path) -> Path:
+    found = [path for path in (runs.iterdir() if runs.is_dir() else ()) if path.is_dir()]
+    steps = {int(match[1]): path for path in found if (match := _FOLDER.fullmatch(path.name))}
+    unfinished: list[str] = []
+    for step in sorted(steps, reverse=True):
+        lack = _lack(steps[step])
+        if lack is None:
+            if unfinished:
+                logger.warning(f"Resuming from {steps[step]}, not from {'; '.join(unfinished)}.")
+            return steps[step]
+        unfinished.append(f"{steps[step].name}: {lack}")
+    raise CheckpointError(
+        f"{runs} has no complete checkpoint to resume from"
+        f"{' (' + '; '.join(unfinished) + ')' if unfinished else ''}.",
+        "Leave resume_from_checkpoint out to train from the beginning.",
+    )
+
+
+def _lack(folder: Path) -> str | None:
+    """Why a folder is no complete checkpoint."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    if (folder / _UNFINISHED_MARK).exists():
+        return f"it was not finished, {_UNFINISHED_MARK} says so"
+    try:
+        step_of(folder)
+    except FileNotFoundError:
+        return f"it was not finished, {_STATE_FILE} is missing"
+    except (ValueError, KeyError, TypeError):
+        return f"it was not finished, {_STATE_FILE} breaks off"
+    return None

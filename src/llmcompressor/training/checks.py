@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused or warned of before a training with a recipe begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from llmcompressor.errors import ArgumentError, RecipeError
+from llmcompressor.logger import logger
+from llmcompressor.modifiers.modifier import Modifier
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["check_can_train", "check_trainer", "warn_of_other_epochs", "warn_of_schedules"]
+
+
+def check_can_train(modifiers: Iterable[Modifier]) -> None:
+    """Refuse modifiers that have nothing to do in a training.
+
+    Raises:
+        RecipeError: names them.
+    """
+    useless = [type(each).__name__ for each in modifiers if "train" not in each.run_types]
+    if useless:
+        raise RecipeError(
+            f"{', '.join(dict.fromkeys(useless))} cannot be applied while training.",
+            "Apply it with oneshot, or give it a stage with run_type: oneshot.",
+        )
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse ways to train that a recipe's modifiers cannot follow.
+
+    Raises:
+        ArgumentError: names the argument.
+    """
+    args = trainer.args
+    if args.auto_find_batch_size:
+        raise ArgumentError(
+            "auto_find_batch_size starts the training over, and a recipe's modifiers cannot.",
+            "Set per_device_train_batch_size.",
+        )
+    if args.n_gpu > 1:
+        raise ArgumentError(
+            f"One process would train on {args.n_gpu} devices by torch.nn.DataParallel, whose "
+            "copies of the model modifiers do not see.",
+            "Start one process per device with torchrun, or show one device with "
+            "CUDA_VISIBLE_DEVICES=0.",
+        )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1:
+        raise ArgumentError(
+            "FSDP version 1 flattens the parameters before there is an optimizer.",
+            'Use version 2: fsdp_config={"version": 2, ...}.',
+        )
+
+
+def warn_of_other_epochs(saved: Mapping[str, Any], steps_per_epoch: int | None) -> None:
+    """Say where an epoch has become longer or shorter since the checkpoint."""
+    if saved["steps_per_epoch"] != steps_per_epoch:
+        logger.warning(
+            f"An epoch had {saved['steps_per_epoch']} steps when the checkpoint was written and "
+            f"has {steps_per_epoch} now: the data, the batch size or the number of processes "
+            "changed. Schedules in epochs go on with the new length."
+        )
+
+
+def warn_of_schedules(
+    modifiers: Iterable[Modifier], max_steps: int, steps_per_epoch: int | None
+) -> None:
+    """Say which modifiers do not start, or do not come to their end, within the training."""
+    length = max_steps / (steps_per_epoch or 1)
+    unit = "steps" if steps_per_epoch is None else "epochs"
+    for modifier in modifiers:
+        name = type(modifier).__name__
+        if modifier.start is not None and modifier.start >= length:
+            logger.warning(
+                f"{name} never starts: its start is {modifier.start:g} and the training has "
+                f"{length:g} {unit}."
+            )
+        elif modifier.end is not None and modifier.end > length:
+            logger.warning(
+                f"{name} does not come to its end at {modifier.end:g}: the training has "
+                f"{length:g} {unit}."
+            )

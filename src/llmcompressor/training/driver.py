@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training run of a trainer: what it tells the session, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core import CompressionSession, EventType, Hardware
+from llmcompressor.core.resuming import check_same_recipe
+from llmcompressor.errors import CheckpointError
+from llmcompressor.logger import logger
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.recipe import Recipe
+from llmcompressor.training.checkpoints import SESSION_FILE, read_session, step_of
+from llmcompressor.training.checks import (
+    check_can_train,
+    warn_of_other_epochs,
+    warn_of_schedules,
+)
+from llmcompressor.training.loss import StepLoss, mean_of
+
+__all__ = ["Inputs", "SessionDriver", "modifiers_to_apply"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a session is initialized with besides the model and its optimizer.
+
+    Attributes:
+        recipe: what to apply; ``None`` to go on with what the session was initialized with.
+        teacher: the model to learn from.
+        train_data: the training set.
+        loggers: a ``LoggerManager`` or loggers; those of the session if not given.
+        batches_per_step: micro-batches in an optimizer step.
+        distributed_strategy: how the model will be spread over the processes.
+    """
+
+    recipe: Recipe | None
+    teacher: Any
+    train_data: Any
+    loggers: Any
+    batches_per_step: int
+    distributed_strategy: str
+
+
+class SessionDriver:
+    """Takes a session through one call of a trainer's ``train``.
+
+    Args:
+        session: the active one.
+        inputs: what it is initialized with.
+        checkpoint: the folder that training goes on from.
+
+    Raises:
+        CheckpointError: the checkpoint has no session, and the recipe needs one.
+        RecipeError: it is of another recipe, or a modifier cannot train.
+    """
+
+    def __init__(
+        self, session: CompressionSession, inputs: Inputs, checkpoint: Path | None = None
+    ) -> None:
+        self.session = session
+        self.begun = False
+        self._inputs = inputs
+        self._in_micro_batch = False
+        self._step_done = True
+        self._step = StepLoss()
+        self._steps_per_epoch: int | None = None
+        self._max_steps: int | None = None
+        check_can_train(self._modifiers())
+        self._saved = None if checkpoint is None else self._read(checkpoint)
+
+    # ---- beginning and end
+
+    def measure(self, *, steps_per_epoch: int | None, max_steps: int) -> None:
+        """Take how long the run will be, before :meth:`begin`.
+
+        Args:
+            steps_per_epoch: optimizer steps in an epoch; ``None`` for a stream.
+            max_steps: optimizer steps in the whole run.
+        """
+        self._steps_per_epoch, self._max_steps = steps_per_epoch, max_steps
+
+    def begin(self, model: Module, optimizer: Any) -> None:
+        """Initialize the session: the modifiers match their targets and add their parameters."""
+        session, inputs = self.session, self._inputs
+        loggers = session.state.loggers if inputs.loggers is None else inputs.loggers
+        if inputs.recipe is not None or session.lifecycle.finalized:
+            session.reset()  # what an earlier run left
+        self.begun = True
+        if self._saved is not None:
+            warn_of_other_epochs(self._saved, self._steps_per_epoch)
+        session.initialize(
+            recipe=inputs.recipe,
+            model=model,
+            teacher_model=inputs.teacher,
+            optimizer=optimizer,
+            train_data=inputs.train_data,
+            copy_data=False,
+            steps_per_epoch=self._steps_per_epoch,
+            batches_per_step=inputs.batches_per_step,
+            loggers=loggers,
+            distributed_strategy=inputs.distributed_strategy,
+            resumes=self._saved is not None,
+        )
+        if self._max_steps is not None:
+            modifiers = session.lifecycle.recipe.modifiers
+            warn_of_schedules(modifiers, self._max_steps, self._steps_per_epoch)
+
+    def ready(self, wrapped: Module, optimizer: Any, global_step: int) -> None:
+        """Take what the trainer has made of model and optimizer; resume. Before the first batch.
+
+        Args:
+            wrapped: the model as it is run, in the wrapper of its distribution.
+            optimizer: the optimizer that steps.
+            global_step: steps that were taken before a checkpoint that is resumed from.
+        """
+        session = self.session
+        session.state.optimizer = optimizer
+        session.state.hardware = Hardware.detect(wrapped)
+        session.state.hardware.distributed_strategy = self._inputs.distributed_strategy
+        if self._saved is not None:
+            session.lifecycle.load_state_dict(self._saved)
+            self._saved = None
+        elif global_step:
+            session.state.start = global_step / (self._steps_per_epoch or 1)
+            session.lifecycle.global_step = global_step
+
+    def return_to(self, checkpoint: Path) -> None:
+        """Take the modifiers back to a checkpoint whose weights the model has again.
+
+        No batch may follow: hooks that ``on_initialize`` had put are gone afterwards.
+        """
+        saved = read_session(checkpoint)
+        modifiers = self.session.lifecycle.recipe.modifiers
+        if saved is None or not modifiers:
+            return
+        at, now = saved["global_step"], self.session.lifecycle.global_step
+        if at != now:
+            logger.warning(
+                f"The best checkpoint is that of step {at}: what the recipe did from there to step "
+                f"{now} is not part of the model."
+            )
+        for modifier in modifiers:
+            modifier.remove_hooks()
+        self.session.initialize(resumes=True)
+        self.session.lifecycle.load_state_dict(saved)
+
+    def finish(self) -> None:
+        """Finalize the session, once."""
+        lifecycle = self.session.lifecycle
+        if self.begun and lifecycle.initialized_ and not lifecycle.finalized:
+            self.session.finalize()
+
+    def abandon(self) -> None:
+        """Reset the session after an error, so that no hook stays behind."""
+        if self.begun:
+            self.session.reset()
+
+    # ---- events
+
+    def batch_start(self, inputs: Any) -> None:
+        """A micro-batch begins."""
+        if not self.begun:
+            return
+        if self._step_done:
+            self._step, self._step_done = StepLoss(), False
+        self.session.event(EventType.BATCH_START, batch_data=inputs)
+        self._in_micro_batch = True
+
+    @property
+    def awaits_loss(self) -> bool:
+        """Whether a micro-batch of the training has begun and its loss is not known yet."""
+        return self._in_micro_batch
+
+    def batch_on_device(self, inputs: Any) -> None:
+        """Take the micro-batch where the model computes, before its forward."""
+        # A copy: trainers take the labels out of theirs.
+        self.session.state.batch_data = dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+    def loss(
+        self, loss: Tensor, share: Tensor | None, token_weight: Tensor | None = None
+    ) -> Tensor:
+        """Show the loss of a micro-batch to the modifiers.
+
+        Args:
+            loss: what the trainer would differentiate.
+            share: of ``micro_batch_share``.
+            token_weight: of the function of that name; goes with the event, if there is one.
+
+        Returns:
+            What it is to differentiate instead, on the same scale; ``loss`` itself if no modifier
+            replaced it.
+        """
+        self._in_micro_batch = False
+        shown = mean_of(loss, share)
+        given = {} if token_weight is None else {"token_weight": token_weight}
+        final: Tensor = self.session.event(EventType.LOSS_CALCULATED, loss=shown, **given).loss
+        self._step.add(shown, final, share)
+        if final is shown:
+            return loss
+        return final if share is None else final * share
+
+    def backward_done(self) -> None:
+        """Let go of the graph of the loss."""
+        self._in_micro_batch = False
+        loss = self.session.state.loss
+        if self.begun and isinstance(loss, Tensor):
+            self.session.state.loss = loss.detach()
+
+    def send(self, event_type: EventType) -> None:
+        """Send an event that carries nothing."""
+        if self.begun:
+            self.session.event(event_type)
+
+    def step_done(self) -> None:
+        """The optimizer has stepped; its learning rate is still that of the step."""
+        self.send(EventType.OPTIM_POST_STEP)
+        self._step_done = True
+        if self.begun and self.session.state.loggers is not None:
+            self.session.log(EventType.OPTIM_POST_STEP, self._step.figures)
+
+    def figures(self) -> dict[str, float]:
+        """What there is to log of the last step besides its loss."""
+        step = self._step.figures()
+        step.pop("loss", None)
+        return {**step, **self.session.figures()}
+
+    # ---- inner workings
+
+    def _modifiers(self) -> list[Modifier]:
+        return modifiers_to_apply(self.session, self._inputs.recipe)
+
+    def _read(self, checkpoint: Path) -> dict[str, Any] | None:
+        saved = read_session(checkpoint)
+        modifiers = self._modifiers()
+        if saved is None:
+            if modifiers:
+                raise CheckpointError(
+                    f"Training with a recipe cannot be resumed from {checkpoint}: it has no "
+                    f"{SESSION_FILE}, so it was written without one.",
+                    "Resume from a checkpoint of this recipe, or give the folder as the model to "
+                    "begin anew with its weights.",
+                )
+            return None
+        check_same_recipe(saved["modifiers"], modifiers)
+        step = step_of(checkpoint)
+        if saved["global_step"] != step:
+            raise CheckpointError(
+                f"The files of {checkpoint} do not belong together: {SESSION_FILE} is of step "
+                f"{saved['global_step']}, the rest of step {step}.",
+                "Resume from another checkpoint.",
+            )
+        return saved
+
+
+def modifiers_to_apply(session: CompressionSession, recipe: Recipe | None) -> list[Modifier]:
+    """The modifiers of a recipe; without one those of a session that goes on."""
+    if recipe is not None:
+        return recipe.modifiers
+    lifecycle = session.lifecycle
+    return [] if lifecycle.finalized else lifecycle.recipe.modifiers

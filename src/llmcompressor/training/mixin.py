@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a trainer drive the active session."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
+
+from llmcompressor.core import active_session
+from llmcompressor.errors import ArgumentError
+from llmcompressor.logger import logger
+from llmcompressor.metrics import BaseLogger, LoggerManager
+from llmcompressor.progress import other_bars_hidden
+from llmcompressor.recipe import Recipe
+from llmcompressor.recipe.arguments import RecipeArgs
+from llmcompressor.recipe.recipe import RecipeInput
+from llmcompressor.training.callbacks import ProgressLines, SessionEvents
+from llmcompressor.training.checkpoints import checkpoint_to_resume, write_session
+from llmcompressor.training.checks import check_can_train, check_trainer
+from llmcompressor.training.driver import Inputs, SessionDriver, modifiers_to_apply
+from llmcompressor.training.loss import micro_batch_share, token_weight, tokens_of_step
+from llmcompressor.training.optimizer import bare_optimizer, parameter_ids, train_new_parameters
+from llmcompressor.training.summary import summary
+
+if TYPE_CHECKING:
+    # The mixin stands before a trainer among the bases of a class, whichever trainer that is.
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+__all__ = ["SessionManagerMixIn"]
+
+
+class SessionManagerMixIn(_Base):
+    """Makes a subclass of ``transformers.Trainer`` send its events to the active session.
+
+    ::
+
+        class SparseSFTTrainer(SessionManagerMixIn, SFTTrainer): ...
+
+    ``train()`` begins the session when the optimizer is created: modifiers are initialized with
+    the model before it is wrapped for its distribution and with the real optimizer, and
+    parameters that they add to the model go to the optimizer. It finalizes the session at its end.
+
+    Args:
+        *args: as the other base takes them.
+        recipe: what to apply, in any form; by default what the active session was initialized
+            with, if anything.
+        recipe_args: values for the recipe's arguments.
+        recipe_stage: the stage of the recipe to apply.
+        stage: the same as ``recipe_stage``.
+        teacher: the model to learn from, in distillation.
+        model_args: kept as an attribute.
+        data_args: kept as the attribute ``dataset_args``.
+        dataset_args: the same as ``data_args``.
+        loggers: a ``LoggerManager`` or loggers, for the session.
+        **kwargs: as the other base takes them.
+
+    Raises:
+        RecipeError: the recipe cannot be read, or one of its modifiers cannot train.
+        ArgumentError: the teacher is no model.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        recipe: RecipeInput = None,
+        recipe_args: RecipeArgs = None,
+        recipe_stage: str | None = None,
+        stage: str | None = None,
+        teacher: Module | None = None,
+        model_args: Any = None,
+        data_args: Any = None,
+        dataset_args: Any = None,
+        loggers: LoggerManager | Iterable[BaseLogger] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if teacher is not None and not isinstance(teacher, Module):
+            raise ArgumentError(
+                f"The teacher is a {type(teacher).__name__}, not a model.",
+                "Load it: AutoModelForCausalLM.from_pretrained(...).",
+            )
+        self.recipe = recipe
+        self.recipe_args = recipe_args
+        self.recipe_stage = stage if recipe_stage is None else recipe_stage
+        self.teacher = teacher
+        self.model_args = model_args
+        self.dataset_args = data_args if dataset_args is None else dataset_args
+        self._session_loggers = loggers
+        self._driver: SessionDriver | None = None
+        self._weights_to_load: str | None = None
+        self._tokens_in_step: Tensor | None = None
+        self._next_recipe = self._read_recipe()
+        super().__init__(*args, **kwargs)
+        self.add_callback(SessionEvents(lambda: self._driver, self._session_is_ready))
+        if not sys.stderr.isatty() and self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(ProgressLines())
+
+    # ---- the run
+
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> TrainOutput:
+        """Train as the other base does, and apply the recipe meanwhile.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder, or true for the last complete one.
+            *args: as the other base takes them.
+            **kwargs: as the other base takes them.
+
+        Returns:
+            What the other base returns; its metrics also have the model's number of parameters,
+            its sparsity and how much of it is quantized.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint, or it has no session.
+            RecipeError: the checkpoint is of another recipe.
+            ArgumentError: the trainer's arguments ask for what modifiers cannot follow.
+        """
+        folder = checkpoint_to_resume(resume_from_checkpoint, Path(self.args.output_dir or "."))
+        driver = self._driver = self._new_driver(folder)
+        try:
+            output = super().train(None if folder is None else str(folder), *args, **kwargs)
+            driver.finish()
+        except BaseException:
+            driver.abandon()
+            raise
+        finally:
+            self._driver, self._weights_to_load = None, None
+        figures = summary(self.accelerator.unwrap_model(self.model))
+        output.metrics.update(figures)
+        if self.is_world_process_zero():
+            logger.info(
+                f"The model has {figures['total_params']:,.0f} parameters; of its matrices' "
+                f"elements {figures['sparsity_percent']:.1f} % are zero and "
+                f"{figures['quantized_percent']:.1f} % are quantized."
+            )
+        return output
+
+    def _read_recipe(self) -> Recipe | None:
+        if self.recipe is None:
+            return None
+        recipe = Recipe.create_instance(
+            self.recipe, target_stage=self.recipe_stage, recipe_args=self.recipe_args
+        )
+        check_can_train(recipe.modifiers)
+        return recipe
+
+    def _new_driver(self, checkpoint: Path | None) -> SessionDriver:
+        # Modifiers serve once: a second training reads the recipe again.
+        recipe, self._next_recipe = self._next_recipe or self._read_recipe(), None
+        session = active_session()
+        if modifiers_to_apply(session, recipe):
+            check_trainer(self)
+        inputs = Inputs(
+            recipe=recipe,
+            teacher=self.teacher,
+            train_data=self.train_dataset,
+            loggers=self._session_loggers,
+            batches_per_step=self.args.gradient_accumulation_steps,
+            distributed_strategy=self._strategy(),
+        )
+        return SessionDriver(session, inputs, checkpoint)
+
+    def _strategy(self) -> str:
+        if self.is_fsdp_enabled:
+            return "fsdp"
+        if self.is_deepspeed_enabled:
+            return "deepspeed"
+        return "ddp" if self.args.world_size > 1 else "none"
+
+    def set_initial_training_values(
+        self, args: Any, dataloader: Any, *rest: Any, **kwargs: Any
+    ) -> tuple[int, int, int, int, int, int | None, int]:
+        """As in the other base; the session hears how long an epoch and the run are."""
+        values = super().set_initial_training_values(args, dataloader, *rest, **kwargs)
+        if self._driver is not None:
+            epoch = values[1] if has_length(dataloader) else None
+            self._driver.measure(steps_per_epoch=epoch, max_steps=values[-1])
+        return values
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in the other base; in ``train`` the session begins here.
+
+        The optimizer comes first, so that modifiers find it when they are initialized; parameters
+        that they add are given to it afterwards. Both happens before the model is wrapped.
+        """
+        optimizer = super().create_optimizer(*args, **kwargs)
+        driver = self._driver
+        if driver is None or driver.begun:
+            return optimizer
+        model = self.accelerator.unwrap_model(self.model)
+        before = parameter_ids(model)
+        driver.begin(model, bare_optimizer(optimizer))
+        train_new_parameters(
+            model, bare_optimizer(optimizer), before, has_scheduler=self.lr_scheduler is not None
+        )
+        if self._weights_to_load is not None:
+            super()._load_from_checkpoint(self._weights_to_load)
+        return optimizer
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As in the other base, but not before the model has the parameters of the modifiers."""
+        if self._driver is not None and not self._driver.begun:
+            self._weights_to_load = resume_from_checkpoint
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _session_is_ready(self) -> None:
+        if self._driver is not None and self._driver.begun:
+            optimizer = bare_optimizer(self.optimizer)
+            self._driver.ready(self.model_wrapped, optimizer, self.state.global_step)
+
+    # ---- events
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As in the other base, after ``BATCH_START``."""
+        driver = self._driver
+        if driver is None or not driver.begun:
+            return super().training_step(model, inputs, *args, **kwargs)
+        driver.batch_start(inputs)
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        driver.backward_done()
+        return loss
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the other base; the tokens of the step are counted."""
+        samples, items = super().get_batch_samples(*args, **kwargs)
+        if self._driver is not None:
+            self._tokens_in_step = tokens_of_step(self, samples)
+        return samples, items
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As in the other base; in training the modifiers may replace the loss."""
+        driver = self._driver
+        in_training = driver is not None and driver.awaits_loss  # an evaluation comes here too
+        share = weight = None
+        if driver is not None and in_training:
+            driver.batch_on_device(inputs)
+            share = micro_batch_share(self, inputs, num_items_in_batch)  # labels may be taken out
+            weight = token_weight(self, inputs, self._tokens_in_step, share)
+        result: Any = super().compute_loss(
+            model,
+            inputs,
+            return_outputs=return_outputs,
+            num_items_in_batch=num_items_in_batch,
+            **kwargs,
+        )
+        if driver is None or not in_training:
+            return result
+        if not return_outputs:
+            return driver.loss(result, share, weight)
+        loss, outputs = result
+        return driver.loss(loss, share, weight), outputs
+
+    # ---- checkpoints and logs
+
+    def _save_checkpoint(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """As in the other base, after the session's part."""
+        if self._driver is not None and self._driver.begun:
+            trial = args[0] if args else kwargs.get("trial")
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            saved = self._driver.session.lifecycle.state_dict()
+            if self.args.should_save:
+                write_session(Path(self._get_output_dir(trial=trial)) / name, saved)
+            # Nobody writes into the folder while it may still look complete.
+            self.accelerator.wait_for_everyone()
+        with other_bars_hidden():  # one per file would cut through that of the training
+            super()._save_checkpoint(model, *args, **kwargs)
+
+    def _save_rng_state(self, *args: Any, **kwargs: Any) -> None:
+        """As in the other base; every process has written its file when this returns."""
+        super()._save_rng_state(*args, **kwargs)
+        self.accelerator.wait_for_everyone()
+
+    def _load_best_model(self) -> None:
+        """As in the other base, and the modifiers' state of the same step."""
+        super()._load_best_model()
+        if self._driver is not None and self._driver.begun:
+            self._driver.return_to(Path(self.state.best_model_checkpoint or ""))
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in the other base; with the loss of a training come the modifiers' figures."""
+        if self._driver is not None and self._driver.begun and "loss" in logs:
+            logs = {**logs, **self._driver.figures()}
+        super().log(logs, *args, **kwargs)

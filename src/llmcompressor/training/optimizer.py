@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer of a training run, and parameters that modifiers add to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.nn import Module, Parameter
+
+from llmcompressor.errors import ArgumentError
+
+__all__ = ["bare_optimizer", "parameter_ids", "train_new_parameters"]
+
+
+def bare_optimizer(optimizer: Any) -> Any:
+    """The optimizer itself, out of accelerate's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def parameter_ids(model: Module) -> frozenset[int]:
+    """What tells the parameters of ``model`` from those that are added later."""
+    return frozenset(id(parameter) for parameter in model.parameters())
+
+
+def train_new_parameters(
+    model: Module, optimizer: Any, before: Set[int], *, has_scheduler: bool = False
+) -> list[Parameter]:
+    """Give the optimizer the trainable parameters that were added to the model.
+
+    They are scales and the like, so they join the first group without weight decay; where there
+    is none they get a group of their own.
+
+    Args:
+        model: with the new parameters.
+        optimizer: a torch optimizer, or accelerate's stand-in for one that DeepSpeed makes.
+        before: :func:`parameter_ids` from before they were added.
+        has_scheduler: a learning rate scheduler knows the optimizer's groups already.
+
+    Returns:
+        The new parameters.
+
+    Raises:
+        ArgumentError: the optimizer takes no further parameters.
+    """
+    new = [each for each in model.parameters() if each.requires_grad and id(each) not in before]
+    if not new:
+        return new
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        _add_to_stand_in(optimizer, new)
+        return new
+    undecayed = [group for group in groups if group.get("weight_decay") == 0]
+    if undecayed or has_scheduler:
+        (undecayed or groups[-1:])[0]["params"].extend(new)
+    else:
+        decay = {"weight_decay": 0.0} if "weight_decay" in groups[0] else {}
+        optimizer.add_param_group({"params": new, **decay})
+    return new
+
+
+def _add_to_stand_in(optimizer: Any, new: list[Parameter]) -> None:
+    params = getattr(optimizer, "params", None)
+    if not isinstance(params, list):
+        raise ArgumentError(
+            f"The recipe adds parameters to the model, and the optimizer "
+            f"({type(optimizer).__name__}) takes no further ones.",
+            "Use an optimizer with param_groups, as those of torch have.",
+        )
+    grouped = bool(params) and isinstance(params[0], dict)
+    params.extend([{"params": new, "weight_decay": 0.0}] if grouped else new)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large and how sparse a model is after its training, and how much of it is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Module, Parameter
+
+__all__ = ["summary"]
+
+
+def summary(model: Module) -> dict[str, float]:
+    """Figures of a whole model; in a distributed run every process calls this.
+
+    Returns:
+        ``total_params``; ``sparsity_percent``, the share of zeros in the matrices outside
+        embeddings; ``quantized_percent``, the share of those matrices' elements whose module has a
+        scheme for its weight.
+    """
+    elements = zeros = quantized = 0
+    for module, matrix in _matrices(model):
+        elements += matrix.numel()
+        zeros += _zeros(matrix)
+        scheme = getattr(module, "quantization_scheme", None)
+        quantized += matrix.numel() if getattr(scheme, "weights", None) is not None else 0
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "total_params": float(total),
+        "sparsity_percent": 100.0 * zeros / max(elements, 1),
+        "quantized_percent": 100.0 * quantized / max(elements, 1),
+    }
+
+
+def _matrices(model: Module) -> Iterator[tuple[Module, Parameter]]:
+    """Each parameter of two or more dimensions once, without embeddings and vectors."""
+    modules = list(model.modules())
+    seen = {id(each.weight) for each in modules if isinstance(each, Embedding)}
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            is_vector = parameter.dim() < 2 or parameter.numel() == max(parameter.shape)
+            if not is_vector and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield module, parameter
+
+
+@torch.no_grad()
+def _zeros(matrix: Tensor) -> int:
+    count = (matrix == 0).sum()
+    # A sharded tensor's sum is spread over the processes.
+    return int(count.full_tensor() if hasattr(count, "full_tensor") else count)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``run_stages``: stages in order, each in its folder, and only those that are not finished."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_models as small
+import torch
+from safetensors.torch import load_file
+from training_cases import Breaker, Freezer, Halver, arguments
+
+from llmcompressor import run_stages, train, verify
+from llmcompressor.errors import ArgumentError, InputError, OutputError, RecipeError
+
+RECIPE = """
+args: {scheme: FP8_DYNAMIC}
+halving_stage: {a_modifiers: {Halver: {}}}
+fine_stage: {a_modifiers: {Freezer: {}, Breaker: {}}}
+quant_stage:
+  run_type: oneshot
+  a_modifiers: {QuantizationModifier: {targets: Linear, scheme: eval(scheme), ignore: [lm_head]}}
+"""
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen() -> None:
+    Freezer.steps.clear()
+
+
+def _stages(folder: Path, output: Path, recipe: str = RECIPE, **changes: Any) -> Any:
+    return run_stages(str(folder), recipe, **arguments(output, save_steps=1, **changes))
+
+
+def _breaking(folder: Path, output: Path) -> None:
+    Breaker.at = 2
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _stages(folder, output)
+    finally:
+        Breaker.at = None
+
+
+def test_each_stage_reads_what_the_one_before_has_written(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    model = _stages(llama_folder, output)
+    names = ["stage_fine", "stage_halving", "stage_quant", "stages.json"]
+    assert sorted(path.name for path in output.iterdir()) == names
+    weights = [
+        load_file(folder / "model.safetensors")[NORM].float()
+        for folder in (llama_folder, output / "stage_halving", output / "stage_fine")
+    ]
+    assert torch.equal(weights[1], weights[0] / 2)
+    assert torch.equal(weights[2], weights[1]), "the stage that trains held it"
+    assert Freezer.steps == [1, 2, 3, 4]
+    assert verify(output / "stage_quant").ok
+    config = json.loads((output / "stage_quant" / "config.json").read_text())
+    assert config["quantization_config"]
+    assert small.logits(model).isfinite().all()
+
+
+def test_finished_stages_are_skipped(llama_folder: Path, tmp_path: Path, said: list[str]) -> None:
+    output = tmp_path / "out"
+    _breaking(llama_folder, output)
+    assert Freezer.steps == [1, 2]
+    before = small.tree(output / "stage_halving")
+    said.clear()
+    _stages(llama_folder, output)
+    assert Freezer.steps == [1, 2, 3, 4], "the stage that was broken off goes on"
+    assert small.tree(output / "stage_halving") == before
+    assert [line for line in said if "skipped" in line] == [
+        "Stage 1 of 3, halving (oneshot): finished before, skipped."
+    ]
+    whole = small.tree(output)
+    again = _stages(llama_folder, output)
+    assert Freezer.steps == [1, 2, 3, 4]
+    assert small.tree(output) == whole
+    assert small.logits(again).isfinite().all(), "the model of the last stage, from its folder"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"learning_rate": 0.5}, r"'fine'.*arguments\.learning_rate: 0\.001 then, 0\.5 now"),
+        ({"recipe_args": {"scheme": "FP8_BLOCK"}}, r"'quant'.*FP8_DYNAMIC"),
+    ],
+)
+def test_stages_of_another_run_are_not_taken_for_ones_own(
+    change: dict[str, Any], named: str, llama_folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    _stages(llama_folder, output)
+    before = small.tree(output)
+    with pytest.raises(OutputError, match=named):
+        _stages(llama_folder, output, **change)
+    assert small.tree(output) == before
+    Freezer.steps.clear()
+    _stages(llama_folder, output, overwrite=True, **change)
+    assert bool(Freezer.steps) == ("learning_rate" in change), "and what did not change is kept"
+
+
+def test_a_stage_that_is_removed_is_done_again(llama_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    _stages(llama_folder, output)
+    before = small.tree(output / "stage_quant")
+    shutil.rmtree(output / "stage_quant")
+    _stages(llama_folder, output)
+    kept = {name: value for name, value in before.items() if "report" not in name}
+    after = small.tree(output / "stage_quant")
+    assert {name: value for name, value in after.items() if "report" not in name} == kept
+
+
+QUANT_FIRST = """
+quant_stage:
+  a_modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}}
+fine_stage: {a_modifiers: {Freezer: {}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "error", "words"),
+    [
+        (QUANT_FIRST, {}, RecipeError, ("'fine'", "'quant'", "last")),
+        (
+            "train_stage: {a_modifiers: {Halver: {}}}",
+            {},
+            RecipeError,
+            ("Halver", "'train'", "oneshot"),
+        ),
+        (
+            "oneshot_stage: {a_modifiers: {Freezer: {}}}",
+            {},
+            RecipeError,
+            ("Freezer", "'oneshot'", "train"),
+        ),
+        (RECIPE, {"learning_rat": 1.0}, ArgumentError, ("learning_rate",)),
+        (RECIPE, {"stage": "fine"}, ArgumentError, ("stage",)),
+        (RECIPE, {"dry_run": True}, ArgumentError, ("dry run",)),
+        (RECIPE, {"resume": "must"}, OutputError, ("nothing to resume",)),
+        (RECIPE, {"resume_from_checkpoint": "x/checkpoint-3"}, ArgumentError, ("Repeat",)),
+        (RECIPE, {"dataset": "./none.jsonl"}, InputError, ("./none.jsonl",)),
+        (RECIPE, {"max_steps": -1, "dataset": iter([])}, ArgumentError, ("max_steps",)),
+        ("modifiers: {}", {}, RecipeError, ("no stages",)),
+    ],
+)
+def test_one_error_before_the_first_stage(
+    recipe: str,
+    changes: dict[str, Any],
+    error: type[InputError],
+    words: tuple[str, ...],
+    llama_folder: Path,
+    tmp_path: Path,
+) -> None:
+    with small.counted_forwards() as forwards, pytest.raises(error) as caught:
+        _stages(llama_folder, tmp_path / "out", recipe, **changes)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert forwards == []
+    assert list(tmp_path.iterdir()) == []
+    assert Halver.run_types == {"oneshot"}
+
+
+def test_a_folder_with_other_files_is_left_alone(llama_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match="already holds files"):
+        _stages(llama_folder, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("how", ["run_stages", "do_oneshot"])
+def test_train_can_be_told_to_run_all_stages(how: str, tmp_path: Path) -> None:
+    recipe = "\n".join(RECIPE.splitlines()[:4])
+    model = train(small.llama(), recipe, **arguments(tmp_path / "out", **{how: True}))
+    assert (tmp_path / "out" / "stage_halving" / "config.json").is_file()
+    assert (tmp_path / "out" / "stage_fine" / "trainer_state.json").is_file()
+    assert Freezer.steps == [1, 2, 3, 4]
+    assert small.logits(model).isfinite().all()

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``train`` cannot use: one error that says what to do, before a step and before a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_models as small
+from torch.utils.data import DataLoader
+from training_cases import QUANTIZE, Breaker, Freezer, Halver, arguments
+
+from llmcompressor import oneshot, train
+from llmcompressor.errors import (
+    ArgumentError,
+    CheckpointError,
+    DatasetError,
+    InputError,
+    OutputError,
+    RecipeError,
+    TargetError,
+)
+
+PRUNE = "modifiers: {{MagnitudePruningModifier: {{init_sparsity: 0, final_sparsity: 0.5, {0}}}}}"
+DISTILL = "modifiers: {{OutputDistillationModifier: {{{0}}}}}"
+
+Case = tuple[dict[str, Any], type[InputError], tuple[str, ...]]
+
+CASES: dict[str, Case] = {
+    "ends before it starts": (
+        {"recipe": PRUNE.format("targets: [Linear], start: 2, end: 1, update: 0.5")},
+        RecipeError,
+        ("MagnitudePruningModifier", "end (1)", "start (2)"),
+    ),
+    "never updates": (
+        {"recipe": PRUNE.format("targets: [Linear], start: 0, end: 2, update: 0")},
+        RecipeError,
+        ("MagnitudePruningModifier", "update"),
+    ),
+    "no such target": (
+        {"recipe": PRUNE.format("targets: [Conv7d], start: 0, end: 2, update: 1")},
+        TargetError,
+        ("Conv7d",),
+    ),
+    "a target without parameters": (
+        {"recipe": PRUNE.format("targets: ['re:.*rotary_emb'], start: 0, end: 2, update: 1")},
+        TargetError,
+        ("rotary_emb",),
+    ),
+    "a teacher that does not pair": (
+        {
+            "recipe": DISTILL.format("targets: [['re:model.layers.0$', 're:model.layers.*']]"),
+            "distill_teacher": lambda: small.llama(num_hidden_layers=3),
+        },
+        InputError,
+        ("teacher",),
+    ),
+    "no teacher": (
+        {"recipe": DISTILL.format("targets: ['re:model.layers.0$']")},
+        InputError,
+        ("teacher", "distill_teacher"),
+    ),
+    "a teacher that is not there": (
+        {"distill_teacher": "./no/such/teacher"},
+        CheckpointError,
+        ("./no/such/teacher",),
+    ),
+    "a modifier of oneshot": (
+        {"recipe": "modifiers: {Halver: {}}"},
+        RecipeError,
+        ("Halver", "default", "oneshot"),
+    ),
+    "GPTQ": (
+        {"recipe": "modifiers: {GPTQModifier: {targets: Linear, scheme: W4A16}}"},
+        RecipeError,
+        ("GPTQModifier", "oneshot"),
+    ),
+    "an unknown argument": (
+        {"learning_rat": 1e-3},
+        ArgumentError,
+        ("learning_rat", "Did you mean learning_rate"),
+    ),
+    "a wrong value": ({"lr_scheduler_type": "cosinus"}, ArgumentError, ("cosinus", "cosine")),
+    "no steps": ({"max_steps": 0}, ArgumentError, ("max_steps",)),
+    "no epochs": ({"num_train_epochs": 0}, ArgumentError, ("num_train_epochs",)),
+    "a batch of none": (
+        {"per_device_train_batch_size": 0},
+        ArgumentError,
+        ("per_device_train_batch_size",),
+    ),
+    "the batch size of calibration": (
+        {"batch_size": 4},
+        ArgumentError,
+        ("batch_size", "per_device_train_batch_size"),
+    ),
+    "a dry run": ({"dry_run": True}, ArgumentError, ("dry run",)),
+    "an upload": ({"push_to_hub": True}, ArgumentError, ("push_to_hub",)),
+    "a stream without an end": (
+        {"dataset": lambda: iter(small.token_rows()), "max_steps": -1},
+        ArgumentError,
+        ("stream", "max_steps"),
+    ),
+    "a loader": (
+        {"dataset": lambda: DataLoader([{"input_ids": [1, 2]}])},  # type: ignore[arg-type]
+        DatasetError,
+        ("DataLoader", "data_collator"),
+    ),
+    "no data": ({"dataset": None}, DatasetError, ("dataset",)),
+    "data that is not there": (
+        {"dataset": "./no-such.jsonl"},
+        DatasetError,
+        ("./no-such.jsonl",),
+    ),
+    "tokens beyond the vocabulary": (
+        {"dataset": [{"input_ids": [3, 4, 999]}]},
+        DatasetError,
+        ("999",),
+    ),
+    "nothing to evaluate on": (
+        {"eval_strategy": "steps", "splits": "train"},
+        DatasetError,
+        ("eval_strategy", "splits"),
+    ),
+    "nothing to resume": ({"resume_from_checkpoint": True}, OutputError, ("nothing to resume",)),
+    "no such checkpoint": (
+        {"resume_from_checkpoint": "./checkpoint-7"},
+        ArgumentError,
+        ("resume_from_checkpoint", "./checkpoint-7"),
+    ),
+    "mixed precision of narrow weights": (
+        {"fp16": True, "precision": "float16"},
+        InputError,
+        ("float16",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_error_before_the_first_step(name: str, llama_folder: Path, tmp_path: Path) -> None:
+    changes, error, words = CASES[name]
+    given = {"model": str(llama_folder), "recipe": QUANTIZE, **arguments(tmp_path / "out")}
+    given |= {key: value() if callable(value) else value for key, value in changes.items()}
+    with small.counted_forwards() as forwards, pytest.raises(error) as caught:
+        train(**given)
+    assert type(caught.value) is error or error is InputError
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert forwards == []
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def test_a_modifier_of_train_is_refused_by_oneshot(llama_folder: Path, tmp_path: Path) -> None:
+    recipe = "fine_stage: {a_modifiers: {Freezer: {}}}"
+    with pytest.raises(RecipeError, match=r"Freezer, in the stage 'fine'.*train") as caught:
+        oneshot(str(llama_folder), recipe, output_dir=tmp_path / "out")
+    assert "llmcompressor train" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    assert Freezer.run_types == {"train"}
+    assert Halver.run_types == {"oneshot"}
+
+
+def _occupied(output: Path) -> None:
+    output.mkdir()
+    (output / "notes.txt").write_text("mine")
+
+
+def _a_file(output: Path) -> None:
+    output.write_text("mine")
+
+
+@pytest.mark.parametrize("prepare", [_occupied, _a_file])
+def test_an_output_that_is_in_use(
+    prepare: Callable[[Path], None], llama_folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    prepare(output)
+    before = small.tree(tmp_path)
+    with pytest.raises(OutputError, match="out"):
+        train(str(llama_folder), QUANTIZE, **arguments(output))
+    assert small.tree(tmp_path) == before
+
+
+def test_a_quantized_model_is_not_trained(llama_folder: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    train(str(llama_folder), QUANTIZE, **arguments(first))
+    with pytest.raises(CheckpointError, match="quantized"):
+        train(str(first), QUANTIZE, **arguments(tmp_path / "second"))
+    assert not (tmp_path / "second").exists()
+    assert not (tmp_path / "second.partial").exists()
+
+
+def test_what_has_no_effect_is_said(said: list[str]) -> None:
+    train(small.llama(), None, **arguments(None, num_calibration_samples=3, max_steps=1))
+    assert any("num_calibration_samples" in line for line in said)
+    assert any("recipe is empty" in line for line in said)
+    assert any("bfloat16" in line and "precision='float32'" in line for line in said)
+
+
+def test_another_recipe_does_not_continue(llama_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    given = arguments(output, save_steps=1)
+    Breaker.at = 2
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(str(llama_folder), [Freezer(), Breaker()], **given)
+    finally:
+        Breaker.at = None
+    kept = small.tree(tmp_path)
+    with pytest.raises(OutputError, match=r"progress of another run: recipe"):
+        train(str(llama_folder), [Breaker()], **given)
+    with pytest.raises(OutputError, match=r"training\.learning_rate: 0\.001 then, 0\.5 now"):
+        train(str(llama_folder), [Freezer(), Breaker()], **{**given, "learning_rate": 0.5})
+    assert {name: kept[name] for name in kept if "lock" not in name} == {
+        name: value for name, value in small.tree(tmp_path).items() if "lock" not in name
+    }
+    train(str(llama_folder), [Breaker()], resume="never", **given)
+    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 4

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training that was broken off ends with the bytes of one that nothing interrupted."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_models as small
+from training_cases import QUANTIZE, Breaker, Freezer, arguments
+
+from llmcompressor import train
+from llmcompressor.entrypoints import training_folder
+from llmcompressor.errors import OutputError
+from llmcompressor.recipe import Recipe
+
+STEPS = 5
+
+
+def _given(output: Path, **changes: Any) -> dict[str, Any]:
+    return arguments(output, max_steps=STEPS, save_steps=2, logging_steps=1, **changes)
+
+
+def _recipe() -> list[Any]:
+    return [Freezer(), *Recipe.create_instance(QUANTIZE).modifiers, Breaker()]
+
+
+def _kept(output: Path) -> dict[str, str]:
+    """The files whose bytes do not depend on the time that something took."""
+    names = ("model.safetensors", "config.json", "recipe.yaml", "generation_config.json")
+    return {name: value for name, value in small.tree(output).items() if name in names}
+
+
+@pytest.fixture(scope="module")
+def whole(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    output = tmp_path_factory.mktemp("whole") / "out"
+    train(str(llama_folder), _recipe(), **_given(output))
+    return _kept(output)
+
+
+def _break(folder: Path, output: Path, at: int) -> None:
+    Breaker.at = at
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(str(folder), _recipe(), **_given(output))
+    finally:
+        Breaker.at = None
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_interrupted_at_any_step(
+    at: int, whole: dict[str, str], llama_folder: Path, tmp_path: Path, said: list[str]
+) -> None:
+    output = tmp_path / "out"
+    _break(llama_folder, output, at)
+    assert not output.exists()
+    assert (tmp_path / "out.partial").exists() == (at >= 2), "kept if there is a checkpoint"
+    train(str(llama_folder), _recipe(), **_given(output))
+    assert any("checkpoint-" in line and "Continuing" in line for line in said) == (at >= 2)
+    assert _kept(output) == whole
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_checkpoint_can_be_named(
+    whole: dict[str, str], llama_folder: Path, tmp_path: Path
+) -> None:
+    """By the name that it would have in the output, while the training is not done."""
+    output = tmp_path / "out"
+    _break(llama_folder, output, 4)
+    named = str(output / "checkpoint-2")
+    train(str(llama_folder), _recipe(), **_given(output, resume_from_checkpoint=named))
+    assert _kept(output) == whole
+
+
+@pytest.mark.parametrize("how", [{"resume": "must"}, {"resume_from_checkpoint": True}])
+def test_it_can_be_demanded(
+    how: dict[str, Any], whole: dict[str, str], llama_folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(OutputError, match="nothing to resume"):
+        train(str(llama_folder), _recipe(), **_given(output, **how))
+    _break(llama_folder, output, 3)
+    train(str(llama_folder), _recipe(), **_given(output, **how))
+    assert _kept(output) == whole
+
+
+def _die_after_first_checkpoint(folder: str, output: str) -> None:
+    note = training_folder.TrainingFolder.note
+
+    def noted(self: Any, step: int) -> None:
+        note(self, step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    training_folder.TrainingFolder.note = noted  # type: ignore[method-assign]
+    train(folder, _recipe(), **_given(Path(output)))
+
+
+def test_killed(whole: dict[str, str], llama_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["training_cases", "llmcompressor.entrypoints.train"])
+    process = context.Process(
+        target=_die_after_first_checkpoint, args=(str(llama_folder), str(output))
+    )
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    # one that was being written when it died, and is in no journal
+    (tmp_path / "out.partial" / "training" / "checkpoint-4").mkdir()
+    train(str(llama_folder), _recipe(), **_given(output))
+    assert _kept(output) == whole
+
+
+def test_nothing_is_kept_of_a_training_that_failed_before_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        train(small.llama(), _Failing(), **arguments(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Failing(Freezer):
+    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+        raise ZeroDivisionError
