@@ -48,6 +48,7 @@ FLOORS = {
     "pipelines": 6,
     "evaluation": 7,
     "planning": 7,
+    "training": 7,
     "entrypoints": 8,
     "transformers": 9,
     "cli": 9,
@@ -60,6 +61,7 @@ ALIASES = {
     "",
     "core",
     "modifiers",
+    "modifiers.pruning",
     "modifiers.quantization",
     "modifiers.quantization.gptq",
 }
@@ -127,7 +129,7 @@ def breach(importer: str, imported: str) -> str | None:
         return None
     if FLOORS[lower] >= FLOORS[upper]:
         return f"{upper} (floor {FLOORS[upper]}) imports {lower} (floor {FLOORS[lower]})"
-    if upper in ("pipelines", "planning") and technique(imported):
+    if upper in ("pipelines", "planning", "training") and technique(imported):
         return f"{upper} imports a concrete modifier"
     if upper == "evaluation" and lower == "pipelines":
         return "measuring imports a pipeline's insides"
@@ -183,6 +185,8 @@ def test_imports_point_down() -> None:
         ("checkpoint.save", "modifiers.modifier_x"),
         ("recipe.recipe", "quantization.base"),
         ("entrypoints.oneshot", "cli.app"),
+        ("training.mixin", "modifiers.gptq"),
+        ("training.mixin", "entrypoints.oneshot"),
         ("verification.check", "checkpoint.save"),
     ],
 )

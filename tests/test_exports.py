@@ -25,6 +25,8 @@ PUBLIC = {
         "oneshot",
         "plan",
         "reset_session",
+        "run_stages",
+        "train",
         "verify",
     ],
     "llmcompressor.args": [
@@ -74,8 +76,17 @@ PUBLIC = {
     ],
     "llmcompressor.modeling": ["replace_modules_for_calibration"],
     "llmcompressor.modifiers": ["Modifier", "ModifierFactory"],
+    "llmcompressor.modifiers.distillation": ["OutputDistillationModifier"],
+    "llmcompressor.modifiers.distillation.output": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.gptq": ["GPTQModifier"],
     "llmcompressor.modifiers.modifier": ["Modifier"],
+    "llmcompressor.modifiers.pruning": [
+        "ConstantPruningModifier",
+        "GradualPruningModifier",
+        "MagnitudePruningModifier",
+    ],
+    "llmcompressor.modifiers.pruning.constant": ["ConstantPruningModifier"],
+    "llmcompressor.modifiers.pruning.magnitude": ["MagnitudePruningModifier"],
     "llmcompressor.modifiers.quantization": [
         "GPTQModifier",
         "QuantizationMixin",
@@ -86,14 +97,18 @@ PUBLIC = {
     "llmcompressor.observers": ["Observer"],
     "llmcompressor.observers.base": ["Observer"],
     "llmcompressor.recipe": ["Recipe"],
+    "llmcompressor.training": ["SessionManagerMixIn", "Trainer"],
     "llmcompressor.transformers": [
         "DataTrainingArguments",
         "TextGenerationDataset",
         "TrainingArguments",
         "oneshot",
+        "train",
     ],
     "llmcompressor.transformers.compression.compressed_tensors_utils": ["modify_save_pretrained"],
     "llmcompressor.transformers.compression.helpers": ["calculate_offload_device_map"],
+    "llmcompressor.transformers.finetune.session_mixin": ["SessionManagerMixIn"],
+    "llmcompressor.transformers.finetune.trainer": ["Trainer"],
     "llmcompressor.transformers.sparsification": ["modify_save_pretrained"],
     "llmcompressor.transformers.tracing": ["TraceableLlavaForConditionalGeneration"],
     "llmcompressor.utils": ["dispatch_for_generation", "load_context"],
@@ -103,6 +118,9 @@ ALIASES = {
     "llmcompressor:callbacks": "llmcompressor.core.session_functions:LifecycleCallbacks",
     "llmcompressor.args:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
     "llmcompressor.datasets.utils:get_rank_partition": "llmcompressor.datasets:get_rank_partition",
+    "llmcompressor.modifiers.pruning:GradualPruningModifier": (
+        "llmcompressor.modifiers.pruning.magnitude:MagnitudePruningModifier"
+    ),
     "llmcompressor.modifiers.quantization:GPTQModifier": (
         "llmcompressor.modifiers.gptq:GPTQModifier"
     ),
@@ -116,12 +134,17 @@ ALIASES = {
     ),
     "llmcompressor.transformers:TrainingArguments": "llmcompressor.args:TrainingArguments",
     "llmcompressor.transformers:oneshot": "llmcompressor:oneshot",
+    "llmcompressor.transformers:train": "llmcompressor:train",
     "llmcompressor.transformers.compression.compressed_tensors_utils:modify_save_pretrained": (
         "llmcompressor.checkpoint.save:modify_save_pretrained"
     ),
     "llmcompressor.transformers.compression.helpers:calculate_offload_device_map": (
         "llmcompressor.utils:calculate_offload_device_map"
     ),
+    "llmcompressor.transformers.finetune.session_mixin:SessionManagerMixIn": (
+        "llmcompressor.training:SessionManagerMixIn"
+    ),
+    "llmcompressor.transformers.finetune.trainer:Trainer": "llmcompressor.training:Trainer",
     "llmcompressor.transformers.sparsification:modify_save_pretrained": (
         "llmcompressor.checkpoint.save:modify_save_pretrained"
     ),
@@ -131,13 +154,10 @@ ALIASES = {
 }
 # Paths that scripts know and whose thing is not written yet.
 COMES_LATER = [
-    "llmcompressor:train",
     "llmcompressor.modifiers.autoround:AutoRoundModifier",
     "llmcompressor.modifiers.awq:AWQMapping",
     "llmcompressor.modifiers.awq:AWQModifier",
     "llmcompressor.modifiers.obcq:SparseGPTModifier",
-    "llmcompressor.modifiers.pruning:ConstantPruningModifier",
-    "llmcompressor.modifiers.pruning:MagnitudePruningModifier",
     "llmcompressor.modifiers.pruning:REAPPruningModifier",
     "llmcompressor.modifiers.pruning:SparseGPTModifier",
     "llmcompressor.modifiers.pruning:WandaPruningModifier",
@@ -150,8 +170,6 @@ COMES_LATER = [
     "llmcompressor.modifiers.transform.smoothquant:SmoothQuantMapping",
     "llmcompressor.modifiers.transform.smoothquant:SmoothQuantModifier",
     "llmcompressor.transformers:apply",
-    "llmcompressor.transformers:train",
-    "llmcompressor.transformers.finetune.session_mixin:SessionManagerMixIn",
 ]
 
 

@@ -17,14 +17,20 @@ EVERYTHING = [
     "llmcompressor.datasets",
     "llmcompressor.entrypoints.evaluate",
     "llmcompressor.entrypoints.oneshot",
+    "llmcompressor.entrypoints.stages",
+    "llmcompressor.entrypoints.train",
     "llmcompressor.entrypoints.verify",
     "llmcompressor.modeling",
+    "llmcompressor.modifiers.distillation.output",
     "llmcompressor.modifiers.gptq",
+    "llmcompressor.modifiers.pruning.constant",
+    "llmcompressor.modifiers.pruning.magnitude",
     "llmcompressor.modifiers.quantization.rounding",
     "llmcompressor.observers",
     "llmcompressor.pipelines",
     "llmcompressor.recipe",
     "llmcompressor.schemes",
+    "llmcompressor.training",
     "llmcompressor.transformers.sparsification",
     "llmcompressor.utils",
     "llmcompressor.verification.check",
@@ -99,6 +105,7 @@ print(*sorted({name.split(".")[0] for name in sys.modules}))
         "llmcompressor.errors",
         "llmcompressor.logger",
         "llmcompressor.modifiers",
+        "llmcompressor.modifiers.pruning",
         "llmcompressor.modifiers.quantization",
         "llmcompressor.registry",
         "llmcompressor.transformers",
@@ -113,7 +120,7 @@ def test_importing_everything_changes_no_setting() -> None:
     assert json.loads(run(SETTINGS, json.dumps(EVERYTHING))) == []
 
 
-@pytest.mark.parametrize("command", [[], ["oneshot"], ["plan"], ["verify"], ["model-free-ptq"]])
+@pytest.mark.parametrize("command", [[], ["oneshot"], ["train"], ["run"], ["plan"], ["verify"], ["model-free-ptq"]])
 def test_help_loads_nothing_that_takes_long(command: list[str]) -> None:
     """``benchmarks/startup.py`` says how long it takes."""
     code = """if True:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from llmcompressor.entrypoints.model_free import model_free_ptq
     from llmcompressor.entrypoints.oneshot import Oneshot, oneshot
     from llmcompressor.entrypoints.plan import plan
+    from llmcompressor.entrypoints.stages import run_stages
+    from llmcompressor.entrypoints.train import train
     from llmcompressor.entrypoints.verify import verify
     from llmcompressor.logger import LoggerConfig, configure_logger
 
@@ -42,6 +44,8 @@ __all__ = [
     "oneshot",
     "plan",
     "reset_session",
+    "run_stages",
+    "train",
     "verify",
 ]
 
@@ -59,6 +63,8 @@ _HOMES = {
     "oneshot": "llmcompressor.entrypoints.oneshot",
     "plan": "llmcompressor.entrypoints.plan",
     "reset_session": "llmcompressor.core.session_functions",
+    "run_stages": "llmcompressor.entrypoints.stages",
+    "train": "llmcompressor.entrypoints.train",
     "verify": "llmcompressor.entrypoints.verify",
 }
 

@@ -33,8 +33,10 @@ from llmcompressor.cli import main
 from llmcompressor.datasets import table as dataset_table
 from llmcompressor.datasets.table import DATASETS
 from llmcompressor.evaluation.stdlib_text import calibration_passages
+from llmcompressor.modifiers.distillation import OutputDistillationModifier
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.observers.base import OBSERVERS
 from llmcompressor.pipelines import PIPELINES
@@ -195,13 +197,21 @@ def test_presets_are_those_of_the_code() -> None:
 
 @pytest.mark.parametrize(
     ("page", "modifier"),
-    [("quantization.md", QuantizationModifier), ("gptq.md", GPTQModifier)],
+    [
+        ("quantization.md", QuantizationModifier),
+        ("gptq.md", GPTQModifier),
+        ("magnitude_pruning.md", MagnitudePruningModifier),
+        ("constant_pruning.md", ConstantPruningModifier),
+        ("distillation.md", OutputDistillationModifier),
+    ],
 )
 def test_fields_and_defaults_are_those_of_the_class(page: str, modifier: type[Modifier]) -> None:
     rows = table_rows(DOCS / "modifiers" / page, "## Fields")
     told = {row[0]: row[1] for row in rows}
     shown = {
-        name: repr(info.get_default(call_default_factory=True)).replace("'", '"')
+        name: "required"
+        if info.is_required()
+        else repr(info.get_default(call_default_factory=True)).replace("'", '"')
         for name, info in modifier.model_fields.items()
     }
     if page == "gptq.md":  # the page of the shared ones has them
@@ -291,5 +301,6 @@ def test_declarations_are_those_of_the_base_class() -> None:
     assert all(hasattr(Modifier, name) for name in told)
     source = inspect.getsource(Modifier)
     section = source.split("# ---- what pipelines read")[1].split("# ---- phases")[0]
-    read = set(re.findall(r"def (\w+)\(self", section)) | {"propagates_error", "must_precede"}
+    read = set(re.findall(r"def (\w+)\(self", section))
+    read |= {"propagates_error", "must_precede", "run_types"}
     assert told == read

@@ -278,3 +278,72 @@ class TestMerge:
     def test_different_observers_do_not_merge(self):
         with pytest.raises(InputError, match="same class"):
             make("minmax").merge(make("static_minmax"))
+
+
+COLLECTING = [name for name in OBSERVERS if "imatrix" not in name]
+
+
+def steps(number: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return list(torch.randn(number, 6, 32))
+
+
+@pytest.mark.parametrize("name", COLLECTING)
+def test_a_collected_step_is_one_observation(name):
+    a, b = make(name), make(name)
+    for x in steps(3):
+        a.observe(x)
+        b.collect(x).commit()
+    assert b.observations == 3
+    assert all(map(torch.equal, a.range(), b.range()))
+
+
+@pytest.mark.parametrize("name", ["minmax", "static_minmax", "histogram", "percentile"])
+def test_a_step_counts_the_same_however_it_is_cut(name):
+    """In one batch, in three, or on two processes: not so where each part is searched."""
+    whole, cut, first, second = (make(name) for _ in range(4))
+    for x in steps(3):
+        whole.collect(x).commit()
+        for rows in x.split(2):
+            cut.collect(rows)
+        cut.commit()
+        seen = [first.collect(x[:2]).collected(), second.collect(x[2:]).collected()]
+        first.commit(seen)
+        second.commit(seen)
+    for other in (cut, first, second):
+        assert other.observations == 3
+        assert all(map(torch.equal, whole.range(), other.range()))
+
+
+def test_nothing_collected_is_no_observation():
+    observer = make("minmax")
+    assert observer.commit([None, None]).commit().observations == 0
+
+
+@pytest.mark.parametrize("name", ["minmax", "mse", "histogram"])
+def test_what_is_not_finite_is_not_taken(name):
+    observer = make(name).observe(WEIGHT)
+    before = observer.range()
+    with pytest.raises(NonFiniteError):
+        observer.collect(torch.tensor([[1.0, torch.inf]])).commit()
+    assert observer.observations == 1
+    assert all(map(torch.equal, before, observer.range()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", COLLECTING)
+def test_a_saved_observer_goes_on_where_it_was(name, dtype, tmp_path):
+    a, b = make(name), make(name)
+    torch.save(a.state_dict(), tmp_path / "empty")
+    b.load_state_dict(torch.load(tmp_path / "empty", weights_only=True))
+    assert b.observations == 0
+    for x in steps(3):
+        a.observe(x.to(dtype))
+    torch.save(a.state_dict(), tmp_path / "state")
+    b.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    for observer in (a, b):
+        observer.observe(2 * steps(1)[0].to(dtype))
+    assert a.observations == b.observations == 4
+    for one, other in zip((*a.range(), *a.qparams()), (*b.range(), *b.qparams()), strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)

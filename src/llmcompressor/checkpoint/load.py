@@ -13,7 +13,6 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from llmcompressor.checkpoint.layout import embeddings
 from llmcompressor.checkpoint.source import (
     inspect_source,
     is_hub_id,
@@ -22,6 +21,7 @@ from llmcompressor.checkpoint.source import (
 )
 from llmcompressor.errors import CheckpointError, did_you_mean
 from llmcompressor.logger import logger
+from llmcompressor.modeling.embeddings import untie_embeddings
 
 __all__ = [
     "AUTO_CLASSES",
@@ -150,28 +150,6 @@ def check_config_unquantized(config: PretrainedConfig, name: str) -> None:
     method = quantization_method(config.to_dict())
     if method is not None:
         raise quantized_error(name, method)
-
-
-def untie_embeddings(model: PreTrainedModel) -> bool:
-    """Give the output head weights of its own and say so in the configuration.
-
-    Returns:
-        Whether the embeddings were tied.
-    """
-    inputs, outputs = embeddings(model)
-    if inputs is None or outputs is None or inputs is outputs:
-        return False
-    was_tied = getattr(outputs, "weight", None) is getattr(inputs, "weight", None)
-    if was_tied:
-        weight = outputs.get_parameter("weight")
-        copy = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
-        outputs.register_parameter("weight", copy)
-    for config in (model.config, model.config.get_text_config()):
-        if getattr(config, "tie_word_embeddings", None):
-            config.tie_word_embeddings = False
-    if hasattr(model, "all_tied_weights_keys"):
-        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
-    return was_tied
 
 
 def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> PretrainedConfig:

@@ -58,6 +58,7 @@ __all__ = [
     "planned_config",
     "save_checkpoint",
     "write_beside_weights",
+    "write_checkpoint",
 ]
 
 RECIPE_FILE = "recipe.yaml"
@@ -155,7 +156,7 @@ def save_checkpoint(
     )
     on_existing = OnExisting.REPLACE if overwrite else OnExisting.REFUSE
     with staged(target, on_existing=on_existing) as folder:
-        _write(model, folder, options)
+        write_checkpoint(model, folder, options)
     logger.info(f"Saved {target}.")
     return target
 
@@ -272,7 +273,7 @@ def _save_into(
             "Choose another output directory.",
         )
     with staged(target, on_existing=OnExisting.MERGE) as folder:
-        _write(model, folder, options, state_dict)
+        write_checkpoint(model, folder, options, state_dict)
         files = (path for path in folder.rglob("*") if path.is_file())
         written = [path.relative_to(folder).as_posix() for path in files]
     logger.info(f"Saved {target}.")
@@ -287,13 +288,20 @@ def _source_directory(model: PreTrainedModel, options: SaveOptions) -> Path | No
 
 
 @torch.no_grad()
-def _write(
+def write_checkpoint(
     model: PreTrainedModel,
     folder: Path,
     options: SaveOptions,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write every file of the checkpoint into ``folder``."""
+    """Write every file of a checkpoint into a folder that no one takes for an output yet.
+
+    Args:
+        model: the model, as for :func:`save_checkpoint`.
+        folder: where to.
+        options: how.
+        state_dict: tensors to write instead of the model's own.
+    """
     forced = parse_format(options.quantization_format if options.save_compressed else "dense")
     quantized = quantized_modules(model, forced_format=forced)
     source = _source_directory(model, options)

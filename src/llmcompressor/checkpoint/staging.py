@@ -26,6 +26,7 @@ __all__ = [
     "OnExisting",
     "check_output_dir",
     "disk_errors",
+    "flush",
     "put_in_place",
     "remove_at_once",
     "staged",
@@ -108,7 +109,7 @@ def staged(
     try:
         staging.mkdir()
         yield staging
-        _flush(staging)
+        flush(staging)
         if inside or (on_existing is OnExisting.MERGE and target.exists()):
             _move_into(staging, target, purge=on_existing is OnExisting.REPLACE)
         else:
@@ -139,7 +140,7 @@ def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
         target: the name; a checkpoint that has it is replaced if ``replace`` is true.
         replace: see there.
     """
-    _flush(folder)
+    flush(folder)
     if target in folder.parents:
         work = work_folder(target)
         for path in sorted(target.iterdir(), key=lambda path: path.name != "config.json"):
@@ -274,7 +275,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _flush(folder: Path) -> None:
+def flush(folder: Path) -> None:
     """Force every file and directory below ``folder`` to the disk."""
     for path in [*folder.rglob("*"), folder]:
         _flush_one(path)

@@ -18,8 +18,18 @@ __all__ = ["ModifierFactory"]
 _BUILTIN = Table(
     "modifier",
     {
+        "ConstantPruningModifier": "llmcompressor.modifiers.pruning:ConstantPruningModifier",
         "GPTQModifier": "llmcompressor.modifiers.gptq:GPTQModifier",
+        "GradualPruningModifier": "llmcompressor.modifiers.pruning:MagnitudePruningModifier",
+        "MagnitudePruningModifier": "llmcompressor.modifiers.pruning:MagnitudePruningModifier",
+        "OutputDistillationModifier": (
+            "llmcompressor.modifiers.distillation.output:OutputDistillationModifier"
+        ),
+        "QuIPModifier": "llmcompressor.modifiers.rotation:QuIPModifier",
         "QuantizationModifier": "llmcompressor.modifiers.quantization:QuantizationModifier",
+        "SpinQuantModifier": "llmcompressor.modifiers.rotation:SpinQuantModifier",
+        "SparseGPTModifier": "llmcompressor.modifiers.sparsity:SparseGPTModifier",
+        "WandaPruningModifier": "llmcompressor.modifiers.sparsity:WandaPruningModifier",
     },
 )
 

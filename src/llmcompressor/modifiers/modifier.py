@@ -113,7 +113,7 @@ class Modifier(HooksMixin):
 
     What a pipeline has to know about a modifier is declared here, as class data or properties:
     ``requires_calibration_data``, ``finest_granularity``, ``propagates_error``,
-    ``twin_streams``, ``must_precede`` and :meth:`calibrated_modules`.
+    ``twin_streams``, ``surveys_first``, ``must_precede`` and :meth:`calibrated_modules`.
 
     Attributes:
         index: the place in the recipe, if it is given there.
@@ -202,6 +202,11 @@ class Modifier(HooksMixin):
         return False
 
     @property
+    def surveys_first(self) -> bool:
+        """Whether it looks at all data once, changing nothing, before the pass it works in."""
+        return False
+
+    @property
     def changes_at_once(self) -> bool:
         """Whether passes go on from a module with what was made of it.
 
@@ -272,6 +277,11 @@ class Modifier(HooksMixin):
         return self._passed[-1]
 
     @property
+    def passed_phases(self) -> tuple[str, ...]:
+        """The names of all phases that were entered, for a checkpoint."""
+        return tuple(phase.value for phase in self._passed)
+
+    @property
     def initialized(self) -> bool:
         """Whether it was initialized."""
         return Phase.INITIALIZED in self._passed
@@ -332,8 +342,24 @@ class Modifier(HooksMixin):
             steps_per_epoch=state.steps_per_epoch,
             batches_per_step=state.batches_per_step,
         )
-        if self.should_start(event):
+        if self.should_start(event) and not state.resumes:
             self._start(state, event, kwargs)
+
+    def resume(self, state: State, phases: Iterable[str], saved: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint was taken: in its phases, with what it holds.
+
+        Args:
+            state: of the run.
+            phases: what :attr:`passed_phases` was.
+            saved: what :meth:`state_dict` returned.
+
+        Raises:
+            LifecycleError: it was not initialized, or was finalized.
+        """
+        self._expect_initialized("resumed")
+        self._expect_not(Phase.FINALIZED, "resumed")
+        self._passed = tuple(Phase(name) for name in phases)
+        self.load_state_dict(state, saved)
 
     def update_event(self, state: State, event: Event, **kwargs: Any) -> None:
         """Take part in an event.

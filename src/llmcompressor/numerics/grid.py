@@ -141,11 +141,16 @@ class Grid:
 
     def limit(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         """What :meth:`quantize` rounds: x / scale + zero, within the ends of the grid."""
+        return self.quotients(x, scale, zero).clamp_(self.qmin, self.qmax)
+
+    @staticmethod
+    def quotients(x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+        """A new tensor x / scale + zero: where x lies between the codes, also beyond the ends."""
         # given in one dtype: a division of two dtypes takes a CPU ten times as long
         quotients = torch.div(x.to(torch.result_type(x, scale)), scale)
         if zero is not None:
             quotients.add_(zero.to(x.dtype))
-        return quotients.clamp_(self.qmin, self.qmax)
+        return quotients
 
     def dequantize(self, q: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         """Values x' = (q - zero) * scale.

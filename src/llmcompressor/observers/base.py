@@ -7,6 +7,7 @@ how it changes the range of those before (:meth:`RangeObserver.combine`).
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
@@ -33,7 +34,14 @@ from llmcompressor.schemes.bridge import (
     zero_dtype_of,
 )
 
-__all__ = ["OBSERVERS", "Observer", "ObserverOptions", "RangeObserver", "fused_global_scale"]
+__all__ = [
+    "OBSERVERS",
+    "Observer",
+    "ObserverOptions",
+    "RangeObserver",
+    "fused_global_scale",
+    "stored_scale",
+]
 
 OBSERVERS = Table(
     "observer",
@@ -84,6 +92,7 @@ class Observer(ABC):
         self.args = args
         self.options = self._read_options({**(args.observer_kwargs or {}), **observer_kwargs})
         self.observations = 0
+        self._collected: Any = None
 
     @classmethod
     def load_from_registry(
@@ -136,6 +145,77 @@ class Observer(ABC):
         self._update(observed)
         self.observations += 1
         return self
+
+    @torch.no_grad()
+    def collect(self, x: Tensor) -> Self:
+        """Set a tensor aside, as :meth:`observe` takes it, until :meth:`commit`.
+
+        What is set aside counts as one observation, however many tensors it came in: a step of
+        training is one, in whatever batches and on however many processes it was taken.
+        """
+        if x.numel():
+            found = self._measured(canonical(x.detach(), self.base_name, self.args))
+            before = self._collected
+            self._collected = found if before is None else self._joined(before, found)
+        return self
+
+    def collected(self) -> Any:
+        """What was set aside since the last :meth:`commit`: tensors in a tuple, or ``None``."""
+        return self._collected
+
+    @torch.no_grad()
+    def commit(self, seen: Iterable[Any] | None = None) -> Self:
+        """Take what was set aside into account, as one observation.
+
+        Args:
+            seen: what the observers of the same tensor have :meth:`collected` on all processes,
+                this one among them, in one order on all of them.
+
+        Raises:
+            NonFiniteError: there was NaN or infinity in it; nothing has changed then.
+        """
+        seen = [self._collected] if seen is None else seen
+        self._collected = None
+        parts = [one for one in seen if one is not None]
+        if parts:
+            self._take(functools.reduce(self._joined, parts))
+            self.observations += 1
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was observed, in tensors, numbers and texts; what is set aside is not."""
+        return {"observations": self.observations, **(self._saved() if self.observations else {})}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        self.reset()
+        self.observations = int(saved["observations"])
+        if self.observations:
+            self._load(saved)
+
+    @abstractmethod
+    def _measured(self, observed: Canonical) -> Any:
+        """What is kept of one tensor until the commit."""
+
+    @abstractmethod
+    def _joined(self, own: Any, other: Any) -> Any:
+        """Two measured tensors as one; the order does not matter."""
+
+    @abstractmethod
+    def _take(self, measured: Any) -> None:
+        """Accumulate what was measured.
+
+        Raises:
+            NonFiniteError: it is not finite.
+        """
+
+    @abstractmethod
+    def _saved(self) -> dict[str, Any]:
+        """What was accumulated."""
+
+    @abstractmethod
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        """Take what :meth:`_saved` returned for what was accumulated."""
 
     @abstractmethod
     def _update(self, observed: Canonical) -> None:
@@ -196,7 +276,7 @@ class Observer(ABC):
             zero_dtype=zero_dtype_of(self.args),
         )
         if dtype is not None:
-            scale = _stored(scale, parameter_dtype(dtype))
+            scale = stored_scale(scale, parameter_dtype(dtype))
         if not is_finite(scale):
             raise NonFiniteError(f"A scale of the {self.base_name} does not fit {scale.dtype}.")
         return scale, zero
@@ -223,6 +303,7 @@ class Observer(ABC):
     def reset(self) -> None:
         """Forget all observations."""
         self.observations = 0
+        self._collected = None
 
     def _read_options(self, given: Mapping[str, Any]) -> Any:
         """``given``, checked against the observer's options."""
@@ -273,11 +354,35 @@ class RangeObserver(Observer):
         self._state = None
 
     def _update(self, observed: Canonical) -> None:
-        minimum, maximum = self.measure(observed)
+        self._include(self.measure(observed))
+
+    def _include(self, found: Range) -> None:
+        minimum, maximum = found
         self._dtype = minimum.dtype
         kept = torch.promote_types(minimum.dtype, torch.float32)
         new = Range(minimum.to(kept), maximum.to(kept))
         self._state = new if self._state is None else self.combine(self._state, new)
+
+    def _measured(self, observed: Canonical) -> Range:
+        return self.measure(observed)
+
+    def _joined(self, own: Range, other: Range) -> Range:
+        return union(Range(*own), Range(*other))
+
+    def _take(self, measured: Range) -> None:
+        if not all(map(is_finite, measured)):
+            raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
+        self._include(Range(*measured))
+
+    def _saved(self) -> dict[str, Any]:
+        assert self._state is not None
+        # an empty tensor tells the dtype that scales are computed in
+        like = torch.empty(0, dtype=self._dtype)
+        return {"minimum": self._state.minimum, "maximum": self._state.maximum, "like": like}
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        self._state = Range(saved["minimum"], saved["maximum"])
+        self._dtype = saved["like"].dtype
 
     def _range(self) -> Range:
         assert self._state is not None
@@ -314,7 +419,7 @@ def fused_global_scale(observers: Iterable[Observer]) -> Tensor | None:
     )
 
 
-def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``scale`` in ``dtype``; what would vanish becomes the smallest number instead."""
     info = torch.finfo(dtype)
     stored = scale.to(dtype)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -10,6 +11,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field
 from torch import Tensor
 
+from llmcompressor.errors import NonFiniteError
+from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.histogram import (
     Histogram,
     entropy_range,
@@ -73,11 +76,40 @@ class HistogramObserver(Observer):
         self._histogram = None
 
     def _update(self, observed: Canonical) -> None:
+        self._include(self._counted(observed))
+        self._scale_shape, self._dtype = observed.scale_shape, observed.matrix.dtype
+
+    def _counted(self, observed: Canonical) -> Histogram:
         seen = Histogram.of(observed.values, self.options.bins)
         if not observed.partition.divides(*observed.matrix.shape):
             seen = seen.without_zeros(observed.padding)
+        return seen
+
+    def _include(self, seen: Histogram) -> None:
         self._histogram = seen if self._histogram is None else self._histogram.merge(seen)
-        self._scale_shape, self._dtype = observed.scale_shape, observed.matrix.dtype
+
+    def _measured(self, observed: Canonical) -> tuple[Tensor, ...]:
+        if not all(map(is_finite, observed.extremes)):  # they have no place among the bins
+            raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
+        # an empty tensor tells the shape and the dtype of the scales
+        like = observed.matrix.new_empty((0, *observed.scale_shape))
+        return *_parts(self._counted(observed)), like
+
+    def _joined(self, own: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return *_parts(Histogram(*own[:4]).merge(Histogram(*other[:4]))), own[4]
+
+    def _take(self, measured: tuple[Tensor, ...]) -> None:
+        self._include(Histogram(*measured[:4]))
+        self._scale_shape, self._dtype = tuple(measured[4].shape[1:]), measured[4].dtype
+
+    def _saved(self) -> dict[str, Any]:
+        assert self._histogram is not None
+        like = torch.empty((0, *self._scale_shape), dtype=self._dtype)
+        return {"histogram": [*_parts(self._histogram)], "like": like}
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        self._histogram = Histogram(*saved["histogram"])
+        self._scale_shape, self._dtype = tuple(saved["like"].shape[1:]), saved["like"].dtype
 
     def _range(self) -> Range:
         assert self._histogram is not None
@@ -101,6 +133,10 @@ class HistogramObserver(Observer):
     def _adopt(self, other: Self) -> None:
         self._histogram = other._histogram
         self._scale_shape, self._dtype = other._scale_shape, other._dtype
+
+
+def _parts(histogram: Histogram) -> tuple[Tensor, ...]:
+    return histogram.counts, histogram.exponent, histogram.low, histogram.high
 
 
 class PercentileObserver(HistogramObserver):

@@ -24,18 +24,20 @@ from llmcompressor.errors import NonFiniteError
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.observers.tokens import real_tokens
-from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.parameters import WeightParameters, weighs_inputs, weight_of
+from llmcompressor.quantization.trainable import TrainableMixin
 from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["QuantizationModifier"]
 
 
-class QuantizationModifier(QuantizationMixin):
+class QuantizationModifier(TrainableMixin):
     """Quantizes weights by rounding to nearest, and activations as the scheme says.
 
     The weights are rounded when calibration ends: what is calibrated, activation scales for
-    instance, is measured on the model as it was.
+    instance, is measured on the model as it was. In a training they are rounded in every forward
+    instead, with the activations, and gradients pass straight through
+    (:class:`~llmcompressor.quantization.aware.AwareTraining`).
 
     Example::
 

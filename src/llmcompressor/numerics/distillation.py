@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What a student and its teacher are compared by: transforms of outputs, and distances.
+
+``N`` tokens (rows), ``D`` features or entries of a vocabulary. A comparison takes two tensors
+``[N, D]`` and gives one value per token, float32 ``[N]`` (float64 where the inputs are float64),
+which is smaller the better the student agrees. The mean over tokens is the loss; over many
+tokens it is taken a chunk at a time (:mod:`llmcompressor.numerics.token_mean`).
+
+The softened distribution of Hinton et al. (arXiv:1503.02531, equation 1), with logits z and
+temperature T, is
+
+.. math:: q_i = \frac{\exp(z_i / T)}{\sum_j \exp(z_j / T)} .
+
+Its gradients shrink with 1/T², so what compares such distributions is multiplied by T² (section
+2 there): a change of T leaves the balance with the other loss as it is, and with T → ∞ what
+remains is the squared difference of the centred logits, ‖z − v‖² / (2 D) (equation 4).
+
+Logarithms of probabilities are logits too: their softmax gives the probabilities back. That is
+why :func:`kl_divergence` and :func:`cross_entropy` know one form of input only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+__all__ = [
+    "cosine_similarity",
+    "cross_entropy",
+    "identity",
+    "inner_product",
+    "kl_divergence",
+    "l1_distance",
+    "l2_distance",
+    "log_softmax",
+    "normalize",
+    "softmax",
+    "square_head",
+    "squared_norm",
+    "wide",
+]
+
+_SMALLEST_NORM = 1e-12
+"""What a mean square is at least when something is divided by it."""
+_EXCLUDED = 1e30
+"""A logit below minus this stands for an entry that cannot be."""
+
+
+def wide(input_ND: Tensor) -> Tensor:
+    """The tensor in the dtype of the computations: float64 stays, all else becomes float32."""
+    return input_ND if input_ND.dtype == torch.float64 else input_ND.float()
+
+
+# ---- transforms: [N, D] → [N, D]
+
+
+def identity(input_ND: Tensor) -> Tensor:
+    """The tensor itself."""
+    return input_ND
+
+
+def softmax(input_ND: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Probabilities at a temperature (arXiv:1503.02531, equation 1).
+
+    >>> softmax(torch.tensor([[0.0, 0.0]]))
+    tensor([[0.5000, 0.5000]])
+    """
+    return torch.softmax(wide(input_ND) / temperature, dim=-1)
+
+
+def log_softmax(input_ND: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Logarithms of the probabilities at a temperature."""
+    return torch.log_softmax(wide(input_ND) / temperature, dim=-1)
+
+
+def normalize(input_ND: Tensor, *, p: float = 2.0) -> Tensor:
+    """Each row divided by its p-norm; a row of zeros stays.
+
+    >>> normalize(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    tensor([[0.6000, 0.8000],
+            [0.0000, 0.0000]])
+    """
+    return functional.normalize(wide(input_ND), p=p, dim=-1, eps=_SMALLEST_NORM)
+
+
+# ---- comparisons: [N, D], [N, D] → [N]
+
+
+def l1_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
+    """Sum of the absolute differences.
+
+    >>> l1_distance(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]]))
+    tensor([3.])
+    """
+    return (wide(student_ND) - wide(teacher_ND)).abs().sum(dim=-1)
+
+
+def l2_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
+    """Length of the difference; where there is none the gradient is zero.
+
+    >>> l2_distance(torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2))
+    tensor([5.])
+    """
+    length_N: Tensor = torch.linalg.vector_norm(wide(student_ND) - wide(teacher_ND), dim=-1)
+    return length_N
+
+
+def inner_product(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
+    """The inner product, negated: more of it is more agreement.
+
+    >>> inner_product(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
+    tensor([-11.])
+    """
+    return -(wide(student_ND) * wide(teacher_ND)).sum(dim=-1)
+
+
+def cosine_similarity(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
+    """One less the cosine of the angle: 0 in the same direction, 2 in the opposite one.
+
+    >>> cosine_similarity(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0]]))
+    tensor([0.])
+    """
+    return 1 - functional.cosine_similarity(wide(student_ND), wide(teacher_ND), dim=-1)
+
+
+def kl_divergence(student_ND: Tensor, teacher_ND: Tensor, *, temperature: float = 1.0) -> Tensor:
+    r"""KL(teacher ‖ student) of the softened distributions, in nats, times T².
+
+    With p the teacher's and q the student's distribution at temperature T,
+
+    .. math:: T^2 \sum_i p_i (\log p_i - \log q_i) .
+
+    The gradient to the student's logits is T (q − p); the teacher gets none. An entry that the
+    teacher excludes (−infinity, or a mask's lowest number) adds nothing. One that the student
+    excludes is left out of the teacher's distribution too: no weight of it could change that.
+
+    Args:
+        student_ND: logits or logarithms of probabilities, any floating dtype.
+        teacher_ND: the same.
+        temperature: T.
+
+    >>> kl_divergence(torch.tensor([[5.0, 5.0]]), torch.tensor([[1.0, 1.0]]))
+    tensor([0.])
+    """
+    return _of_distributions(student_ND, teacher_ND, temperature, entropy=True)
+
+
+def cross_entropy(student_ND: Tensor, teacher_ND: Tensor, *, temperature: float = 1.0) -> Tensor:
+    r"""Cross entropy of the student's with the teacher's softened distribution, times T².
+
+    .. math:: -T^2 \sum_i p_i \log q_i
+
+    It has the gradient of :func:`kl_divergence`; the teacher's entropy lies between the two.
+    What is said there of excluded entries holds here.
+
+    Args:
+        student_ND: logits or logarithms of probabilities, any floating dtype.
+        teacher_ND: the same.
+        temperature: T.
+
+    >>> cross_entropy(torch.tensor([[0.0, 0.0]]), torch.tensor([[9.0, 9.0]]))
+    tensor([0.6931])
+    """
+    return _of_distributions(student_ND, teacher_ND, temperature, entropy=False)
+
+
+def _of_distributions(
+    student_ND: Tensor, teacher_ND: Tensor, temperature: float, *, entropy: bool
+) -> Tensor:
+    logits_ND, aims_ND = wide(student_ND), wide(teacher_ND)
+    if temperature != 1.0:
+        logits_ND, aims_ND = logits_ND / temperature, aims_ND / temperature
+    value_N: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call] # torch's
+        logits_ND, aims_ND.detach(), entropy
+    )
+    return temperature**2 * value_N
+
+
+class _Divergence(torch.autograd.Function):
+    """The sums at T = 1; its derivative is known, and half the work of torch's own way to it.
+
+    Masks are made by arithmetic: on a CPU, choosing elements by a condition costs more than all
+    the rest.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_ND: Tensor, aims_ND: Tensor, entropy: bool) -> Tensor:
+        log_q_ND = torch.log_softmax(logits_ND, dim=-1)
+        # Zero, exactly, but where the student excludes an entry.
+        excluded_ND = logits_ND.clamp(max=-_EXCLUDED).add_(_EXCLUDED)
+        log_p_ND = torch.log_softmax(excluded_ND.add_(aims_ND), dim=-1)
+        p_ND = log_p_ND.exp()
+        # 0 times a large number is 0, while 0 · (−inf) is none, and neither is −inf − (−inf).
+        log_q_ND.clamp_(min=-_EXCLUDED)
+        if entropy:
+            terms_ND = log_p_ND.clamp_(min=-_EXCLUDED).sub_(log_q_ND).mul_(p_ND)
+        else:
+            terms_ND = torch.mul(log_q_ND, p_ND, out=log_p_ND).neg_()
+        value_N = terms_ND.sum(dim=-1)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(log_q_ND.exp_().sub_(p_ND))
+        return value_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
+        (difference_ND,) = ctx.saved_tensors
+        return difference_ND * grad_N[..., None], None, None
+
+
+def square_head(
+    student_ND: Tensor,
+    teacher_ND: Tensor,
+    *,
+    per_token: bool = False,
+    mean_square: Tensor | None = None,
+) -> Tensor:
+    r"""Squared error in units of the teacher's own squares (arXiv:2310.06927, equation 2).
+
+    .. math:: \frac{\operatorname{MSE}(f_t, f_s)}{\operatorname{MSE}(f_t, 0)}
+
+    is the mean over tokens of what is returned: each token's squared error, divided by the mean
+    over tokens of the teacher's squared norm. That makes layers of any magnitude alike.
+
+    Args:
+        student_ND: features, any floating dtype.
+        teacher_ND: the same.
+        per_token: divide by each token's own squared norm. A batch then is the mean of its
+            parts, and tokens of huge norm do not outweigh the others.
+        mean_square: the mean of :func:`squared_norm` over all tokens, when these are a part.
+
+    >>> square_head(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 0.0]]))
+    tensor([0.5000])
+    """
+    squares_N = squared_norm(wide(student_ND) - wide(teacher_ND))
+    if per_token:
+        return squares_N / squared_norm(teacher_ND).clamp_min(_SMALLEST_NORM)
+    if mean_square is None:
+        mean_square = squared_norm(teacher_ND).mean()
+    return squares_N / mean_square.clamp_min(_SMALLEST_NORM)
+
+
+def squared_norm(input_ND: Tensor) -> Tensor:
+    """Sum of the squares of each row, ``[N]``."""
+    return wide(input_ND).square().sum(dim=-1)

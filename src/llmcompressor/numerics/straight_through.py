@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Rounding that lets gradients pass: fake quantization for training.
+
+The forward is :meth:`Grid.fake_quantize`, in the same arithmetic, with t = x / s + z::
+
+    q = round(clamp(t, qmin, qmax)),    x' = (q - z) s
+
+Rounding has a derivative of zero almost everywhere, so it is taken for the identity in the
+backward (the straight-through estimator: Bengio et al., arXiv:1308.3432, section 4; for quantized
+networks Jacob et al., arXiv:1712.05877, section 3). Clamping keeps its derivative::
+
+    dx'/dx = 1   where qmin <= t <= qmax,    0   elsewhere
+
+For a scale that is learned, the same definition gives the gradient of learned step sizes (LSQ,
+Esser et al., arXiv:1902.08153, equation 3, there with z = 0)::
+
+    dx'/ds = q - t   where qmin <= t <= qmax,    q - z   elsewhere
+
+It is multiplied by g = 1 / sqrt(N qmax) (section 2.2), with N the elements that share the scale.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.partition import Partition
+from llmcompressor.numerics.scales import ScaleFormat
+
+__all__ = [
+    "fake_quantize",
+    "fake_quantize_matrix",
+    "learned_scale",
+    "step_gradient",
+    "storable_scale",
+    "touch",
+]
+
+_E4M3_LEAST, _E4M3_LARGEST = 2.0**-9, 448.0
+_E8M0_LEAST, _E8M0_LARGEST = -126.0, 127.0  # 2^-127 is no normal float32
+
+
+def fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    grid: Grid,
+    *,
+    through: torch.dtype | None = None,
+    gradient_scale: float = 1.0,
+) -> Tensor:
+    """Each x replaced by the value that its code stands for; gradients pass straight through.
+
+    Args:
+        x: values, any shape, floating dtype.
+        scale: effective scale, broadcastable to ``x``. Where it requires a gradient it gets that
+            of LSQ; otherwise it counts as a constant.
+        zero: zero point, broadcastable to ``x``; ``None`` for none. Always a constant.
+        grid: what is rounded to.
+        through: a dtype that the values pass through, as readers of 4-bit floats have it.
+        gradient_scale: g, see :func:`step_gradient`.
+
+    Returns:
+        New tensor of the shape and dtype of ``x``.
+
+    >>> x = torch.tensor([0.3, 9.0], requires_grad=True)
+    >>> fake_quantize(x, torch.tensor(0.5), None, Grid("int", 4)).sum().backward()
+    >>> x.grad.tolist()
+    [1.0, 0.0]
+    """
+    if not torch.is_grad_enabled() or not (x.requires_grad or scale.requires_grad):
+        codes = grid.round_(grid.limit(x, scale, zero))
+        return _values(codes, x.dtype, scale, zero, through)
+    function = _Learned if scale.requires_grad else _Fixed
+    result: Tensor = function.apply(  # type: ignore[no-untyped-call]  # torch's own
+        x, scale, zero, grid, through, gradient_scale
+    )
+    return result
+
+
+def fake_quantize_matrix(
+    matrix: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    grid: Grid,
+    partition: Partition,
+    *,
+    through: torch.dtype | None = None,
+    gradient_scale: float = 1.0,
+) -> Tensor:
+    """A matrix [..., R, C] under one scale per cell of ``partition``; see :func:`fake_quantize`."""
+    return partition.apply(
+        lambda x, s, z: fake_quantize(
+            x, s, z, grid, through=through, gradient_scale=gradient_scale
+        ),
+        matrix,
+        scale,
+        zero,
+    )
+
+
+def step_gradient(elements: int, grid: Grid) -> float:
+    """LSQ's g = 1 / sqrt(N qmax), which keeps updates of scales and of values in proportion.
+
+    Args:
+        elements: N, how many elements share the scale.
+        grid: whose greatest member counts.
+
+    >>> step_gradient(14, Grid("int", 4)) == 1 / 98**0.5
+    True
+    """
+    return 1.0 / math.sqrt(max(elements, 1) * max(grid.qmax, 1.0))
+
+
+def learned_scale(log_ratio: Tensor, start: Tensor) -> Tensor:
+    """The scale s = start · exp(p), which is positive whatever p is.
+
+    Learned in the logarithm, a scale moves by a fraction of itself, however small it is: an
+    optimizer that normalizes gradients (Adam) moves all scales alike. Weight decay on p pulls the
+    scale to where it started.
+
+    Args:
+        log_ratio: p, floating, broadcastable with ``start``; zero at first.
+        start: the scale that was observed, positive; a constant.
+
+    Returns:
+        The shape and dtype of ``start``.
+
+    >>> learned_scale(torch.zeros(1), torch.tensor([0.25])).tolist()
+    [0.25]
+    """
+    return start * log_ratio.to(start.dtype).exp()
+
+
+def storable_scale(
+    scale: Tensor,
+    scale_format: ScaleFormat,
+    *,
+    global_scale: Tensor | None = None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """A scale as it can be stored, in ``dtype``; gradients pass straight through.
+
+    Args:
+        scale: positive, floating; what values are divided by.
+        scale_format: how it is stored.
+        global_scale: float32 [1], for ``E4M3``; what is stored is the scale times this.
+        dtype: of the result.
+
+    >>> storable_scale(
+    ...     torch.tensor([0.3]), ScaleFormat.E8M0, dtype=torch.float32
+    ... ).tolist()
+    [0.25]
+    """
+    if global_scale is not None:
+        scale = scale * global_scale
+    if scale_format is ScaleFormat.E4M3:
+        wide = scale.detach().clamp(_E4M3_LEAST, _E4M3_LARGEST)
+        scale = _replaced(scale, wide.to(torch.float8_e4m3fn).to(scale.dtype))
+    elif scale_format is ScaleFormat.E8M0:
+        exponent = scale.detach().log2().round().clamp(_E8M0_LEAST, _E8M0_LARGEST)
+        scale = _replaced(scale, torch.exp2(exponent))
+    info = torch.finfo(dtype)
+    return scale.to(dtype).clamp(min=info.smallest_normal)
+
+
+def touch(x: Tensor, *others: Tensor) -> Tensor:
+    """``x`` itself, in whose backward ``others`` get gradients of zero.
+
+    Data parallel training wants a gradient for every parameter, also for those that have no part
+    in the forward yet.
+    """
+    result: Tensor = _Touch.apply(x, *others)  # type: ignore[no-untyped-call]  # torch's own
+    return result
+
+
+def _values(
+    codes: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor,
+    zero: Tensor | None,
+    through: torch.dtype | None,
+) -> Tensor:
+    """(q - z) s, in ``dtype``; ``codes`` must not be used again."""
+    values = codes.to(scale.dtype)
+    if zero is not None:
+        values.sub_(zero.to(scale.dtype))
+    values.mul_(scale)
+    return (values if through is None else values.to(through)).to(dtype)
+
+
+def _inside(quotients: Tensor, grid: Grid) -> Tensor:
+    """Whether each t lies between the ends of the grid; at an end, whatever its last bits are.
+
+    The extreme that a scale was found from lies at the end, and the two divisions may put it a
+    little beyond.
+    """
+    slack = 1.0 + 2.0 * torch.finfo(quotients.dtype).eps
+    return quotients.clamp(grid.qmin * slack, grid.qmax * slack) == quotients
+
+
+def _replaced(x: Tensor, value: Tensor) -> Tensor:
+    result: Tensor = _Replaced.apply(x, value)  # type: ignore[no-untyped-call]  # torch's own
+    return result
+
+
+class _Fixed(torch.autograd.Function):
+    """Fake quantization by a constant scale. One bool per element is kept for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        grid: Grid,
+        through: torch.dtype | None,
+        gradient_scale: float,
+    ) -> Tensor:
+        quotients = grid.quotients(x, scale, zero)
+        ctx.save_for_backward(_inside(quotients, grid))
+        codes = grid.round_(quotients.clamp_(grid.qmin, grid.qmax))
+        return _values(codes, x.dtype, scale, zero, through)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inside,) = ctx.saved_tensors
+        return torch.where(inside, gradient, 0.0), None, None, None, None, None
+
+
+class _Learned(torch.autograd.Function):
+    """Fake quantization by a scale that is learned (LSQ, equation 3)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        grid: Grid,
+        through: torch.dtype | None,
+        gradient_scale: float,
+    ) -> Tensor:
+        quotients = grid.quotients(x, scale, zero)
+        inside = _inside(quotients, grid)
+        codes = grid.round_(quotients.clamp(grid.qmin, grid.qmax))
+        offset = quotients if zero is None else quotients.sub_(zero.to(quotients.dtype))
+        # q - t inside, q - z outside: t - z is x / s, which counts inside only
+        slope = codes - torch.where(inside, offset, 0.0)
+        if zero is not None:
+            slope.sub_(zero.to(slope.dtype))
+        ctx.save_for_backward(inside, slope)
+        ctx.scale_shape, ctx.scale_dtype = scale.shape, scale.dtype
+        ctx.gradient_scale = gradient_scale
+        return _values(codes, x.dtype, scale, zero, through)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inside, slope = ctx.saved_tensors
+        to_x = torch.where(inside, gradient, 0.0) if ctx.needs_input_grad[0] else None
+        products = (gradient * slope).sum_to_size(ctx.scale_shape)
+        to_scale = (products * ctx.gradient_scale).to(ctx.scale_dtype)
+        return to_x, to_scale, None, None, None, None
+
+
+class _Replaced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None
+
+
+class _Touch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*others)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, *(torch.zeros_like(other) for other in ctx.saved_tensors)
