@@ -34,21 +34,20 @@ class Way:
     """One way to come to a compressed model.
 
     Attributes:
-        recipe: of ``train`` or ``oneshot``, given how many steps there are.
+        recipe: class name → fields of a modifier.
         steps: whether it trains.
         teaches: whether the dense model is the teacher.
         calibrates: whether ``oneshot`` gets data.
     """
 
-    recipe: Any
+    recipe: dict[str, Any]
     steps: bool = True
     teaches: bool = False
     calibrates: bool = False
 
 
-def pruned(steps: int, *, gradual: bool, structure: str, final: float) -> dict[str, Any]:
-    """Magnitude pruning up to two thirds of the training, or before its first step."""
-    last = max(steps * 2 // 3, 1) if gradual else 0
+def pruned(*, gradual: bool, structure: str, final: float) -> dict[str, Any]:
+    """Magnitude pruning during two thirds of the one epoch, or before its first step."""
     return {
         "MagnitudePruningModifier": {
             "targets": ["Linear"],
@@ -57,8 +56,8 @@ def pruned(steps: int, *, gradual: bool, structure: str, final: float) -> dict[s
             "final_sparsity": final,
             "mask_structure": structure,
             "start": 0,
-            "end": last,
-            "update": max(steps // 50, 1),
+            "end": 2 / 3 if gradual else 0,
+            "update": 0.02,
         }
     }
 
@@ -81,24 +80,23 @@ def quantized(name: str, scheme: str, **fields: Any) -> dict[str, Any]:
     return {name: {"targets": ["Linear"], "ignore": HEAD, "scheme": scheme, **fields}}
 
 
-def _sparse(gradual: bool) -> Any:
-    return lambda steps: pruned(steps, gradual=gradual, structure="unstructured", final=0.6)
+def sparse(*, gradual: bool) -> dict[str, Any]:
+    """60 % of the weights."""
+    return pruned(gradual=gradual, structure="unstructured", final=0.6)
 
 
-def _two_of_four(steps: int) -> dict[str, Any]:
-    return pruned(steps, gradual=True, structure="2:4", final=0.5)
-
+TWO_OF_FOUR = pruned(gradual=True, structure="2:4", final=0.5)
 
 WAYS = {
-    "60 % at once, then trained": Way(_sparse(False)),
-    "60 % gradually": Way(_sparse(True)),
-    "2:4": Way(_two_of_four),
-    "2:4, with a teacher": Way(lambda steps: _two_of_four(steps) | taught(), teaches=True),
-    "W4A4, round to nearest": Way(lambda _: quantized("QuantizationModifier", "W4A4"), steps=False),
-    "W4A4, GPTQ": Way(lambda _: quantized("GPTQModifier", "W4A4"), steps=False, calibrates=True),
-    "W4A4, trained": Way(lambda _: quantized("QuantizationModifier", "W4A4", start=0)),
+    "60 % at once, then trained": Way(sparse(gradual=False)),
+    "60 % gradually": Way(sparse(gradual=True)),
+    "2:4": Way(TWO_OF_FOUR),
+    "2:4, with a teacher": Way(TWO_OF_FOUR | taught(), teaches=True),
+    "W4A4, round to nearest": Way(quantized("QuantizationModifier", "W4A4"), steps=False),
+    "W4A4, GPTQ": Way(quantized("GPTQModifier", "W4A4"), steps=False, calibrates=True),
+    "W4A4, trained": Way(quantized("QuantizationModifier", "W4A4", start=0)),
     "W4A4, trained, scales learned": Way(
-        lambda _: quantized("QuantizationModifier", "W4A4", start=0, learned_scales=True)
+        quantized("QuantizationModifier", "W4A4", start=0, learned_scales=True)
     ),
 }
 # What must end with a lower loss than what.
@@ -116,7 +114,7 @@ def compress(way: Way, steps: int, rows: list[dict[str, Any]], seed: int, output
 
     from llmcompressor import oneshot, train  # noqa: PLC0415
 
-    recipe = {"stage_modifiers": way.recipe(steps)}
+    recipe = {"stage_modifiers": way.recipe}
     began = time.perf_counter()
     if way.steps:
         train(
@@ -148,9 +146,18 @@ def compress(way: Way, steps: int, rows: list[dict[str, Any]], seed: int, output
     return time.perf_counter() - began
 
 
-def measure(ways: list[str], steps: int, seeds: list[int]) -> dict[str, dict[str, list[float]]]:
+def held_out(windows: int) -> Path:
+    """JSON file with the first windows of the held-out modules."""
+    whole = held_out_file()
+    part = whole.with_name(f"{whole.stem}-{windows}.json")
+    part.write_text(json.dumps(json.loads(whole.read_text())[:windows]))
+    return part
+
+
+def measure(
+    ways: list[str], steps: int, seeds: list[int], text: Path
+) -> dict[str, dict[str, list[float]]]:
     """Name → loss on held-out text and seconds, by seed."""
-    held_out = held_out_file()
     files = calibration_files(seeds, max(steps * BATCH, 128))
     found: dict[str, dict[str, list[float]]] = {}
     for name in ways:
@@ -161,7 +168,7 @@ def measure(ways: list[str], steps: int, seeds: list[int]) -> dict[str, dict[str
             with tempfile.TemporaryDirectory() as folder:
                 output = Path(folder) / "compressed"
                 seconds = compress(way, steps, rows, seed, output)
-                quality = evaluate(str(output), held_out)
+                quality = evaluate(str(output), text)
             entry = found.setdefault(name, {"loss": [], "seconds": []})
             entry["loss"].append(quality["loss"])
             entry["seconds"].append(seconds)
@@ -172,12 +179,14 @@ def measure(ways: list[str], steps: int, seeds: list[int]) -> dict[str, dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--windows", type=int, default=712, help="to evaluate on")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    dense = evaluate(str(PICO), held_out_file())["loss"]
-    found = measure(given.ways, given.steps, given.seeds)
+    text = held_out(given.windows)
+    dense = evaluate(str(PICO), text)["loss"]
+    found = measure(given.ways, given.steps, given.seeds, text)
     mean = {name: statistics.mean(entry["loss"]) for name, entry in found.items()}
     rows = [
         [
@@ -200,7 +209,8 @@ def main() -> None:
         if better in mean and worse in mean
     ]
     body = [
-        f"Loss on held-out text in nats per token; the dense model's is {dense:.4f}. "
+        f"Loss on {given.windows} held-out windows of 256 tokens in nats per token; the dense "
+        f"model's is {dense:.4f}. "
         f"{given.steps} steps of {BATCH} windows of 256 tokens, AdamW at {RATE:g}, in float32; "
         f"mean of the seeds {given.seeds}. Written by `benchmarks/training.py`.",
         table(["way", "loss", "above dense", "by seed", "s"], rows),

@@ -41,6 +41,7 @@ FLOORS = {
     "modifiers.utils": 3,
     "quantization": 4,
     "recipe": 4,
+    "smoothing": 4,
     "core": 5,
     "modifiers": 5,
     "checkpoint": 5,
@@ -61,9 +62,13 @@ ALIASES = {
     "",
     "core",
     "modifiers",
+    "modifiers.obcq",
     "modifiers.pruning",
+    "modifiers.pruning.sparsegpt",
+    "modifiers.pruning.wanda",
     "modifiers.quantization",
     "modifiers.quantization.gptq",
+    "modifiers.transform.awq",
 }
 # What mathematics may know besides itself and the language's own library.
 MATHEMATICS = {"torch", "numpy", "llmcompressor"}

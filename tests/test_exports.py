@@ -76,23 +76,38 @@ PUBLIC = {
     ],
     "llmcompressor.modeling": ["replace_modules_for_calibration"],
     "llmcompressor.modifiers": ["Modifier", "ModifierFactory"],
+    "llmcompressor.modifiers.awq": ["AWQMapping", "AWQModifier"],
     "llmcompressor.modifiers.distillation": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.distillation.output": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.gptq": ["GPTQModifier"],
+    "llmcompressor.modifiers.logarithmic_equalization": ["LogarithmicEqualizationModifier"],
     "llmcompressor.modifiers.modifier": ["Modifier"],
+    "llmcompressor.modifiers.obcq": ["SparseGPTModifier"],
     "llmcompressor.modifiers.pruning": [
         "ConstantPruningModifier",
         "GradualPruningModifier",
         "MagnitudePruningModifier",
+        "SparseGPTModifier",
+        "WandaPruningModifier",
     ],
     "llmcompressor.modifiers.pruning.constant": ["ConstantPruningModifier"],
     "llmcompressor.modifiers.pruning.magnitude": ["MagnitudePruningModifier"],
+    "llmcompressor.modifiers.pruning.sparsegpt": ["SparseGPTModifier"],
+    "llmcompressor.modifiers.pruning.wanda": ["WandaPruningModifier"],
     "llmcompressor.modifiers.quantization": [
         "GPTQModifier",
         "QuantizationMixin",
         "QuantizationModifier",
     ],
     "llmcompressor.modifiers.quantization.gptq": ["GPTQModifier"],
+    "llmcompressor.modifiers.smoothquant": [
+        "LogarithmicEqualizationModifier",
+        "SmoothQuantMapping",
+        "SmoothQuantModifier",
+    ],
+    "llmcompressor.modifiers.sparsity": ["SparseGPTModifier", "WandaPruningModifier"],
+    "llmcompressor.modifiers.transform.awq": ["AWQMapping", "AWQModifier"],
+    "llmcompressor.modifiers.transform.smoothquant": ["SmoothQuantMapping", "SmoothQuantModifier"],
     "llmcompressor.modifiers.utils.hooks": ["HooksMixin"],
     "llmcompressor.observers": ["Observer"],
     "llmcompressor.observers.base": ["Observer"],
@@ -118,14 +133,41 @@ ALIASES = {
     "llmcompressor:callbacks": "llmcompressor.core.session_functions:LifecycleCallbacks",
     "llmcompressor.args:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
     "llmcompressor.datasets.utils:get_rank_partition": "llmcompressor.datasets:get_rank_partition",
+    "llmcompressor.modifiers.logarithmic_equalization:LogarithmicEqualizationModifier": (
+        "llmcompressor.modifiers.smoothquant:LogarithmicEqualizationModifier"
+    ),
+    "llmcompressor.modifiers.obcq:SparseGPTModifier": (
+        "llmcompressor.modifiers.sparsity:SparseGPTModifier"
+    ),
     "llmcompressor.modifiers.pruning:GradualPruningModifier": (
         "llmcompressor.modifiers.pruning.magnitude:MagnitudePruningModifier"
+    ),
+    "llmcompressor.modifiers.pruning:SparseGPTModifier": (
+        "llmcompressor.modifiers.sparsity:SparseGPTModifier"
+    ),
+    "llmcompressor.modifiers.pruning:WandaPruningModifier": (
+        "llmcompressor.modifiers.sparsity:WandaPruningModifier"
+    ),
+    "llmcompressor.modifiers.pruning.sparsegpt:SparseGPTModifier": (
+        "llmcompressor.modifiers.sparsity:SparseGPTModifier"
+    ),
+    "llmcompressor.modifiers.pruning.wanda:WandaPruningModifier": (
+        "llmcompressor.modifiers.sparsity:WandaPruningModifier"
     ),
     "llmcompressor.modifiers.quantization:GPTQModifier": (
         "llmcompressor.modifiers.gptq:GPTQModifier"
     ),
     "llmcompressor.modifiers.quantization.gptq:GPTQModifier": (
         "llmcompressor.modifiers.gptq:GPTQModifier"
+    ),
+    "llmcompressor.modifiers.transform.awq:AWQMapping": (
+        "llmcompressor.modifiers.awq:AWQMapping"
+    ),
+    "llmcompressor.modifiers.transform.smoothquant:SmoothQuantMapping": (
+        "llmcompressor.modifiers.smoothquant:SmoothQuantMapping"
+    ),
+    "llmcompressor.modifiers.transform.smoothquant:SmoothQuantModifier": (
+        "llmcompressor.modifiers.smoothquant:SmoothQuantModifier"
     ),
     "llmcompressor.observers:Observer": "llmcompressor.observers.base:Observer",
     "llmcompressor.transformers:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
@@ -155,20 +197,9 @@ ALIASES = {
 # Paths that scripts know and whose thing is not written yet.
 COMES_LATER = [
     "llmcompressor.modifiers.autoround:AutoRoundModifier",
-    "llmcompressor.modifiers.awq:AWQMapping",
-    "llmcompressor.modifiers.awq:AWQModifier",
-    "llmcompressor.modifiers.obcq:SparseGPTModifier",
     "llmcompressor.modifiers.pruning:REAPPruningModifier",
-    "llmcompressor.modifiers.pruning:SparseGPTModifier",
-    "llmcompressor.modifiers.pruning:WandaPruningModifier",
-    "llmcompressor.modifiers.smoothquant:SmoothQuantMapping",
-    "llmcompressor.modifiers.smoothquant:SmoothQuantModifier",
     "llmcompressor.modifiers.transform:QuIPModifier",
     "llmcompressor.modifiers.transform:SpinQuantModifier",
-    "llmcompressor.modifiers.transform.awq:AWQMapping",
-    "llmcompressor.modifiers.transform.awq:AWQModifier",
-    "llmcompressor.modifiers.transform.smoothquant:SmoothQuantMapping",
-    "llmcompressor.modifiers.transform.smoothquant:SmoothQuantModifier",
     "llmcompressor.transformers:apply",
 ]
 

@@ -26,6 +26,7 @@ EVERYTHING = [
     "llmcompressor.modifiers.pruning.constant",
     "llmcompressor.modifiers.pruning.magnitude",
     "llmcompressor.modifiers.quantization.rounding",
+    "llmcompressor.modifiers.sparsity",
     "llmcompressor.observers",
     "llmcompressor.pipelines",
     "llmcompressor.recipe",

@@ -38,6 +38,9 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
+from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
 from llmcompressor.observers.base import OBSERVERS
 from llmcompressor.pipelines import PIPELINES
 from llmcompressor.recipe import Recipe
@@ -203,6 +206,10 @@ def test_presets_are_those_of_the_code() -> None:
         ("magnitude_pruning.md", MagnitudePruningModifier),
         ("constant_pruning.md", ConstantPruningModifier),
         ("distillation.md", OutputDistillationModifier),
+        ("smoothquant.md", SmoothQuantModifier),
+        ("awq.md", AWQModifier),
+        ("sparsegpt.md", SparseGPTModifier),
+        ("wanda.md", WandaPruningModifier),
     ],
 )
 def test_fields_and_defaults_are_those_of_the_class(page: str, modifier: type[Modifier]) -> None:

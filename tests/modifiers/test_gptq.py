@@ -17,8 +17,9 @@ from torch.nn import Linear
 from llmcompressor.checkpoint.compress import compress, quantized_modules
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
+from llmcompressor.modeling.twin_inputs import aligned_reference
 from llmcompressor.modifiers.gptq import GPTQModifier, solve
-from llmcompressor.modifiers.gptq.base import SolveRecord, _aligned_reference
+from llmcompressor.modifiers.gptq.base import SolveRecord
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.numerics.hessian import SingularHessianError
 from llmcompressor.recipe import Recipe
@@ -284,7 +285,7 @@ def test_inputs_of_two_streams_meet_only_where_their_tokens_are_the_same(
         reference_inputs={module: reference},
         batch_data={"input_ids": torch.zeros(2, 5, dtype=torch.int64)},
     )
-    found = _aligned_reference(module, torch.zeros(shape), state)
+    found = aligned_reference(module, torch.zeros(shape), state)
     assert (found is reference) == used
 
 

@@ -200,8 +200,16 @@ class BlockStream:
             self._write(block, tensors)
             return
         digest = self._scratch.write(self.stage, block, tensors)
-        names = [name for name, _ in self._model.get_submodule(block).named_modules(prefix=block)]
-        self._commit(block, dict(self._report(names)), digest)
+        self._commit(block, dict(self._report(self._modules_of(block))), digest)
+
+    def _modules_of(self, block: str) -> list[str]:
+        """The names of a block and its parts, or of what lies in no block."""
+        if block == REST:
+            return [name for name, _ in self._model.named_modules() if self._is_rest(name)]
+        return [name for name, _ in self._model.get_submodule(block).named_modules(prefix=block)]
+
+    def _is_rest(self, name: str) -> bool:
+        return name not in self._block_names and self._block_of(name) == REST
 
     def _write(self, block: str, tensors: Mapping[str, Tensor]) -> None:
         entries = self._entries.get(block, [])
@@ -210,7 +218,7 @@ class BlockStream:
             if entry.is_raw:  # what is read back is rounded
                 entry.module.quantization_status = QuantizationStatus.DECOMPRESSED
         extras = {name: tensors[name] for name in self._prediction.extras if name in tensors}
-        report = dict(self._report([entry.name for entry in entries]))
+        report = dict(self._report(self._modules_of(block)))
         self._writer.write(stored | extras, partial(self._commit, block, report))
 
     def _commit(self, block: str, report: Mapping[str, Any], digest: str) -> None:

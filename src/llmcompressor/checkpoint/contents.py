@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from llmcompressor.checkpoint.compress import QuantizedModule
-from llmcompressor.checkpoint.layout import checkpoint_layout, embeddings
+from llmcompressor.checkpoint.layout import checkpoint_layout
+from llmcompressor.modeling.embeddings import embeddings
 
 __all__ = ["Contents", "divide"]
 

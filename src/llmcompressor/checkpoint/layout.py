@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -33,7 +32,6 @@ __all__ = [
     "LoadedName",
     "checkpoint_layout",
     "checkpoint_names",
-    "embeddings",
     "loaded_names",
     "merges_experts",
     "owned_by_model",
@@ -100,18 +98,6 @@ def stacked_names(model: PreTrainedModel, names: Mapping[str, LoadedName]) -> li
         if own.pattern in patterns:
             stacks.setdefault((own.target, own.pattern), []).append(name)
     return list(stacks.values())
-
-
-def embeddings(model: PreTrainedModel) -> tuple[Module | None, Module | None]:
-    """The modules of the input and of the output embeddings, ``None`` where there are none."""
-    found: list[Module | None] = []
-    for getter in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            module = getattr(model, getter)()
-        except (NotImplementedError, AttributeError):
-            module = None
-        found.append(module if isinstance(module, Module) else None)
-    return found[0], found[1]
 
 
 def checkpoint_names(model: PreTrainedModel, module_names: Iterable[str]) -> dict[str, str]:

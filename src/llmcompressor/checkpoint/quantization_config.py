@@ -31,8 +31,9 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.compress import QuantizedModule
-from llmcompressor.checkpoint.layout import checkpoint_names, embeddings, merges_experts
+from llmcompressor.checkpoint.layout import checkpoint_names, merges_experts
 from llmcompressor.logger import logger
+from llmcompressor.modeling.embeddings import embeddings
 
 __all__ = ["build_quantization_config"]
 
@@ -83,10 +84,11 @@ def build_quantization_config(
         extra_ignore: patterns of modules that only the checkpoint holds.
 
     Returns:
-        The configuration, or ``None`` if nothing is quantized.
+        The configuration, or ``None`` if nothing is quantized, nor rotated at run time.
     """
+    transform = getattr(model, "transform_config", None)
     if not quantized:
-        return None
+        return _transforms_alone(transform)
     groups = _group([entry for entry in quantized if not entry.is_attention])
     attention = _group([entry for entry in quantized if entry.is_attention and entry.has_group])
     candidates = _candidates(model, groups)
@@ -107,7 +109,10 @@ def build_quantization_config(
         format=_overall_format(groups).value,
         ignore=list(dict.fromkeys(ignore)),
     )
-    transform = getattr(model, "transform_config", None)
+    return _as_json(config, transform)
+
+
+def _as_json(config: QuantizationConfig, transform: Any) -> dict[str, Any]:
     return {
         **config.model_dump(mode="json"),
         "quant_method": "compressed-tensors",
@@ -115,6 +120,29 @@ def build_quantization_config(
         "transform_config": transform.model_dump(mode="json") if transform is not None else {},
         "version": compressed_tensors.__version__,
     }
+
+
+def _transforms_alone(transform: Any) -> dict[str, Any] | None:
+    """The configuration of a model that is rotated at run time, and not quantized.
+
+    Readers fail on one without groups, or on a group without weights. So there is one, and every
+    module is ignored. What is multiplied into the weights needs no word.
+    """
+    schemes = transform.config_groups.values() if transform is not None else ()
+    if not any(args.is_online() for scheme in schemes for args in scheme.apply):
+        return None
+    group = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(num_bits=8, strategy="channel"),
+        format=CompressionFormat.pack_quantized.value,
+    )
+    config = QuantizationConfig(
+        config_groups={"group_0": group},
+        quantization_status=QuantizationStatus.COMPRESSED,
+        format=CompressionFormat.pack_quantized.value,
+        ignore=["re:.*"],
+    )
+    return _as_json(config, transform)
 
 
 def _group(entries: Iterable[QuantizedModule]) -> list[_Group]:

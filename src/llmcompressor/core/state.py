@@ -132,6 +132,8 @@ class State:
         batch_sizes: how many samples each of the calibration batches had that are now run as one.
         reference_inputs: for the current calibration batch, what each module gets in the
             original model.
+        fitted: modules whose weight was already fitted, in this calibration, to what the original
+            model does with its own inputs.
         call_order: which modules a forward calls when, and which of them get the same tensor
             (``llmcompressor.modeling.call_order.CallOrder``).
         progress: called by long work inside a modifier to say how far it is.
@@ -156,6 +158,7 @@ class State:
     token_mask: Tensor | None = None
     batch_sizes: tuple[int, ...] | None = None
     reference_inputs: Mapping[Module, Tensor] | None = None
+    fitted: set[Any] = field(default_factory=set)
     call_order: Any = None
     progress: Callable[..., Any] | None = None
     keeper: Any = None

@@ -26,6 +26,7 @@ from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_freed
 from llmcompressor.pipelines import PIPELINES
+from llmcompressor.pipelines.passes import run_passes, stretches_of
 
 __all__ = ["check_finite", "load_whole_model", "run_in_memory"]
 
@@ -128,8 +129,19 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
         copy_data=False,
     )
     if job.recipe.modifiers:
-        PIPELINES.load(job.pipeline())()(model, batches, job.dataset_args)
+        _run_pipelines(job, model, batches, session)
     session.finalize()
+
+
+def _run_pipelines(job: Job, model: Module, batches: Any, session: CompressionSession) -> None:
+    """One pipeline for all modifiers, or one for each stretch that has to see the one before."""
+    name = job.pipeline()
+    stretches = stretches_of(session.lifecycle.recipe.modifiers)
+    if name == "independent" or len(stretches) == 1:
+        PIPELINES.load(name)()(model, batches, job.dataset_args)
+    else:
+        args = job.dataset_args
+        run_passes(stretches, model, batches, args, pipeline=name, begin=lambda number: None)
 
 
 def _save(

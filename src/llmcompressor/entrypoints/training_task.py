@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 from torch.nn import Module
 
@@ -97,6 +98,8 @@ class Training(Task):
     ) -> None:
         if str(arguments.get("device") or "").startswith("cpu"):
             arguments.setdefault("use_cpu", True)
+        if not torch.accelerator.is_available():  # torch warns where there is nothing to pin for
+            arguments.setdefault("dataloader_pin_memory", False)
         super().__init__("train", output_dir, (TrainingArguments,), arguments, ("loggers",))
         self.args: TrainingArguments = self.further_args[0]
         self.loggers = loggers

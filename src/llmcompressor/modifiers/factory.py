@@ -18,15 +18,20 @@ __all__ = ["ModifierFactory"]
 _BUILTIN = Table(
     "modifier",
     {
+        "AWQModifier": "llmcompressor.modifiers.transform.awq:AWQModifier",
         "ConstantPruningModifier": "llmcompressor.modifiers.pruning:ConstantPruningModifier",
         "GPTQModifier": "llmcompressor.modifiers.gptq:GPTQModifier",
         "GradualPruningModifier": "llmcompressor.modifiers.pruning:MagnitudePruningModifier",
+        "LogarithmicEqualizationModifier": (
+            "llmcompressor.modifiers.smoothquant:LogarithmicEqualizationModifier"
+        ),
         "MagnitudePruningModifier": "llmcompressor.modifiers.pruning:MagnitudePruningModifier",
         "OutputDistillationModifier": (
             "llmcompressor.modifiers.distillation.output:OutputDistillationModifier"
         ),
         "QuIPModifier": "llmcompressor.modifiers.rotation:QuIPModifier",
         "QuantizationModifier": "llmcompressor.modifiers.quantization:QuantizationModifier",
+        "SmoothQuantModifier": "llmcompressor.modifiers.smoothquant:SmoothQuantModifier",
         "SpinQuantModifier": "llmcompressor.modifiers.rotation:SpinQuantModifier",
         "SparseGPTModifier": "llmcompressor.modifiers.sparsity:SparseGPTModifier",
         "WandaPruningModifier": "llmcompressor.modifiers.sparsity:WandaPruningModifier",
@@ -58,8 +63,19 @@ class ModifierFactory:
         Raises:
             RecipeError: there is no such class, or it does not take such fields.
         """
-        if group is not None:
-            fields["group"] = group
+        return cls._concrete(name)(**cls._grouped(fields, group))
+
+    @classmethod
+    def create_all(cls, name: str, *, group: str | None = None, **fields: Any) -> list[Modifier]:
+        """The modifiers that an entry of a recipe stands for; arguments as for :meth:`create`."""
+        return cls._concrete(name).from_fields(**cls._grouped(fields, group))
+
+    @staticmethod
+    def _grouped(fields: dict[str, Any], group: str | None) -> dict[str, Any]:
+        return fields if group is None else {**fields, "group": group}
+
+    @classmethod
+    def _concrete(cls, name: str) -> type[Modifier]:
         found = cls.find(name)
         if inspect.isabstract(found):
             lacking = ", ".join(sorted(found.__abstractmethods__))
@@ -67,7 +83,7 @@ class ModifierFactory:
                 f"The modifier {name!r} cannot be used: {found.__qualname__} lacks {lacking}.",
                 "Implement it; on_initialize(state, **kwargs) is to return True.",
             )
-        return found(**fields)
+        return found
 
     @classmethod
     def find(cls, name: str) -> type[Modifier]:

@@ -124,6 +124,9 @@ class Modifier(HooksMixin):
         propagates_error: whether what comes later should see this modifier's error.
         run_types: where it can do its work: in ``oneshot``, in ``train``, or in both.
         must_precede: names of modifier classes that may not stand before it in a recipe.
+        needs_later: names of modifier classes one of which has to come later in a recipe.
+        rewrites_inputs: what it makes of the model changes what others would collect of it in the
+            same pass, so that they have to come in a later one.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -131,6 +134,8 @@ class Modifier(HooksMixin):
     propagates_error: ClassVar[bool] = True
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot", "train"})
     must_precede: ClassVar[frozenset[str]] = frozenset()
+    needs_later: ClassVar[frozenset[str]] = frozenset()
+    rewrites_inputs: ClassVar[bool] = False
 
     index: int | None = None
     group: str | None = None
@@ -156,6 +161,11 @@ class Modifier(HooksMixin):
             return super().model_validate(obj, **kwargs)
         except ValidationError as error:
             raise _as_recipe_error(cls, error) from error
+
+    @classmethod
+    def from_fields(cls, **fields: Any) -> list[Modifier]:
+        """The modifiers that an entry of a recipe with these fields stands for: usually one."""
+        return [cls(**fields)]
 
     @model_validator(mode="after")
     def _check_window(self) -> Self:

@@ -19,13 +19,15 @@ and YᵀX − YᵀY would cancel.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
 from llmcompressor.numerics.cholesky import cholesky
 from llmcompressor.numerics.hessian import SingularHessianError, damp
 
-__all__ = ["corrected_weight"]
+__all__ = ["corrected_weight", "corrected_weight_with_raise"]
 
 
 def corrected_weight(weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float) -> Tensor:
@@ -52,3 +54,24 @@ def corrected_weight(weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge
     # R right-hand sides instead of C: (G + λ)⁻¹ C Wᵀ, the product first.
     change_CR = torch.cholesky_solve(cross_CC @ weight_RC.mT, lower_CC)
     return weight_RC + change_CR.mT
+
+
+def corrected_weight_with_raise(
+    weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float, *, steps: int = 4
+) -> Tensor:
+    """The same, with 10, 100, … times the ridge where it is too small.
+
+    Args:
+        weight_RC: W, float32 ``[..., R, C]``.
+        gram_CC: G, float32 ``[..., C, C]``.
+        cross_CC: C, float32 ``[..., C, C]``.
+        ridge: the first to try.
+        steps: how many to try.
+
+    Raises:
+        SingularHessianError: if none of them helped.
+    """
+    for step in range(steps - 1):
+        with contextlib.suppress(SingularHessianError):
+            return corrected_weight(weight_RC, gram_CC, cross_CC, ridge * 10**step)
+    return corrected_weight(weight_RC, gram_CC, cross_CC, ridge * 10 ** (steps - 1))

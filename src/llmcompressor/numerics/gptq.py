@@ -10,36 +10,35 @@ Alg. 1) lowers the error of the output, ``tr((Q − W) H (Q − W)ᵀ)``. With U
     e_c = (w_c - q_c) / U_{cc}, \qquad
     w_j \leftarrow w_j - e_c\,U_{cj} \quad (j > c) .
 
-The updates are delayed, as in the paper, but at two levels, because a rank-one update of a wide
-block moves far more memory than it computes::
+How updates are delayed: :mod:`llmcompressor.numerics.column_sweep`. Rows do not see each other, so
+several Linears with one input are stacked and solved at once; a leading batch dimension solves
+many small weights with their own Hessians in one call.
 
-    columns   |--- block (128) -----------------------------|--- the rest ---|
-              |-- strip (16) --|-- strip --|  ...           |                |
-    per column: rank-one update of the rest of its strip
-    per strip:  one product for the rest of its block
-    per block:  one product for the rest of the weight
-
-Inside, the weight is transposed (``[C, R]``): a column of W is then contiguous memory. Rows do
-not see each other, so several Linears with one input are stacked and solved at once; a leading
-batch dimension solves many small weights with their own Hessians in one call.
+A pruned weight stays zero: its column's turn gives it the value 0, and the later columns
+compensate for that as for any other error (joint sparsification and quantization,
+arXiv:2301.00774, Sec. 3.5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.column_sweep import (
+    DecideColumn,
+    columns_first,
+    rows_first,
+    subtract_outer,
+    subtract_product,
+    sweep_columns_,
+)
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import ridge
 from llmcompressor.threads import one_thread
 
 __all__ = ["ColumnScales", "GptqResult", "activation_order", "descend", "sweep"]
-
-RoundColumn = Callable[[Tensor, int, Tensor], None]
-"""Rounds a column, given its number, into the third argument."""
 
 
 class ColumnScales(NamedTuple):
@@ -77,6 +76,7 @@ def sweep(
     grid: Grid,
     *,
     order_C: Tensor | None = None,
+    kept_RC: Tensor | None = None,
     block: int = 128,
     strip: int = 16,
 ) -> GptqResult:
@@ -92,54 +92,27 @@ def sweep(
         grid: the numbers that a weight may become.
         order_C: which column comes when, int64 ``[..., C]``; the result has the columns in their
             own places.
+        kept_RC: bool ``[..., R, C]``, false for weights that are to be zero; columns in their own
+            places.
         block: columns whose updates to the rest of the weight are gathered into one product.
         strip: columns whose updates to the rest of the block are gathered into one product.
     """
-    work_CR = _columns_first(weight_RC, order_C)
-    round_column = _column_rounder(scales, grid)
-    columns = work_CR.shape[-2]
-    loss_R = work_CR.new_zeros(work_CR.shape[:-2] + work_CR.shape[-1:])
-    rounded_BR = torch.empty_like(work_CR[..., : min(block, columns), :])
-    for lo in range(0, columns, block):
-        hi = min(lo + block, columns)
-        block_BR = work_CR[..., lo:hi, :]
-        done_BR = rounded_BR[..., : hi - lo, :]
-        with one_thread(work_CR.device):
-            _sweep_block(
-                block_BR,
-                factor_CC[..., lo:hi, lo:hi],
-                done_BR,
-                _from_column(lo, round_column),
-                strip,
-            )
-        _subtract_product(work_CR[..., hi:, :], factor_CC[..., lo:hi, hi:], block_BR)
-        loss_R += block_BR.square().sum(dim=-2)
-        block_BR.copy_(done_BR)
-    return GptqResult(_rows_first(work_CR, order_C), loss_R.mul_(0.5))
+    work_CR = columns_first(weight_RC, order_C)
+    kept_CR = None if kept_RC is None else columns_first(kept_RC, order_C)
+    round_column = _column_rounder(scales, grid, kept_CR)
+    loss_R = sweep_columns_(
+        work_CR,
+        factor_CC,
+        lambda _, first: _from_column(first, round_column),
+        block=block,
+        strip=strip,
+    )
+    return GptqResult(rows_first(work_CR, order_C), loss_R)
 
 
-def _from_column(first: int, round_column: RoundColumn) -> RoundColumn:
+def _from_column(first: int, round_column: DecideColumn) -> DecideColumn:
     """``round_column`` for a block whose columns are counted from its own first one."""
     return lambda w_R, b, out_R: round_column(w_R, first + b, out_R)
-
-
-def _sweep_block(
-    work_BR: Tensor, factor_BB: Tensor, rounded_BR: Tensor, round_column: RoundColumn, strip: int
-) -> None:
-    """Round the columns of one block into ``rounded_BR``; ``work_BR`` is left with the errors."""
-    inverses_1 = factor_BB.diagonal(dim1=-2, dim2=-1).reciprocal().unsqueeze(-1).unbind(-2)
-    columns_R, rounded_R = work_BR.unbind(-2), rounded_BR.unbind(-2)
-    width = work_BR.shape[-2]
-    for lo in range(0, width, strip):
-        hi = min(lo + strip, width)
-        for b in range(lo, hi):
-            column_R = columns_R[b]
-            round_column(column_R, b, rounded_R[b])
-            column_R.sub_(rounded_R[b]).mul_(inverses_1[b])
-            if b + 1 < hi:
-                rest_KR, factor_K = work_BR[..., b + 1 : hi, :], factor_BB[..., b, b + 1 : hi]
-                _subtract_outer(rest_KR, factor_K, column_R)
-        _subtract_product(work_BR[..., hi:, :], factor_BB[..., lo:hi, hi:], work_BR[..., lo:hi, :])
 
 
 def descend(
@@ -150,6 +123,7 @@ def descend(
     grid: Grid,
     *,
     dampening: float = 0.0,
+    kept_RC: Tensor | None = None,
     block: int = 128,
     strip: int = 16,
 ) -> GptqResult:
@@ -170,15 +144,17 @@ def descend(
         scales: scale and zero point of every row and column.
         grid: the numbers that a weight may become.
         dampening: what is added to the diagonal of H, as a fraction of its mean.
+        kept_RC: bool ``[..., R, C]``, false for weights that are to be zero.
         block: columns whose sums are kept up to date at once.
         strip: columns whose updates to the rest of the block are gathered into one product.
 
     Returns:
         Values on the grid, and by how much the loss of each row has changed (never more than 0).
     """
-    rounded_CR = _columns_first(rounded_RC, None)
+    rounded_CR = columns_first(rounded_RC, None)
     change_CR = rounded_CR - weight_RC.mT
-    round_column = _column_rounder(scales, grid)
+    kept_CR = None if kept_RC is None else columns_first(kept_RC, None)
+    round_column = _column_rounder(scales, grid, kept_CR)
     diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)
     added_1 = ridge(hessian_CC, dampening)
     curvature_C = diagonal_C + added_1
@@ -205,7 +181,7 @@ def descend(
         # ½ tr(D H Dᵀ) changes by m s + ½ H_cc m², s being the column's sum when it was decided.
         sums_BR.addcmul_(moved_BR, curvature_C[..., lo:hi, None], value=0.5)
         saved_R += sums_BR.mul_(moved_BR).sum(dim=-2)
-    return GptqResult(_rows_first(rounded_CR, None), saved_R)
+    return GptqResult(rows_first(rounded_CR, None), saved_R)
 
 
 def _descend_block(
@@ -214,7 +190,7 @@ def _descend_block(
     sums_BR: Tensor,
     out: tuple[Tensor, Tensor],
     step_B: Tensor,
-    round_column: RoundColumn,
+    round_column: DecideColumn,
     strip: int,
 ) -> None:
     """Decide the columns of one block again; ``out`` gets what they become, and the difference."""
@@ -231,34 +207,14 @@ def _descend_block(
             torch.sub(column_R, decided_R[b], out=moves_R[b])
             if b + 1 < hi:
                 rest_KR, row_K = sums_BR[..., b + 1 : hi, :], hessian_BB[..., b, b + 1 : hi]
-                _subtract_outer(rest_KR, row_K, moves_R[b])
-        _subtract_product(
-            sums_BR[..., hi:, :], hessian_BB[..., lo:hi, hi:], moved_BR[..., lo:hi, :]
-        )
+                subtract_outer(rest_KR, row_K, moves_R[b])
+        subtract_product(sums_BR[..., hi:, :], hessian_BB[..., lo:hi, hi:], moved_BR[..., lo:hi, :])
     moved_BR.neg_()  # it was old minus new: what the sums lose
 
 
-def _columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:
-    """A float32 copy ``[..., C, R]``, its columns in ``order_C``."""
-    if order_C is None:
-        return torch.empty(weight_RC.mT.shape, dtype=torch.float32, device=weight_RC.device).copy_(
-            weight_RC.mT
-        )
-    index_CR = order_C.unsqueeze(-1).expand(weight_RC.mT.shape)
-    return weight_RC.mT.gather(-2, index_CR).float()
-
-
-def _rows_first(work_CR: Tensor, order_C: Tensor | None) -> Tensor:
-    """The inverse of :func:`_columns_first`."""
-    if order_C is None:
-        return work_CR.mT.contiguous()
-    index_RC = order_C.unsqueeze(-2).expand(work_CR.mT.shape)
-    return torch.empty(work_CR.mT.shape, dtype=work_CR.dtype, device=work_CR.device).scatter_(
-        -1, index_RC, work_CR.mT
-    )
-
-
-def _column_rounder(scales: ColumnScales, grid: Grid) -> RoundColumn:
+def _column_rounder(
+    scales: ColumnScales, grid: Grid, kept_CR: Tensor | None = None
+) -> DecideColumn:
     """One indexed lookup answers "which scale does this column use?" for every strategy."""
     scale_GR = scales.scale_RG.mT.float().contiguous()
     scales_R = scale_GR.unbind(-2)
@@ -285,21 +241,13 @@ def _column_rounder(scales: ColumnScales, grid: Grid) -> RoundColumn:
             q_R = grid.round(q_R)
         torch.mul(q_R, scales_R[g], out=out_R)
 
-    return round_int if grid.kind == "int" else round_float
+    round_column = round_int if grid.kind == "int" else round_float
+    if kept_CR is None:
+        return round_column
+    kept_R = kept_CR.unbind(-2)
 
+    def round_kept(w_R: Tensor, c: int, out_R: Tensor) -> None:
+        round_column(w_R, c, out_R)
+        out_R.mul_(kept_R[c])
 
-def _subtract_outer(target_KR: Tensor, factor_K: Tensor, error_R: Tensor) -> None:
-    if target_KR.ndim == 2:
-        target_KR.addr_(factor_K, error_R, alpha=-1)
-    else:
-        target_KR.sub_(factor_K.unsqueeze(-1) * error_R.unsqueeze(-2))
-
-
-def _subtract_product(target_MR: Tensor, factor_KM: Tensor, error_KR: Tensor) -> None:
-    """``target -= factorᵀ error``."""
-    if target_MR.shape[-2] == 0:
-        return
-    if target_MR.ndim == 2:
-        target_MR.addmm_(factor_KM.T, error_KR, alpha=-1)
-    else:
-        target_MR.sub_(factor_KM.mT @ error_KR)
+    return round_kept

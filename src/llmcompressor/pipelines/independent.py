@@ -43,6 +43,7 @@ class IndependentPipeline:
                     f"{name} pipeline."
                 )
                 lifecycle.recipe = Recipe.from_modifiers(modifier)
-                PIPELINES.load(name)()(model, dataloader, dataset_args)
+                for _ in range(2 if modifier.surveys_first else 1):
+                    PIPELINES.load(name)()(model, dataloader, dataset_args)
         finally:
             lifecycle.recipe = whole

@@ -4,7 +4,7 @@
 A modifier that needs data wants to see what those before it have made of the whole model, so that
 each begins a pass of its own. Those that need none join a neighbour's pass: what stands before
 the modifier that needs data is done when a block is entered, what stands behind it when the block
-is left.
+is left. One that wants to see all layers before it begins has a pass more in front.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmcompressor.recipe import Recipe
 if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
 
-__all__ = ["BY_BLOCK", "passes_of", "run_passes"]
+__all__ = ["BY_BLOCK", "passes_of", "run_passes", "stretches_of"]
 
 BY_BLOCK = frozenset({"independent", "sequential", "layer_sequential", "datafree"})
 """The pipelines that need only one block at a time."""
@@ -34,16 +34,33 @@ def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifie
 
     Args:
         modifiers: of the recipe, in order.
-        pipeline: one of :data:`BY_BLOCK`; only ``independent`` makes more than one pass.
+        pipeline: one of :data:`BY_BLOCK`; others than ``independent`` make more than one pass
+            only where a modifier rewrites what those behind it would collect.
     """
     passes: list[list[Modifier]] = [[]]
     for modifier in modifiers:
         needs = modifier.requires_calibration_data
         taken = any(one.requires_calibration_data for one in passes[-1])
-        if pipeline == "independent" and needs and taken:
+        apart = pipeline == "independent" or any(one.rewrites_inputs for one in passes[-1])
+        if needs and taken and apart:
             passes.append([])
         passes[-1].append(modifier)
-    return passes
+    return [each for one in passes for each in (_survey_of(one), one) if each or each is one]
+
+
+def _survey_of(modifiers: Sequence[Modifier]) -> list[Modifier]:
+    """Who looks at all data first, in a pass of its own that changes nothing."""
+    return [modifier for modifier in modifiers if modifier.surveys_first]
+
+
+def stretches_of(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
+    """The modifiers, cut behind each that rewrites what others would collect in its pass."""
+    stretches: list[list[Modifier]] = [[]]
+    for modifier in modifiers:
+        if any(one.rewrites_inputs for one in stretches[-1]):
+            stretches.append([])
+        stretches[-1].append(modifier)
+    return stretches
 
 
 def run_passes(
@@ -72,7 +89,8 @@ def run_passes(
             begin(number)
             if not modifiers:
                 continue
-            name = infer_pipeline(modifiers) if pipeline == "independent" else pipeline
+            inferred = infer_pipeline(modifiers)
+            name = inferred if pipeline == "independent" or inferred == "datafree" else pipeline
             shown = ", ".join(type(modifier).__name__ for modifier in modifiers)
             logger.info(f"Pass {number + 1} of {len(passes)}, {name} pipeline: {shown}.")
             lifecycle.recipe = Recipe.from_modifiers(list(modifiers))

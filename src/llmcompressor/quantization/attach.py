@@ -125,7 +125,18 @@ def check_states(model: Any) -> None:
 
 
 def tap_attention(model: Module, module: Module, *, queries: bool) -> None:
-    """Make the states of an attention module visible to hooks; nothing is quantized yet."""
+    """Make the states of an attention module visible to hooks; nothing is quantized yet.
+
+    Raises:
+        TargetError: keys and values alone are wanted where queries are rotated: whoever makes the
+            queries visible to rotate them quantizes them too, and would look for their scales.
+    """
+    if not queries and any(name.endswith("_q_attn") for name in module._modules):
+        raise TargetError(
+            "Keys and values alone cannot be quantized where queries and keys are rotated (R3): "
+            "readers would quantize the queries too.",
+            "Leave R3 out, or quantize the attention modules instead of kv_cache_scheme.",
+        )
     if queries:
         initialize_hooked_attention(model, module)
     else:

@@ -287,7 +287,13 @@ class QuantizationMixin(Modifier):
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
-        """Quantize the weights of those of ``modules`` that are this modifier's."""
+        """Quantize the weights of those of ``modules`` that are this modifier's.
+
+        Without data of its own it shares a block's pass with others, who may change weights until
+        all batches have left it: then :meth:`finish` quantizes them.
+        """
+        if state.keeper is not None and not self.requires_calibration_data:
+            return
         mine = [
             module
             for module in modules

@@ -39,6 +39,7 @@ from llmcompressor.numerics.straight_through import (
 from llmcompressor.observers.base import Observer, RangeObserver
 from llmcompressor.observers.canonical import ATTENTION_STATES
 from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.quantization.together import whole
 from llmcompressor.schemes.bridge import (
     default_observer,
     grid_of,
@@ -273,7 +274,7 @@ class FakeActivation:
         first = effective_scale(found["scale"], found.get("global_scale"))
         wide = first.to(torch.promote_types(first.dtype, torch.float32))
         return storable_scale(
-            learned_scale(getattr(self.module, self.step_name), wide),
+            learned_scale(whole(getattr(self.module, self.step_name)), wide),
             scale_format_of(self.args),
             global_scale=found.get("global_scale"),
             dtype=found["scale"].dtype,

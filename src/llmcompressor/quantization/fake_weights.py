@@ -35,6 +35,7 @@ from llmcompressor.quantization.parameters import (
     weight_amax,
     weight_of,
 )
+from llmcompressor.quantization.together import local, whole
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, scale_format_of
 
 __all__ = ["WEIGHT_STEP", "FakeWeights"]
@@ -126,7 +127,7 @@ class FakeWeights:
         Raises:
             NonFiniteError: the weight or a scale holds NaN or infinity.
         """
-        weight = weight_of(module)
+        weight = whole(weight_of(module))
         if not is_finite(weight):
             raise NonFiniteError(
                 f"The weight of {self._names[module]} holds NaN or infinity: the training has "
@@ -165,7 +166,7 @@ class FakeWeights:
 
     def _learned_scale(self, module: Module, first: WeightParameters) -> Tensor:
         """The scale to be stored, with gradients to the parameter of ``module``."""
-        steps = getattr(module, WEIGHT_STEP)
+        steps = whole(getattr(module, WEIGHT_STEP))
         start = first.effective_scale
         wide = start.to(torch.promote_types(start.dtype, torch.float32))
         scale = learned_scale(steps, wide)
@@ -198,9 +199,8 @@ class FakeWeights:
 
     def _key(self, module: Module, weight: Tensor) -> _Key:
         members = self._fused.get(module)
-        if members is None:
-            return ((weight.data_ptr(), weight._version),)
-        return tuple((one.data_ptr(), one._version) for one in map(weight_of, members))
+        present = [weight] if members is None else [weight_of(one) for one in members]
+        return tuple((local(one).data_ptr(), one._version) for one in present)
 
     def _global_scale(self, module: Module) -> Tensor | None:
         """The scale that ``module`` shares with all fused with it, from their present weights."""
@@ -210,8 +210,8 @@ class FakeWeights:
         key = self._key(module, weight_of(module))
         held = self._global_scales.get(module)
         if held is None or held[0] != key:
-            device = weight_of(module).device
-            amax = torch.stack([weight_amax(weight_of(one).detach()).to(device) for one in members])
+            weights = [whole(weight_of(one).detach()) for one in members]
+            amax = torch.stack([weight_amax(one).to(weights[0].device) for one in weights])
             scale = global_scale_from_amax(amax)
             held = (key, scale)
             for member in members:

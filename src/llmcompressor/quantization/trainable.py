@@ -17,6 +17,7 @@ from llmcompressor.quantization.attach import attach_attention, attach_linear
 from llmcompressor.quantization.aware import AwareTraining
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.parameters import weighs_inputs, weight_of
+from llmcompressor.quantization.together import whole, write
 from llmcompressor.schemes.assign import listed
 
 __all__ = ["TrainableMixin"]
@@ -151,7 +152,8 @@ class TrainableMixin(QuantizationMixin):
         for module, scheme in self._schemes.items():
             parameters = weights.get(module)
             if parameters is not None:
-                weight_of(module).data.copy_(parameters.round(weight_of(module).data))
+                weight = weight_of(module)
+                write(weight, parameters.round(whole(weight.detach())))
             attach_linear(module, scheme, parameters, static[module])
         for module in self._attention:
             args, queries = self._attention_args(module)

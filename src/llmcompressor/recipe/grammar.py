@@ -169,7 +169,7 @@ class _Reader:
         match = _GROUP_KEY.match(key)
         group = match["name"] if match else draft.name
         for class_name, fields in self._entries(key, value):
-            draft.modifiers.append(_create(class_name, args.resolve(fields), group))
+            draft.modifiers += _create(class_name, args.resolve(fields), group)
         if value in ({}, []):
             draft.empty_on_purpose = True
 
@@ -214,13 +214,13 @@ class _Reader:
         )
 
 
-def _create(class_name: str, fields: Mapping[str, Any], group: str) -> Modifier:
+def _create(class_name: str, fields: Mapping[str, Any], group: str) -> list[Modifier]:
     given = {key: value for key, value in fields.items() if key not in DERIVED_FIELDS}
     for key in given:
         if not isinstance(key, str):
             raise RecipeError(f"{key!r} is no field of the modifier {class_name}.")
     group = given.pop("group", None) or group
-    return ModifierFactory.create(class_name, group=group, **given)
+    return ModifierFactory.create_all(class_name, group=group, **given)
 
 
 def _require_mapping(document: Any, source: str) -> None:

@@ -17,6 +17,7 @@ from llmcompressor.recipe.grammar import declared_names, read_document
 from llmcompressor.recipe.stages import (
     DEFAULT_STAGE,
     Stage,
+    check_complete,
     check_order,
     combine,
     number_clashes,
@@ -106,13 +107,16 @@ class Recipe:
         reject_unknown_overrides(overrides, _known_names(pieces))
         parts = [_build(piece, modifier_group_name, overrides) for piece in pieces]
         if len(parts) == 1 and target_stage is None:
+            check_complete(parts[0].stages)
             return parts[0]
         stages = combine(part.stages for part in parts)
         args = {name: value for part in parts for name, value in part.args.items()}
         if target_stage is not None:
             check_order(stages)
             stages = (select_stage(stages, target_stage),)
-        return cls(stages, args=args)
+        recipe = cls(stages, args=args)
+        check_complete(stages)
+        return recipe
 
     @classmethod
     def from_modifiers(

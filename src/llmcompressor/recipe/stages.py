@@ -15,6 +15,7 @@ __all__ = [
     "DEFAULT_STAGE",
     "RunType",
     "Stage",
+    "check_complete",
     "check_order",
     "combine",
     "free_name",
@@ -143,13 +144,31 @@ def check_order(stages: Iterable[Stage]) -> None:
     Raises:
         RecipeError: a modifier stands after one that it declares in ``must_precede``.
     """
-    before: set[str] = set()
+    before: dict[str, str] = {}
     for modifier in (modifier for stage in stages for modifier in stage.modifiers):
         name = type(modifier).__name__
-        late = sorted(before & type(modifier).must_precede)
+        late = sorted(before[other] for other in before.keys() & type(modifier).must_precede)
         if late:
             raise RecipeError(
                 f"In the recipe {name} stands after {late[0]}, which undoes what it prepares.",
                 f"Put {name} before {late[0]}.",
             )
-        before |= {parent.__name__ for parent in type(modifier).__mro__}
+        before |= {parent.__name__: name for parent in type(modifier).__mro__}
+
+
+def check_complete(stages: Iterable[Stage]) -> None:
+    """Check that what modifiers need behind them is there.
+
+    Raises:
+        RecipeError: none of the classes that a modifier declares in ``needs_later`` comes later.
+    """
+    modifiers = [modifier for stage in stages for modifier in stage.modifiers]
+    for place, modifier in enumerate(modifiers):
+        needed = type(modifier).needs_later
+        later = {parent.__name__ for one in modifiers[place + 1 :] for parent in type(one).__mro__}
+        if needed and not needed & later:
+            raise RecipeError(
+                f"In the recipe no modifier that quantizes stands after "
+                f"{type(modifier).__name__}, which only prepares weights for one.",
+                "Put a QuantizationModifier with your scheme behind it.",
+            )

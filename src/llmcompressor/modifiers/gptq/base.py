@@ -23,6 +23,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.twin_inputs import aligned_reference
 from llmcompressor.modifiers.gptq.effort import effort_of
 from llmcompressor.modifiers.gptq.solve import FINE_BITS, Options, Problem, Solution, solve
 from llmcompressor.modifiers.modifier import Effort
@@ -190,7 +191,7 @@ class GPTQModifier(QuantizationMixin):
             parameters = self.observe(module)
             weight_of(module).data.copy_(parameters.round(weight_of(module).data))
             self.keep(module, parameters, rounded=True)
-        groups = list(self._groups(solved))
+        groups = list(self._groups(solved, state.fitted))
         problems = [problem for _, problem in groups]
         options = Options(
             self.block_size,
@@ -210,7 +211,7 @@ class GPTQModifier(QuantizationMixin):
             tensor = first_tensor(args, kwargs)
             if tensor is None:
                 return
-            reference = _aligned_reference(module, tensor, state)
+            reference = aligned_reference(module, tensor, state)
             tokens_TC = real_tokens(tensor, state.token_mask)
             if reference is not None:
                 reference = real_tokens(reference, state.token_mask)
@@ -239,8 +240,13 @@ class GPTQModifier(QuantizationMixin):
         """Whether the inputs matter for the weight: an embedding's rows are only looked up."""
         return self._has_weight_scheme(module) and isinstance(module, Linear)
 
-    def _groups(self, modules: Sequence[Module]) -> Iterator[tuple[list[Module], Problem]]:
-        """Modules with one input, one grid and one order, and what is to be solved for them."""
+    def _groups(
+        self, modules: Sequence[Module], fitted: set[Module]
+    ) -> Iterator[tuple[list[Module], Problem]]:
+        """Modules with one input, one grid and one order, and what is to be solved for them.
+
+        What another modifier has fitted to the original model is not corrected once more.
+        """
         alike: dict[tuple[Module, Grid, Any], list[Module]] = {}
         for module in modules:
             args = self._schemes[module].weights
@@ -255,7 +261,7 @@ class GPTQModifier(QuantizationMixin):
                 continue
             device = weight_of(members[0]).device
             importance_C = statistics.gram.diagonal() / statistics.tokens
-            cross = statistics.cross
+            cross = None if fitted.issuperset(members) else statistics.cross
             yield (
                 members,
                 Problem(
@@ -299,18 +305,3 @@ class GPTQModifier(QuantizationMixin):
         super().on_calibration_end(state, event, **kwargs)
         self._statistics.clear()
         self._order = None
-
-
-def _aligned_reference(module: Module, tensor: Tensor, state: State) -> Tensor | None:
-    """What ``module`` gets in the original model, if its tokens are those of ``tensor``.
-
-    A router may send other tokens to an expert in the original model, even as many.
-    """
-    references = state.reference_inputs
-    reference = None if references is None else references.get(module)
-    if reference is None or reference.shape != tensor.shape:
-        return None
-    ids = None if state.batch_data is None else state.batch_data.get("input_ids")
-    if tensor.ndim == 2 and isinstance(ids, Tensor) and len(tensor) != ids.numel():
-        return None
-    return reference

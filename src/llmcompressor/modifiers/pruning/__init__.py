@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pruning over time: weights are zeroed while a model is trained, and stay zero."""
+"""Pruning: over time, while a model is trained, and at once, by calibration data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 from llmcompressor.registry import resolve
 
-__all__ = ["ConstantPruningModifier", "GradualPruningModifier", "MagnitudePruningModifier"]
+__all__ = [
+    "ConstantPruningModifier",
+    "GradualPruningModifier",
+    "MagnitudePruningModifier",
+    "SparseGPTModifier",
+    "WandaPruningModifier",
+]
 
 _HOMES = {
     "ConstantPruningModifier": "llmcompressor.modifiers.pruning.constant:ConstantPruningModifier",
@@ -15,6 +21,8 @@ _HOMES = {
     "MagnitudePruningModifier": (
         "llmcompressor.modifiers.pruning.magnitude:MagnitudePruningModifier"
     ),
+    "SparseGPTModifier": "llmcompressor.modifiers.sparsity.sparsegpt:SparseGPTModifier",
+    "WandaPruningModifier": "llmcompressor.modifiers.sparsity.wanda:WandaPruningModifier",
 }
 
 

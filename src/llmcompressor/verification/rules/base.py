@@ -182,16 +182,17 @@ class View:
         return [
             entry
             for entry in self.entries.values()
-            if entry.kind != "other" and entry.last not in self._transforms
+            if entry.kind != "other" and entry.last not in self.transforms
         ]
 
     @cached_property
-    def _transforms(self) -> frozenset[str]:
+    def transforms(self) -> frozenset[str]:
         """Own names of the modules that hold the matrices of online transforms."""
         settings = self.settings.get("transform_config")
         groups = settings.get("config_groups") if isinstance(settings, Mapping) else None
         names = groups if isinstance(groups, Mapping) else ()
-        return frozenset(f"{name}_{where}" for name in names for where in ("input", "output"))
+        places = ("input", "output", "q_attn", "k_cache")
+        return frozenset(f"{name}_{place}" for name in names for place in places)
 
     @cached_property
     def quantized(self) -> list[Entry]:

@@ -48,7 +48,9 @@ _PLAIN_TYPES = frozenset(
 def layers_are_complete(view: View) -> Iterator[Problem]:
     """S70: a layer that lacks what its like have, and layers that are not there at all."""
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in view.entries:
+    for name, entry in view.entries.items():
+        if entry.last in view.transforms:
+            continue  # one of the layers that share it holds it
         match = _LAYER.match(name)
         if match is not None and not _TOWERS.search(match["stack"]):
             rest = _EXPERTS.sub(".experts.", f".{match['rest']}.")

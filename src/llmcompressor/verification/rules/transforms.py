@@ -133,14 +133,20 @@ def _partly(view: View, name: str, reached: list[Entry]) -> Iterator[Problem]:
 
 
 def transforms_have_tensors(view: View) -> Iterator[Problem]:
-    """S76."""
+    """S76: modules with one matrix share it, so that one of them may hold it for all."""
     for name, raw, one in _applied(view):
-        location = one.get("location")
+        location = str(one.get("location"))
         if location not in _ONLINE:
             continue
-        for entry in _reached(view, one):
-            info = view.headers.get(f"{entry.name}.{name}_{location}.weight")
-            size = raw.get("head_dim") or raw.get("block_size")
+        size = raw.get("head_dim") or raw.get("block_size")
+        stored = [
+            (entry, view.headers.get(f"{entry.name}.{name}_{location}.weight"))
+            for entry in _reached(view, one)
+        ]
+        held = {_channels(entry, location) for entry, info in stored if info is not None}
+        for entry, info in stored:
+            if info is None and (held if size else _channels(entry, location) in held):
+                continue
             if info is None:
                 yield Problem(
                     entry.name, f"It has no {name}_{location}.weight.", "Compress it anew."
@@ -151,6 +157,14 @@ def transforms_have_tensors(view: View) -> Iterator[Problem]:
                     f"Its {name}_{location}.weight has the shape {list(info.shape)}.",
                     "Compress it anew.",
                 )
+
+
+def _channels(entry: Entry, location: str) -> int | None:
+    """How wide a module's input or output is; of packed weights, something that grows with it."""
+    weight = entry.own.get("weight") or entry.own.get("weight_packed")
+    if weight is None or len(weight.shape) != 2:
+        return None
+    return weight.shape[1 if location == "input" else 0]
 
 
 def transformers_applies_none(view: View) -> Iterator[Problem]:

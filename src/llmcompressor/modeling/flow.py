@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which module's output another module gets as its input, seen in one forward on a few tokens.
+
+A tensor that is handed on, or a view of it, has the same storage: so a norm is found to feed the
+Linears that read it, whatever they are called. Sums and products make new tensors and end the
+trail. No weight is read; those that are not loaded count as zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from llmcompressor.errors import TargetError
+from llmcompressor.modeling.call_order import first_tensor
+
+__all__ = ["Flow", "probe_inputs", "trace_flow"]
+
+_TOKENS = 8
+
+
+@dataclass
+class Flow:
+    """What a forward showed.
+
+    Attributes:
+        feeder: module → the leaf whose output, or a view of it, was its first input.
+        called: every module that was called, in order of its first call.
+    """
+
+    feeder: dict[Module, Module] = field(default_factory=dict)
+    called: dict[Module, None] = field(default_factory=dict)
+
+
+def probe_inputs(model: Module) -> dict[str, Any]:
+    """A row of token ids, as the model takes it."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None else None
+    vocabulary = int(getattr(text, "vocab_size", None) or _TOKENS)
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    ids = (torch.arange(_TOKENS, device=device) * 7 + 3).remainder(vocabulary).unsqueeze(0)
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    return {"input_ids": ids, **({"use_cache": False} if takes_cache else {})}
+
+
+def trace_flow(model: Module) -> Flow:
+    """Run ``model`` on a few tokens and see which leaf feeds which module.
+
+    Raises:
+        TargetError: the model does not run on token ids alone.
+    """
+    flow = Flow()
+    source: dict[int, Module] = {}
+    alive: list[Tensor] = []  # or a later tensor could be given the same storage
+
+    def before(module: Module, args: Any, kwargs: Any) -> None:
+        tensor = first_tensor(args, kwargs)
+        flow.called.setdefault(module)
+        if tensor is not None and (feeder := source.get(_storage(tensor))) is not None:
+            flow.feeder.setdefault(module, feeder)
+
+    def after(module: Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            alive.append(output)
+            source.setdefault(_storage(output), module)
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if not module._modules:
+            handles.append(module.register_forward_hook(after))
+    was_training = [module for module in model.modules() if module.training]
+    try:
+        with torch.no_grad(), _hollow(model):
+            model.eval()
+            model(**probe_inputs(model))
+    except (TypeError, ValueError) as error:
+        raise TargetError(
+            f"{type(model).__name__} does not run on token ids alone ({error}), so that it cannot "
+            "be seen which norm feeds which Linear.",
+            "Rotations need a language model that takes input_ids.",
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in was_training:
+            module.training = True
+    return flow
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+@contextlib.contextmanager
+def _hollow(model: Module) -> Iterator[None]:
+    """Parameters that are not loaded read as zeros, which take no memory."""
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    empty = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in dict.items(module._parameters)
+        if parameter is not None and parameter.is_meta
+    ]
+    try:
+        for module, name, parameter in empty:
+            inner = parameter.shape[1:] if parameter.ndim > 2 else ()
+            zero = torch.zeros(inner, dtype=parameter.dtype, device=device)
+            module._parameters[name] = Parameter(zero.expand(parameter.shape), requires_grad=False)
+        yield
+    finally:
+        for module, name, parameter in empty:
+            module._parameters[name] = parameter

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Channels scaled between two modules, so that what they compute together stays the same.
+
+With one positive factor ``s_c`` per channel, a *smooth* module whose output is divided by s and
+*balance* modules whose input is multiplied by it give the same result as before::
+
+    norm    y = (w + o) n(x) + b     ->   w' = (w + o) / s - o,   b' = b / s
+    Linear  y = W x + b              ->   its last C rows and biases, divided by s
+    Linear  z = V y                  ->   V' = V diag(s)
+
+The offset o of a norm is 0, or 1 where its weight is stored as a difference from one (Gemma).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module, Parameter
+
+__all__ = [
+    "divide_outputs",
+    "divided_outputs",
+    "multiplied_inputs",
+    "multiply_inputs",
+    "norm_offset",
+    "swapped",
+]
+
+_OFFSETS = (0.0, 1.0)
+_CLOSE = 1e-4
+"""Relative deviation of float32 results that is taken for rounding."""
+
+
+def divided_outputs(module: Module, scale_C: Tensor, offset: float = 0.0) -> dict[str, Tensor]:
+    """The parameters with which a module returns its last C channels divided by ``scale_C``.
+
+    Args:
+        module: a norm with a weight ``[C]``, or a Linear with at least C rows.
+        scale_C: positive, float32 ``[C]``.
+        offset: what a norm adds to its weight.
+
+    Returns:
+        Parameter name → new value, in the parameter's dtype; the arithmetic is float32.
+    """
+    found = {}
+    for name in ("weight", "bias"):
+        old = module._parameters.get(name)
+        if old is None:
+            continue
+        own = offset if name == "weight" and old.ndim == 1 else 0.0
+        new = old.detach().to(torch.promote_types(old.dtype, torch.float32), copy=True)
+        tail = new[-len(scale_C) :]
+        shape = (-1, *[1] * (new.ndim - 1))
+        tail.add_(own).div_(scale_C.to(new).reshape(shape)).sub_(own)
+        found[name] = new.to(old.dtype)
+    return found
+
+
+def multiplied_inputs(module: Module, scale_C: Tensor) -> dict[str, Tensor]:
+    """The parameters with which a Linear takes its inputs multiplied by ``scale_C``.
+
+    Args:
+        module: a Linear with C columns.
+        scale_C: positive, float32 ``[C]``.
+
+    Returns:
+        As :func:`divided_outputs`.
+    """
+    weight_RC = module._parameters["weight"]
+    assert weight_RC is not None
+    wide_RC = weight_RC.detach().to(torch.promote_types(weight_RC.dtype, torch.float32))
+    return {"weight": (wide_RC * scale_C.to(wide_RC)).to(weight_RC.dtype)}
+
+
+def divide_outputs(module: Module, scale_C: Tensor, offset: float = 0.0) -> None:
+    """:func:`divided_outputs`, written into the module."""
+    _write(module, divided_outputs(module, scale_C, offset))
+
+
+def multiply_inputs(module: Module, scale_C: Tensor) -> None:
+    """:func:`multiplied_inputs`, written into the module."""
+    _write(module, multiplied_inputs(module, scale_C))
+
+
+def _write(module: Module, values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        parameter = module._parameters[name]
+        assert parameter is not None
+        parameter.data.copy_(value)
+
+
+@contextlib.contextmanager
+def swapped(changes: Mapping[Module, Mapping[str, Tensor]]) -> Iterator[None]:
+    """Give modules other parameters while the body runs; their own come back after it."""
+    before = [
+        (module, name, module._parameters[name])
+        for module, values in changes.items()
+        for name in values
+    ]
+    try:
+        for module, values in changes.items():
+            for name, value in values.items():
+                module._parameters[name] = Parameter(value, requires_grad=False)
+        yield
+    finally:
+        for module, name, parameter in before:
+            module._parameters[name] = parameter
+
+
+def norm_offset(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+    """What a norm adds to its weight, found by running it.
+
+    Args:
+        module: has a weight of one dimension, and perhaps a bias; float32.
+        args: what to call it with.
+        kwargs: the same, by name.
+
+    Returns:
+        0 or 1; ``None`` where the module is no norm of the form ``(w + o) n(x) + b``.
+    """
+    weight_C = module._parameters.get("weight")
+    if weight_C is None or weight_C.ndim != 1 or isinstance(module, Linear):
+        return None
+    bias = module._parameters.get("bias")
+    no_bias = {} if bias is None else {"bias": torch.zeros_like(bias)}
+
+    def run(weight: Tensor, **biases: Tensor) -> Tensor:
+        with swapped({module: {"weight": weight, **{**no_bias, **biases}}}):
+            found: Tensor = module(*args, **kwargs)
+        return found.float()
+
+    at_zero = run(torch.zeros_like(weight_C))
+    unit = run(torch.ones_like(weight_C)) - at_zero
+    ramp_C = torch.linspace(0.5, 1.5, len(weight_C)).to(weight_C)
+    for offset in _OFFSETS:
+        fits = _same(at_zero, offset * unit) and _same(run(ramp_C), (ramp_C + offset) * unit)
+        if fits and bias is not None:
+            fits = _same(run(ramp_C, bias=ramp_C), (ramp_C + offset) * unit + ramp_C)
+        if fits:
+            return offset
+    return None
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    size = float(second.abs().max().clamp(min=1e-6))
+    return bool((first - second).abs().max() <= _CLOSE * max(size, 1.0))

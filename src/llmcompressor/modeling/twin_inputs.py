@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a module gets in the original model, where two streams of activations run."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.state import State
+
+__all__ = ["aligned_reference"]
+
+
+def aligned_reference(module: Module, tensor: Tensor, state: State) -> Tensor | None:
+    """What ``module`` gets in the original model, if its tokens are those of ``tensor``.
+
+    A router may send other tokens to an expert in the original model, even as many.
+    """
+    references = state.reference_inputs
+    reference = None if references is None else references.get(module)
+    if reference is None or reference.shape != tensor.shape:
+        return None
+    ids = None if state.batch_data is None else state.batch_data.get("input_ids")
+    if tensor.ndim == 2 and isinstance(ids, Tensor) and len(tensor) != ids.numel():
+        return None
+    return reference

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWQ: columns that meet large inputs are enlarged before they are rounded.
+
+Lin et al., arXiv:2306.00978; see :mod:`llmcompressor.numerics.awq` for the equations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+from torch.nn import Linear, Module
+
+from llmcompressor.core.events import Event
+from llmcompressor.core.state import State
+from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.mappings import Names, SmoothSet
+from llmcompressor.modifiers.awq.effort import effort_of
+from llmcompressor.modifiers.awq.parents import ParentRuns
+from llmcompressor.modifiers.factory import ModifierFactory
+from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier
+from llmcompressor.numerics.awq import (
+    Bounds,
+    Readers,
+    Round,
+    candidates,
+    choose_scale,
+    clip_bounds,
+    statistics_error,
+    weight_prominence,
+)
+from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.quantization.parameters import extreme_parameters, weight_of
+from llmcompressor.schemes.bridge import needs_global_scale, partition_of
+from llmcompressor.smoothing.base import SmoothingMixin
+
+__all__ = ["AWQMapping", "AWQModifier"]
+
+_FINE_BITS = 8
+"""Bits from which there is nothing to gain by clipping."""
+
+
+@dataclass(config=ConfigDict(extra="forbid"))
+class AWQMapping:
+    """What is smoothed together.
+
+    Attributes:
+        smooth_layer: a target for the norm or Linear whose output is divided.
+        balance_layers: targets for all Linears that read it.
+        activation_hook_target: accepted, without effect: the inputs of the Linears themselves
+            are looked at.
+    """
+
+    smooth_layer: str
+    balance_layers: list[str]
+    activation_hook_target: str | None = None
+
+
+class _Moments:
+    """Second moments and mean size of the inputs."""
+
+    def __init__(self, columns: int, device: torch.device | str, name: str) -> None:
+        self._statistics = InputStatistics(columns, device, name=name)
+        self._sizes_C = torch.zeros(columns, dtype=torch.float32, device=device)
+
+    def update(self, input_TC: Tensor) -> None:
+        """Count the tokens of one batch, ``[T, C]``."""
+        self._statistics.update(input_TC)
+        sizes_C = input_TC.abs().sum(dim=0, dtype=torch.float32)
+        self._sizes_C += sizes_C.to(self._sizes_C.device)
+
+    @property
+    def tokens(self) -> int:
+        """How many were counted."""
+        return self._statistics.tokens
+
+    @property
+    def gram(self) -> Tensor:
+        """XᵀX."""
+        return self._statistics.gram
+
+    @property
+    def sizes(self) -> Tensor:
+        """Sum of the absolute inputs of each column."""
+        return self._sizes_C
+
+
+class AWQModifier(SmoothingMixin):
+    """Scales, and where it helps clips, weights for the modifier that quantizes them after it.
+
+    Attributes:
+        mappings: what is smoothed together; found from the model where there are none.
+        offload_device: where statistics (and with ``loss: output`` activations) are kept.
+        duo_scaling: weigh inputs against weights (``True``), look at inputs alone (``False``),
+            or try ``"both"``.
+        n_grid: how many scales are tried for each set.
+        loss: what a scale is judged by: the error of the Linears' outputs, from second moments
+            (``"statistics"``), or the error of their common parent's output, by running it for
+            each candidate (``"output"``, the published form).
+        clip: clamp the weights of each group where that lowers its output error.
+    """
+
+    needs_later: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
+
+    mappings: list[AWQMapping] | None = None
+    offload_device: str | None = None
+    duo_scaling: bool | Literal["both"] = True
+    n_grid: int = Field(default=20, ge=2, le=1000)
+    loss: Literal["statistics", "output"] = "statistics"
+    clip: bool = True
+
+    _bounds: dict[Module, Bounds] = PrivateAttr(default_factory=dict)
+    _to_clip: list[Module] = PrivateAttr(default_factory=list)
+    _parents: ParentRuns | None = PrivateAttr(None)
+
+    @classmethod
+    def from_fields(cls, **fields: Any) -> list[Modifier]:
+        """From one set of fields: this modifier, and the one that quantizes if they say how."""
+        common = {key: fields.pop(key) for key in tuple(fields) if key in Modifier.model_fields}
+        theirs = QuantizationMixin.model_fields.keys() - cls.model_fields.keys()
+        quantizing = {key: fields.pop(key) for key in tuple(fields) if key in theirs}
+        own: list[Modifier] = [cls(**common, **fields)]
+        if quantizing:
+            own.append(ModifierFactory.create("QuantizationModifier", **common, **quantizing))
+        return own
+
+    # ------------------------------------------------------------------ declarations
+
+    @property
+    def finest_granularity(self) -> Granularity:
+        """Inputs of Linears for statistics; whole blocks to run their parts for each candidate."""
+        return Granularity.LINEAR if self.loss == "statistics" else Granularity.BLOCK
+
+    def named(self) -> Sequence[Names] | None:
+        """The mappings as smooth target and targets of its readers."""
+        if self.mappings is None:
+            return None
+        return [(one.smooth_layer, tuple(one.balance_layers)) for one in self.mappings]
+
+    def wanted_sets(self) -> list[SmoothSet]:
+        """Those with a Linear that a later modifier quantizes."""
+        return [one for one in self._sets if any(map(_weight_args, one.balance.values()))]
+
+    def calibrated_modules(self, state: State) -> list[Module]:
+        """The Linears that read what is smoothed, and those that are clipped."""
+        return list(dict.fromkeys([*super().calibrated_modules(state), *self._clippable()]))
+
+    def _clippable(self) -> list[Module]:
+        return [module for module in self._names if _clip_args(module)] if self.clip else []
+
+    def effort(self, modules: Sequence[Module]) -> Effort:
+        """Second moments, and one product per candidate and Linear."""
+        weights = [weight_of(module) for module in modules]
+        return effort_of(weights, points=self.n_grid)
+
+    # ------------------------------------------------------------------ while
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Watch the inputs; for ``loss: output`` also what the parents are called with."""
+        if not self.wanted_sets():
+            raise TargetError(
+                "AWQModifier has nothing to work for: no later modifier quantizes the weights of "
+                "a Linear in its mappings.",
+                "Put a QuantizationModifier behind it whose targets include them.",
+            )
+        self._check_strategies()
+        self._to_clip = self._clippable()
+        super().on_calibration_start(state, event, **kwargs)
+        if self.loss == "output":
+            self._parents = ParentRuns(state, self._names, self.offload_device)
+            for one in self.wanted_sets():
+                parent = self._parents.watch(one)
+                if parent is not None:
+                    hook = self._parents.hook
+                    self.register_hook(parent, hook, "forward_pre", with_kwargs=True)
+
+    def _check_strategies(self) -> None:
+        for one in self.wanted_sets():
+            for name, module in one.balance.items():
+                args = _weight_args(module)
+                if args is not None and args.strategy == "tensor" and self.duo_scaling:
+                    raise RecipeError(
+                        f"AWQModifier: duo_scaling compares the weights of a group, and {name} "
+                        "has one scale for all of them (strategy tensor).",
+                        "Set duo_scaling: false.",
+                    )
+
+    def new_tally(self, columns: int, device: torch.device, name: str) -> _Moments:
+        """Second moments."""
+        return _Moments(columns, self.offload_device or device, name)
+
+    def scale_of(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
+        """The best scale of the grid, judged on the Linears that are quantized."""
+        members = [module for module in one.balance.values() if _weight_args(module)]
+        weights = [weight_of(module).detach() for module in members]
+        distinct = list(dict.fromkeys(tallies.values()))
+        tokens = sum(tally.tokens for tally in distinct)
+        sizes_C = torch.stack([tally.sizes for tally in distinct]).sum(dim=0)
+        grid = candidates(
+            sizes_C.to(weights[0].device) / tokens,
+            weight_prominence(weights, _group_of(members[0])),
+            self.n_grid,
+            self.duo_scaling,
+        )
+        if self._parents is None:
+            error_of = statistics_error(list(_readers(members, tallies)))
+        else:
+            error_of = self._parents.error_of(one, {each: _rounding(each) for each in members})
+        found = choose_scale(error_of, grid, torch.ones(one.columns, device=weights[0].device))
+        if self._parents is not None:
+            self._parents.drop(one)
+        self._records[one.name] = {
+            "tokens": tokens,
+            "readers": list(one.balance),
+            "ratio": None if found.candidate is None else found.candidate.ratio,
+            "duo": None if found.candidate is None else found.candidate.duo,
+            "error": found.error / tokens,
+            "error_unscaled": found.before / tokens,
+        }
+        return found.scale_C
+
+    @torch.no_grad()
+    def after_sets(self) -> None:
+        """Find the ends of the groups of Linears whose scale is known, or who have none."""
+        set_of = {module: one for one in self.wanted_sets() for module in one.balance.values()}
+        ready: dict[Any, list[Module]] = {}
+        for module in self._to_clip:
+            args, one = _clip_args(module), set_of.get(module)
+            waits = module not in self._seen or (one is not None and one.name not in self._records)
+            if args is not None and not waits:
+                ready.setdefault((self.leader(module), one, _key_of(args)), []).append(module)
+        for (leader, one, _), members in ready.items():
+            tally = self._tallies.get(leader)
+            if tally is not None and tally.tokens:
+                self._clip(members, tally, None if one is None else self._scales.get(one))
+        done = {module for members in ready.values() for module in members}
+        self._to_clip = [module for module in self._to_clip if module not in done]
+
+    def _clip(self, members: Sequence[Module], tally: _Moments, scale_C: Tensor | None) -> None:
+        """Linears with one input, one scale and one way of rounding, their rows stacked."""
+        weight_RC = torch.cat([weight_of(module).detach() for module in members])
+        gram_CC = tally.gram.to(weight_RC.device)
+        if scale_C is not None:
+            weight_RC = (weight_RC.float() * scale_C).to(weight_RC.dtype)
+            gram_CC = gram_CC / scale_C / scale_C.unsqueeze(-1)
+        group = _group_of(members[0]) or weight_RC.shape[-1]
+        group = min(group, weight_RC.shape[-1])
+        found = clip_bounds(weight_RC, gram_CC, _rounding(members[0]), group)
+        rows = [len(weight_of(module)) for module in members]
+        parts = zip(torch.split(found.low_RN, rows), torch.split(found.high_RN, rows), strict=True)
+        for module, (low_RN, high_RN) in zip(members, parts, strict=True):
+            self._bounds[module] = Bounds(low_RN, high_RN)
+
+    # ------------------------------------------------------------------ after
+
+    def before_division(self, modules: set[Module]) -> None:
+        """Clamp the weights, whose columns are scaled now and whose rows are not."""
+        for module in [one for one in self._bounds if one in modules]:
+            weight = weight_of(module)
+            weight.data.copy_(self._bounds.pop(module).clamp(weight.data))
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Scale and clip what was not with its block."""
+        super().on_calibration_end(state, event, **kwargs)
+        self._parents = None
+        gains = [
+            record["error"] / record["error_unscaled"]
+            for record in self._records.values()
+            if record.get("error_unscaled")
+        ]
+        if gains:
+            mean = sum(gains) / len(gains)
+            logger.info(f"AWQModifier: errors are {mean:.3f} of those without scales, in the mean.")
+
+
+def _weight_args(module: Module) -> QuantizationArgs | None:
+    """How a modifier of the recipe will quantize a Linear's weight, if any does."""
+    scheme = getattr(module, "quantization_scheme", None)
+    return None if scheme is None else scheme.weights
+
+
+def _rounding(module: Module) -> Round:
+    """The rounding of a module's weight by the extremes of each cell."""
+    args = _weight_args(module)
+    assert args is not None
+
+    def rounded(weight_RC: Tensor) -> Tensor:
+        return extreme_parameters(weight_RC, args).round(weight_RC)
+
+    return rounded
+
+
+def _group_of(module: Module) -> int:
+    """Columns that share a scale in a row; 0 for all."""
+    args = _weight_args(module)
+    assert args is not None
+    return int(partition_of(args).columns)
+
+
+def _clip_args(module: Module) -> QuantizationArgs | None:
+    """How a module's weight is quantized, if clipping applies to it: few bits, rows apart."""
+    args = _weight_args(module) if isinstance(module, Linear) else None
+    if args is None or args.num_bits >= _FINE_BITS:
+        return None
+    partition, columns = partition_of(args), int(weight_of(module).shape[-1])
+    width = min(partition.columns or columns, columns)
+    return args if partition.rows == 1 and columns % width == 0 else None
+
+
+def _key_of(args: QuantizationArgs) -> str:
+    """Equal for weights that are quantized alike."""
+    return str(args.model_dump_json())
+
+
+def _readers(members: Sequence[Module], tallies: Mapping[Module, Any]) -> Iterator[Readers]:
+    """Linears with the same inputs and rounding, where rows are rounded apart, as one."""
+    alike: dict[Any, list[Module]] = {}
+    for module in members:
+        args = _weight_args(module)
+        assert args is not None
+        by_rows = partition_of(args).rows == 1 and not needs_global_scale(args)
+        own = _key_of(args) if by_rows else module
+        alike.setdefault((tallies[module], own), []).append(module)
+    for (tally, own), modules in alike.items():
+        weight_RC = torch.cat([weight_of(module).detach() for module in modules])
+        gram_CC = tally.gram.to(weight_RC.device)
+        yield Readers(weight_RC, gram_CC, _rounding(modules[0]), isinstance(own, str))

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotations: SpinQuant, QuIP."""
+
+from llmcompressor.modifiers.rotation.mappings import NormMapping, SpinQuantMapping
+from llmcompressor.modifiers.rotation.quip import QuIPModifier
+from llmcompressor.modifiers.rotation.spinquant import SpinQuantModifier
+
+__all__ = ["NormMapping", "QuIPModifier", "SpinQuantMapping", "SpinQuantModifier"]

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan from transforms as they are written in ``config.json``.
+
+How readers take them, Q being the matrix of a scheme (its transpose where ``inverse`` is said)::
+
+    input           x Q              at run time
+    output          y Q              at run time
+    weight_input    W Qᵀ             so an inverse one undoes an ``input`` that is none
+    weight_output   Qᵀ W, b Q        an embedding's rows: e Q
+    q_attn, k_cache q Q, k Q         at run time, after RoPE
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from compressed_tensors.transform import (
+    TransformArgs,
+    TransformConfig,
+    TransformLocation,
+    TransformScheme,
+)
+from torch.nn import Embedding, Linear, Module
+
+from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modifiers.rotation.plan import Online, Plan
+from llmcompressor.numerics.rotation import Rotation
+
+if TYPE_CHECKING:
+    from llmcompressor.modifiers.rotation.base import RotationModifier
+
+__all__ = ["plan_of_config"]
+
+_ATTENTION = (TransformLocation.Q_ATTN, TransformLocation.K_CACHE)
+
+
+def plan_of_config(modifier: RotationModifier, model: Any, config: TransformConfig) -> Plan:
+    """What the schemes of ``config`` rotate.
+
+    Args:
+        modifier: makes the matrices.
+        model: whose modules the targets mean.
+        config: its schemes have one matrix per size each.
+
+    Raises:
+        RecipeError: a scheme has a type that is not known, or asks for several matrices.
+        TargetError: targets match nothing, or something of the wrong kind or width.
+    """
+    plan = Plan(modifier.torch_precision)
+    for name, scheme in config.config_groups.items():
+        if scheme.randomize:
+            raise RecipeError(
+                f"transform_config: {name} has randomize, whose permutations not every reader "
+                "applies.",
+                "Give each module a scheme of its own instead, without randomize.",
+            )
+        online = any(args.is_online() for args in scheme.apply)
+        orders: dict[int, Rotation] = {}
+        for args in scheme.apply:
+            found = list(match_named_modules(model, args.targets, args.ignore))
+            if not found:
+                raise TargetError(
+                    f"The rotation {name} matches no module: {args.targets}.",
+                    "Correct its targets.",
+                )
+            for module_name, module in found:
+                order = _order(modifier, scheme, args, module_name, module)
+                rotation = modifier.rotation(name, order, module_name, kind=scheme.type)
+                orders[order] = rotation
+                _add(plan, name, args, module_name, module, rotation)
+        plan.schemes[name] = modifier.written(scheme, list(orders.values()), online=online)
+    return plan
+
+
+def _order(
+    modifier: RotationModifier,
+    scheme: TransformScheme,
+    args: TransformArgs,
+    name: str,
+    module: Module,
+) -> int:
+    location = TransformLocation(args.location)
+    if location in _ATTENTION:
+        order: Any = scheme.head_dim or getattr(module, "head_dim", None)
+        if not isinstance(order, int):
+            raise TargetError(f"The width of a head of {name} is not known.", "Give head_dim.")
+        return order
+    incoming = location in (TransformLocation.INPUT, TransformLocation.WEIGHT_INPUT)
+    if isinstance(module, Embedding) and location is TransformLocation.WEIGHT_OUTPUT:
+        width = module.embedding_dim
+    elif isinstance(module, Linear):
+        width = module.in_features if incoming else module.out_features
+    else:
+        raise TargetError(
+            f"{name} is a {type(module).__name__}: a rotation at {location.value} needs a Linear.",
+            "Correct the targets, or put it on the ignore list.",
+        )
+    if scheme.head_dim is None:
+        return width
+    if width % scheme.head_dim:
+        raise TargetError(
+            f"Blocks of {scheme.head_dim} channels do not divide {width}, the width of {name}.",
+            "Choose another block size, or put it on the ignore list.",
+        )
+    return scheme.head_dim
+
+
+def _add(
+    plan: Plan, scheme: str, args: TransformArgs, name: str, module: Module, rotation: Rotation
+) -> None:
+    location = TransformLocation(args.location)
+    if location is TransformLocation.WEIGHT_INPUT:
+        plan.of(module).inputs.append(rotation if args.inverse else rotation.transposed())
+    elif location is TransformLocation.WEIGHT_OUTPUT:
+        turned = rotation.transposed() if args.inverse else rotation
+        own = plan.of(module)
+        (own.inputs if isinstance(module, Embedding) else own.outputs).append(turned)
+    else:
+        plan.online.append(Online(module, name, scheme, location, rotation, args.inverse))

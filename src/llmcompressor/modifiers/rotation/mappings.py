@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recipe can say about the parts of a model, where they are not found by themselves."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+__all__ = ["NormMapping", "SpinQuantMapping"]
+
+
+class _Mapping(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SpinQuantMapping(_Mapping):
+    """Targets (names, ``re:`` patterns or classes) of the parts that rotations act on.
+
+    Attributes:
+        embedding: what writes the first residual stream.
+        attn: the attention modules, whose queries and keys R3 rotates.
+        attn_q: reads the stream.
+        attn_k: reads the stream.
+        attn_v: reads the stream; R2 rotates its output.
+        attn_o: writes to the stream; R2 rotates its input.
+        attn_head_dim: the width of a head, where the configuration does not tell.
+        mlp_in: read the stream: gate, up, routers.
+        mlp_out: write to the stream: down; R4 rotates their input.
+        lm_head: reads the last stream.
+    """
+
+    embedding: str
+    attn: str
+    attn_q: str
+    attn_k: str
+    attn_v: str
+    attn_o: str
+    attn_head_dim: int | None = Field(default=None, gt=0)
+    mlp_in: list[str]
+    mlp_out: list[str]
+    lm_head: str
+
+    @field_validator("mlp_in", "mlp_out", mode="before")
+    @classmethod
+    def _as_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+
+class NormMapping(_Mapping):
+    """A norm, and the Linears that read its output.
+
+    Attributes:
+        norm: target of the norms.
+        linears: targets of the Linears; those below the same parent as a norm belong to it.
+    """
+
+    norm: str
+    linears: list[str]
+
+    @field_validator("linears", mode="before")
+    @classmethod
+    def _as_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value

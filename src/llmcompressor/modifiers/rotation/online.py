@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotations that stay in the forward, in the form in which compressed-tensors knows them.
+
+A reader builds one submodule ``{scheme}_{location}`` per module that a transform names, loads its
+``weight`` and computes ``x @ weight / sqrt(n)``. The same submodule is put here, so that the model
+in memory computes what a reader of its checkpoint does. Every orthogonal Q has this form: its
+weight is ``Q sqrt(n)``, and the type says ``random-hadamard``, whose stored matrix readers take as
+it is. (The type ``hadamard`` is Sylvester's matrix to them, whatever is stored; ``random-matrix``
+is scaled by one reader and not by another.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
+from compressed_tensors.transform import (
+    HadamardTransform,
+    TransformArgs,
+    TransformConfig,
+    TransformLocation,
+    TransformScheme,
+)
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from llmcompressor.numerics.rotation import Rotation
+from llmcompressor.quantization.attach import tap_attention
+
+__all__ = ["add_schemes", "attach", "has_online", "is_readable", "share", "stored_weight"]
+
+ONLINE_DTYPE = torch.float32
+"""In which rotations at run time are computed and stored: signs are exact in it."""
+
+_LARGEST_KNOWN = 256
+
+
+def is_readable(order: int) -> bool:
+    """Whether readers can build a ``random-hadamard`` transform of this size.
+
+    They know Hadamard matrices of every multiple of 4 up to 256, and double those.
+
+    >>> is_readable(11008), is_readable(29568), is_readable(16), is_readable(90)
+    (True, False, True, False)
+    """
+    odd = order // (order & -order)
+    return order in (1, 2) or (order % 4 == 0 and (odd == 1 or 4 * odd <= _LARGEST_KNOWN))
+
+
+def stored_weight(rotation: Rotation, device: torch.device) -> Parameter:
+    """``Q sqrt(n)``, as readers take it."""
+    matrix = rotation.matrix() * math.sqrt(rotation.order)
+    if rotation.signs_N is not None:
+        matrix = matrix.round()
+    matrix = matrix.to(device=device, dtype=ONLINE_DTYPE).contiguous()
+    return Parameter(matrix, requires_grad=False)
+
+
+def attach(
+    model: Any, module: Module, name: str, scheme: TransformScheme, args: TransformArgs, weight: Any
+) -> Module:
+    """Put a rotation into the forward of a module.
+
+    Args:
+        model: the whole model.
+        module: a Linear, or attention for the locations of queries and keys.
+        name: of the scheme.
+        scheme: what is rotated how.
+        args: where.
+        weight: the parameter, shared by all modules with the same matrix.
+
+    Returns:
+        The submodule that does it.
+    """
+    location = TransformLocation(args.location)
+    own_name = f"{name}_{location.value}"
+    transform: Module = HadamardTransform(weight, None, scheme, args, type(module))
+    if location in (TransformLocation.Q_ATTN, TransformLocation.K_CACHE):
+        tap_attention(model, module, queries=True)
+    module.register_module(own_name, transform)
+    if location is TransformLocation.INPUT:
+        module.register_forward_pre_hook(partial(_turn_input, own_name), prepend=True)
+    elif location is TransformLocation.OUTPUT:
+        module.register_forward_hook(partial(_turn_output, own_name))
+    else:
+        queries = location is TransformLocation.Q_ATTN
+        tapped = getattr(module, IMPL_ATTR if queries else KV_CACHE_ATTR)
+        hook = _turn_queries if queries else _turn_keys
+        tapped.register_forward_pre_hook(partial(hook, own_name))
+    return transform
+
+
+def _turn_input(name: str, module: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (getattr(module, name)(args[0]), *args[1:])
+
+
+def _turn_output(name: str, module: Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    turned: Tensor = getattr(module, name)(output)
+    return turned
+
+
+def _turn_queries(name: str, tapped: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    attention, query, *rest = args
+    return (attention, getattr(attention, name)(query), *rest)
+
+
+def _turn_keys(name: str, cache: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    keys, *rest = args
+    return (getattr(cache.attn_module(), name)(keys), *rest)
+
+
+def share(transforms: Iterable[tuple[str, Module]]) -> None:
+    """Say of transforms with one matrix that they have it in common: it is stored once.
+
+    Args:
+        transforms: names in the model, and the transforms; readers look for the first.
+    """
+    first: dict[int, str] = {}
+    for name, transform in transforms:
+        key = f"{name}.weight"
+        weight: Any = transform.weight
+        if first.setdefault(id(weight), key) != key:
+            transform._tied_weights_keys = {"weight": first[id(weight)]}  # type: ignore[assignment]  # read by transformers
+
+
+def has_online(module: Module) -> bool:
+    """Whether a rotation stands in the forward of a module already."""
+    return any(isinstance(child, HadamardTransform) for child in module.children())
+
+
+def add_schemes(model: Any, schemes: dict[str, TransformScheme]) -> None:
+    """Have the transforms written in the model's configuration, beside those that it has."""
+    config = getattr(model, "transform_config", None)
+    before = dict(config.config_groups) if config is not None else {}
+    model.transform_config = TransformConfig(config_groups={**before, **schemes})

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rotations a weight takes, and doing it: once for each weight, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from compressed_tensors.transform import TransformArgs, TransformLocation, TransformScheme
+from torch import Tensor
+from torch.nn import Linear, Module
+
+from llmcompressor.modifiers.rotation.online import add_schemes, attach, share, stored_weight
+from llmcompressor.modifiers.rotation.roles import Norm
+from llmcompressor.numerics.rotation import Rotation, rotated_bias, rotated_weight
+
+__all__ = ["Fusion", "Online", "Plan"]
+
+
+@dataclass
+class Fusion:
+    """What is multiplied into one weight.
+
+    Attributes:
+        norm: the norm before it, whose gain it takes over.
+        inputs: rotations of its input, in the order in which they act.
+        outputs: rotations of its output.
+    """
+
+    norm: Norm | None = None
+    inputs: list[Rotation] = field(default_factory=list)
+    outputs: list[Rotation] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Online:
+    """One rotation that stays in the forward of one module.
+
+    Attributes:
+        module: which.
+        module_name: its name.
+        scheme: the name of its scheme.
+        location: where in the forward.
+        rotation: the matrix; modules with the same object share what is stored.
+        inverse: the transpose is applied.
+    """
+
+    module: Module
+    module_name: str
+    scheme: str
+    location: TransformLocation
+    rotation: Rotation
+    inverse: bool = False
+
+
+@dataclass
+class Plan:
+    """Everything that is done to a model, before any of it is.
+
+    Attributes:
+        precision: in which weights are multiplied.
+        fusions: weight's module → what is multiplied into it.
+        norms: norms whose gain is taken over by the Linears behind them.
+        online: what stays in the forward.
+        schemes: how all of it is written in ``transform_config``.
+    """
+
+    precision: torch.dtype
+    fusions: dict[Module, Fusion] = field(default_factory=dict)
+    norms: list[Norm] = field(default_factory=list)
+    online: list[Online] = field(default_factory=list)
+    schemes: dict[str, TransformScheme] = field(default_factory=dict)
+
+    def of(self, module: Module) -> Fusion:
+        """What is multiplied into the weight of ``module``, to be added to."""
+        return self.fusions.setdefault(module, Fusion())
+
+    @torch.no_grad()
+    def fuse(self) -> None:
+        """Multiply everything into the weights."""
+        for module, fusion in self.fusions.items():
+            for name, value in self.rotated(module, fusion).items():
+                parameter = module._parameters[name]
+                assert parameter is not None
+                parameter.data.copy_(value)
+        for norm in self.norms:
+            weight = norm.module._parameters.get("weight")
+            if weight is not None:
+                weight.data.fill_(1.0 - norm.offset)
+
+    def rotated(self, module: Module, fusion: Fusion) -> dict[str, Tensor]:
+        """The weight and bias of ``module`` with everything multiplied in."""
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        gain = None if fusion.norm is None else fusion.norm.gain()
+        found = {
+            "weight": rotated_weight(
+                weight.detach(),
+                gain_C=gain,
+                inputs=fusion.inputs,
+                outputs=fusion.outputs,
+                precision=self.precision,
+            )
+        }
+        if bias is not None and isinstance(module, Linear) and fusion.outputs:
+            found["bias"] = rotated_bias(bias.detach(), fusion.outputs, precision=self.precision)
+        return found
+
+    def attach(self, model: Any) -> None:
+        """Put what stays into the forward, and have it written."""
+        weights: dict[tuple[int, str, torch.device], Any] = {}
+        named = []
+        for one in self.online:
+            device = _device_of(one.module)
+            key = (id(one.rotation), one.scheme, device)
+            if key not in weights:
+                weights[key] = stored_weight(one.rotation, device)
+            scheme = self.schemes[one.scheme]
+            args = TransformArgs(
+                targets=[one.module_name], location=one.location, inverse=one.inverse
+            )
+            transform = attach(model, one.module, one.scheme, scheme, args, weights[key])
+            named.append((f"{one.module_name}.{one.scheme}_{one.location.value}", transform))
+        share(named)
+        if self.schemes:
+            add_schemes(model, self.schemes)
+
+    def check_free(self, names: dict[Module, str]) -> Iterable[str]:
+        """The modules that were quantized before."""
+        for module in self.fusions:
+            if getattr(module, "quantization_scheme", None) is not None:
+                yield names.get(module, type(module).__name__)
+
+
+def _device_of(module: Module) -> torch.device:
+    return next((one.device for one in module.parameters()), torch.device("cpu"))

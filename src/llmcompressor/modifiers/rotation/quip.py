@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""QuIP: every weight between two rotations of its own.
+
+Tseng et al., QuIP#, arXiv:2402.04396, section 3 (incoherence processing). With orthogonal V (of
+the inputs) and U (of the outputs)
+
+.. math:: y = x W^\top = \big( (x V)\, (U^\top W V)^\top \big)\, U^\top
+
+the weight that is rounded is Uᵀ W V, whose entries are alike in size; x V and the product with Uᵀ
+stay in the forward. They cost it a product each; ``v`` also spreads the outliers of activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
+from pydantic import Field, field_validator
+from torch.nn import Linear
+
+from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.modeling.fused import fused_partners
+from llmcompressor.modeling.matching import as_targets, check_targets, match_named_modules
+from llmcompressor.modifiers.rotation.base import RotationModifier, TransformType
+from llmcompressor.modifiers.rotation.from_config import plan_of_config
+from llmcompressor.modifiers.rotation.plan import Plan
+
+__all__ = ["QuIPModifier"]
+
+
+class QuIPModifier(RotationModifier):
+    """Rotates the inputs and outputs of Linears; see the module's docstring.
+
+    Attributes:
+        rotations: ``v`` for the inputs, ``u`` for the outputs, or both.
+        targets: which modules.
+        ignore: which of these not.
+        randomize: modules that servers join (q, k and v; gate and up) have a matrix in common.
+
+    Example::
+
+        QuIPModifier(rotations=["v"], transform_type="random-hadamard")
+    """
+
+    must_precede: ClassVar[frozenset[str]] = RotationModifier.must_precede | {"QuIPModifier"}
+
+    rotations: list[Literal["u", "v"]] = Field(default=["v"])
+    transform_type: TransformType = "random-hadamard"
+    targets: str | list[str] = "Linear"
+    ignore: str | list[str] = Field(default="lm_head")
+
+    @field_validator("rotations", mode="before")
+    @classmethod
+    def _read_rotations(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else list(value)
+        read = [str(getattr(name, "value", name)).lower() for name in names]
+        if not read or len(set(read)) < len(read):
+            raise RecipeError(f"rotations are {names}", "Name each of u and v at most once.")
+        return read
+
+    def make_plan(self, model: Any) -> Plan:
+        """What the matrices of all modules are."""
+        if self.learnable:
+            raise RecipeError(
+                "QuIPModifier: its rotations are random and not learned.",
+                "Leave learnable out, or use SpinQuantModifier.",
+            )
+        targets, ignore = list(as_targets(self.targets)), list(as_targets(self.ignore))
+        check_targets(model, targets, ignore)
+        found = list(match_named_modules(model, targets, ignore))
+        wrong = [(name, one) for name, one in found if not isinstance(one, Linear)]
+        if wrong:
+            raise TargetError(
+                f"{wrong[0][0]} is a {type(wrong[0][1]).__name__}, and QuIP rotates Linears.",
+                "Correct the targets, or put it on the ignore list.",
+            )
+        schemes: dict[str, TransformScheme] = {}
+        for rotation in self.rotations:
+            if not self.randomize:
+                schemes[rotation] = self._scheme(rotation, targets, ignore)
+                continue
+            sets: dict[str, list[str]] = {}
+            for name, _ in found:
+                first = min([name, *(one for one in fused_partners(name))])
+                sets.setdefault(first if rotation == "v" else name, []).append(name)
+            for number, names in enumerate(sets.values()):
+                schemes[f"{rotation}_{number}"] = self._scheme(rotation, names, [])
+        return plan_of_config(self, model, TransformConfig(config_groups=schemes))
+
+    def _scheme(self, rotation: str, targets: list[str], ignore: list[str]) -> TransformScheme:
+        """Where ``u`` or ``v`` acts: once at run time, once in the weight."""
+        places = (
+            [("input", False), ("weight_input", True)]
+            if rotation == "v"
+            else [("weight_output", False), ("output", True)]
+        )
+        return TransformScheme(
+            type=self.transform_type,
+            head_dim=self.transform_block_size,
+            apply=[
+                TransformArgs(targets=targets, ignore=ignore, location=place, inverse=inverse)
+                for place, inverse in places
+            ],
+        )

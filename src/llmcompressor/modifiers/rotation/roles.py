@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each part of a model is to a rotation: found from one forward, or said by the recipe.
+
+::
+
+    embedding --> stream --> norm --> readers (q, k, v; gate, up; routers; the head)
+                    ^                    |
+                    +---- writers <------+   (o, down)
+
+A norm is known by the Linears that its output goes to, unchanged. Writers have no such mark, since
+what they return is added to the stream: they go by the names that they have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Linear, Module
+
+from llmcompressor.errors import TargetError
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.embeddings import embeddings
+from llmcompressor.modeling.flow import Flow, trace_flow
+from llmcompressor.modeling.fused import is_expert
+from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modeling.scaling import norm_offset, swapped
+from llmcompressor.modifiers.rotation.mappings import NormMapping, SpinQuantMapping
+from llmcompressor.names import named_modules
+
+__all__ = ["Heads", "Norm", "Stream", "down_projections", "find_heads", "find_stream"]
+
+_ATTENTION_WRITERS = ("o_proj", "out_proj", "wo", "dense")
+_MLP_WRITERS = ("down_proj", "w2", "fc2", "dense_4h_to_h", "linear_2")
+_EXPERT_READERS = ("gate_proj", "up_proj", "w1", "w3", "gate_up_proj")
+_VALUES = ("v_proj",)
+_NORM_CHECK = 4
+_MAPPINGS = "Say what its parts are with the fields mappings and norm_mappings."
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of the stream.
+
+    Attributes:
+        module: the norm.
+        offset: what it adds to its weight: 0, or 1 as in Gemma.
+        readers: the modules that read its output, by name.
+    """
+
+    module: Module
+    offset: float
+    readers: dict[Module, str]
+
+    def gain(self) -> Tensor | None:
+        """What the norm multiplies by, float64 ``[C]``; ``None`` for one that does not."""
+        weight_C = self.module._parameters.get("weight")
+        return None if weight_C is None else weight_C.detach().double() + self.offset
+
+
+@dataclass
+class Stream:
+    """The residual stream: who reads it and who writes to it.
+
+    Attributes:
+        width: of the stream.
+        embeddings: what it begins with.
+        norms: its norms by name, with those that read them.
+        writers: Linears whose output is added to it.
+        head: the output head, one of the readers, if there is one.
+    """
+
+    width: int
+    embeddings: dict[Module, str]
+    norms: dict[str, Norm]
+    writers: dict[Module, str]
+    head: Module | None = None
+
+    @property
+    def readers(self) -> dict[Module, str]:
+        """All that read the stream, through whichever norm."""
+        return {
+            module: name for norm in self.norms.values() for module, name in norm.readers.items()
+        }
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The values of one attention module.
+
+    Attributes:
+        name: of the attention module.
+        values: the Linear that makes values.
+        output: the Linear that reads what attention makes of them.
+        head_dim: the width of a head.
+    """
+
+    name: str
+    values: tuple[str, Linear]
+    output: tuple[str, Linear]
+    head_dim: int
+
+
+# ---------------------------------------------------------------------- the stream
+
+
+def find_stream(
+    model: Any,
+    mapping: SpinQuantMapping | None = None,
+    norm_mappings: Iterable[NormMapping] | None = None,
+) -> Stream:
+    """The residual stream of a language model.
+
+    Args:
+        model: its weights may be on the meta device.
+        mapping: says what its parts are, instead of what is found.
+        norm_mappings: say which norm feeds which Linears, likewise.
+
+    Raises:
+        TargetError: something is there that a rotation of the stream would not pass: the
+            message names it.
+    """
+    _check_text_only(model)
+    names = {module: name for name, module in named_modules(model)}
+    begin, head = embeddings(model)
+    if mapping is not None:
+        begin = _only(model, mapping.embedding, "embedding")
+        head = _only(model, mapping.lm_head, "lm_head")
+    if not isinstance(begin, Embedding):
+        raise TargetError(f"{type(model).__name__} has no input embedding that is one.", _MAPPINGS)
+    width = begin.embedding_dim
+    flow = trace_flow(model)
+    writers = _writers(model, names, width, mapping)
+    fed = _norms_of(model, names, width, flow, writers, norm_mappings)
+    norms = {
+        names[norm]: Norm(norm, _offset(norm, names[norm]), readers)
+        for norm, readers in fed.items()
+    }
+    first: dict[Module, str] = {
+        module: names[module]
+        for module in flow.called
+        if isinstance(module, Embedding) and module.embedding_dim == width
+    }
+    stream = Stream(width, first or {begin: names[begin]}, norms, writers, head)
+    _check(model, stream, flow, names)
+    if mapping is not None:
+        _check_said(model, stream, mapping)
+    return stream
+
+
+def _check_said(model: Module, stream: Stream, mapping: SpinQuantMapping) -> None:
+    """Everything that is said to read the stream has a norm before it."""
+    targets = [mapping.attn_q, mapping.attn_k, mapping.attn_v, *mapping.mlp_in, mapping.lm_head]
+    readers = stream.readers
+    for name, module in match_named_modules(model, targets):
+        if module not in readers:
+            raise TargetError(
+                f"mappings: no norm of the residual stream was seen to feed {name}.",
+                "Say which does with norm_mappings.",
+            )
+
+
+def _check_text_only(model: Any) -> None:
+    config = getattr(model, "config", None)
+    if config is None or config.get_text_config() is not config:
+        raise TargetError(
+            f"{type(model).__name__} is not a plain language model: what else feeds its residual "
+            "stream (images, sounds) would have to be rotated too, and is not seen.",
+            "Leave R1 out of rotations.",
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise TargetError(
+            f"{type(model).__name__} has two residual streams, and R1 rotates one.",
+            "Leave R1 out of rotations.",
+        )
+
+
+def _only(model: Module, target: str, role: str) -> Module:
+    found = dict(match_named_modules(model, [target]))
+    if len(found) != 1:
+        raise TargetError(
+            f"mappings: {role} is to be one module, and {target!r} matches {len(found)}.",
+            "Give its name.",
+        )
+    return next(iter(found.values()))
+
+
+def _writers(
+    model: Module, names: Mapping[Module, str], width: int, mapping: SpinQuantMapping | None
+) -> dict[Module, str]:
+    if mapping is not None:
+        targets = [mapping.attn_o, *mapping.mlp_out]
+        return {module: name for name, module in match_named_modules(model, targets)}
+    wanted = (*_ATTENTION_WRITERS, *_MLP_WRITERS)
+    return {
+        module: name
+        for module, name in names.items()
+        if isinstance(module, Linear)
+        and name.rpartition(".")[2] in wanted
+        and module.out_features == width
+    }
+
+
+def _norms_of(
+    model: Module,
+    names: Mapping[Module, str],
+    width: int,
+    flow: Flow,
+    writers: Mapping[Module, str],
+    given: Iterable[NormMapping] | None,
+) -> dict[Module, dict[Module, str]]:
+    """Norm of the stream → what reads it."""
+    if given is not None:
+        return _given_norms(model, given)
+    found: dict[Module, dict[Module, str]] = {}
+    owner = {name: module for module, name in names.items()}
+    for module, name in names.items():
+        if not _is_matrix(module) or module in writers or isinstance(module, Embedding):
+            continue
+        norm = flow.feeder.get(module)
+        if norm is None and is_expert(name) and name.rpartition(".")[2] in _EXPERT_READERS:
+            norm = _feeder_above(owner, flow, name)  # experts get rows of what their parent gets
+        if norm is None or isinstance(norm, Linear | Embedding):
+            continue
+        if isinstance(flow.feeder.get(norm), Linear) or not _is_norm(norm, width):
+            continue  # a norm within attention, an activation
+        found.setdefault(norm, {})[module] = name
+    return found
+
+
+def _given_norms(model: Module, given: Iterable[NormMapping]) -> dict[Module, dict[Module, str]]:
+    found: dict[Module, dict[Module, str]] = {}
+    for mapping in given:
+        linears = list(match_named_modules(model, mapping.linears))
+        norms = list(match_named_modules(model, [mapping.norm]))
+        if not norms or not linears:
+            empty = mapping.linears if norms else mapping.norm
+            raise TargetError(f"norm_mappings: {empty!r} matches no module.", "Correct the target.")
+        for name, norm in norms:
+            parent = name.rpartition(".")[0]
+            own = {m: n for n, m in linears if len(norms) == 1 or n.startswith(f"{parent}.")}
+            if not own:
+                raise TargetError(
+                    f"norm_mappings: none of {mapping.linears} lies beside {name}.",
+                    "Correct the targets.",
+                )
+            found.setdefault(norm, {}).update(own)
+    return found
+
+
+def _is_matrix(module: Module) -> bool:
+    """A Linear, or what is one but for its class (routers)."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 2
+
+
+def _is_norm(module: Module, width: int) -> bool:
+    weight = module._parameters.get("weight")
+    if weight is not None:
+        return weight.ndim == 1 and len(weight) == width
+    return "Norm" in type(module).__name__ and not module._modules
+
+
+def _feeder_above(owner: Mapping[str, Module], flow: Flow, name: str) -> Module | None:
+    while name:
+        name = name.rpartition(".")[0]
+        feeder = flow.feeder.get(owner[name]) if name in owner else None
+        if feeder is not None:
+            return feeder
+    return None
+
+
+def _offset(norm: Module, name: str) -> float:
+    """What an RMS norm adds to its weight, found by running it with other weights."""
+    weight_C = norm._parameters.get("weight")
+    if weight_C is None:
+        return 0.0
+    if norm._parameters.get("bias") is not None:
+        raise TargetError(
+            f"The norm {name} has a bias.",
+            "R1 needs RMS norms: leave it out of rotations.",
+        )
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_NORM_CHECK, len(weight_C), generator=generator)
+    x = x if weight_C.is_meta else x.to(weight_C.device)
+    ones = {norm: {"weight": torch.ones_like(x[0])}}
+    with torch.no_grad(), swapped(ones):
+        centres = torch.allclose(norm(x), norm(x + 1), atol=1e-3)
+    if centres:
+        raise TargetError(
+            f"The norm {name} subtracts the mean, which a rotation of the residual stream does not "
+            "keep.",
+            "R1 needs RMS norms: leave it out of rotations.",
+        )
+    with torch.no_grad():
+        offset = norm_offset(norm, (x,), {})
+    if offset is None:
+        raise TargetError(
+            f"The norm {name} ({type(norm).__name__}) does not multiply by its weight, so that it "
+            "cannot be moved into the Linears behind it.",
+            "Leave R1 out of rotations.",
+        )
+    return offset
+
+
+def _check(model: Module, stream: Stream, flow: Flow, names: Mapping[Module, str]) -> None:
+    """Everything in the way of a rotation, by name."""
+    readers = stream.readers
+    for module, name in names.items():
+        feeder = flow.feeder.get(module)
+        if feeder in stream.writers and _is_norm(module, stream.width):
+            raise TargetError(
+                f"The norm {name} acts on what {stream.writers[feeder]} adds to the residual "
+                "stream: its gains cannot be moved into a Linear, nor past a rotation.",
+                "Leave R1 out of rotations.",
+            )
+        if any(one is not None and one.ndim > 2 for one in module._parameters.values()):
+            raise TargetError(
+                f"The experts {name} are stacked in one tensor, which R1 does not rotate.",
+                "Leave R1 out of rotations.",
+            )
+    for block, name in find_blocks(model).items():
+        inside = set(block.modules())
+        if not inside & set(readers) or not inside & set(stream.writers):
+            raise TargetError(
+                f"What reads and writes the residual stream was not found in {name} "
+                f"({type(block).__name__}).",
+                _MAPPINGS,
+            )
+    if stream.head is not None and stream.head not in readers:
+        raise TargetError(
+            f"No norm was seen to feed the output head {names[stream.head]}.", _MAPPINGS
+        )
+    if stream.head is None and not _ends_in_reader(stream, model):
+        raise TargetError(
+            f"{type(model).__name__} returns its residual stream: R1 would rotate what it returns.",
+            "Load it with its head, or leave R1 out of rotations.",
+        )
+    wrong = [name for one, name in readers.items() if _width_in(one) != stream.width]
+    if wrong:
+        raise TargetError(f"{wrong[0]} does not read {stream.width} channels.", _MAPPINGS)
+
+
+def _ends_in_reader(stream: Stream, model: Module) -> bool:
+    inside = {module for block in find_blocks(model) for module in block.modules()}
+    return any(module not in inside for module in stream.readers)
+
+
+def _width_in(module: Module) -> int:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight.shape[1]
+
+
+# ---------------------------------------------------------------------- parts of blocks
+
+
+def find_heads(model: Any, mapping: SpinQuantMapping | None = None) -> list[Heads]:
+    """The values of each attention module, and what reads them.
+
+    Raises:
+        TargetError: there are none, or their widths do not go together.
+    """
+    values = [mapping.attn_v] if mapping else [rf"re:(?:.*\.)?{name}$" for name in _VALUES]
+    outputs = (
+        [mapping.attn_o] if mapping else [rf"re:(?:.*\.)?{name}$" for name in _ATTENTION_WRITERS]
+    )
+    by_parent = {name.rpartition(".")[0]: (name, one) for name, one in _linears(model, outputs)}
+    modules = dict(named_modules(model))
+    found = []
+    for name, module in _linears(model, values):
+        parent = name.rpartition(".")[0]
+        if parent not in by_parent:
+            raise TargetError(f"Beside {name} nothing was found that reads the values.", _MAPPINGS)
+        width = mapping.attn_head_dim if mapping else None
+        width = width or _head_dim(model, modules[parent])
+        output = by_parent[parent][1]
+        if width is None or module.out_features % width or output.in_features % width:
+            raise TargetError(
+                f"The width of a head of {parent} is not known.",
+                "Say it with attn_head_dim in mappings, or leave R2 out of rotations.",
+            )
+        found.append(Heads(parent, (name, module), by_parent[parent], width))
+    if not found:
+        raise TargetError(
+            f"{type(model).__name__} has no Linear that makes values alone (v_proj).",
+            f"Leave R2 out of rotations. {_MAPPINGS}",
+        )
+    return found
+
+
+def _head_dim(model: Any, attention: Module) -> int | None:
+    own = getattr(attention, "head_dim", None)
+    if isinstance(own, int):
+        return own
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+
+
+def down_projections(model: Any, mapping: SpinQuantMapping | None = None) -> dict[str, Linear]:
+    """The Linears at the end of each MLP, by name.
+
+    Raises:
+        TargetError: there are none.
+    """
+    targets = mapping.mlp_out if mapping else [rf"re:.*\.{name}$" for name in _MLP_WRITERS]
+    found = dict(_linears(model, targets))
+    if not found:
+        raise TargetError(
+            f"{type(model).__name__} has no down projection that is a Linear.",
+            f"Leave R4 out of rotations. {_MAPPINGS}",
+        )
+    return found
+
+
+def _linears(model: Module, targets: list[str]) -> list[tuple[str, Linear]]:
+    matched = match_named_modules(model, targets)
+    return [(name, module) for name, module in matched if isinstance(module, Linear)]

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""SpinQuant: rotations of the residual stream, of heads, and before the down projection.
+
+Liu et al., arXiv:2405.16406; without learning it is QuaRot, arXiv:2404.00456. With orthogonal R1
+(width of the model), R2 and R3 (a head), R4 (the MLP), x a row of the residual stream::
+
+    R1   x R1 instead of x           multiplied into embeddings, o and down (outputs),
+                                     q, k, v, gate, up and the head (inputs)
+    R2   v R2 instead of v           multiplied into v (output) and o (input), head by head
+    R3   q R3, k R3 after RoPE       at run time: the cache holds k R3
+    R4   h R4 before down            at run time; its inverse is multiplied into down
+
+An RMS norm gives the same for a rotated input, except for its gain, which is multiplied into the
+Linears behind it first. Outliers, which stand in a few channels, are spread over all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from compressed_tensors.transform import (
+    TransformArgs,
+    TransformConfig,
+    TransformLocation,
+    TransformScheme,
+)
+from pydantic import Field, PrivateAttr, field_validator
+from torch.nn import Module
+
+from llmcompressor.core.state import State
+from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.modeling.embeddings import untie_embeddings
+from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modifiers.rotation.base import RotationModifier
+from llmcompressor.modifiers.rotation.from_config import plan_of_config
+from llmcompressor.modifiers.rotation.learned import learn_rotations
+from llmcompressor.modifiers.rotation.mappings import NormMapping, SpinQuantMapping
+from llmcompressor.modifiers.rotation.plan import Online, Plan
+from llmcompressor.modifiers.rotation.roles import (
+    Stream,
+    down_projections,
+    find_heads,
+    find_stream,
+)
+from llmcompressor.modifiers.rotation.targets import short_targets
+from llmcompressor.names import named_modules
+from llmcompressor.numerics.rotation import Rotation
+from llmcompressor.quantization.attach import cached_attention_modules, check_states
+
+__all__ = ["SpinQuantModifier"]
+
+Name = Literal["R1", "R2", "R3", "R4"]
+
+
+class SpinQuantModifier(RotationModifier):
+    """Rotates a language model so that it is easier to quantize; see the module's docstring.
+
+    Attributes:
+        rotations: which of R1, R2, R3 and R4.
+        mappings: what the parts of the model are; found by itself if not given.
+        norm_mappings: which norm feeds which Linears; seen in a forward if not given.
+        transform_config: rotations as ``config.json`` has them, instead of ``rotations``.
+        learning_steps: with ``learnable``: optimizer steps, one calibration batch each.
+        learning_rate: the first step's size; it falls to zero linearly.
+
+    Example::
+
+        SpinQuantModifier(rotations=["R1", "R2"], transform_type="hadamard")
+    """
+
+    must_precede: ClassVar[frozenset[str]] = RotationModifier.must_precede | {
+        "QuIPModifier",
+        "SpinQuantModifier",
+    }
+
+    rotations: list[Name] = Field(default=["R1", "R2"])
+    mappings: SpinQuantMapping | None = None
+    norm_mappings: list[NormMapping] | None = None
+    transform_config: TransformConfig | None = None
+    learning_steps: int = Field(default=100, gt=0)
+    learning_rate: float = Field(default=1.5, gt=0)
+
+    _stream: Stream | None = PrivateAttr(None)
+    _learnable: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    @field_validator("rotations", mode="before")
+    @classmethod
+    def _read_rotations(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else list(value)
+        read = [str(getattr(name, "value", name)).upper() for name in names]
+        if not read or len(set(read)) < len(read):
+            raise RecipeError(
+                f"rotations are {names}", "Name each of R1, R2, R3 and R4 at most once."
+            )
+        return read
+
+    @property
+    def requires_calibration_data(self) -> bool:
+        """Learning does."""
+        return self.learnable
+
+    # ------------------------------------------------------------------ plan
+
+    def make_plan(self, model: Any) -> Plan:
+        """What each of the rotations is multiplied into; gains of norms come first."""
+        if self.learnable and not {"R1", "R2"} & set(self.rotations):
+            raise RecipeError(
+                "SpinQuantModifier: learnable learns R1 and R2, and rotations has neither.",
+                "Add one of them, or leave learnable out.",
+            )
+        if self.transform_config is not None:
+            plan = plan_of_config(self, model, self.transform_config)
+            stream = self._find_stream(model)
+            self._fold(plan, stream)
+            return plan
+        plan = Plan(self.torch_precision)
+        self._learnable = {}
+        for name in self.rotations:  # inputs are rotated by what stands before, so in this order
+            {"R1": self._plan_r1, "R2": self._plan_r2, "R3": self._plan_r3, "R4": self._plan_r4}[
+                name
+            ](plan, model)
+        return plan
+
+    def prepare(self, model: Any) -> None:
+        """A gain of the last norm, and R1, are the head's alone: it needs a weight of its own."""
+        if self._stream is not None:
+            untie_embeddings(model)
+
+    def _find_stream(self, model: Any) -> Stream:
+        if self._stream is None:
+            self._stream = find_stream(model, self.mappings, self.norm_mappings)
+        return self._stream
+
+    @staticmethod
+    def _fold(plan: Plan, stream: Stream) -> None:
+        for norm in stream.norms.values():
+            plan.norms.append(norm)
+            for module in norm.readers:
+                plan.of(module).norm = norm
+
+    def _plan_r1(self, plan: Plan, model: Any) -> None:
+        stream = self._find_stream(model)
+        self._fold(plan, stream)
+        order = self.block_of(stream.width, "the residual stream (R1)")
+        rotation = self.rotation("R1", order, "the residual stream (R1)")
+        self._learnable[f"R1/{order}"] = order
+        for module in (*stream.embeddings, *stream.readers):
+            plan.of(module).inputs.append(rotation)
+        for module in stream.writers:
+            plan.of(module).outputs.append(rotation)
+        writing = [*stream.embeddings.values(), *stream.writers.values()]
+        apply = [
+            _args(short_targets(model, writing), "weight_output"),
+            _args(short_targets(model, stream.readers.values()), "weight_input", inverse=True),
+        ]
+        plan.schemes["R1"] = self._scheme(rotation, apply, self.transform_block_size)
+
+    def _plan_r2(self, plan: Plan, model: Any) -> None:
+        every = find_heads(model, self.mappings)
+        apart = self.randomize or self.learnable
+        for number, heads in enumerate(every):
+            what = f"a head of {heads.name} (R2)"
+            order = self._head_order(heads.head_dim, what)
+            key = f"R2_{number}" if apart else "R2"
+            rotation = self.rotation(key, order, what)
+            self._learnable[f"{key}/{order}"] = order
+            (values_name, values), (output_name, output) = heads.values, heads.output
+            plan.of(values).outputs.append(rotation)
+            plan.of(output).inputs.append(rotation)
+            if not apart and number:
+                continue
+            ours = [heads] if apart else every
+            values_names = [values_name] if apart else [one.values[0] for one in ours]
+            output_names = [output_name] if apart else [one.output[0] for one in ours]
+            apply = [
+                _args(short_targets(model, values_names), "weight_output"),
+                _args(short_targets(model, output_names), "weight_input", inverse=True),
+            ]
+            plan.schemes[key] = self._scheme(rotation, apply, order)
+
+    def _plan_r3(self, plan: Plan, model: Any) -> None:
+        check_states(model)
+        attention = self._attention(model)
+        config = model.config.get_text_config()
+        width = self.mappings.attn_head_dim if self.mappings else None
+        for number, (module, name) in enumerate(attention.items()):
+            what = f"a head of {name} (R3)"
+            own = width or getattr(module, "head_dim", None)
+            own = own or config.hidden_size // config.num_attention_heads
+            order = self._head_order(own, what)
+            key = f"R3_{number}" if self.randomize else "R3"
+            rotation = self.rotation(key, order, what)
+            places = (TransformLocation.Q_ATTN, TransformLocation.K_CACHE)
+            plan.online += [Online(module, name, key, place, rotation) for place in places]
+            if self.randomize or not number:
+                ours = [name] if self.randomize else list(attention.values())
+                targets = short_targets(model, ours)
+                apply = [_args(targets, place.value) for place in places]
+                plan.schemes[key] = self._scheme(rotation, apply, order, online=True)
+
+    def _attention(self, model: Any) -> dict[Module, str]:
+        attention = cached_attention_modules(model)
+        if self.mappings is not None:
+            wanted = {one for _, one in match_named_modules(model, [self.mappings.attn])}
+            attention = {one: name for one, name in attention.items() if one in wanted}
+        if not attention:
+            raise TargetError(
+                "No attention module of this model keeps a cache of keys, which R3 rotates.",
+                "Leave R3 out of rotations.",
+            )
+        return attention
+
+    def _plan_r4(self, plan: Plan, model: Any) -> None:
+        found = down_projections(model, self.mappings)
+        groups: dict[str, list[str]] = {}
+        rotations = {}
+        for number, (name, module) in enumerate(found.items()):
+            what = f"the input of {name} (R4)"
+            order = self.block_of(module.in_features, what)
+            several = len({one.in_features for one in found.values()}) > 1
+            key = f"R4_{number}" if self.randomize else f"R4_{order}" if several else "R4"
+            rotation = rotations[key] = self.rotation(key, order, what)
+            plan.of(module).inputs.append(rotation)
+            plan.online.append(Online(module, name, key, TransformLocation.INPUT, rotation))
+            groups.setdefault(key, []).append(name)
+        for key, names in groups.items():
+            targets = short_targets(model, names)
+            apply = [_args(targets, "input"), _args(targets, "weight_input", inverse=True)]
+            plan.schemes[key] = self._scheme(
+                rotations[key], apply, self.transform_block_size, online=True
+            )
+
+    def _head_order(self, width: int, what: str) -> int:
+        """Blocks that are wider than a head would mix heads."""
+        size = self.transform_block_size
+        return width if size is None or size >= width else self.block_of(width, what)
+
+    def _scheme(
+        self,
+        rotation: Rotation,
+        apply: list[TransformArgs],
+        head_dim: int | None,
+        *,
+        online: bool = False,
+    ) -> TransformScheme:
+        scheme = TransformScheme(type=self.transform_type, apply=apply, head_dim=head_dim)
+        return self.written(scheme, [rotation], online=online)
+
+    # ------------------------------------------------------------------ learning
+
+    def learn(self, state: State, plan: Plan) -> None:
+        """Learn R1 and R2 by Cayley SGD, with what comes after it rounded as it will be."""
+        start = {name: self._made[name] for name in self._learnable}
+        learned = learn_rotations(
+            state.model,
+            plan,
+            start,
+            state.data.calib,
+            steps=self.learning_steps,
+            rate=self.learning_rate,
+            names={module: name for name, module in named_modules(state.model)},
+        )
+        for fusion in plan.fusions.values():
+            for rotations in (fusion.inputs, fusion.outputs):
+                for place, rotation in enumerate(rotations):
+                    for name, one in start.items():
+                        if rotation is one:
+                            rotations[place] = learned[name]
+        for key in list(plan.schemes):
+            if any(name.startswith(f"{key}/") for name in learned):
+                plan.schemes[key] = plan.schemes[key].model_copy(update={"type": "random-matrix"})
+        if getattr(state.model, "transform_config", None) is not None:
+            state.model.transform_config.config_groups.update(plan.schemes)
+
+
+def _args(targets: list[str], location: str, *, inverse: bool = False) -> TransformArgs:
+    return TransformArgs(targets=targets, location=location, inverse=inverse)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmoothQuant: the spread of activations moved into the weights that read them.
+
+Xiao et al., arXiv:2211.10438; see :mod:`llmcompressor.numerics.smoothing` for the equations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.state import State
+from llmcompressor.errors import NonFiniteError, RecipeError
+from llmcompressor.modeling.mappings import Names, SmoothSet
+from llmcompressor.numerics.smoothing import (
+    column_range,
+    log_equalization_scales,
+    smoothquant_scales,
+)
+from llmcompressor.quantization.parameters import weight_of
+from llmcompressor.smoothing.base import SmoothingMixin
+
+__all__ = ["LogarithmicEqualizationModifier", "SmoothQuantMapping", "SmoothQuantModifier"]
+
+_FORM = "Write each as [[targets of the Linears], target of the norm]."
+
+
+@dataclass(config=ConfigDict(extra="forbid"))
+class SmoothQuantMapping:
+    """What is smoothed together; the same as ``[balance_layers, smooth_layer]``.
+
+    Attributes:
+        smooth_layer: a target for the norm (or Linear) whose output is divided.
+        balance_layers: targets for all Linears that read it.
+    """
+
+    smooth_layer: str
+    balance_layers: list[str]
+
+
+class _Extremes:
+    """The least and the greatest value of every channel."""
+
+    def __init__(self, columns: int, device: torch.device, name: str) -> None:
+        self.tokens = 0
+        self._name = name
+        self._least_C = torch.full((columns,), torch.inf, device=device)
+        self._greatest_C = torch.full((columns,), -torch.inf, device=device)
+
+    def update(self, input_TC: Tensor) -> None:
+        """Count the tokens of one batch, ``[T, C]``."""
+        if not len(input_TC):
+            return
+        self.tokens += len(input_TC)
+        least_C, greatest_C = input_TC.detach().aminmax(dim=0)
+        self._least_C = torch.minimum(self._least_C, least_C.float())
+        self._greatest_C = torch.maximum(self._greatest_C, greatest_C.float())
+
+    @property
+    def range(self) -> Tensor:
+        """Greatest minus least, float32 ``[C]``."""
+        range_C = self._greatest_C - self._least_C
+        if not bool(torch.isfinite(range_C).all()):
+            raise NonFiniteError(
+                f"The activations that go into {self._name} hold NaN or infinity. Look for a bad "
+                "weight upstream, or load the model with precision='float32'."
+            )
+        return range_C
+
+
+class SmoothQuantModifier(SmoothingMixin):
+    """Makes activations easier to quantize; the model computes what it did before.
+
+    Stands before the modifier that quantizes. It is for schemes that quantize activations.
+
+    Attributes:
+        smoothing_strength: from 0 to 1, how much of the spread is moved into the weights.
+        mappings: ``[[targets of the Linears], target of the norm]`` for each kind of place;
+            found from the model where there are none.
+        ignore: modules that are left as they are.
+        num_calibration_steps: batches to look at; all of them by default.
+        calibration_function: not supported: calibration runs the model's own forward.
+        algorithm: ``"smoothquant"``, or ``"log_equalization"``, which looks at activations alone.
+    """
+
+    smoothing_strength: float = Field(default=0.5, ge=0.0, le=1.0)
+    mappings: list[tuple[list[str], str]] | None = None
+    ignore: list[str] | None = None
+    num_calibration_steps: int | None = Field(default=None, ge=1)
+    calibration_function: Any = None
+    algorithm: Literal["smoothquant", "log_equalization"] = "smoothquant"
+
+    @field_validator("mappings", mode="before")
+    @classmethod
+    def _read_mappings(cls, value: Any) -> Any:
+        return [_read_mapping(one) for one in value] if isinstance(value, list | tuple) else value
+
+    @field_validator("ignore", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> SmoothQuantModifier:
+        if self.calibration_function is not None:
+            raise RecipeError(
+                "calibration_function is not supported: calibration runs the model's own forward",
+                "Give your data to oneshot as dataset=..., a DataLoader for instance.",
+            )
+        for name in ("start", "end"):
+            if getattr(self, name) not in (None, -1):
+                raise RecipeError(
+                    f"{name} is {getattr(self, name)!r}, and smoothing is done once",
+                    f"Leave {name} out.",
+                )
+        return self
+
+    # ------------------------------------------------------------------ declarations
+
+    @property
+    def norms_only(self) -> bool:
+        """Only norms are smoothed unless the recipe names others."""
+        return True
+
+    def named(self) -> Sequence[Names] | None:
+        """The mappings as smooth target and targets of its readers."""
+        if self.mappings is None:
+            return None
+        return [(smooth, tuple(balance)) for balance, smooth in self.mappings]
+
+    def ignored(self) -> Sequence[str]:
+        """Targets that are left out."""
+        return self.ignore or ()
+
+    # ------------------------------------------------------------------ while
+
+    def new_tally(self, columns: int, device: torch.device, name: str) -> _Extremes:
+        """Extremes of every channel."""
+        return _Extremes(columns, device, name)
+
+    def _hook(self, state: State) -> Any:
+        collect = super()._hook(state)
+        seen: dict[Module, int] = {}
+
+        def collect_some(module: Module, args: Any, kwargs: Any) -> None:
+            seen[module] = seen.get(module, 0) + len(state.batch_sizes or (1,))
+            limit = self.num_calibration_steps
+            if limit is None or seen[module] <= limit:
+                collect(module, args, kwargs)
+
+        return collect_some
+
+    def scale_of(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
+        """Equation 4 of the paper, or its logarithmic variant."""
+        distinct = list(dict.fromkeys(tallies.values()))
+        range_C = torch.stack([tally.range for tally in distinct]).amax(dim=0)
+        if self.algorithm == "log_equalization":
+            scale_C = log_equalization_scales(range_C)
+        else:
+            weights = [weight_of(module) for module in one.balance.values()]
+            scale_C = smoothquant_scales(
+                range_C, column_range(weights).to(range_C.device), self.smoothing_strength
+            )
+        self._records[one.name] = {
+            "tokens": sum(tally.tokens for tally in distinct),
+            "readers": list(one.balance),
+            "least": float(scale_C.min()),
+            "greatest": float(scale_C.max()),
+        }
+        return scale_C
+
+
+class LogarithmicEqualizationModifier(SmoothQuantModifier):
+    """``SmoothQuantModifier`` with ``algorithm: log_equalization``, under its old name."""
+
+    algorithm: Literal["smoothquant", "log_equalization"] = "log_equalization"
+
+
+def _read_mapping(value: Any) -> Any:
+    """One mapping as ``(targets, target)``, from whichever form it was given in."""
+    if isinstance(value, SmoothQuantMapping):
+        return value.balance_layers, value.smooth_layer
+    if isinstance(value, Mapping):
+        return _read_mapping(SmoothQuantMapping(**value))
+    if isinstance(value, list | tuple) and len(value) == 2:
+        balance, smooth = value
+        if isinstance(smooth, list | tuple) and len(smooth) == 1:
+            smooth = smooth[0]
+        if isinstance(smooth, str) and balance:
+            return ([balance] if isinstance(balance, str) else list(balance)), smooth
+    raise RecipeError(f"{value!r:.80} is no mapping", _FORM)

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the one-shot pruning modifiers share: fields, targets, statistics, records, profiles."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, PrivateAttr, field_validator, model_validator
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.events import Event
+from llmcompressor.core.state import State
+from llmcompressor.errors import RecipeError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.fused import is_expert
+from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.modifiers.sparsity.matrices import matrix_of, reads_rows, tokens_of, write
+from llmcompressor.modifiers.sparsity.profile import Profile
+from llmcompressor.modifiers.sparsity.targets import Layers, find_layers
+from llmcompressor.numerics.masks import NofM, parse_structure
+from llmcompressor.numerics.wanda import wanda_keeps, wanda_score
+
+__all__ = ["OneShotPruningModifier", "SparsityRecord"]
+
+_STORED = "the zeros are stored like other weights: no reader has a sparse format for them"
+_ANYWHERE = ("0:0", "unstructured")
+_ROUNDING = 1e-9
+_MOVED = {
+    "sequential_update": 'calibration is sequential unless oneshot is given pipeline="basic".',
+    "sequential_targets": "give sequential_targets to oneshot (--sequential-targets).",
+}
+"""Fields of earlier releases, and what does their work now."""
+
+
+@dataclass(frozen=True)
+class SparsityRecord:
+    """What happened when a module was pruned.
+
+    Attributes:
+        sparsity: share of zeros that was counted in the end.
+        structure: ``"unstructured"`` or N:M.
+        tokens: how many calibration tokens its statistics counted.
+        loss: ½ tr(D H Dᵀ), D the change of the weight; ``None`` if no token reached it.
+        dampening: the fraction that made the factorization succeed; ``None`` where there was none.
+        stored: how the zeros stand in the checkpoint.
+    """
+
+    sparsity: float
+    structure: str
+    tokens: int
+    loss: float | None
+    dampening: float | None
+    stored: str = _STORED
+
+
+class OneShotPruningModifier(Modifier):
+    """Zeros weights once, by what calibration tells of their inputs.
+
+    Attributes:
+        sparsity: the share of weights to zero; or one per target, or one per layer that the
+            targets mean, in the order of the model.
+        sparsity_profile: ``"owl"``: layers with more outliers keep more weights, on average as
+            many as ``sparsity`` says. Takes a forward of the whole model before the calibration.
+        mask_structure: ``"0:0"`` for zeros anywhere, or ``"N:M"`` for N zeros in each M
+            neighbours of a row.
+        owl_m: a score is an outlier if it is above this many times the mean of its layer.
+        owl_lmbda: how far the sparsity of a layer may be from the target.
+        targets: layers: Linears or what holds them, by class, name or ``re:`` pattern.
+        ignore: what is left alone; it wins.
+        sequential_update: without effect, with a warning: the pipeline decides.
+        sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
+    """
+
+    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    must_precede: ClassVar[frozenset[str]] = frozenset({"GPTQModifier", "QuantizationModifier"})
+
+    sparsity: float | list[float]
+    sparsity_profile: Literal["owl"] | None = None
+    mask_structure: str = "0:0"
+    owl_m: float | None = Field(default=None, gt=0)
+    owl_lmbda: float | None = Field(default=None, ge=0, le=1)
+    targets: str | list[str] = Field(default_factory=lambda: ["Linear"])
+    ignore: str | list[str] = Field(default_factory=list)
+    sequential_update: bool = True
+    sequential_targets: str | list[str] | None = None
+
+    _group: NofM | None = PrivateAttr(None)
+    _layers: Layers = PrivateAttr(default_factory=lambda: Layers({}, {}, {}))
+    _statistics: dict[Module, Any] = PrivateAttr(default_factory=dict)
+    _order: CallOrder | None = PrivateAttr(None)
+    _records: dict[str, SparsityRecord] = PrivateAttr(default_factory=dict)
+    _finished: set[Module] = PrivateAttr(default_factory=set)
+    _profile: Profile | None = PrivateAttr(None)
+
+    # ------------------------------------------------------------------ fields
+
+    @field_validator("sparsity")
+    @classmethod
+    def _check_range(cls, value: float | list[float]) -> float | list[float]:
+        each = value if isinstance(value, list) else [value]
+        wrong = [one for one in each if not 0 <= one <= 1]
+        if wrong or not each:
+            raise RecipeError(
+                f"a sparsity is a share of weights, between 0 and 1 (given: {value})",
+                "Give 0.5 for half of the weights.",
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.mask_structure.strip().lower() not in _ANYWHERE:
+            found = parse_structure(self.mask_structure)
+            if not isinstance(found, NofM):
+                raise RecipeError(
+                    f"mask_structure {self.mask_structure!r} is for pruning in a training",
+                    "Choose 0:0 for zeros anywhere, or N:M, as 2:4.",
+                )
+            self._group = found
+            self._check_group(found)
+        given = (self.sparsity_profile, self.owl_m, self.owl_lmbda)
+        if any(one is not None for one in given) and None in given:
+            raise RecipeError(
+                "sparsity_profile, owl_m and owl_lmbda belong together",
+                "Give all three (sparsity_profile: owl, owl_m: 5, owl_lmbda: 0.08) or none.",
+            )
+        if self.sparsity_profile is not None and isinstance(self.sparsity, list):
+            raise RecipeError(
+                "the profile finds the sparsity of each layer, and a list gives them",
+                "Give one sparsity, or leave the profile out.",
+            )
+        return self
+
+    def _check_group(self, group: NofM) -> None:
+        full = group.zeros / group.group
+        each = self.sparsity if isinstance(self.sparsity, list) else [self.sparsity]
+        if any(abs(one - full) > _ROUNDING for one in each):
+            raise RecipeError(
+                f"sparsity is {self.sparsity}, and {self.mask_structure} has {full:g}",
+                f"Set sparsity: {full:g}.",
+            )
+        if self.sparsity_profile is not None:
+            raise RecipeError(
+                f"a profile gives layers different sparsities, and {self.mask_structure} gives "
+                f"each {full:g}",
+                "Leave out one of the two.",
+            )
+
+    # ------------------------------------------------------------------ declarations
+
+    @property
+    def requires_calibration_data(self) -> bool:
+        """Always: what a weight is worth depends on its inputs."""
+        return True
+
+    @property
+    def finest_granularity(self) -> Granularity:
+        """Only inputs are looked at, so a forward may be paused at every Linear."""
+        return Granularity.LINEAR
+
+    def accepts_unreached(self, name: str) -> bool:
+        """An expert that no token was routed to is pruned by magnitude."""
+        return is_expert(name)
+
+    def calibrated_modules(self, state: State) -> list[Module]:
+        """The modules that are pruned."""
+        return list(self._layers.names)
+
+    @property
+    def works_by_block(self) -> bool:
+        """What is found for a module is complete when all batches have passed its block."""
+        return True
+
+    @property
+    def surveys_first(self) -> bool:
+        """A profile has to see all layers before the first is pruned."""
+        return self.sparsity_profile is not None
+
+    @property
+    def changes_at_once(self) -> bool:
+        """Unless it only looks."""
+        return not self._is_surveying
+
+    @property
+    def records(self) -> dict[str, SparsityRecord]:
+        """What happened, by module name."""
+        return dict(self._records)
+
+    def report(self) -> dict[str, Any]:
+        """Sparsity, structure, tokens, loss and dampening of every module."""
+        return {name: asdict(record) for name, record in self._records.items()}
+
+    # ------------------------------------------------------------------ before
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Find the modules, and check everything that can be checked.
+
+        Raises:
+            TargetError: a target means nothing, or a module cannot be pruned so.
+        """
+        for field, instead in _MOVED.items():
+            if field in self.model_fields_set and getattr(self, field) is not None:
+                logger.warning(f"The field {field!r} of {self._name} has no effect: {instead}")
+        self._layers = find_layers(
+            state.model, self.targets, self.ignore, self.sparsity, self._group
+        )
+        if self.sparsity_profile is not None:
+            assert self.owl_m is not None
+            assert self.owl_lmbda is not None
+            assert isinstance(self.sparsity, float)
+            self._profile = Profile(self._layers, self.sparsity, self.owl_m, self.owl_lmbda)
+        return True
+
+    # ------------------------------------------------------------------ while
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Collect statistics, once for all modules that get the same tensor."""
+        self._order = state.call_order
+        solved = [module for module in self._layers.names if module not in self._finished]
+        for leader in dict.fromkeys(self._leader(module) for module in solved):
+            self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
+
+    def on_sequential_epoch_end(
+        self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
+    ) -> None:
+        """Prune those of ``modules`` that are this modifier's, or note what inputs they have."""
+        mine = self._mine(modules)
+        self._take(mine)
+        if self.twin_streams:
+            state.fitted.update(mine)
+
+    @torch.no_grad()
+    def _take(self, mine: Sequence[Module]) -> None:
+        if not mine:
+            return
+        if self._is_surveying:
+            assert self._profile is not None
+            for module in mine:
+                found = self._statistics.get(self._leader(module))
+                if found is not None and found.tokens:
+                    self._profile.note(module, self.mean_square(found))
+        else:
+            self._prune_all(mine)
+        for module in mine:
+            self._statistics.pop(self._leader(module), None)
+
+    def _prune_all(self, mine: Sequence[Module]) -> None:
+        wanted = []
+        for module in mine:
+            tokens = self._tokens(module)
+            if self._group is None and self.sparsity_of(module) == 0:  # nothing to make up for
+                self._record(module, tokens=tokens, loss=0.0, dampening=None)
+            elif tokens == 0:
+                self._starve(module)
+            else:
+                wanted.append(module)
+        self.prune(wanted)
+        self._finished.update(mine)
+
+    # ------------------------------------------------------------------ what a technique does
+
+    @abstractmethod
+    def new_statistics(self, columns: int, device: torch.device, name: str, *, twin: bool) -> Any:
+        """What inputs are counted with; it has ``tokens`` and ``update(tokens, reference)``."""
+
+    @abstractmethod
+    def mean_square(self, statistics: Any) -> Tensor:
+        """The mean of the squares of each input column, float32 ``[C]``."""
+
+    @abstractmethod
+    def prune(self, modules: Sequence[Module]) -> None:
+        """Prune modules that tokens have reached."""
+
+    def reference_of(self, module: Module, tensor: Tensor, state: State) -> Tensor | None:
+        """What ``module`` gets in the original model, if that is wanted."""
+        return None
+
+    # ------------------------------------------------------------------ after
+
+    def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
+        """Prune those of ``modules`` that are ours and were not, or see how they compare."""
+        mine = self._mine(modules)
+        if self._is_surveying:
+            assert self._profile is not None
+            every = [module for module in modules if module in self._layers.names]
+            self._profile.survey(every, state.keeper)
+        else:
+            self._take(mine)
+
+    def adopt(self, state: State, modules: Iterable[Module]) -> None:
+        """Take those of ``modules`` that are ours as pruned, or as surveyed."""
+        mine = [module for module in modules if module in self._layers.names]
+        if self._is_surveying:
+            assert self._profile is not None
+            self._profile.adopt(mine, state.keeper)
+        else:
+            self._finished.update(mine)
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Finish every module that was not finished with its block, and drop what was collected."""
+        self.remove_hooks()
+        self.finish(state, list(self._layers.names))
+        self._statistics.clear()
+        self._order = None
+        state.fitted.difference_update(self._layers.names)
+        if self._is_surveying:
+            assert self._profile is not None
+            self._layers.sparsity.update(self._profile.decide())
+            return
+        logger.info(f"{self._name}: {len(self._layers.names)} modules pruned.")
+
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        """Say so where nothing was pruned for want of a second pass."""
+        if self._is_surveying:
+            logger.warning(
+                f"{self._name} pruned nothing: no calibration followed the one in which it looked "
+                "at all layers."
+            )
+        return True
+
+    # ------------------------------------------------------------------ helpers
+
+    @property
+    def _is_surveying(self) -> bool:
+        return self._profile is not None and not self._profile.is_decided
+
+    def _mine(self, modules: Iterable[Module]) -> list[Module]:
+        return [
+            module
+            for module in modules
+            if module in self._layers.names and module not in self._finished
+        ]
+
+    def sparsity_of(self, module: Module) -> float:
+        """How sparse ``module`` is to be."""
+        return self._layers.sparsity[self._layers.layer[module]]
+
+    def _leader(self, module: Module) -> Module:
+        """The first of this modifier's modules that get the same tokens as ``module``."""
+        if self._order is None or not reads_rows(module):
+            return module
+        group = self._order.group_of(module)
+        return next(one for one in group if one in self._layers.names and reads_rows(one))
+
+    def _tokens(self, module: Module) -> int:
+        statistics = self._statistics.get(self._leader(module))
+        return 0 if statistics is None else int(statistics.tokens)
+
+    def _hook(self, state: State) -> Any:
+        @torch.no_grad()
+        def collect(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            tensor = first_tensor(args, kwargs)
+            if tensor is None:
+                return
+            reference = None if self._is_surveying else self.reference_of(module, tensor, state)
+            tokens_TC = tokens_of(module, tensor, state.token_mask)
+            if module not in self._statistics:
+                self._statistics[module] = self.new_statistics(
+                    tokens_TC.shape[-1],
+                    tensor.device,
+                    self._layers.names[module],
+                    twin=reference is not None,
+                )
+            if reference is not None:
+                reference = tokens_of(module, reference, state.token_mask)
+            self._statistics[module].update(tokens_TC, reference)
+
+        return collect
+
+    def _starve(self, module: Module) -> None:
+        """No token reached ``module``: it is pruned by magnitude, and that is recorded."""
+        name = self._layers.names[module]
+        logger.warning(f"{name} saw no calibration token; it is pruned by magnitude.")
+        weight_RC = matrix_of(module)
+        score_RC = wanda_score(weight_RC, weight_RC.new_ones(weight_RC.shape[1]).float())
+        kept_RC = wanda_keeps(score_RC, self.sparsity_of(module), self._group)
+        self.put(module, weight_RC * kept_RC, tokens=0, loss=None, dampening=None)
+
+    def put(
+        self,
+        module: Module,
+        weight_RC: Tensor,
+        *,
+        tokens: int,
+        loss: float | None,
+        dampening: float | None,
+    ) -> None:
+        """Write a pruned matrix back, and record it."""
+        write(module, weight_RC)
+        self._record(module, tokens=tokens, loss=loss, dampening=dampening)
+
+    def _record(
+        self, module: Module, *, tokens: int, loss: float | None, dampening: float | None
+    ) -> None:
+        written = matrix_of(module)
+        self._records[self._layers.names[module]] = SparsityRecord(
+            sparsity=1 - int(written.count_nonzero()) / max(written.numel(), 1),
+            structure="unstructured" if self._group is None else self.mask_structure,
+            tokens=tokens,
+            loss=loss,
+            dampening=dampening,
+        )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SparseGPT: prune, and change the weights that are left so that outputs stay (arXiv:2301.00774).
+
+What is minimized for a Linear with weight W and inputs X is the error of its output,
+``‖(Q − W) Xᵀ‖²``, over the Q with zeros. See :mod:`llmcompressor.numerics.sparse_fit` for how it is
+done, :mod:`llmcompressor.numerics.sparsegpt` for the sweep of the paper, and
+:mod:`llmcompressor.numerics.asymmetric` for what asymmetric calibration adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.state import State
+from llmcompressor.logger import logger
+from llmcompressor.modeling.twin_inputs import aligned_reference
+from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
+from llmcompressor.modifiers.sparsity.effort import effort_of
+from llmcompressor.modifiers.sparsity.matrices import matrix_of, matrix_shape
+from llmcompressor.modifiers.sparsity.solve import Options, Problem, Solution, solve
+from llmcompressor.numerics.sparse_choice import Share, Sparsity
+from llmcompressor.observers.input_statistics import InputStatistics
+
+__all__ = ["SparseGPTModifier"]
+
+
+class SparseGPTModifier(OneShotPruningModifier):
+    """Zeros weights, and has those that are left make up for it.
+
+    Attributes:
+        block_size: columns within which the sweep compares weights (``refinements: 0``).
+        dampening_frac: what is added to the Hessian's diagonal, as a fraction of its mean.
+            Where a factorization fails it is raised tenfold, three times at most.
+        preserve_sparsity_mask: weights that are zero stay so, and count.
+        offload_hessians: keep second moments in main memory while they are collected.
+        refinements: rounds in which the choice of weights is improved; 0 is the sweep of the
+            paper.
+        asymmetric: solve for what the original Linear does with the original inputs, given the
+            inputs it gets in the pruned model. Costs a second forward.
+        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal.
+
+    Example::
+
+        SparseGPTModifier(sparsity=0.5, mask_structure="2:4", ignore=["lm_head"])
+    """
+
+    block_size: int = Field(default=128, ge=1)
+    dampening_frac: float = Field(default=0.01, ge=0.0, le=10.0)
+    preserve_sparsity_mask: bool = False
+    offload_hessians: bool = False
+    refinements: int = Field(default=8, ge=0, le=1000)
+    asymmetric: bool = True
+    asymmetric_ridge: float = Field(default=0.05, gt=0.0, le=10.0)
+
+    @property
+    def twin_streams(self) -> bool:
+        """Asymmetric calibration compares the inputs of two streams."""
+        return self.asymmetric and not self._is_surveying
+
+    def effort(self, modules: Sequence[Module]) -> Effort:
+        """Second moments, and a few factorizations and solutions for all that get one input."""
+        return effort_of(
+            [matrix_shape(module) for module in modules],
+            twin=self.asymmetric,
+            refinements=self.refinements,
+        )
+
+    def new_statistics(self, columns: int, device: torch.device, name: str, *, twin: bool) -> Any:
+        """Second moments."""
+        place = "cpu" if self.offload_hessians else device
+        return InputStatistics(columns, place, twin=twin, name=name)
+
+    def mean_square(self, statistics: InputStatistics) -> Tensor:
+        """The diagonal of the second moments."""
+        return statistics.gram.diagonal() / statistics.tokens
+
+    def reference_of(self, module: Module, tensor: Tensor, state: State) -> Tensor | None:
+        """What ``module`` gets in the original model."""
+        return aligned_reference(module, tensor, state)
+
+    def prune(self, modules: Sequence[Module]) -> None:
+        """Solve modules with one input together, and inputs of one shape in one batch."""
+        groups: dict[Module, list[Module]] = {}
+        for module in modules:
+            groups.setdefault(self._leader(module), []).append(module)
+        options = Options(
+            self.block_size,
+            self.dampening_frac,
+            self.asymmetric_ridge if self.asymmetric else None,
+            refinements=self.refinements,
+            preserve=self.preserve_sparsity_mask,
+        )
+        problems = [self._problem(leader, members) for leader, members in groups.items()]
+        for (leader, members), solution in zip(
+            groups.items(), solve(problems, options), strict=True
+        ):
+            self._write(leader, members, solution)
+
+    def _problem(self, leader: Module, members: Sequence[Module]) -> Problem:
+        statistics: InputStatistics = self._statistics[leader]
+        weights = [matrix_of(module) for module in members]
+        shares = tuple(
+            Share(len(weight), self.sparsity_of(module))
+            for weight, module in zip(weights, members, strict=True)
+        )
+        device, cross = weights[0].device, statistics.cross
+        return Problem(
+            weights,
+            Sparsity(shares, self._group),
+            gram_CC=statistics.gram.to(device),
+            cross_CC=None if cross is None else cross.to(device),
+        )
+
+    def _write(self, leader: Module, members: Sequence[Module], solution: Solution) -> None:
+        tokens = self._statistics[leader].tokens
+        for module, weight_RC, loss in zip(members, solution.weights, solution.losses, strict=True):
+            self.put(module, weight_RC, tokens=tokens, loss=loss, dampening=solution.dampening)
+            name = self._layers.names[module]
+            if solution.dampening is None:
+                logger.warning(
+                    f"{name}: the Hessian could not be factorized at any dampening; it is pruned "
+                    "by magnitude times input norm, and what is left is not changed."
+                )
+            elif solution.dampening > self.dampening_frac:
+                logger.warning(f"{name}: the Hessian needed a dampening of {solution.dampening:g}.")

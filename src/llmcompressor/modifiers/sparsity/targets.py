@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules the targets of a one-shot pruning modifier mean, and how sparse each is to be.
+
+A target selects *layers*: a Linear by its class or name, or something with Linears inside, such as
+a decoder layer. What is pruned are the Linears and convolutions of the layers. A target that
+matches no module is tried against the names of weights (``re:.*q_proj.weight``), and
+``__ALL_PRUNABLE__`` stands for every module that can be pruned.
+
+A list of sparsities has one per target, or one per layer in the order of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import Embedding, Module
+
+from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.matching import (
+    as_targets,
+    check_targets,
+    match_named_modules,
+    matches,
+    matches_name,
+)
+from llmcompressor.modifiers.sparsity.matrices import is_prunable, matrix_shape, misfit
+from llmcompressor.names import named_modules
+from llmcompressor.numerics.masks import NofM
+
+__all__ = ["ALL_PRUNABLE", "Layers", "find_layers"]
+
+ALL_PRUNABLE = "__ALL_PRUNABLE__"
+_MOST_LISTED = 6
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What targets mean in a model.
+
+    Attributes:
+        names: module to prune → its name, in the order of the model.
+        layer: module to prune → name of the layer it is part of.
+        sparsity: name of each layer → its sparsity.
+    """
+
+    names: dict[Module, str]
+    layer: dict[Module, str]
+    sparsity: dict[str, float]
+
+
+def find_layers(
+    model: Module,
+    targets: str | Sequence[str],
+    ignore: str | Sequence[str],
+    sparsity: float | Sequence[float],
+    group: NofM | None,
+) -> Layers:
+    """Find the layers, what is to be pruned in each, and how much.
+
+    Raises:
+        TargetError: a target means nothing, a module cannot be pruned so, or sparsities do not
+            go with what was found.
+    """
+    wanted = as_targets(targets)
+    everything = dict(named_modules(model))
+    places = _places(model, everything, wanted, as_targets(ignore))
+    names: dict[Module, str] = {}
+    layer: dict[Module, str] = {}
+    for name in places:
+        for inner, module in _prunable_in(everything, name, as_targets(ignore)):
+            if module not in names:
+                names[module], layer[module] = inner, name
+    _leave_tied_heads(model, wanted, names, layer)
+    if not names:
+        raise TargetError(
+            f"Nothing in {type(model).__name__} is left to prune by "
+            f"{', '.join(map(repr, wanted))}: what matches holds no Linear and no convolution, "
+            "or is ignored.",
+            "Correct targets or ignore.",
+        )
+    _check(names, group)
+    held = [name for name in places if name in set(layer.values())]
+    order = {module: place for place, module in enumerate(everything.values())}
+    names = dict(sorted(names.items(), key=lambda item: order[item[0]]))
+    return Layers(names, layer, _sparsities(sparsity, held, places, wanted))
+
+
+def _places(
+    model: Module,
+    everything: dict[str, Module],
+    wanted: Sequence[str],
+    ignore: Sequence[str],
+) -> dict[str, str]:
+    """Name of each layer → the first target that means it; in the order of the model."""
+    found: dict[str, str] = {}
+    plain = []
+    for target in wanted:
+        by_module = any(matches(name, one, target) for name, one in everything.items())
+        for name, module in everything.items():
+            if target == ALL_PRUNABLE:
+                hit = is_prunable(module)
+            elif by_module:
+                hit = matches(name, module, target)
+            else:
+                hit = is_prunable(module) and matches_name(f"{name}.weight", target)
+            if hit:
+                found.setdefault(name, target)
+        if target not in found.values() and not by_module:
+            plain.append(target)
+    check_targets(model, plain, ignore)
+    kept = dict(match_named_modules(model, [name for name in found if name], ignore))
+    if "" in found:
+        kept[""] = model
+    return {name: found[name] for name in everything if name in found and name in kept}
+
+
+def _prunable_in(
+    everything: dict[str, Module], layer: str, ignore: Sequence[str]
+) -> Iterator[tuple[str, Module]]:
+    inside = f"{layer}." if layer else ""
+    for name, module in everything.items():
+        if name != layer and not name.startswith(inside):
+            continue
+        if is_prunable(module) and not any(matches(name, module, entry) for entry in ignore):
+            yield name, module
+
+
+def _leave_tied_heads(
+    model: Module, wanted: Sequence[str], names: dict[Module, str], layer: dict[Module, str]
+) -> None:
+    """A head whose weight is the input embedding is pruned only if a target names it."""
+    tables = {id(one.weight) for one in model.modules() if isinstance(one, Embedding)}
+    for module, name in list(names.items()):
+        named = any(
+            matches_name(name, target) or matches_name(f"{name}.weight", target)
+            for target in wanted
+        )
+        if id(module.weight) in tables and not named:
+            logger.info(
+                f"Left unpruned: {name}, whose weight is the input embedding. Name it as a target "
+                "to prune both."
+            )
+            del names[module], layer[module]
+
+
+def _check(names: dict[Module, str], group: NofM | None) -> None:
+    reasons = []
+    for module, name in names.items():
+        reason = misfit(module)
+        if reason is None and group is not None:
+            reason = group.misfit(matrix_shape(module))
+        if reason is None and _is_quantized(module):
+            reason = "it is quantized already"
+        if reason is not None:
+            reasons.append(f"{name} ({reason})")
+    if reasons:
+        rest = len(reasons) - _MOST_LISTED
+        more = f" and {rest} more" if rest > 0 else ""
+        raise TargetError(
+            f"These cannot be pruned: {', '.join(reasons[:_MOST_LISTED])}{more}.",
+            "Put them on the ignore list, or choose another mask_structure.",
+        )
+
+
+def _is_quantized(module: Module) -> bool:
+    return getattr(module, "quantization_status", None) is not None or not isinstance(
+        getattr(module, "weight", None), Tensor
+    )
+
+
+def _sparsities(
+    sparsity: float | Sequence[float],
+    layers: Sequence[str],
+    target_of: dict[str, str],
+    wanted: Sequence[str],
+) -> dict[str, float]:
+    if isinstance(sparsity, int | float):
+        return dict.fromkeys(layers, float(sparsity))
+    if len(sparsity) == len(wanted):
+        by_target = dict(zip(wanted, sparsity, strict=True))
+        return {layer: by_target[target_of[layer]] for layer in layers}
+    if len(sparsity) == len(layers):
+        return dict(zip(layers, sparsity, strict=True))
+    raise TargetError(
+        f"sparsity has {len(sparsity)} values, and there are {len(wanted)} target(s), which mean "
+        f"{len(layers)} layer(s).",
+        "Give one number, one per target, or one per layer in the order of the model.",
+    )

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wanda: prune by magnitude times input norm, and change nothing else (arXiv:2306.11695)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.errors import NonFiniteError
+from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
+from llmcompressor.modifiers.sparsity.matrices import matrix_of, matrix_shape
+from llmcompressor.numerics.wanda import wanda_keeps, wanda_score
+
+__all__ = ["WandaPruningModifier"]
+
+_VISITS = 12
+
+
+class _ColumnSquares:
+    """Squares of the inputs of a module, summed by column."""
+
+    def __init__(self, columns: int, device: torch.device, name: str) -> None:
+        self.tokens = 0
+        self.name = name
+        self.squares_C = torch.zeros(columns, device=device)
+
+    def update(self, tokens_TC: Tensor, reference_TC: Tensor | None = None) -> None:
+        """Count the tokens of one batch, ``[T, C]``."""
+        self.tokens += len(tokens_TC)
+        self.squares_C += tokens_TC.float().square().sum(dim=0)
+
+
+class WandaPruningModifier(OneShotPruningModifier):
+    """Zeros, in each row, the weights whose products with their inputs are smallest.
+
+    Example::
+
+        WandaPruningModifier(sparsity=0.5, mask_structure="2:4", ignore=["lm_head"])
+    """
+
+    def new_statistics(self, columns: int, device: torch.device, name: str, *, twin: bool) -> Any:
+        """Sums of squares."""
+        return _ColumnSquares(columns, device, name)
+
+    def mean_square(self, statistics: _ColumnSquares) -> Tensor:
+        """The mean of the squares of each input column.
+
+        Raises:
+            NonFiniteError: the activations hold NaN or infinity.
+        """
+        if not bool(torch.isfinite(statistics.squares_C).all()):
+            raise NonFiniteError(
+                f"The activations that go into {statistics.name} hold NaN or infinity. Look for a "
+                "bad weight upstream, or load the model with precision='float32'."
+            )
+        return statistics.squares_C / statistics.tokens
+
+    def prune(self, modules: Sequence[Module]) -> None:
+        """Zero what scores least."""
+        for module in modules:
+            statistics = self._statistics[self._leader(module)]
+            weight_RC = matrix_of(module)
+            mean_square_C = self.mean_square(statistics).to(weight_RC.device)
+            score_RC = wanda_score(weight_RC, mean_square_C)
+            kept_RC = wanda_keeps(score_RC, self.sparsity_of(module), self._group)
+            lost = score_RC.masked_fill_(kept_RC, 0).square_().sum()
+            self.put(
+                module,
+                weight_RC * kept_RC,
+                tokens=statistics.tokens,
+                loss=0.5 * float(lost) * statistics.tokens,
+                dampening=None,
+            )
+
+    def effort(self, modules: Sequence[Module]) -> Effort:
+        """One look at every weight, and sums by column."""
+        shapes = [matrix_shape(module) for module in modules]
+        columns = max((shape[1] for shape in shapes), default=0)
+        elements = sum(rows * width for rows, width in shapes)
+        return Effort(
+            gram=columns, visits=_VISITS * elements, statistics=4 * columns, workspace=13 * elements
+        )

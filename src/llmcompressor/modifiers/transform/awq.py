@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWQ (arXiv:2306.00978), beside a modifier that quantizes."""
+
+from llmcompressor.modifiers.awq.base import AWQMapping, AWQModifier
+
+__all__ = ["AWQMapping", "AWQModifier"]

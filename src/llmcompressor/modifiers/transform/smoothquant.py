@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmoothQuant (arXiv:2211.10438)."""
+
+from llmcompressor.modifiers.smoothquant import SmoothQuantMapping, SmoothQuantModifier
+
+__all__ = ["SmoothQuantMapping", "SmoothQuantModifier"]

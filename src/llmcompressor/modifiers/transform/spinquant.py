@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SpinQuant (arXiv:2405.16406)."""
+
+from llmcompressor.modifiers.rotation import NormMapping, SpinQuantMapping, SpinQuantModifier
+
+__all__ = ["NormMapping", "SpinQuantMapping", "SpinQuantModifier"]

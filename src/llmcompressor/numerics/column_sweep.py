@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The column sweep of GPTQ and SparseGPT: decide one column, move its error onto the later ones.
+
+With U upper triangular, ``UᵀU = H⁻¹`` (:mod:`llmcompressor.numerics.hessian`), for every column c
+from left to right, q_c being what is decided for it (arXiv:2210.17323, arXiv:2301.00774, Alg. 1),
+
+.. math:: e_c = (w_c - q_c) / U_{cc}, \qquad w_j \leftarrow w_j - e_c\,U_{cj} \quad (j > c) .
+
+The updates are delayed, as in the papers, but at two levels, because a rank-one update of a wide
+block moves far more memory than it computes::
+
+    columns   |--- block (128) -----------------------------|--- the rest ---|
+              |-- strip (16) --|-- strip --|  ...           |                |
+    per column: rank-one update of the rest of its strip
+    per strip:  one product for the rest of its block
+    per block:  one product for the rest of the weight
+
+So a column is up to date when it is decided; when its strip begins, the whole strip is; when its
+block begins, the whole block is.
+
+Inside, the weight is transposed (``[C, R]``): a column of W is then contiguous memory. Rows do
+not see each other, so several Linears with one input are stacked and solved at once; a leading
+batch dimension solves many small weights with their own Hessians in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from llmcompressor.threads import one_thread
+
+__all__ = [
+    "DecideColumn",
+    "EnterBlock",
+    "columns_first",
+    "rows_first",
+    "subtract_outer",
+    "subtract_product",
+    "sweep_columns_",
+]
+
+DecideColumn = Callable[[Tensor, int, Tensor], None]
+"""Decides a column ``[..., R]``, given its number in the block, into the third argument."""
+EnterBlock = Callable[[Tensor, int], DecideColumn]
+"""Told of a block ``[..., B, R]``, up to date, and of its first column's number in the weight."""
+
+
+def sweep_columns_(
+    work_CR: Tensor, factor_CC: Tensor, enter: EnterBlock, *, block: int = 128, strip: int = 16
+) -> Tensor:
+    """Decide all columns of ``work_CR`` in place.
+
+    Args:
+        work_CR: the weight, its columns in the order in which they are decided, float32
+            ``[..., C, R]``.
+        factor_CC: U, its columns in that order too, float32 ``[..., C, C]``.
+        enter: called when a block begins; what it returns decides its columns.
+        block: columns whose updates to the rest of the weight are gathered into one product.
+        strip: columns whose updates to the rest of the block are gathered into one product.
+
+    Returns:
+        ½ Σ_c (w_c - q_c)² / U_cc², float32 ``[..., R]``.
+    """
+    columns = work_CR.shape[-2]
+    loss_R = work_CR.new_zeros(work_CR.shape[:-2] + work_CR.shape[-1:])
+    decided_BR = torch.empty_like(work_CR[..., : min(block, columns), :])
+    for lo in range(0, columns, block):
+        hi = min(lo + block, columns)
+        block_BR = work_CR[..., lo:hi, :]
+        done_BR = decided_BR[..., : hi - lo, :]
+        with one_thread(work_CR.device):
+            decide = enter(block_BR, lo)
+            _sweep_block(block_BR, factor_CC[..., lo:hi, lo:hi], done_BR, decide, strip)
+        subtract_product(work_CR[..., hi:, :], factor_CC[..., lo:hi, hi:], block_BR)
+        loss_R += block_BR.square().sum(dim=-2)
+        block_BR.copy_(done_BR)
+    return loss_R.mul_(0.5)
+
+
+def _sweep_block(
+    work_BR: Tensor, factor_BB: Tensor, decided_BR: Tensor, decide: DecideColumn, strip: int
+) -> None:
+    """Decide the columns of one block into ``decided_BR``; ``work_BR`` is left with the errors."""
+    inverses_1 = factor_BB.diagonal(dim1=-2, dim2=-1).reciprocal().unsqueeze(-1).unbind(-2)
+    columns_R, decided_R = work_BR.unbind(-2), decided_BR.unbind(-2)
+    width = work_BR.shape[-2]
+    for lo in range(0, width, strip):
+        hi = min(lo + strip, width)
+        for b in range(lo, hi):
+            column_R = columns_R[b]
+            decide(column_R, b, decided_R[b])
+            column_R.sub_(decided_R[b]).mul_(inverses_1[b])
+            if b + 1 < hi:
+                rest_KR, factor_K = work_BR[..., b + 1 : hi, :], factor_BB[..., b, b + 1 : hi]
+                subtract_outer(rest_KR, factor_K, column_R)
+        subtract_product(work_BR[..., hi:, :], factor_BB[..., lo:hi, hi:], work_BR[..., lo:hi, :])
+
+
+def columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:
+    """A float32 copy ``[..., C, R]``, its columns in ``order_C``."""
+    if order_C is None:
+        return torch.empty(weight_RC.mT.shape, dtype=torch.float32, device=weight_RC.device).copy_(
+            weight_RC.mT
+        )
+    index_CR = order_C.unsqueeze(-1).expand(weight_RC.mT.shape)
+    return weight_RC.mT.gather(-2, index_CR).float()
+
+
+def rows_first(work_CR: Tensor, order_C: Tensor | None) -> Tensor:
+    """The inverse of :func:`columns_first`."""
+    if order_C is None:
+        return work_CR.mT.contiguous()
+    index_RC = order_C.unsqueeze(-2).expand(work_CR.mT.shape)
+    return torch.empty(work_CR.mT.shape, dtype=work_CR.dtype, device=work_CR.device).scatter_(
+        -1, index_RC, work_CR.mT
+    )
+
+
+def subtract_outer(target_KR: Tensor, factor_K: Tensor, error_R: Tensor) -> None:
+    """``target -= factor errorᵀ``, of one column."""
+    if target_KR.ndim == 2:
+        target_KR.addr_(factor_K, error_R, alpha=-1)
+    else:
+        target_KR.sub_(factor_K.unsqueeze(-1) * error_R.unsqueeze(-2))
+
+
+def subtract_product(target_MR: Tensor, factor_KM: Tensor, error_KR: Tensor) -> None:
+    """``target -= factorᵀ error``."""
+    if target_MR.shape[-2] == 0:
+        return
+    if target_MR.ndim == 2:
+        target_MR.addmm_(factor_KM.T, error_KR, alpha=-1)
+    else:
+        target_MR.sub_(factor_KM.mT @ error_KR)

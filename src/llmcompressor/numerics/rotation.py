@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Rotations, and weights that undo them: :math:`y = x W^\top = (x Q)(W Q)^\top`.
+
+A rotation Q (orthogonal, :math:`Q Q^\top = I`) acts on row vectors, block by block where it is
+smaller than they are. What a Linear ``y = x Wᵀ + b`` has to become:
+
+==========================  =====================================================
+its input comes as  x Q     :math:`W' = W Q`
+its output shall be  y Q    :math:`W' = Q^\top W, \quad b' = b Q`
+an embedding's rows  e Q    :math:`E' = E Q`
+a gain g before it is gone  :math:`W' = W \operatorname{diag}(g)`
+==========================  =====================================================
+
+so only products from the right occur. QuaRot, arXiv:2404.00456; SpinQuant, arXiv:2405.16406. They
+are computed in float64 and rounded to the weight's dtype once, however many of them there are.
+
+Legend: R outputs, C inputs, N order of a rotation, T rows of any kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.hadamard import fast_hadamard, hadamard
+
+__all__ = ["Rotation", "rotated_bias", "rotated_weight"]
+
+_CHUNK = 1 << 25
+"""Elements that are held in the wide dtype at once: 256 MiB of float64."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """An orthogonal matrix Q: ``hadamard(N) diag(signs) / sqrt(N)``, or any other given in full.
+
+    Attributes:
+        order: N.
+        signs_N: the signs of a Hadamard matrix's columns, float64 ``[N]``.
+        matrix_NN: Q where it is none, float64 ``[N, N]``.
+
+    >>> Rotation.of_hadamard(2)(torch.tensor([[1.0, 1.0]], dtype=torch.float64)).round(decimals=4)
+    tensor([[1.4142, 0.0000]], dtype=torch.float64)
+    """
+
+    order: int
+    signs_N: Tensor | None = None
+    matrix_NN: Tensor | None = None
+
+    @classmethod
+    def of_hadamard(cls, order: int, generator: torch.Generator | None = None) -> Rotation:
+        """H / sqrt(N), its columns with random signs where a generator is given."""
+        if generator is None:
+            return cls(order, signs_N=torch.ones(order, dtype=torch.float64))
+        signs_N = torch.randint(0, 2, (order,), generator=generator).double() * 2 - 1
+        return cls(order, signs_N=signs_N)
+
+    @classmethod
+    def of_matrix(cls, matrix_NN: Tensor) -> Rotation:
+        """A matrix that is orthogonal already."""
+        return cls(len(matrix_NN), matrix_NN=matrix_NN.double())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x Q``, in the dtype of ``x``; ``[..., k N]``, each N columns for themselves."""
+        y = x.reshape(*x.shape[:-1], -1, self.order)
+        if self.signs_N is not None:
+            y = fast_hadamard(y) * (self.signs_N / math.sqrt(self.order)).to(y)
+        else:
+            assert self.matrix_NN is not None
+            y = y @ self.matrix_NN.to(y)
+        return y.flatten(-2)
+
+    def transposed(self) -> Rotation:
+        """The rotation back."""
+        return Rotation.of_matrix(self.matrix().T.contiguous())
+
+    def matrix(self) -> Tensor:
+        """Q, float64 ``[N, N]``."""
+        if self.matrix_NN is not None:
+            return self.matrix_NN
+        assert self.signs_N is not None
+        return hadamard(self.order) * self.signs_N / math.sqrt(self.order)
+
+
+def rotated_weight(
+    W_RC: Tensor,
+    *,
+    gain_C: Tensor | None = None,
+    inputs: Sequence[Rotation] = (),
+    outputs: Sequence[Rotation] = (),
+    precision: torch.dtype = torch.float64,
+) -> Tensor:
+    """``Qoutᵀ W diag(g) Qin``: the weight for rotated inputs and outputs.
+
+    Args:
+        W_RC: ``[R, C]``; it is not changed.
+        gain_C: what the input is no longer multiplied by, ``[C]``.
+        inputs: rotations of the input, in the order in which they act; orders divide C.
+        outputs: rotations of the output; orders divide R.
+        precision: in which all of it is computed.
+
+    Returns:
+        ``[R, C]`` in the dtype of ``W_RC``, rounded once.
+    """
+
+    def columns(part_TC: Tensor) -> Tensor:
+        wide_TC = part_TC.to(precision)
+        if gain_C is not None:
+            wide_TC = wide_TC * gain_C.to(wide_TC)
+        for rotation in inputs:
+            wide_TC = rotation(wide_TC)
+        return wide_TC
+
+    if outputs:
+        wide_CR = columns(W_RC).T
+        for rotation in outputs:
+            wide_CR = rotation(wide_CR)
+        return wide_CR.T.to(W_RC.dtype).contiguous()
+    result_RC = torch.empty_like(W_RC, memory_format=torch.contiguous_format)
+    step = max(1, _CHUNK // max(W_RC.shape[1], 1))
+    for low in range(0, len(W_RC), step):  # embeddings are long
+        result_RC[low : low + step] = columns(W_RC[low : low + step])
+    return result_RC
+
+
+def rotated_bias(
+    bias_R: Tensor, outputs: Sequence[Rotation], *, precision: torch.dtype = torch.float64
+) -> Tensor:
+    """``b Qout``, ``[R]``, in the dtype of ``bias_R``."""
+    wide_R = bias_R.to(precision)
+    for rotation in outputs:
+        wide_R = rotation(wide_R)
+    return wide_R.to(bias_R.dtype)

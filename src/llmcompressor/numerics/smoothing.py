@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Scales that move the spread of activations into the weights that read them.
+
+Xiao et al., *SmoothQuant*, arXiv:2211.10438, eq. 4. With a the strength, for every channel j::
+
+    s_j = range(X_j)^a / range(W_j)^(1 - a),     X' = X / s,     W' = W diag(s)
+
+``range`` is the greatest minus the least value of an activation's channel, and twice the greatest
+absolute value of a weight's column over all that read the channel. *Log equalization* looks at
+the activations alone::
+
+    s_j = range(X_j) / log2(2 + range(X_j))
+
+C channels, R rows of a weight. No scale is zero, negative, infinite or NaN, whatever is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["column_range", "log_equalization_scales", "smoothquant_scales"]
+
+_FLOOR = 1e-5
+
+
+def column_range(weights: Iterable[Tensor]) -> Tensor:
+    """Twice the greatest absolute value of each column over several weights.
+
+    Args:
+        weights: each ``[R_i, C]``, any floating dtype.
+
+    Returns:
+        float32 ``[C]``.
+
+    >>> column_range([torch.tensor([[1.0, -3.0]]), torch.tensor([[2.0, 0.0]])])
+    tensor([4., 6.])
+    """
+    columns = [weight_RC.detach().abs().amax(dim=0).float() for weight_RC in weights]
+    return 2 * torch.stack(columns).amax(dim=0)
+
+
+def smoothquant_scales(range_C: Tensor, weight_range_C: Tensor, strength: float) -> Tensor:
+    """What activations are divided by.
+
+    Args:
+        range_C: of the activations, ``[C]``; not negative.
+        weight_range_C: as :func:`column_range` gives it.
+        strength: a, from 0 (the weights' ranges alone) to 1 (the activations' alone).
+
+    Returns:
+        float32 ``[C]``, at least 1e-5; 1 where a channel never varied.
+
+    >>> ranges = torch.tensor([16.0, 4.0, 0.0])
+    >>> smoothquant_scales(ranges, torch.tensor([1.0, 0.0, 1.0]), 0.5)
+    tensor([4., 4., 1.])
+    """
+    range_C, weight_range_C = range_C.float(), weight_range_C.float()
+    scale_C = range_C.pow(strength) / weight_range_C.pow(1 - strength)
+    return _usable(torch.where(weight_range_C > 0, scale_C, range_C), range_C)
+
+
+def log_equalization_scales(range_C: Tensor) -> Tensor:
+    """What activations are divided by, from their own ranges alone.
+
+    Args:
+        range_C: of the activations, ``[C]``; not negative.
+
+    Returns:
+        As :func:`smoothquant_scales`.
+
+    >>> log_equalization_scales(torch.tensor([14.0, 2.0, 0.0]))
+    tensor([3.5000, 1.0000, 1.0000])
+    """
+    range_C = range_C.float()
+    return _usable(range_C / torch.log2(2 + range_C), range_C)
+
+
+def _usable(scale_C: Tensor, range_C: Tensor) -> Tensor:
+    """A channel without a range, or beyond numbers, is left as it is."""
+    dead_C = ~torch.isfinite(scale_C) | (range_C <= 0)
+    return torch.where(dead_C, 1.0, scale_C.clamp(min=_FLOOR))

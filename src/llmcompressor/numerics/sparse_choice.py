@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights stay, given a score for each: the least go, exactly as many as are asked for.
+
+Scores are held columns first (``[..., C, R]``), as the solvers hold a weight, and the rows of
+several weights may be stacked: each of them (a :class:`Share`) has its own sparsity.
+
+Shapes: R rows, C columns; M weights of a group, N of them zero; S rows of one share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.masks import NofM, zeros_of
+from llmcompressor.numerics.selection import Pool, find_cut, take
+
+__all__ = ["Share", "Sparsity", "keep_best", "keep_best_of_rows"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some rows of a stack, and the share of their weights that is to be zero."""
+
+    rows: int
+    sparsity: float
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """How sparse a stack of weights is to become.
+
+    Attributes:
+        shares: of its rows, from the first on.
+        group: N zeros in each M neighbours of a row, whatever the shares say; ``None`` for zeros
+            anywhere.
+    """
+
+    shares: tuple[Share, ...]
+    group: NofM | None = None
+
+    def spans(self) -> Iterator[tuple[slice, float]]:
+        """The rows of each share, and its sparsity."""
+        start = 0
+        for share in self.shares:
+            yield slice(start, start + share.rows), share.sparsity
+            start += share.rows
+
+    def zeros(self, columns: int) -> list[int]:
+        """How many weights of each share are zero in its first ``columns``."""
+        return [zeros_of(share.sparsity, share.rows * columns) for share in self.shares]
+
+
+def keep_best(
+    score_CR: Tensor,
+    sparsity: Sparsity,
+    *,
+    gone_CR: Tensor | None = None,
+    budgets: Sequence[int] | None = None,
+) -> Tensor:
+    """Keep what scores best in each share, or in each group of it.
+
+    Args:
+        score_CR: at least 0 and finite, float32 ``[..., C, R]``.
+        sparsity: how many go.
+        gone_CR: bool, same shape: what is zero in any case, and counts.
+        budgets: how many of each share go, of every member of a batch; as ``sparsity`` says if
+            ``None``.
+
+    Returns:
+        Bool ``[..., C, R]``, true for what stays. Of equal scores the first in memory go.
+
+    >>> score = torch.tensor([[3.0], [1.0], [2.0], [4.0]])
+    >>> keep_best(score, Sparsity((Share(1, 0.5),), NofM(2, 4))).flatten().tolist()
+    [True, False, False, True]
+    """
+    if sparsity.group is not None:
+        kept_CR = ~least_of_groups(score_CR, sparsity.group, gone_CR)
+        return kept_CR if gone_CR is None else kept_CR & ~gone_CR
+    kept_CR = torch.empty_like(score_CR, dtype=torch.bool)
+    if budgets is None:
+        budgets = sparsity.zeros(score_CR.shape[-2])
+    flat = (-1, *score_CR.shape[-2:])
+    gone_BCR = None if gone_CR is None else gone_CR.view(flat)
+    pairs = zip(score_CR.reshape(flat), kept_CR.view(flat), strict=True)
+    for batch, (each_CR, kept) in enumerate(pairs):
+        for (rows, _), budget in zip(sparsity.spans(), budgets, strict=True):
+            score_CS = each_CR[:, rows]
+            free_CS = torch.ones_like(score_CS, dtype=torch.bool)
+            if gone_BCR is not None:
+                free_CS = ~gone_BCR[batch, :, rows]
+                budget -= free_CS.numel() - int(free_CS.sum())  # noqa: PLW2901 - what is left
+            kept[:, rows] = free_CS & ~_least(score_CS, free_CS, budget)
+    return kept_CR
+
+
+def _least(score_CS: Tensor, free_CS: Tensor, budget: int) -> Tensor:
+    pool = Pool(score_CS, free_CS)
+    return take(pool, find_cut(lambda: [pool], budget, torch.float32))[0]
+
+
+def keep_best_of_rows(score_RC: Tensor, sparsity: float, gone_RC: Tensor | None = None) -> Tensor:
+    """Keep what scores best in each row; every row loses equally many.
+
+    Args:
+        score_RC: at least 0, ``[..., R, C]``.
+        sparsity: the share of a row that is to be zero.
+        gone_RC: bool, same shape: what is zero in any case, and counts.
+
+    >>> keep_best_of_rows(torch.tensor([[3.0, 1.0], [5.0, 6.0]]), 0.5).tolist()
+    [[True, False], [False, True]]
+    """
+    if gone_RC is not None:
+        score_RC = score_RC.masked_fill(gone_RC, -1)
+    zeros = zeros_of(sparsity, score_RC.shape[-1])
+    least_RZ = score_RC.topk(zeros, dim=-1, largest=False, sorted=False).indices
+    kept_RC = torch.ones_like(score_RC, dtype=torch.bool).scatter_(-1, least_RZ, False)
+    return kept_RC if gone_RC is None else kept_RC & ~gone_RC
+
+
+def least_of_groups(score_CR: Tensor, group: NofM, gone_CR: Tensor | None = None) -> Tensor:
+    """Whether each is among the N least of its group of M columns; of equals the first are.
+
+    By M (M - 1) / 2 comparisons of whole columns: there is nothing to sort, and memory is read
+    as it lies.
+
+    Args:
+        score_CR: at least 0, ``[..., C, R]``; M divides C.
+        group: N and M.
+        gone_CR: bool, same shape: taken for less than every other.
+    """
+    if gone_CR is not None:
+        score_CR = score_CR.masked_fill(gone_CR, -1)
+    M = group.group
+    score_GMR = score_CR.view(*score_CR.shape[:-2], -1, M, score_CR.shape[-1])
+    rank_GMR = torch.zeros_like(score_GMR, dtype=torch.uint8)
+    each_GR, ranks_GR = score_GMR.unbind(-2), rank_GMR.unbind(-2)
+    for later in range(1, M):
+        for earlier in range(later):
+            behind_GR = each_GR[earlier] <= each_GR[later]
+            ranks_GR[later].add_(behind_GR)
+            ranks_GR[earlier].add_(~behind_GR)
+    return (rank_GMR < group.zeros).flatten(-3, -2)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Which weights of a Linear to keep, and their best values: splitting, then conjugate gradients.
+
+What is wanted is the Q with the prescribed zeros that minimizes ``½ tr((Q − W) H (Q − W)ᵀ)``.
+
+**The choice** is found by splitting (ADMM, as in ALPS, arXiv:2406.07831, Alg. 1): X is free, Z has
+the zeros, V presses the two together, ever harder as ρ rises. All columns are first scaled so that
+diag H = 1. With P keeping what has the largest magnitude,
+
+.. math::
+    X \leftarrow (H + \rho I)^{-1} (H W + \rho Z - V), \qquad
+    Z \leftarrow P(X + V / \rho), \qquad
+    V \leftarrow V + \rho (X - Z) .
+
+It begins with Z = P(W), which in these coordinates is Wanda's choice. Eight rounds leave, on the
+layers that were tried, about 0.6 of the error of SparseGPT's sweep.
+
+**The values** given the choice are a linear least-squares problem of each row: ``(H (Q − W)ᵀ)``
+is zero where Q is kept. Conjugate gradients solve it for all rows at once, the choice being a mask
+on residuals and directions (Golub & Van Loan, *Matrix Computations*, 4th ed., Alg. 11.3.3). The
+error never rises. At its minimum the error of whatever comes later, a quantization that keeps
+the zeros for instance, is added to what is left here and does not mix with it.
+
+Inside, weights are transposed (``[C, R]``); a leading batch dimension works on many at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.cholesky import cholesky
+from llmcompressor.numerics.column_sweep import columns_first, rows_first
+from llmcompressor.numerics.hessian import SingularHessianError, damp
+from llmcompressor.numerics.sparse_choice import Sparsity, keep_best
+from llmcompressor.numerics.sparsegpt import SparseResult
+
+__all__ = ["refit", "sparse_fit"]
+
+_FIRST_PENALTY = 0.1
+_LAST_PENALTY = 0.8
+_REFIT_STEPS = 4
+_TINY = 1e-30
+
+
+def sparse_fit(
+    weight_RC: Tensor,
+    hessian_CC: Tensor,
+    sparsity: Sparsity,
+    *,
+    rounds: int = 8,
+    steps: int = _REFIT_STEPS,
+    dampening: float = 0.01,
+    gone_RC: Tensor | None = None,
+) -> SparseResult:
+    """Choose what is kept, and find its values.
+
+    Args:
+        weight_RC: W, float32 ``[..., R, C]``.
+        hessian_CC: H, float32 ``[..., C, C]``; not changed.
+        sparsity: how many weights go; their number is exact.
+        rounds: of splitting; 0 keeps Wanda's choice.
+        steps: of conjugate gradients at the end.
+        dampening: what is added to the diagonal of H, as a fraction of its mean.
+        gone_RC: bool ``[..., R, C]``: what is zero in any case, and counts.
+
+    Raises:
+        SingularHessianError: H with the first penalty is not positive definite, or not finite.
+    """
+    scaled = _scaled(weight_RC, hessian_CC, dampening)
+    gone_CR = None if gone_RC is None else gone_RC.mT.contiguous()
+    start_CR, kept_CR = _split(scaled, sparsity, rounds, gone_CR)
+    return _refitted(scaled, start_CR, kept_CR, steps)
+
+
+def refit(
+    weight_RC: Tensor,
+    start_RC: Tensor,
+    hessian_CC: Tensor,
+    kept_RC: Tensor,
+    *,
+    steps: int = _REFIT_STEPS,
+    dampening: float = 0.01,
+) -> SparseResult:
+    """The best values for a given choice, by conjugate gradients.
+
+    Args:
+        weight_RC: W, float32 ``[..., R, C]``.
+        start_RC: where to begin, same shape; it counts only where it is kept.
+        hessian_CC: H, float32 ``[..., C, C]``; not changed.
+        kept_RC: bool ``[..., R, C]``.
+        steps: each costs R C² multiplications; the error never rises.
+        dampening: what is added to the diagonal of H, as a fraction of its mean.
+    """
+    scaled = _scaled(weight_RC, hessian_CC, dampening)
+    kept_CR = kept_RC.mT.contiguous()
+    start_CR = columns_first(start_RC, None).mul_(scaled.scale_C1).mul_(kept_CR)
+    return _refitted(scaled, start_CR, kept_CR, steps)
+
+
+class _Scaled(NamedTuple):
+    """A problem whose Hessian has a diagonal of one."""
+
+    weight_CR: Tensor
+    hessian_CC: Tensor
+    scale_C1: Tensor
+
+
+def _scaled(weight_RC: Tensor, hessian_CC: Tensor, dampening: float) -> _Scaled:
+    hessian_CC = damp(hessian_CC, dampening)
+    scale_C1 = hessian_CC.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
+    hessian_CC.div_(scale_C1).div_(scale_C1.mT)
+    return _Scaled(columns_first(weight_RC, None).mul_(scale_C1), hessian_CC, scale_C1)
+
+
+def _split(
+    problem: _Scaled, sparsity: Sparsity, rounds: int, gone_CR: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The values and the choice that splitting ends with."""
+    kept_CR = keep_best(problem.weight_CR.abs(), sparsity, gone_CR=gone_CR)
+    split_CR = problem.weight_CR * kept_CR
+    if rounds == 0:
+        return split_CR, kept_CR
+    goal_CR = problem.hessian_CC @ problem.weight_CR
+    pressure_CR = torch.zeros_like(split_CR)
+    for number in range(rounds):
+        penalty = _penalty(number, rounds)
+        right_CR = torch.add(goal_CR, split_CR, alpha=penalty).sub_(pressure_CR)
+        free_CR = torch.cholesky_solve(right_CR, _factor(problem.hessian_CC, penalty))
+        pressure_CR.add_(free_CR, alpha=penalty)
+        torch.div(pressure_CR, penalty, out=split_CR)
+        kept_CR = keep_best(torch.abs(split_CR, out=right_CR), sparsity, gone_CR=gone_CR)
+        split_CR.mul_(kept_CR)
+        pressure_CR.sub_(split_CR, alpha=penalty)
+    return split_CR, kept_CR
+
+
+def _penalty(number: int, rounds: int) -> float:
+    share = number / max(rounds - 1, 1)
+    return _FIRST_PENALTY * math.pow(_LAST_PENALTY / _FIRST_PENALTY, share)
+
+
+def _factor(hessian_CC: Tensor, penalty: float) -> Tensor:
+    pressed_CC = hessian_CC.clone()
+    pressed_CC.diagonal(dim1=-2, dim2=-1).add_(penalty)
+    lower_CC = cholesky(pressed_CC, overwrite=True)
+    if lower_CC is None:
+        raise SingularHessianError("The Hessian with its penalty is not positive definite.")
+    return lower_CC
+
+
+def _refitted(problem: _Scaled, value_CR: Tensor, kept_CR: Tensor, steps: int) -> SparseResult:
+    """Conjugate gradients on the kept weights; ``value_CR`` is used up."""
+    change_CR = problem.weight_CR - value_CR
+    residual_CR = problem.hessian_CC @ change_CR
+    loss_R = (change_CR.mul_(residual_CR)).sum(dim=-2)
+    residual_CR.mul_(kept_CR)
+    direction_CR = residual_CR.clone()
+    size_R = residual_CR.square().sum(dim=-2)
+    for _ in range(steps):
+        image_CR = (problem.hessian_CC @ direction_CR).mul_(kept_CR)
+        curvature_R = (image_CR * direction_CR).sum(dim=-2)
+        step_R = (size_R / curvature_R.clamp_min(_TINY)).unsqueeze(-2)
+        value_CR.addcmul_(step_R, direction_CR)
+        residual_CR.addcmul_(step_R, image_CR, value=-1)
+        loss_R -= step_R.squeeze(-2) * size_R
+        before_R, size_R = size_R, residual_CR.square().sum(dim=-2)
+        turn_R = (size_R / before_R.clamp_min(_TINY)).unsqueeze(-2)
+        direction_CR.mul_(turn_R).add_(residual_CR)
+    value_CR.div_(problem.scale_C1)
+    return SparseResult(
+        rows_first(value_CR, None), rows_first(kept_CR, None), loss_R.clamp_min_(0).mul_(0.5)
+    )

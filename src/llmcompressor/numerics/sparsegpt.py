@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""SparseGPT: zero weights column by column, moving each error onto the columns still to come.
+
+Frantar & Alistarh, arXiv:2301.00774, Alg. 1. For a weight W and inputs with Hessian ``H = XᵀX`` it
+lowers ``tr((Q − W) H (Q − W)ᵀ)`` over the Q with zeros in the places that it chooses on the way.
+With U upper triangular and ``UᵀU = H⁻¹``, removing the weight w of column c costs, once the columns
+before it are decided,
+
+.. math:: \varepsilon = w^2 / U_{cc}^2 .
+
+Zeros anywhere: when a block of columns begins, the share of it with the least ε goes. N:M: when a
+group of M columns begins, the N of each row with the least ε go. What goes is zero when its column
+comes, and the later columns compensate for it as in GPTQ
+(:mod:`llmcompressor.numerics.column_sweep`).
+
+The choice is greedy, and the compensation reaches later columns only:
+:mod:`llmcompressor.numerics.sparse_fit` does better at both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.column_sweep import (
+    DecideColumn,
+    columns_first,
+    rows_first,
+    sweep_columns_,
+)
+from llmcompressor.numerics.sparse_choice import Sparsity, keep_best
+
+__all__ = ["SparseResult", "sparse_sweep"]
+
+
+class SparseResult(NamedTuple):
+    """A pruned weight."""
+
+    weight_RC: Tensor
+    """float32 ``[..., R, C]``, zero where it is not kept."""
+    kept_RC: Tensor
+    """bool ``[..., R, C]``."""
+    loss_R: Tensor
+    """½ tr(D H Dᵀ) of each row, D the change of the weight: float32 ``[..., R]``."""
+
+
+def sparse_sweep(
+    weight_RC: Tensor,
+    factor_CC: Tensor,
+    sparsity: Sparsity,
+    *,
+    gone_RC: Tensor | None = None,
+    block: int = 128,
+    strip: int = 16,
+) -> SparseResult:
+    """Prune ``weight_RC`` from left to right.
+
+    Nothing is mutated. With N:M the result does not depend on ``block`` and ``strip`` but for
+    rounding; otherwise ``block`` says within how many columns weights are compared.
+
+    Args:
+        weight_RC: float32 ``[..., R, C]``.
+        factor_CC: U, float32 ``[..., C, C]``.
+        sparsity: how many weights go; their number is exact.
+        gone_RC: bool ``[..., R, C]``: what is zero in any case, and counts.
+        block: columns of a block; with N:M a multiple of M is taken.
+        strip: columns whose updates to the rest of the block are gathered into one product.
+    """
+    work_CR = columns_first(weight_RC, None)
+    gone_CR = None if gone_RC is None else gone_RC.mT.contiguous()
+    kept_CR = torch.ones_like(work_CR, dtype=torch.bool)
+    inverse_C1 = factor_CC.diagonal(dim1=-2, dim2=-1).reciprocal().unsqueeze(-1)
+    M = 1 if sparsity.group is None else sparsity.group.group
+    strip = max(1, strip // M) * M
+    block = max(1, block // strip) * strip if M > 1 else block
+    taken = [0] * len(sparsity.shares)
+
+    def choose(values_KR: Tensor, lo: int) -> Tensor:
+        """What is kept of the columns from ``lo`` on; 0 and 1."""
+        hi = lo + values_KR.shape[-2]
+        score_KR = (values_KR * inverse_C1[..., lo:hi, :]).square_()
+        asked = sparsity.zeros(hi)
+        budgets = [all_ - before for all_, before in zip(asked, taken, strict=True)]
+        gone_KR = None if gone_CR is None else gone_CR[..., lo:hi, :]
+        chosen_KR = keep_best(score_KR, sparsity, gone_CR=gone_KR, budgets=budgets)
+        taken[:] = asked
+        kept_CR[..., lo:hi, :] = chosen_KR
+        return chosen_KR.to(values_KR.dtype)
+
+    def enter(block_BR: Tensor, first: int) -> DecideColumn:
+        width = M if M > 1 else block_BR.shape[-2]
+        columns_R: Iterator[Tensor] = iter(())
+
+        def decide(w_R: Tensor, b: int, out_R: Tensor) -> None:
+            nonlocal columns_R
+            if b % width == 0:
+                columns_R = iter(choose(block_BR[..., b : b + width, :], first + b).unbind(-2))
+            torch.mul(w_R, next(columns_R), out=out_R)
+
+        return decide
+
+    loss_R = sweep_columns_(work_CR, factor_CC, enter, block=block, strip=strip)
+    return SparseResult(rows_first(work_CR, None), rows_first(kept_CR, None), loss_R)

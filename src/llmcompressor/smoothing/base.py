@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base of the modifiers that smooth: sets of modules, statistics of inputs, scales applied.
+
+One forward of the model as it is serves all sets, because smoothing one changes neither what the
+model computes nor what another set is judged by. The scales of a set are found when its readers
+have seen all batches, and applied when all batches have left its block.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from pydantic import Field, PrivateAttr
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.events import Event
+from llmcompressor.core.state import State
+from llmcompressor.errors import NonFiniteError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.fused import is_expert
+from llmcompressor.modeling.mappings import Names, SmoothSet, find_sets, named_sets
+from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modeling.scaling import divide_outputs, multiply_inputs
+from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.names import named_modules
+from llmcompressor.observers.tokens import real_tokens
+
+__all__ = ["SmoothingMixin", "Tally"]
+
+
+class Tally(Protocol):
+    """What is collected of the inputs of Linears that get one tensor."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were counted."""
+
+    def update(self, input_TC: Tensor) -> None:
+        """Count the tokens of one batch, ``[T, C]``, padding already left out."""
+
+
+class SmoothingMixin(Modifier):
+    """Sets of modules that are smoothed, what is seen of their inputs, and the end."""
+
+    propagates_error: ClassVar[bool] = True
+    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    must_precede: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
+    rewrites_inputs: ClassVar[bool] = True
+
+    mappings: Any = Field(default=None)
+
+    _sets: list[SmoothSet] = PrivateAttr(default_factory=list)
+    _names: dict[Module, str] = PrivateAttr(default_factory=dict)
+    _tallies: dict[Module, Any] = PrivateAttr(default_factory=dict)
+    _order: CallOrder | None = PrivateAttr(None)
+    _seen: set[Module] = PrivateAttr(default_factory=set)
+    _scales: dict[SmoothSet, Tensor] = PrivateAttr(default_factory=dict)
+    _records: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
+
+    # ------------------------------------------------------------------ what a technique says
+
+    @abstractmethod
+    def named(self) -> Sequence[Names] | None:
+        """The mappings of the recipe as targets; ``None`` where they are to be found."""
+
+    @abstractmethod
+    def new_tally(self, columns: int, device: torch.device, name: str) -> Tally:
+        """What collects the inputs of one tensor."""
+
+    @abstractmethod
+    def scale_of(self, one: SmoothSet, tallies: Mapping[Module, Any]) -> Tensor | None:
+        """The scale of a set, float32 ``[C]``, and a record of it.
+
+        Args:
+            one: a set whose readers have seen all batches.
+            tallies: of each reader.
+
+        Returns:
+            ``None`` to leave the set as it is.
+        """
+
+    @property
+    def norms_only(self) -> bool:
+        """Whether only sets are looked for that begin with a norm."""
+        return False
+
+    def ignored(self) -> Sequence[str]:
+        """Targets that are left out."""
+        return ()
+
+    def wanted_sets(self) -> list[SmoothSet]:
+        """The sets that are to be smoothed."""
+        return self._sets
+
+    def after_sets(self) -> None:
+        """Called when the scales of all sets that have seen everything were found."""
+
+    def before_division(self, modules: set[Module]) -> None:
+        """Called when the readers among ``modules`` are scaled, and no smooth module is yet."""
+
+    # ------------------------------------------------------------------ declarations
+
+    @property
+    def requires_calibration_data(self) -> bool:
+        """Always: it is about activations."""
+        return True
+
+    @property
+    def finest_granularity(self) -> Granularity:
+        """Only inputs are looked at."""
+        return Granularity.LINEAR
+
+    @property
+    def changes_at_once(self) -> bool:
+        """A pass that has run the norm is to meet Linears that are not scaled yet."""
+        return False
+
+    @property
+    def works_by_block(self) -> bool:
+        """All that is changed for a set lies in one block."""
+        return True
+
+    def accepts_unreached(self, name: str) -> bool:
+        """A set with an expert that no token was routed to is left as it is."""
+        return is_expert(name)
+
+    def calibrated_modules(self, state: State) -> list[Module]:
+        """The Linears that read what is smoothed."""
+        readers = (module for one in self.wanted_sets() for module in one.balance.values())
+        return list(dict.fromkeys(readers))
+
+    def report(self) -> dict[str, Any]:
+        """What was found for each set, by the name of its smooth module."""
+        return dict(self._records)
+
+    # ------------------------------------------------------------------ before
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Find the sets, and check those that the recipe names."""
+        model: Module = state.model
+        self._names = {module: name for name, module in named_modules(model)}
+        names, sample = self.named(), _sample(state)
+        if names is None:
+            self._sets = find_sets(model, sample, norms_only=self.norms_only)
+        else:
+            self._sets = named_sets(model, names, self.ignored(), sample)
+        left_out = _matching(model, self.ignored())
+        self._sets = [
+            one
+            for one in self._sets
+            if one.name not in left_out and not left_out & one.balance.keys()
+        ]
+        if not self._sets:
+            raise TargetError(
+                f"{type(self).__name__} finds nothing to smooth in {type(model).__name__}.",
+                "Name what is to be smoothed in its mappings, or leave it out of the recipe.",
+            )
+        self._tell()
+        return True
+
+    def _tell(self) -> None:
+        """Say what was found: the sets of one place, and how many there are like them."""
+        alike: dict[str, int] = {}
+        for one in self._sets:
+            text = _without_numbers(str(one))
+            alike[text] = alike.get(text, 0) + 1
+        shown = "; ".join(f"{text} ({number})" for text, number in alike.items())
+        origin = "found in the model" if self.named() is None else "of the recipe"
+        logger.info(f"{type(self).__name__}, mappings {origin}: {shown}.")
+
+    # ------------------------------------------------------------------ while
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Watch the inputs, once for all Linears that get the same tensor."""
+        self._order = state.call_order
+        if state.keeper is not None:
+            self._check_blocks(state)
+        for leader in dict.fromkeys(map(self.leader, self.calibrated_modules(state))):
+            self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
+
+    def _check_blocks(self, state: State) -> None:
+        places = {
+            inner: name for block, name in state.keeper.names.items() for inner in block.modules()
+        }
+        for one in self.wanted_sets():
+            members = (one.smooth, *one.balance.values())
+            if len({places.get(module) for module in members}) > 1:
+                raise TargetError(
+                    f"The mapping {one} joins modules of several blocks, and blocks are in memory "
+                    "one at a time.",
+                    "Leave it out, or load the model and pass it instead of its path.",
+                )
+
+    def _hook(self, state: State) -> Any:
+        @torch.no_grad()
+        def collect(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensor = first_tensor(args, kwargs)
+            if tensor is None:
+                return
+            if module not in self._tallies:
+                self._tallies[module] = self.new_tally(
+                    tensor.shape[-1], tensor.device, self._names[module]
+                )
+            self._tallies[module].update(real_tokens(tensor, state.token_mask))
+
+        return collect
+
+    def leader(self, module: Module) -> Module:
+        """The first of the watched modules that share ``module``'s input."""
+        return module if self._order is None else self._order.group_of(module)[0]
+
+    def on_sequential_epoch_end(
+        self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
+    ) -> None:
+        """Find the scales of the sets that have seen everything; drop what was collected."""
+        self._seen |= set(modules)
+        for one in self.wanted_sets():
+            if one.name not in self._records and self._seen.issuperset(one.balance.values()):
+                self._solve(one)
+        self.after_sets()
+        self._forget()
+
+    @torch.no_grad()
+    def _solve(self, one: SmoothSet) -> None:
+        tallies = {
+            module: self._tallies[self.leader(module)]
+            for module in one.balance.values()
+            if self.leader(module) in self._tallies
+        }
+        if len(tallies) < len(one.balance) or not all(t.tokens for t in tallies.values()):
+            logger.warning(f"{one}: not smoothed, since no calibration token reached all of them.")
+            self._records[one.name] = {"tokens": 0}
+            return
+        scale_C = self.scale_of(one, tallies)
+        if scale_C is None:
+            return
+        if not bool((torch.isfinite(scale_C) & (scale_C > 0)).all()):
+            raise NonFiniteError(f"The scales found for {one} are not positive numbers.")
+        self._scales[one] = scale_C
+
+    def _forget(self) -> None:
+        """Drop the tallies whose readers have all been seen to."""
+        waiting = {
+            self.leader(module)
+            for one in self.wanted_sets()
+            if not self._seen.issuperset(one.balance.values())
+            for module in one.balance.values()
+        }
+        for leader in [one for one in self._tallies if one in self._seen and one not in waiting]:
+            del self._tallies[leader]
+
+    # ------------------------------------------------------------------ after
+
+    @torch.no_grad()
+    def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
+        """Scale the sets whose smooth module is among ``modules``."""
+        wanted = set(modules)
+        ready = [one for one in self._scales if one.smooth in wanted]
+        for one in ready:
+            for module in one.balance.values():
+                multiply_inputs(module, self._scales[one])
+        self.before_division(wanted)
+        for one in ready:
+            divide_outputs(one.smooth, self._scales.pop(one), one.offset)
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Scale what was not scaled with its block."""
+        self.remove_hooks()
+        self.finish(state, state.model.modules())
+        self._tallies.clear()
+        self._order = None
+        smoothed = sum(1 for record in self._records.values() if record.get("tokens"))
+        logger.info(f"{type(self).__name__}: {smoothed} modules smoothed.")
+
+
+def _sample(state: State) -> Iterator[Mapping[str, Any]]:
+    """The first calibration batch, if there is one; drawn only when it is asked for."""
+    for batch in state.data.calib or ():
+        if isinstance(batch, Mapping):
+            yield batch
+        return
+
+
+def _matching(model: Module, targets: Sequence[str]) -> set[str]:
+    return {name for name, _ in match_named_modules(model, targets)} if targets else set()
+
+
+def _without_numbers(text: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in text.split("."))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random models of many architectures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+_PLAIN: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ALL_HEADS = {**_PLAIN, "num_key_value_heads": 4}
+_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _PLAIN),
+    "llama_all_heads": ("Llama", _ALL_HEADS),
+    "qwen3": ("Qwen3", {**_PLAIN, "head_dim": 16}),
+    "gemma3": ("Gemma3Text", {**_ALL_HEADS, "head_dim": 16}),
+    "phi3": ("Phi3", _ALL_HEADS),
+    "mixtral": ("Mixtral", {**_PLAIN, "num_local_experts": 4}),
+    "opt": (
+        "OPT",
+        {
+            "vocab_size": 96,
+            "hidden_size": 64,
+            "ffn_dim": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "word_embed_proj_dim": 64,
+            **_SPECIAL,
+        },
+    ),
+    "gpt_neox": ("GPTNeoX", {**_PLAIN, "num_key_value_heads": None}),
+    "cohere": ("Cohere", _PLAIN),
+    "olmo2": ("Olmo2", _PLAIN),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, **_SPECIAL},
+    ),
+    "deepseek": (
+        "DeepseekV3",
+        {
+            **_ALL_HEADS,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+_CLASSES = {
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "GPT2": "GPT2LMHeadModel",
+}
+
+
+def build(name: str) -> Any:
+    """A model with two layers, in evaluation mode; norm weights are not all the same."""
+    family, fields = _MODELS[name]
+    config = getattr(transformers, f"{family}Config")(
+        **{key: value for key, value in fields.items() if value is not None}
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, _CLASSES.get(family, f"{family}ForCausalLM"))(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+    return model

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which norm feeds which Linear is seen, without weights too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from llmcompressor.errors import TargetError
+from llmcompressor.modeling.flow import trace_flow
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def fed(model: Any) -> dict[str, str]:
+    names = {module: name for name, module in model.named_modules()}
+    return {names[one]: names[other] for one, other in trace_flow(model).feeder.items()}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_norms_feed_linears(device: str) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(parameter.detach().to(device))
+    found = fed(model)
+    layer = "model.layers.1"
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert found[f"{layer}.self_attn.{name}"] == f"{layer}.input_layernorm"
+    for name in ("gate_proj", "up_proj"):
+        assert found[f"{layer}.mlp.{name}"] == f"{layer}.post_attention_layernorm"
+    assert found["lm_head"] == "model.norm"
+    # sums and products make tensors of their own
+    assert not {f"{layer}.mlp.down_proj", f"{layer}.input_layernorm"} & set(found)
+
+
+def test_norms_of_outputs_are_seen() -> None:
+    found = fed(Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8)))
+    assert found["model.layers.0.post_attention_layernorm"] == "model.layers.0.self_attn.o_proj"
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
+    trace_flow(model)
+    assert all(module.training for module in model.modules())
+    assert not any(one._forward_pre_hooks or one._forward_hooks for one in model.modules())
+
+
+def test_a_model_of_images_is_refused() -> None:
+    class Picture(torch.nn.Module):
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return pixels
+
+    with pytest.raises(TargetError, match="token ids alone"):
+        trace_flow(Picture())

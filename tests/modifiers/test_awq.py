@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWQ on whole models: the function stays, quantization gets better, wrong recipes end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+import tiny_llama as tiny
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.modifiers import awq as old_path
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+from llmcompressor.recipe import Recipe
+
+WEIGHTS: dict[str, Any] = {
+    "num_bits": 3,
+    "strategy": "group",
+    "group_size": 32,
+    "symmetric": False,
+}
+GROUPS: dict[str, Any] = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
+
+
+def rounding(**fields: Any) -> QuantizationModifier:
+    return QuantizationModifier(**{"config_groups": GROUPS, "ignore": ["lm_head"], **fields})
+
+
+def far(model: Module, reference: Tensor, data: Any) -> float:
+    change = tiny.logits(model, data) - reference
+    return float(change.square().mean() / reference.square().mean())
+
+
+def scaled_only(model: Module, modifier: AWQModifier, **arguments: Any) -> None:
+    """AWQ's part of a recipe alone: what comes behind it marks its modules and does nothing."""
+    tiny.run(model, modifier, Marking(config_groups=GROUPS, ignore=["lm_head"]), **arguments)
+
+
+class Marking(QuantizationModifier):
+    """Says how weights are to be rounded, and leaves them."""
+
+    def on_sequential_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def on_calibration_end(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+        self.remove_hooks()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", ["statistics", "output"])
+def test_the_model_computes_what_it_did(loss: Any, dtype: torch.dtype) -> None:
+    model = tiny.llama(dtype, num_key_value_heads=4)
+    reference = tiny.logits(model, tiny.batches())
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    scaled_only(model, AWQModifier(loss=loss, clip=False, n_grid=6))
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert len(changed) > 2 * 6
+    assert far(model, reference, tiny.batches()) < (1e-10 if dtype == torch.float32 else 1e-3)
+    assert tiny.traces(model) == {}
+
+
+def test_it_undoes_planted_outliers(pico: Path) -> None:
+    data = planted.text(pico)
+    calibration, held_out = data[:6], data[6:]
+    reference = tiny.logits(planted.planted(pico, 1.0), held_out)
+    recipe = {"scheme": "W4A16_ASYM", "targets": "Linear"}
+    errors = {}
+    for name, before in {
+        "rounded": [],
+        "scaled": [AWQModifier(clip=False, n_grid=10)],
+        "scaled and clipped": [AWQModifier(n_grid=10)],
+    }.items():
+        model = planted.planted(pico, 60.0)
+        tiny.run(model, *before, rounding(config_groups=None, **recipe), data=calibration)
+        errors[name] = far(model, reference, held_out)
+    assert errors["scaled"] < 0.4 * errors["rounded"]
+    assert errors["scaled and clipped"] < errors["scaled"]
+
+
+def test_the_published_loss_beats_rounding_too() -> None:
+    errors = {}
+    for name, before in {"rounded": [], "scaled": [AWQModifier(clip=False, loss="output")]}.items():
+        model = tiny.llama()
+        with torch.no_grad():  # outliers in two channels
+            for layer in model.model.layers:
+                layer.post_attention_layernorm.weight[[3, 40]] *= 30
+                for reader in (layer.mlp.gate_proj, layer.mlp.up_proj):
+                    reader.weight[:, [3, 40]] /= 30
+        reference = tiny.logits(model, tiny.batches())
+        tiny.run(model, *before, rounding())
+        errors[name] = far(model, reference, tiny.batches())
+    assert errors["scaled"] < 0.9 * errors["rounded"]
+
+
+@pytest.mark.parametrize("pipeline", ["independent", "sequential", "basic", "layer_sequential"])
+def test_every_pipeline_gives_the_same_model(pipeline: str) -> None:
+    models = [tiny.llama(), tiny.llama()]
+    tiny.run(models[0], AWQModifier(n_grid=4), rounding())
+    tiny.run(models[1], AWQModifier(n_grid=4), rounding(), pipeline=pipeline)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_padding_does_not_count() -> None:
+    plain, padded = tiny.llama(), tiny.llama()
+    scaled_only(plain, AWQModifier(n_grid=4, clip=False))
+    scaled_only(padded, AWQModifier(n_grid=4, clip=False), data=tiny.padded(tiny.batches(), by=9))
+    for one, other in zip(plain.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_the_search_rounds_as_the_scheme_does() -> None:
+    """On a grid that holds every weight exactly nothing is to be gained, and nothing is done."""
+    model = tiny.llama()
+    for linear in tiny.linears(model).values():
+        linear.weight.data.copy_(torch.where(linear.weight > 0, 7 / 16, 0.0))
+    norm = model.model.layers[0].input_layernorm.weight.clone()
+    tiny.run(model, AWQModifier(duo_scaling=False, n_grid=6), rounding())
+    assert torch.equal(model.model.layers[0].input_layernorm.weight, norm)
+
+
+def test_inputs_of_zero_leave_no_bad_scale() -> None:
+    model = tiny.llama()
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.zero_()
+        model.model.layers[1].post_attention_layernorm.weight[::2] = 0
+        model.model.layers[1].mlp.up_proj.weight[:, ::3] = 0
+    reference = tiny.logits(model, tiny.batches())
+    tiny.run(model, AWQModifier(n_grid=4, duo_scaling="both"), rounding())
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    assert bool(torch.isfinite(tiny.logits(model, tiny.batches()) - reference).all())
+
+
+def test_what_was_done_is_reported() -> None:
+    model, modifier = tiny.llama(), AWQModifier(n_grid=4)
+    tiny.run(model, modifier, rounding())
+    record = modifier.report()["model.layers.0.mlp.up_proj"]
+    assert record["readers"] == ["model.layers.0.mlp.down_proj"]
+    assert record["tokens"] == 8 * 2 * 24
+    assert 0 < record["error"] <= record["error_unscaled"]
+
+
+def test_one_set_of_fields_stands_for_both() -> None:
+    fields = {"scheme": "W4A16_ASYM", "targets": ["Linear"], "ignore": ["lm_head"], "n_grid": 8}
+    scaling, quantizing = old_path.AWQModifier(**fields)
+    assert isinstance(scaling, AWQModifier)
+    assert isinstance(quantizing, QuantizationModifier)
+    assert (scaling.n_grid, quantizing.scheme) == (8, "W4A16_ASYM")
+    text = "modifiers:\n  AWQModifier: {scheme: W4A16_ASYM, ignore: [lm_head], n_grid: 8}\n"
+    recipe = Recipe.create_instance(text)
+    assert recipe == Recipe.create_instance([old_path.AWQModifier(**fields)])
+    assert Recipe.create_instance(recipe.yaml()) == recipe
+
+
+def test_mappings_read_back() -> None:
+    mapping = AWQMapping("re:.*up_proj$", ["re:.*down_proj$"])
+    recipe = Recipe.create_instance([AWQModifier(mappings=[mapping]), rounding()])
+    assert Recipe.create_instance(recipe.yaml()) == recipe
+
+
+def test_without_a_modifier_that_quantizes_it_is_refused() -> None:
+    for recipe in ([AWQModifier()], "modifiers:\n  AWQModifier: {n_grid: 8}\n"):
+        with pytest.raises(ValueError, match="no modifier that quantizes stands after"):
+            Recipe.create_instance(recipe)
+    with pytest.raises(ValueError, match="AWQModifier stands after QuantizationModifier"):
+        Recipe.create_instance([rounding(), AWQModifier()])
+
+
+def test_nothing_quantized_in_its_mappings_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to work for"):
+        tiny.run(tiny.llama(), AWQModifier(), rounding(ignore=["re:.*layers.*"]))
+
+
+def test_one_scale_for_a_whole_weight_has_no_groups_to_compare() -> None:
+    groups = {"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "tensor"}}}
+    with pytest.raises(ValueError, match="duo_scaling"):
+        tiny.run(tiny.llama(), AWQModifier(), rounding(config_groups=groups))
+    tiny.run(tiny.llama(), AWQModifier(duo_scaling=False, n_grid=3), rounding(config_groups=groups))
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_DYNAMIC"])
+def test_every_scheme_of_weights_can_follow(scheme: str) -> None:
+    scaled, rounded = tiny.llama(), tiny.llama()
+    reference = tiny.logits(scaled, tiny.batches())
+    fields = {"config_groups": None, "scheme": scheme, "targets": "Linear"}
+    tiny.run(scaled, AWQModifier(n_grid=4), rounding(**fields))
+    tiny.run(rounded, rounding(**fields))
+    error = far(scaled, reference, tiny.batches())
+    assert error < 1.2 * far(rounded, reference, tiny.batches())

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotated models compute what they did; what cannot be rotated is refused before anything is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tiny_llama import SIZES, batches, llama, logits, run, traces
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.rotation import NormMapping, QuIPModifier, SpinQuantModifier
+from llmcompressor.modifiers.rotation.mappings import SpinQuantMapping
+from llmcompressor.recipe import Recipe
+
+DATA = batches(number=2)
+ALL = ["R1", "R2", "R3", "R4"]
+EVERY_FORM = [
+    {"rotations": [name], "transform_type": kind}
+    for name in ALL
+    for kind in ("hadamard", "random-hadamard", "random-matrix")
+]
+
+
+def lively(model: Any) -> Any:
+    """Gains and biases as a trained model has them: far from one and zero."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            shift = 0.0 if name.endswith("bias") else float(parameter.detach().mean())
+            values = torch.rand(parameter.shape, generator=generator) - 0.5
+            parameter.data = (shift + values).to(parameter.dtype)
+    return model.eval()
+
+
+def moved(model: Any, *modifiers: Modifier) -> float:
+    """||change of the logits|| / ||logits||."""
+    before = logits(model, DATA)
+    run(model, *modifiers, data=DATA)
+    return float((logits(model, DATA) - before).norm() / before.norm())
+
+
+def built(config: Any, model: Any, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    return lively(model(config(**{**SIZES, **changes})))
+
+
+MODELS: dict[str, Any] = {
+    "llama": lambda: lively(llama()),
+    "llama, tied": lambda: lively(llama(tie_word_embeddings=True)),
+    "llama, biases": lambda: lively(llama(attention_bias=True, mlp_bias=True)),
+    "qwen2": lambda: built(Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": lambda: built(Qwen3Config, Qwen3ForCausalLM, head_dim=32),
+    "gemma": lambda: built(GemmaConfig, GemmaForCausalLM, head_dim=16),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["hadamard", "random-matrix"])
+def test_outputs_stay(name: str, kind: Any) -> None:
+    assert moved(MODELS[name](), SpinQuantModifier(rotations=ALL, transform_type=kind)) < 1e-5
+    assert moved(MODELS[name](), QuIPModifier(rotations=["u", "v"], transform_type=kind)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "fields", [*EVERY_FORM, {"rotations": ALL, "transform_block_size": 8}], ids=str
+)
+def test_each_rotation_alone_and_in_blocks(fields: dict[str, Any]) -> None:
+    model = lively(llama(tie_word_embeddings=True))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert moved(model, SpinQuantModifier(**fields)) < 1e-5
+    after = dict(model.named_parameters())
+    turned = {n.rpartition(".")[0] for n, p in before.items() if not torch.equal(p, after[n])}
+    if fields["rotations"] == ["R2"]:
+        assert {name.rpartition(".")[2] for name in turned} == {"v_proj", "o_proj"}
+    if fields["rotations"] == ["R3"]:
+        assert not turned
+    if fields["rotations"] == ["R4"]:
+        assert {name.rpartition(".")[2] for name in turned} == {"down_proj"}
+
+
+@pytest.mark.parametrize("rotations", [["v"], ["u"]])
+def test_one_side_of_quip(rotations: Any) -> None:
+    model = lively(llama(attention_bias=True))
+    assert moved(model, QuIPModifier(rotations=rotations, transform_block_size=16)) < 1e-5
+    assert not hasattr(model.lm_head, "v_input")
+
+
+def test_one_matrix_for_each_module() -> None:
+    model = lively(llama())
+    assert moved(model, QuIPModifier(randomize=True)) < 1e-5
+    layer = model.model.layers[0]
+    attention = layer.self_attn
+    # servers join q, k and v, which have to take one input
+    assert torch.equal(attention.q_proj.v_0_input.weight, attention.k_proj.v_0_input.weight)
+    own = [one for name, one in model.named_modules() if name.endswith("_input")]
+    assert len({one.weight.numpy().tobytes() for one in own}) == 8
+    other = lively(llama())
+    assert moved(other, SpinQuantModifier(rotations=["R2", "R4"], randomize=True)) < 1e-5
+    first, second = (layer.mlp.down_proj for layer in other.model.layers)
+    assert not torch.equal(first.R4_0_input.weight, second.R4_1_input.weight)
+
+
+def test_seeds_decide() -> None:
+    def rotated(seed: int) -> torch.Tensor:
+        model = lively(llama())
+        run(model, SpinQuantModifier(transform_type="random-hadamard", seed=seed))
+        return model.model.layers[0].mlp.up_proj.weight
+
+    assert torch.equal(rotated(1), rotated(1))
+    assert not torch.equal(rotated(1), rotated(2))
+
+
+def test_gains_are_folded_and_embeddings_untied() -> None:
+    model = lively(llama(tie_word_embeddings=True))
+    run(model, SpinQuantModifier())
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert model.config.tie_word_embeddings is False
+    for layer in model.model.layers:
+        assert bool((layer.input_layernorm.weight == 1).all())
+    gemma = MODELS["gemma"]()
+    run(gemma, SpinQuantModifier())
+    assert bool((gemma.model.norm.weight == 0).all())  # one is added to it
+    untouched = lively(llama(tie_word_embeddings=True))
+    run(untouched, SpinQuantModifier(rotations=["R2"]))
+    assert untouched.lm_head.weight is untouched.model.embed_tokens.weight
+
+
+def test_bfloat16_moves_by_its_rounding() -> None:
+    assert moved(lively(llama(torch.bfloat16)), SpinQuantModifier(rotations=ALL)) < 0.05
+
+
+def test_a_rotated_model_can_be_copied() -> None:
+    model = lively(llama())
+    run(model, SpinQuantModifier(rotations=ALL))
+    wanted = logits(model, DATA)
+    assert torch.equal(logits(copy.deepcopy(model), DATA), wanted)
+    assert torch.equal(logits(pickle.loads(pickle.dumps(model)), DATA), wanted)  # noqa: S301
+
+
+def test_a_mixture_rotates_without_the_stream() -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(**SIZES, num_local_experts=4)
+    model = lively(MixtralForCausalLM(config))
+    assert moved(model, SpinQuantModifier(rotations=["R2", "R3"])) < 1e-5
+    with pytest.raises(TargetError, match="stacked in one tensor"):
+        run(model, SpinQuantModifier(rotations=["R1"]))
+
+
+def test_mappings_say_what_parts_are() -> None:
+    mapping = SpinQuantMapping(
+        embedding="re:.*embed_tokens$",
+        attn="re:.*self_attn$",
+        attn_q="re:.*q_proj$",
+        attn_k="re:.*k_proj$",
+        attn_v="re:.*v_proj$",
+        attn_o="re:.*o_proj$",
+        mlp_in=["re:.*gate_proj$", "re:.*up_proj$"],
+        mlp_out="re:.*down_proj$",  # type: ignore[arg-type]  # read as a list
+        lm_head="lm_head",
+    )
+    norms = [
+        NormMapping(norm="re:.*input_layernorm$", linears=["re:.*self_attn.[qkv]_proj$"]),
+        NormMapping(norm="re:.*post_attention_layernorm$", linears=mapping.mlp_in),
+        NormMapping(norm="model.norm", linears=["lm_head"]),
+    ]
+    said, found = lively(llama()), lively(llama())
+    run(said, SpinQuantModifier(rotations=ALL, mappings=mapping, norm_mappings=norms))
+    run(found, SpinQuantModifier(rotations=ALL))
+    for one, other in zip(said.parameters(), found.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_config_of_transforms_is_applied() -> None:
+    config = {
+        "config_groups": {
+            "mine": {
+                "type": "random-hadamard",
+                "apply": [
+                    {"targets": ["re:.*down_proj$"], "location": "input"},
+                    {"targets": ["re:.*down_proj$"], "location": "weight_input", "inverse": True},
+                ],
+            }
+        }
+    }
+    model = lively(llama())
+    fields: Any = {"transform_config": config}
+    assert moved(model, SpinQuantModifier(**fields)) < 1e-5
+    assert hasattr(model.model.layers[0].mlp.down_proj, "mine_input")
+
+
+# ---------------------------------------------------------------------- bad input
+
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "no Hadamard matrix": (
+        lambda: llama(intermediate_size=520),
+        {"rotations": ["R4"]},
+        r"no Hadamard matrix of order 520.*transform_block_size to 104, 52",
+    ),
+    "blocks that do not divide": (llama, {"transform_block_size": 48}, "48 does not divide 64"),
+    "norms of outputs": (
+        lambda: built(Gemma2Config, Gemma2ForCausalLM, head_dim=16),
+        {},
+        "post_attention_layernorm acts on what",
+    ),
+    "norms with means": (
+        lambda: built(PhiConfig, PhiForCausalLM, num_key_value_heads=4),
+        {},
+        "layernorm has a bias",
+    ),
+    "a size that readers cannot build": (
+        lambda: llama(intermediate_size=90),
+        {"rotations": ["R4"], "transform_type": "random-matrix"},
+        "Readers cannot build a rotation of 90 channels",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_rotated_is_refused_before_anything_is(case: str) -> None:
+    make, fields, message = WRONG[case]
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TargetError, match=message):
+        run(model, SpinQuantModifier(**fields), QuantizationModifier(scheme="W8A8"), data=DATA)
+    after = model.state_dict()
+    assert set(before) == set(after)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert not traces(model)
+
+
+def test_a_part_that_was_not_seen_is_found_out() -> None:
+    """A second reader of the stream, without a norm of its own."""
+    model = lively(llama())
+    layer = model.model.layers[1]
+    layer.mlp.register_parameter("extra", torch.nn.Parameter(torch.randn(SIZES["hidden_size"])))
+    layer.mlp.register_forward_pre_hook(lambda module, args: (args[0] * module.extra,))
+    with pytest.raises(TargetError, match=r"computes something else|was not seen"):
+        run(model, SpinQuantModifier(rotations=["R1"]))
+
+
+def test_keys_alone_are_not_quantized_where_queries_are_rotated() -> None:
+    cache: Any = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+    with pytest.raises(TargetError, match="Leave R3 out"):
+        run(llama(), SpinQuantModifier(rotations=["R3"]), QuantizationModifier(**cache))
+
+
+def test_rotations_come_first() -> None:
+    quantize = {"QuantizationModifier": {"targets": "Linear", "scheme": "W8A8"}}
+    for name in ("SpinQuantModifier", "QuIPModifier"):
+        with pytest.raises(RecipeError, match=f"{name} stands after"):
+            Recipe.create_instance(str({"modifiers": [quantize, {name: {}}]}))
+    model = llama()
+    run(model, QuantizationModifier(targets="Linear", scheme="W8A8"))
+    with pytest.raises(TargetError, match="is quantized already"):
+        run(model, SpinQuantModifier(rotations=["R1"]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rotations": ["R1", "r1"]}, "at most once"),
+        ({"rotations": ["R5"]}, "R1"),
+        ({"transform_type": "hadamar"}, "hadamard"),
+        ({"precision": "float46"}, "no precision 'float46'"),
+        ({"rotation": ["R1"]}, "no such field"),
+    ],
+)
+def test_fields_are_checked(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        SpinQuantModifier(**fields)
+
+
+def test_fields_survive_a_recipe() -> None:
+    modifier = SpinQuantModifier(rotations=["r1", "R4"], precision="torch.float32", seed=4)
+    read = Recipe.create_instance(Recipe.from_modifiers(modifier).yaml()).modifiers[0]
+    assert isinstance(read, SpinQuantModifier)
+    assert read.model_dump(exclude={"group"}) == modifier.model_dump(exclude={"group"})
+    assert (read.rotations, read.precision) == (["R1", "R4"], "float32")

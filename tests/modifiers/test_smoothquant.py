@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmoothQuant on whole models: the function stays, quantization gets better, wrong fields end."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+import tiny_llama as tiny
+import torch
+from torch.nn import Module
+
+from llmcompressor.errors import NonFiniteError
+from llmcompressor.modifiers.logarithmic_equalization import LogarithmicEqualizationModifier
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.smoothquant import SmoothQuantMapping, SmoothQuantModifier
+from llmcompressor.recipe import Recipe
+
+OLD_FORM = [
+    [["re:.*q_proj", "re:.*k_proj", "re:.*v_proj"], "re:.*input_layernorm"],
+    [["re:.*gate_proj", "re:.*up_proj"], "re:.*post_attention_layernorm"],
+]
+
+
+def int8(**fields: Any) -> QuantizationModifier:
+    return QuantizationModifier(scheme="W8A8", targets="Linear", ignore=["lm_head"], **fields)
+
+
+def far(model: Module, reference: torch.Tensor, data: Any) -> float:
+    change = tiny.logits(model, data) - reference
+    return float(change.square().mean() / reference.square().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ["smoothquant", "log_equalization"])
+def test_the_model_computes_what_it_did(algorithm: Any, dtype: torch.dtype) -> None:
+    model = tiny.llama(dtype)
+    reference = tiny.logits(model, tiny.batches())
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    tiny.run(model, SmoothQuantModifier(algorithm=algorithm))
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert len(changed) == 2 * (2 + 5)
+    assert far(model, reference, tiny.batches()) < (1e-10 if dtype == torch.float32 else 1e-3)
+    assert tiny.traces(model) == {}
+
+
+@pytest.mark.parametrize("pipeline", ["independent", "sequential", "basic", "layer_sequential"])
+def test_scales_are_those_of_the_statistics(pipeline: str) -> None:
+    """By the formula, from inputs that are seen without the package, in every pipeline."""
+    model = tiny.llama()
+    name = "model.layers.1.mlp.up_proj"
+    seen = tiny.inputs_of(model, name, tiny.batches())
+    layer = model.model.layers[1]
+    norm = layer.post_attention_layernorm.weight.clone()
+    largest = torch.stack([layer.mlp.up_proj.weight, layer.mlp.gate_proj.weight]).abs().amax((0, 1))
+    scale = ((seen.amax(0) - seen.amin(0)) / (2 * largest)).sqrt()
+    tiny.run(model, SmoothQuantModifier(), pipeline=pipeline)
+    torch.testing.assert_close(
+        layer.post_attention_layernorm.weight, norm / scale, rtol=1e-4, atol=0
+    )
+
+
+def test_padding_does_not_count() -> None:
+    plain, padded = tiny.llama(), tiny.llama()
+    tiny.run(plain, SmoothQuantModifier())
+    tiny.run(padded, SmoothQuantModifier(), data=tiny.padded(tiny.batches(), by=9))
+    for one, other in zip(plain.parameters(), padded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_named_mappings_do_what_found_ones_do() -> None:
+    models = [tiny.llama() for _ in range(3)]
+    new_form = [SmoothQuantMapping(smooth, balance) for balance, smooth in OLD_FORM]
+    for model, mappings in zip(models, (None, OLD_FORM, new_form), strict=True):
+        tiny.run(model, SmoothQuantModifier(mappings=mappings))
+    for first, second in itertools.pairwise(models):
+        for one, other in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_what_is_ignored_is_left_alone() -> None:
+    model = tiny.llama()
+    norm = model.model.layers[0].input_layernorm.weight.clone()
+    tiny.run(model, SmoothQuantModifier(ignore=["re:.*layers.0.input_layernorm"]))
+    assert torch.equal(model.model.layers[0].input_layernorm.weight, norm)
+    assert not torch.equal(model.model.layers[1].input_layernorm.weight, norm)
+
+
+def test_it_undoes_planted_outliers(pico: Path) -> None:
+    """W8A8 of a model with outliers comes as near to the original as one without."""
+    data = planted.text(pico)
+    calibration, held_out = data[:6], data[6:]
+    reference = tiny.logits(planted.planted(pico, 1.0), held_out)
+    recipes = {
+        "no outliers": (1.0, [int8()]),
+        "outliers": (60.0, [int8()]),
+        "smoothed": (60.0, [SmoothQuantModifier(smoothing_strength=0.8), int8()]),
+    }
+    errors = {}
+    for name, (size, recipe) in recipes.items():
+        model = planted.planted(pico, size)
+        tiny.run(model, *recipe, data=calibration)
+        errors[name] = far(model, reference, held_out)
+    assert errors["smoothed"] < 0.1 * errors["outliers"]
+    assert errors["smoothed"] < 2 * errors["no outliers"]
+
+
+def test_its_scales_show_the_planted_channels(pico: Path) -> None:
+    model = planted.planted(pico, 60.0)
+    before = model.model.layers[1].input_layernorm.weight.detach().clone()
+    tiny.run(model, SmoothQuantModifier(), data=planted.text(pico)[:4])
+    scale = before / model.model.layers[1].input_layernorm.weight
+    assert set(scale.topk(len(planted.CHANNELS)).indices.tolist()) == set(planted.CHANNELS)
+
+
+@pytest.mark.parametrize("pipeline", ["independent", "sequential", "basic"])
+def test_gptq_after_it_sees_the_smoothed_model(pipeline: str) -> None:
+    model = tiny.llama()
+    reference = tiny.logits(model, tiny.batches())
+    gptq = GPTQModifier(scheme="W8A8", targets="Linear", ignore=["lm_head"], asymmetric=False)
+    tiny.run(model, SmoothQuantModifier(), gptq, pipeline=pipeline)
+    assert far(model, reference, tiny.batches()) < 0.01
+
+
+def test_the_old_name_is_the_old_algorithm() -> None:
+    recipe = Recipe.create_instance("modifiers:\n  LogarithmicEqualizationModifier: {}\n")
+    (modifier,) = recipe.modifiers
+    assert isinstance(modifier, LogarithmicEqualizationModifier)
+    assert modifier.algorithm == "log_equalization"  # type: ignore[attr-defined]
+    assert Recipe.create_instance(recipe.yaml()) == recipe
+
+
+def test_a_recipe_with_mappings_reads_back() -> None:
+    recipe = Recipe.create_instance([SmoothQuantModifier(mappings=OLD_FORM), int8()])
+    assert Recipe.create_instance(recipe.yaml()) == recipe
+
+
+def test_fewer_batches_may_be_looked_at() -> None:
+    models = [tiny.llama(), tiny.llama()]
+    long = [tiny.padded([one], by=2 * i)[0] for i, one in enumerate(tiny.batches(number=4))]
+    tiny.run(models[0], SmoothQuantModifier(num_calibration_steps=1), data=long)
+    tiny.run(models[1], SmoothQuantModifier(), data=long[:1])
+    found = [model.model.layers[1].input_layernorm.weight for model in models]
+    torch.testing.assert_close(*found)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "smoothing_strength": {"smoothing_strength": 1.5},
+    "no mapping": {"mappings": [["re:.*q_proj", ["a", "b"]]]},
+    "calibration_function": {"calibration_function": print},
+    "end": {"end": 3.0},
+    "algorithm": {"algorithm": "smoothquantum"},
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_fields_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        SmoothQuantModifier(**WRONG[text])
+
+
+def test_it_may_not_stand_behind_what_quantizes() -> None:
+    with pytest.raises(ValueError, match="SmoothQuantModifier stands after QuantizationModifier"):
+        Recipe.create_instance([int8(), SmoothQuantModifier()])
+
+
+def test_broken_activations_end_the_run_with_a_name() -> None:
+    model = tiny.llama()
+    model.model.layers[0].mlp.down_proj.weight.data.fill_(3e38)
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.self_attn\.q_proj"):
+        tiny.run(model, SmoothQuantModifier())
+    assert tiny.traces(model) == {}

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AWQ's search: losses against forwards, candidates at their limits, clips against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.awq import (
+    Bounds,
+    Readers,
+    candidates,
+    choose_scale,
+    clip_bounds,
+    statistics_error,
+    weight_prominence,
+)
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.partition import Partition, fake_quantize_matrix
+from llmcompressor.numerics.scales import scales_from_range
+
+GROUP = 16
+COLUMNS = 64
+
+
+def rounded(weight_RC: Tensor) -> Tensor:
+    """Three bits with a zero point, groups of 16 columns."""
+    grid, partition = Grid("int", 3, symmetric=False), Partition(1, GROUP)
+    scale, zero = scales_from_range(*partition.extremes(weight_RC), grid)
+    return fake_quantize_matrix(weight_RC, scale, zero, grid, partition)
+
+
+@pytest.fixture
+def inputs() -> Tensor:
+    """Correlated, with one column in each group much larger than the others."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(COLUMNS, COLUMNS, generator=generator) / COLUMNS**0.5
+    states = torch.randn(500, COLUMNS, generator=generator) @ (mixing + torch.eye(COLUMNS))
+    states[:, ::GROUP] *= 30
+    return states
+
+
+@pytest.fixture
+def weights() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(rows, COLUMNS, generator=generator) for rows in (24, 8)]
+
+
+def readers(weights: list[Tensor], inputs: Tensor, *, by_rows: bool = True) -> list[Readers]:
+    gram = inputs.T @ inputs
+    if by_rows:
+        return [Readers(torch.cat(weights), gram, rounded, by_rows)]
+    return [Readers(weight, gram, rounded, by_rows) for weight in weights]
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_the_loss_is_that_of_the_outputs(
+    by_rows: bool, weights: list[Tensor], inputs: Tensor
+) -> None:
+    scales = torch.rand(3, COLUMNS, generator=torch.Generator().manual_seed(2)) + 0.5
+    found = statistics_error(readers(weights, inputs, by_rows=by_rows))(scales)
+    for scale, error in zip(scales, found, strict=True):
+        outputs = sum(
+            float(((inputs / scale) @ rounded(w * scale).T - inputs @ w.T).square().sum())
+            for w in weights
+        )
+        assert error == pytest.approx(outputs, rel=1e-3)
+
+
+@pytest.mark.parametrize("duo", [True, False, "both"])
+def test_the_best_candidate_is_chosen_and_beats_rounding(
+    duo: bool, weights: list[Tensor], inputs: Tensor
+) -> None:
+    grid = list(candidates(inputs.abs().mean(0), weight_prominence(weights, GROUP), 20, duo))
+    error_of = statistics_error(readers(weights, inputs))
+    found = choose_scale(error_of, grid, torch.ones(COLUMNS))
+    assert len(grid) == 20
+    assert found.error == pytest.approx(min(error_of(torch.stack([s for _, s in grid]))))
+    assert found.error < 0.5 * found.before
+
+
+def test_even_inputs_and_weights_need_no_scale() -> None:
+    grid = candidates(torch.full((COLUMNS,), 3.0), torch.full((COLUMNS,), 0.4), 8, True)
+    for _, scale in grid:
+        torch.testing.assert_close(scale, torch.ones(COLUMNS))
+
+
+def test_scales_of_the_formula() -> None:
+    inputs, prominence = torch.tensor([0.2, 4.0, 1.0]), torch.tensor([0.1, 0.5, 1.0])
+    for candidate, scale in candidates(inputs, prominence, 6, "both"):
+        plain = inputs**candidate.ratio
+        if candidate.duo:
+            plain = plain / (prominence ** (1 - candidate.ratio) + 1e-4)
+        plain = plain.clamp(min=1e-4)
+        torch.testing.assert_close(scale, plain / (plain.max() * plain.min()).sqrt())
+
+
+BAD = [0.0, float("inf"), float("nan"), 1e-45, 3e38]
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(BAD, BAD)))
+def test_no_candidate_is_zero_or_beyond_numbers(first: float, second: float) -> None:
+    inputs, prominence = torch.tensor([first, 1.0]), torch.tensor([second, 1.0])
+    for _, scale in candidates(inputs, prominence, 20, "both"):
+        assert bool((torch.isfinite(scale) & (scale > 0)).all())
+
+
+def test_where_all_errors_are_nan_nothing_is_scaled(weights: list[Tensor]) -> None:
+    grid = candidates(torch.ones(COLUMNS) * 2, weight_prominence(weights, GROUP), 4, True)
+    found = choose_scale(lambda scales: [float("nan")] * len(scales), grid, torch.ones(COLUMNS))
+    assert found.candidate is None
+    assert torch.equal(found.scale_C, torch.ones(COLUMNS))
+
+
+def test_prominence_is_between_zero_and_one_and_one_for_the_largest() -> None:
+    weight = torch.tensor([[0.0, -8.0, 1.0, 4.0], [0.0, 2.0, 5.0, 5.0]])
+    found = weight_prominence([weight], 2)
+    torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 0.625, 1.0]), atol=1e-5, rtol=0)
+
+
+def test_clipping_lowers_the_error_of_outputs(weights: list[Tensor], inputs: Tensor) -> None:
+    weight = weights[0].clone()
+    weight[:, 5::GROUP] *= 6  # outliers that meet small inputs
+    gram = inputs.T @ inputs
+    bounds = clip_bounds(weight, gram, rounded, GROUP)
+    clamped = bounds.clamp(weight)
+
+    def error(values: Tensor) -> float:
+        change = rounded(values) - weight
+        return float(((change @ gram) * change).sum())
+
+    assert error(clamped) < 0.7 * error(weight)
+
+
+def test_clipping_is_no_worse_than_not_clipping_in_any_group(weights: list[Tensor]) -> None:
+    """With uncorrelated inputs the error of a group is its own."""
+    weight = weights[0]
+    bounds = clip_bounds(weight, torch.eye(COLUMNS), rounded, GROUP)
+
+    def errors(values: Tensor) -> Tensor:
+        return (rounded(values) - weight).square().reshape(len(weight), -1, GROUP).sum(-1)
+
+    assert bool((errors(bounds.clamp(weight)) <= errors(weight) + 1e-6).all())
+
+
+def test_bounds_leave_what_lies_within_them() -> None:
+    weight = torch.randn(3, 8)
+    whole = Bounds(torch.full((3, 2), -9.0), torch.full((3, 2), 9.0))
+    assert torch.equal(whole.clamp(weight), weight)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every claimed order has a Hadamard matrix; the fast product is the product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmcompressor.numerics.hadamard import (
+    fast_hadamard,
+    hadamard,
+    has_hadamard,
+    random_hadamard,
+    random_orthogonal,
+    split_order,
+    usable_block_sizes,
+)
+
+SMALL = [1, 2, *range(4, 257, 4)]
+
+
+@pytest.mark.parametrize("order", SMALL)
+def test_rows_are_orthogonal_signs(order: int) -> None:
+    matrix = hadamard(order)
+    assert torch.equal(matrix.abs(), torch.ones(order, order, dtype=torch.float64))
+    assert torch.equal(matrix @ matrix.T, order * torch.eye(order, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("order", [n for n in range(3, 258) if n % 4 and n != 2])
+def test_no_other_order_is_claimed(order: int) -> None:
+    assert not has_hadamard(order)
+    with pytest.raises(ValueError, match=f"order {order} "):
+        hadamard(order)
+
+
+# hidden and intermediate sizes of published models; 29568 has a product of two in it
+@pytest.mark.parametrize(
+    ("order", "parts"),
+    [
+        (11008, (64, 172)),
+        (13824, (128, 108)),
+        (14336, (512, 28)),
+        (18944, (128, 148)),
+        (8960, (64, 140)),
+        (9984, (64, 156)),
+        (29568, (32, 924)),
+        (5120, (256, 20)),
+        (4096, (4096, 1)),
+    ],
+)
+def test_widths_of_models(order: int, parts: tuple[int, int]) -> None:
+    assert split_order(order) == parts
+    x = torch.randn(2, order, dtype=torch.float64)
+    back = fast_hadamard(x)  # rows keep their length and their angle
+    assert torch.allclose(back @ back.T, order * x @ x.T)
+
+
+@pytest.mark.parametrize("order", [1, 2, 8, 12, 24, 40, 92, 344, 924])
+def test_fast_is_dense(order: int) -> None:
+    x = torch.randn(3, 2, order, dtype=torch.float64)
+    assert torch.allclose(fast_hadamard(x), x @ hadamard(order))
+
+
+def test_powers_of_two_are_sylvesters() -> None:
+    grown = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(5):
+        grown = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), grown)
+    assert torch.equal(hadamard(32), grown)
+
+
+def test_seeds_decide() -> None:
+    def made(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return random_hadamard(24, generator), random_orthogonal(24, generator)
+
+    for one, other in zip(made(3), made(3), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(made(3), made(4), strict=True):
+        assert not torch.equal(one, other)
+    eye = torch.eye(24, dtype=torch.float64)
+    signs, matrix = made(3)
+    assert torch.equal(signs @ signs.T, 24 * eye)
+    assert torch.allclose(matrix @ matrix.T, eye, atol=1e-12)
+
+
+def test_orthogonal_matrices_favour_no_direction() -> None:
+    """Of the uniform distribution, entries have mean 0 and variance 1 / N, traces variance 1."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([random_orthogonal(4, generator) for _ in range(4000)])
+    assert float(drawn.mean(0).abs().max()) < 0.03
+    assert float((drawn.square().mean(0) - 0.25).abs().max()) < 0.02
+    traces = drawn.diagonal(dim1=1, dim2=2).sum(-1)
+    assert abs(float(traces.var()) - 1) < 0.1
+
+
+def test_usable_sizes_divide() -> None:
+    assert usable_block_sizes(90) == [2]
+    assert usable_block_sizes(260) == [52, 20, 4, 2]
+    assert all(260 % size == 0 and has_hadamard(size) for size in usable_block_sizes(260))

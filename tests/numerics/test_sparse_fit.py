@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice by splitting and the values by conjugate gradients, against direct solutions."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.hessian import SingularHessianError, damp, inverse_factor
+from llmcompressor.numerics.masks import NofM
+from llmcompressor.numerics.sparse_choice import Share, Sparsity
+from llmcompressor.numerics.sparse_fit import refit, sparse_fit
+from llmcompressor.numerics.sparsegpt import sparse_sweep
+
+R, C = 24, 64
+PAIRS = NofM(2, 4)
+
+
+def problem(seed: int = 0, columns: int = C) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    weight_RC = torch.randn(R, columns)
+    mixing_CC = torch.randn(columns, columns) * torch.logspace(0, -1, columns).unsqueeze(-1)
+    inputs_TC = torch.randn(4 * columns, columns) @ mixing_CC
+    return weight_RC, inputs_TC.T @ inputs_TC
+
+
+def loss_of(changed_RC: Tensor, weight_RC: Tensor, hessian_CC: Tensor) -> float:
+    change_RC = (changed_RC - weight_RC).double()
+    return 0.5 * float(((change_RC @ damp(hessian_CC, 0.01).double()) * change_RC).sum())
+
+
+def least_squares(weight_RC: Tensor, hessian_CC: Tensor, kept_RC: Tensor) -> Tensor:
+    """Row by row: ``H_KK q_K = H_K: w``, K what is kept."""
+    hessian_CC = damp(hessian_CC, 0.01).double()
+    found_RC = torch.zeros_like(weight_RC)
+    for row, kept in enumerate(kept_RC):
+        right = hessian_CC[kept] @ weight_RC[row].double()
+        found_RC[row, kept] = torch.linalg.solve(hessian_CC[kept][:, kept], right).float()
+    return found_RC
+
+
+@pytest.mark.parametrize("group", [None, PAIRS])
+def test_the_values_are_those_of_least_squares(group: NofM | None) -> None:
+    weight_RC, hessian_CC = problem()
+    sparsity = Sparsity((Share(R, 0.5),), group)
+    found = sparse_fit(weight_RC, hessian_CC, sparsity, steps=60)
+    expected_RC = least_squares(weight_RC, hessian_CC, found.kept_RC)
+    torch.testing.assert_close(found.weight_RC, expected_RC, rtol=1e-3, atol=1e-3)
+    expected = loss_of(expected_RC, weight_RC, hessian_CC)
+    assert float(found.loss_R.sum()) == pytest.approx(expected, rel=1e-3)
+    few = sparse_fit(weight_RC, hessian_CC, sparsity)
+    assert float(few.loss_R.sum()) < 1.05 * expected
+
+
+def test_no_step_raises_the_loss() -> None:
+    weight_RC, hessian_CC = problem()
+    kept_RC = torch.rand(R, C) < 0.5
+    losses = [
+        refit(weight_RC, weight_RC * kept_RC, hessian_CC, kept_RC, steps=steps)
+        for steps in (0, 1, 2, 4, 8, 16, 64)
+    ]
+    for few, many in pairwise(losses):
+        assert bool((many.loss_R <= few.loss_R * 1.0001).all())
+    for one in losses:
+        expected = loss_of(one.weight_RC, weight_RC, hessian_CC)
+        assert float(one.loss_R.sum()) == pytest.approx(expected, rel=1e-3)
+        assert not bool(one.weight_RC[~kept_RC].any())
+
+
+def test_more_rounds_choose_better() -> None:
+    weight_RC, hessian_CC = problem()
+    for group in (None, PAIRS):
+        sparsity = Sparsity((Share(R, 0.5),), group)
+        losses = [
+            float(sparse_fit(weight_RC, hessian_CC, sparsity, rounds=n, steps=16).loss_R.sum())
+            for n in (0, 4, 8, 32)
+        ]
+        assert all(many < few for few, many in pairwise(losses))
+        assert losses[2] < 0.85 * losses[0]
+
+
+def test_it_comes_close_to_the_best_of_all_choices() -> None:
+    """Eight columns in two groups of four: 36 choices for each row, all tried."""
+    weight_RC, hessian_CC = problem(columns=8)
+    best_R = torch.full((R,), torch.inf)
+    pairs = list(combinations(range(4), 2))
+    for first in pairs:
+        for second in pairs:
+            kept_C = torch.ones(8, dtype=torch.bool)
+            kept_C[list(first)] = False
+            kept_C[[4 + one for one in second]] = False
+            kept_RC = kept_C.expand(R, 8)
+            tried = refit(weight_RC, weight_RC * kept_RC, hessian_CC, kept_RC, steps=16)
+            best_R = torch.minimum(best_R, tried.loss_R)
+    sparsity = Sparsity((Share(R, 0.5),), PAIRS)
+    found = sparse_fit(weight_RC, hessian_CC, sparsity, rounds=30, steps=16)
+    assert bool((found.loss_R > 0.999 * best_R).all())
+    assert float(found.loss_R.sum()) < 1.5 * float(best_R.sum())
+    factor_CC = inverse_factor(damp(hessian_CC, 0.01))
+    greedy = sparse_sweep(weight_RC, factor_CC, sparsity)
+    assert float(greedy.loss_R.sum()) > 2 * float(best_R.sum())
+
+
+@pytest.mark.parametrize("group", [None, PAIRS])
+def test_an_identity_leaves_the_greatest_magnitudes(group: NofM | None) -> None:
+    weight_RC, _ = problem()
+    sparsity = Sparsity((Share(R, 0.5),), group)
+    found = sparse_fit(weight_RC, torch.eye(C), sparsity)
+    torch.testing.assert_close(found.weight_RC, weight_RC * found.kept_RC)
+    magnitude_RC = weight_RC.abs()
+    if group is None:
+        assert float(magnitude_RC[~found.kept_RC].max()) <= float(magnitude_RC[found.kept_RC].min())
+    else:
+        greatest = magnitude_RC.view(-1, 4).topk(2, dim=1).values.square().sum()
+        assert float(found.weight_RC.square().sum()) > 0.9999 * float(greatest)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 1.0])
+def test_nothing_and_everything(sparsity: float) -> None:
+    weight_RC, hessian_CC = problem()
+    found = sparse_fit(weight_RC, hessian_CC, Sparsity((Share(R, sparsity),)))
+    torch.testing.assert_close(found.weight_RC, weight_RC * (1 - sparsity), rtol=1e-3, atol=1e-4)
+
+
+def test_columns_can_come_in_any_order() -> None:
+    weight_RC, hessian_CC = problem()
+    order = torch.randperm(C)
+    sparsity = Sparsity((Share(R, 0.5),))
+    found = sparse_fit(weight_RC, hessian_CC, sparsity)
+    other = sparse_fit(weight_RC[:, order], hessian_CC[order][:, order], sparsity)
+    same = (found.kept_RC[:, order] == other.kept_RC).float().mean()
+    assert float(same) > 0.999
+    assert float(other.loss_R.sum()) == pytest.approx(float(found.loss_R.sum()), rel=1e-3)
+
+
+def test_what_cannot_be_factorized_is_refused() -> None:
+    weight_RC, hessian_CC = problem()
+    with pytest.raises(SingularHessianError):
+        sparse_fit(
+            weight_RC, hessian_CC - 10 * torch.ones(C, C) * hessian_CC.diagonal().max(), HALF
+        )
+
+
+HALF = Sparsity((Share(R, 0.5),))

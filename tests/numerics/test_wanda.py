@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wanda's score and choice, choices by group, and the sparsities of layers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from llmcompressor.numerics.masks import NofM, Source, grow_masks
+from llmcompressor.numerics.owl import outlier_count, sparsities
+from llmcompressor.numerics.sparse_choice import (
+    Share,
+    Sparsity,
+    keep_best,
+    least_of_groups,
+)
+from llmcompressor.numerics.wanda import wanda_keeps, wanda_score
+
+R, C = 12, 32
+
+
+def test_the_score_is_magnitude_times_norm() -> None:
+    weight_RC, inputs_TC = torch.randn(R, C), torch.randn(100, C)
+    score_RC = wanda_score(weight_RC, inputs_TC.square().mean(dim=0))
+    for r in range(R):
+        for c in range(C):
+            expected = abs(float(weight_RC[r, c])) * float(inputs_TC[:, c].norm()) / 10
+            assert float(score_RC[r, c]) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.4, 1.0])
+def test_every_row_loses_its_least(sparsity: float) -> None:
+    score_RC = torch.rand(R, C)
+    kept_RC = wanda_keeps(score_RC, sparsity)
+    zeros = round(sparsity * C)
+    for score_C, kept_C in zip(score_RC, kept_RC, strict=True):
+        order = score_C.argsort()
+        assert not bool(kept_C[order[:zeros]].any())
+        assert bool(kept_C[order[zeros:]].all())
+
+
+@pytest.mark.parametrize("group", [NofM(2, 4), NofM(1, 4), NofM(3, 4), NofM(4, 8), NofM(1, 2)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_groups_are_those_of_pruning_over_time(group: NofM, ties: bool) -> None:
+    score_RC = torch.rand(R, C)
+    if ties:
+        score_RC = (score_RC * 3).floor()
+    expected = next(grow_masks([Source.of(score_RC)], group, group.zeros / group.group))
+    assert torch.equal(wanda_keeps(score_RC, 0.5, group), ~expected)
+    found_CR = least_of_groups(score_RC.T.contiguous(), group)
+    assert torch.equal(found_CR.T, expected)
+
+
+def test_a_share_loses_exactly_its_least() -> None:
+    score_CR = torch.rand(C, R)
+    sparsity = Sparsity((Share(5, 0.3), Share(7, 0.8)))
+    kept_CR = keep_best(score_CR, sparsity)
+    for rows, share in sparsity.spans():
+        score, kept = score_CR[:, rows].flatten(), kept_CR[:, rows].flatten()
+        assert int((~kept).sum()) == round(share * kept.numel())
+        assert float(score[~kept].max()) <= float(score[kept].min())
+
+
+def test_what_is_gone_counts() -> None:
+    score_RC, gone_RC = torch.rand(R, C), torch.rand(R, C) < 0.3
+    for group in (None, NofM(2, 4)):
+        kept_RC = wanda_keeps(score_RC, 0.5, group, gone_RC=gone_RC)
+        assert not bool(kept_RC[gone_RC].any())
+        width = C if group is None else 4
+        zeros = (~kept_RC).reshape(-1, width).sum(dim=1)
+        expected = gone_RC.view(-1, width).sum(dim=1).clamp_min(width // 2)
+        assert torch.equal(zeros, expected)
+
+
+def test_outliers_are_counted_above_the_mean() -> None:
+    score = torch.tensor([1.0, 1.0, 1.0, 9.0])
+    assert outlier_count(score, 2.5, float(score.mean())) == 1
+    assert outlier_count(score, 3.5, float(score.mean())) == 0
+
+
+@pytest.mark.parametrize("target", [0.05, 0.5, 0.7, 0.98])
+@pytest.mark.parametrize("spread", [0.0, 0.08, 0.3])
+def test_sparsities_keep_their_mean_and_their_bounds(target: float, spread: float) -> None:
+    source = random.Random(0)
+    ratios = [source.random() ** 4 for _ in range(20)]
+    weights = [source.randrange(1, 1000) for _ in ratios]
+    found = sparsities(ratios, weights, target, spread)
+    mean = sum(one * weight for one, weight in zip(found, weights, strict=True)) / sum(weights)
+    assert mean == pytest.approx(target, abs=1e-9)
+    assert max(found) <= min(1.0, target + spread) + 1e-12
+    assert min(found) >= max(0.0, target - spread) - 1e-12
+    by_ratio = [one for _, one in sorted(zip(ratios, found, strict=True))]
+    assert by_ratio == sorted(by_ratio, reverse=True)
+
+
+def test_layers_that_are_alike_get_the_target() -> None:
+    assert sparsities([0.1, 0.1], [3, 5], 0.6, 0.1) == [0.6, 0.6]
+    assert sparsities([0.1], [3], 0.6, 0.1) == [0.6]
+
+
+def test_the_order_of_layers_does_not_matter() -> None:
+    ratios, weights = [0.3, 0.1, 0.2], [10, 20, 30]
+    found = sparsities(ratios, weights, 0.5, 0.1)
+    back = sparsities(ratios[::-1], weights[::-1], 0.5, 0.1)
+    assert found == pytest.approx(back[::-1])
