@@ -30,3 +30,13 @@ def no_waiting_for_the_disk() -> Iterator[None]:
         patched.setattr(os, "fsync", lambda handle: None)
         patched.setattr(os, "fdatasync", lambda handle: None)
         yield
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave helpers out: looking for doctests in them would import each a second time.
+
+    A modifier that is defined in one would then be there twice under one name.
+    """
+    name = collection_path.name
+    is_helper = collection_path.suffix == ".py" and not name.startswith(("test_", "conftest"))
+    return True if is_helper and Path(__file__).parent in collection_path.parents else None

@@ -62,13 +62,18 @@ ALIASES = {
     "",
     "core",
     "modifiers",
+    "modifiers.logarithmic_equalization",
     "modifiers.obcq",
     "modifiers.pruning",
     "modifiers.pruning.sparsegpt",
     "modifiers.pruning.wanda",
     "modifiers.quantization",
     "modifiers.quantization.gptq",
+    "modifiers.transform",
     "modifiers.transform.awq",
+    "modifiers.transform.quip",
+    "modifiers.transform.smoothquant",
+    "modifiers.transform.spinquant",
 }
 # What mathematics may know besides itself and the language's own library.
 MATHEMATICS = {"torch", "numpy", "llmcompressor"}

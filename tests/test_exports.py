@@ -100,14 +100,34 @@ PUBLIC = {
         "QuantizationModifier",
     ],
     "llmcompressor.modifiers.quantization.gptq": ["GPTQModifier"],
+    "llmcompressor.modifiers.rotation": [
+        "NormMapping",
+        "QuIPModifier",
+        "SpinQuantMapping",
+        "SpinQuantModifier",
+    ],
     "llmcompressor.modifiers.smoothquant": [
         "LogarithmicEqualizationModifier",
         "SmoothQuantMapping",
         "SmoothQuantModifier",
     ],
     "llmcompressor.modifiers.sparsity": ["SparseGPTModifier", "WandaPruningModifier"],
+    "llmcompressor.modifiers.transform": [
+        "AWQMapping",
+        "AWQModifier",
+        "QuIPModifier",
+        "SmoothQuantMapping",
+        "SmoothQuantModifier",
+        "SpinQuantModifier",
+    ],
     "llmcompressor.modifiers.transform.awq": ["AWQMapping", "AWQModifier"],
+    "llmcompressor.modifiers.transform.quip": ["QuIPModifier"],
     "llmcompressor.modifiers.transform.smoothquant": ["SmoothQuantMapping", "SmoothQuantModifier"],
+    "llmcompressor.modifiers.transform.spinquant": [
+        "NormMapping",
+        "SpinQuantMapping",
+        "SpinQuantModifier",
+    ],
     "llmcompressor.modifiers.utils.hooks": ["HooksMixin"],
     "llmcompressor.observers": ["Observer"],
     "llmcompressor.observers.base": ["Observer"],
@@ -160,14 +180,24 @@ ALIASES = {
     "llmcompressor.modifiers.quantization.gptq:GPTQModifier": (
         "llmcompressor.modifiers.gptq:GPTQModifier"
     ),
-    "llmcompressor.modifiers.transform.awq:AWQMapping": (
-        "llmcompressor.modifiers.awq:AWQMapping"
+    "llmcompressor.modifiers.transform:QuIPModifier": (
+        "llmcompressor.modifiers.rotation:QuIPModifier"
+    ),
+    "llmcompressor.modifiers.transform:SpinQuantModifier": (
+        "llmcompressor.modifiers.rotation:SpinQuantModifier"
+    ),
+    "llmcompressor.modifiers.transform.awq:AWQMapping": ("llmcompressor.modifiers.awq:AWQMapping"),
+    "llmcompressor.modifiers.transform.quip:QuIPModifier": (
+        "llmcompressor.modifiers.rotation:QuIPModifier"
     ),
     "llmcompressor.modifiers.transform.smoothquant:SmoothQuantMapping": (
         "llmcompressor.modifiers.smoothquant:SmoothQuantMapping"
     ),
     "llmcompressor.modifiers.transform.smoothquant:SmoothQuantModifier": (
         "llmcompressor.modifiers.smoothquant:SmoothQuantModifier"
+    ),
+    "llmcompressor.modifiers.transform.spinquant:SpinQuantModifier": (
+        "llmcompressor.modifiers.rotation:SpinQuantModifier"
     ),
     "llmcompressor.observers:Observer": "llmcompressor.observers.base:Observer",
     "llmcompressor.transformers:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
@@ -198,8 +228,6 @@ ALIASES = {
 COMES_LATER = [
     "llmcompressor.modifiers.autoround:AutoRoundModifier",
     "llmcompressor.modifiers.pruning:REAPPruningModifier",
-    "llmcompressor.modifiers.transform:QuIPModifier",
-    "llmcompressor.modifiers.transform:SpinQuantModifier",
     "llmcompressor.transformers:apply",
 ]
 

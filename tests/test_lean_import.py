@@ -121,7 +121,9 @@ def test_importing_everything_changes_no_setting() -> None:
     assert json.loads(run(SETTINGS, json.dumps(EVERYTHING))) == []
 
 
-@pytest.mark.parametrize("command", [[], ["oneshot"], ["train"], ["run"], ["plan"], ["verify"], ["model-free-ptq"]])
+@pytest.mark.parametrize(
+    "command", [[], ["oneshot"], ["train"], ["run"], ["plan"], ["verify"], ["model-free-ptq"]]
+)
 def test_help_loads_nothing_that_takes_long(command: list[str]) -> None:
     """``benchmarks/startup.py`` says how long it takes."""
     code = """if True:

@@ -38,6 +38,7 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.transform.awq import AWQModifier
@@ -210,6 +211,8 @@ def test_presets_are_those_of_the_code() -> None:
         ("awq.md", AWQModifier),
         ("sparsegpt.md", SparseGPTModifier),
         ("wanda.md", WandaPruningModifier),
+        ("spinquant.md", SpinQuantModifier),
+        ("quip.md", QuIPModifier),
     ],
 )
 def test_fields_and_defaults_are_those_of_the_class(page: str, modifier: type[Modifier]) -> None:
@@ -284,7 +287,7 @@ def test_arguments_named_in_the_data_page_exist() -> None:
 
 def test_arguments_without_effect_are_read_nowhere() -> None:
     section = (DOCS / "data.md").read_text(encoding="utf-8").split("## Accepted without effect")[1]
-    told = re.findall(r"`(\w+)`", section.split("For training")[0])
+    told = re.findall(r"`(\w+)`", section.split("## ")[0])
     sources = [path for path in (ROOT / "src").rglob("*.py") if path.parent.name != "args"]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     assert told
@@ -309,5 +312,6 @@ def test_declarations_are_those_of_the_base_class() -> None:
     source = inspect.getsource(Modifier)
     section = source.split("# ---- what pipelines read")[1].split("# ---- phases")[0]
     read = set(re.findall(r"def (\w+)\(self", section))
-    read |= {"propagates_error", "must_precede", "run_types"}
+    read |= {"propagates_error", "must_precede", "needs_later", "rewrites_inputs", "run_types"}
+    read |= {"from_fields"}
     assert told == read

@@ -12,14 +12,14 @@ import pytest
 import small_models as small
 import torch
 from safetensors.torch import load_file
-from training_cases import Breaker, Freezer, Halver, arguments
+from training_cases import Breaker, Freezer, WeightHalver, arguments
 
 from llmcompressor import run_stages, train, verify
 from llmcompressor.errors import ArgumentError, InputError, OutputError, RecipeError
 
 RECIPE = """
 args: {scheme: FP8_DYNAMIC}
-halving_stage: {a_modifiers: {Halver: {}}}
+halving_stage: {a_modifiers: {WeightHalver: {}}}
 fine_stage: {a_modifiers: {Freezer: {}, Breaker: {}}}
 quant_stage:
   run_type: oneshot
@@ -129,10 +129,10 @@ fine_stage: {a_modifiers: {Freezer: {}}}
     [
         (QUANT_FIRST, {}, RecipeError, ("'fine'", "'quant'", "last")),
         (
-            "train_stage: {a_modifiers: {Halver: {}}}",
+            "train_stage: {a_modifiers: {WeightHalver: {}}}",
             {},
             RecipeError,
-            ("Halver", "'train'", "oneshot"),
+            ("WeightHalver", "'train'", "oneshot"),
         ),
         (
             "oneshot_stage: {a_modifiers: {Freezer: {}}}",
@@ -163,7 +163,7 @@ def test_one_error_before_the_first_stage(
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert forwards == []
     assert list(tmp_path.iterdir()) == []
-    assert Halver.run_types == {"oneshot"}
+    assert WeightHalver.run_types == {"oneshot"}
 
 
 def test_a_folder_with_other_files_is_left_alone(llama_folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import small_models as small
 from torch.utils.data import DataLoader
-from training_cases import QUANTIZE, Breaker, Freezer, Halver, arguments
+from training_cases import QUANTIZE, Breaker, Freezer, WeightHalver, arguments
 
 from llmcompressor import oneshot, train
 from llmcompressor.errors import (
@@ -69,9 +69,9 @@ CASES: dict[str, Case] = {
         ("./no/such/teacher",),
     ),
     "a modifier of oneshot": (
-        {"recipe": "modifiers: {Halver: {}}"},
+        {"recipe": "modifiers: {WeightHalver: {}}"},
         RecipeError,
-        ("Halver", "default", "oneshot"),
+        ("WeightHalver", "default", "oneshot"),
     ),
     "GPTQ": (
         {"recipe": "modifiers: {GPTQModifier: {targets: Linear, scheme: W4A16}}"},
@@ -160,7 +160,7 @@ def test_a_modifier_of_train_is_refused_by_oneshot(llama_folder: Path, tmp_path:
     assert "llmcompressor train" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     assert Freezer.run_types == {"train"}
-    assert Halver.run_types == {"oneshot"}
+    assert WeightHalver.run_types == {"oneshot"}
 
 
 def _occupied(output: Path) -> None:

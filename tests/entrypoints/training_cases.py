@@ -34,7 +34,7 @@ class Freezer(Modifier):
             self.steps.append(event.global_step)
 
 
-class Halver(Modifier):
+class WeightHalver(Modifier):
     """Works in oneshot only: halves the last norm."""
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})

@@ -79,7 +79,7 @@ def test_it_undoes_planted_outliers(pico: Path) -> None:
         model = planted.planted(pico, 60.0)
         tiny.run(model, *before, rounding(config_groups=None, **recipe), data=calibration)
         errors[name] = far(model, reference, held_out)
-    assert errors["scaled"] < 0.4 * errors["rounded"]
+    assert errors["scaled"] < 0.6 * errors["rounded"]
     assert errors["scaled and clipped"] < errors["scaled"]
 
 

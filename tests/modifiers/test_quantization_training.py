@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantization_loop as loop
 import tiny_llama as tiny
-import tiny_training as loop
 import torch
 from torch import Tensor
 from torch.nn import Linear

@@ -154,7 +154,7 @@ def test_a_rotated_model_can_be_copied() -> None:
     run(model, SpinQuantModifier(rotations=ALL))
     wanted = logits(model, DATA)
     assert torch.equal(logits(copy.deepcopy(model), DATA), wanted)
-    assert torch.equal(logits(pickle.loads(pickle.dumps(model)), DATA), wanted)  # noqa: S301
+    assert torch.equal(logits(pickle.loads(pickle.dumps(model)), DATA), wanted)
 
 
 def test_a_mixture_rotates_without_the_stream() -> None:
@@ -283,11 +283,17 @@ def test_rotations_come_first() -> None:
         ({"transform_type": "hadamar"}, "hadamard"),
         ({"precision": "float46"}, "no precision 'float46'"),
         ({"rotation": ["R1"]}, "no such field"),
+        ({"rotations": ["R4"], "learnable": True}, "learns R1 and R2"),
     ],
 )
 def test_fields_are_checked(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         SpinQuantModifier(**fields)
+
+
+def test_quip_is_not_learned() -> None:
+    with pytest.raises(RecipeError, match="random and not learned"):
+        QuIPModifier(learnable=True)
 
 
 def test_fields_survive_a_recipe() -> None:

@@ -135,7 +135,7 @@ def read(
             expected[name] = model(ids).logits
     torch.save(ids, place / "ids.pt")
     arguments = [str(place / one) for one in ("outputs", "ids.pt", "found.pt")]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", READER, *arguments], check=True)  # noqa: S603
+    subprocess.run([sys.executable, "-W", "ignore", "-c", READER, *arguments], check=True)
     found = torch.load(place / "found.pt")
     read_back = {name: (expected[name], *found[name]) for name in expected}
     read_back["place"] = (place,)  # type: ignore[assignment]  # for the tests of files

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmcompressor import oneshot
-from llmcompressor.evaluation.stdlib_text import calibration_texts, held_out_texts
+from llmcompressor.evaluation.stdlib_text import held_out_texts
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
@@ -119,13 +118,3 @@ R124: Any = ["R1", "R2", "R4"]
 @pytest.mark.parametrize(("scheme", "margin"), [("W8A8", 0.2), ("W4A4", 0.5)])
 def test_each_linear_rotated(scheme: str, margin: float, above: Losses) -> None:
     assert above(scheme, QuIPModifier()) < margin * above(scheme)
-
-
-def test_learned_rotations_are_better_than_those_they_began_with(
-    pico: Path, above: Losses
-) -> None:
-    rows = windows(pico, list(calibration_texts()), 8, 128)
-    data: Any = DataLoader([{"input_ids": row[None]} for row in rows], batch_size=None)
-    fields: Any = {"rotations": ["R1", "R2"], "transform_type": "random-hadamard"}
-    learned = SpinQuantModifier(**fields, learnable=True, learning_steps=24)
-    assert above("W4A4", learned, data=data) < 0.9 * above("W4A4", SpinQuantModifier(**fields))

@@ -353,7 +353,7 @@ def test_convolutions_and_transposed_weights(modifier: type) -> None:
     expected = dense(pixels).detach()
 
     def loss_of(model: Module) -> float:
-        return float((model(pixels) - expected).square().mean())
+        return float((model(pixels).detach() - expected).square().mean())
 
     targets = ["Conv2d", "Conv1D", "Linear"]
     pruner = modifier(sparsity=0.5, targets=targets)

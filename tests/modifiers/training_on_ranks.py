@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import quantization_loop as loop
 import tiny_llama as tiny
-import tiny_training as loop
 
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.quantization.together import whole

@@ -280,10 +280,10 @@ class SmoothingMixin(Modifier):
 
 def _sample(state: State) -> Iterator[Mapping[str, Any]]:
     """The first calibration batch, if there is one; drawn only when it is asked for."""
-    for batch in state.data.calib or ():
-        if isinstance(batch, Mapping):
-            yield batch
-        return
+    if state.data.calib is not None:
+        first = next(iter(state.data.calib), None)
+        if isinstance(first, Mapping):
+            yield first
 
 
 def _matching(model: Module, targets: Sequence[str]) -> set[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from compressed_tensors.transform import TransformScheme
+from compressed_tensors.transform import TransformLocation, TransformScheme
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor
 from torch.nn import Module
@@ -35,6 +35,8 @@ _TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.2}
 """By dtype, how far outputs may move: the weights are rounded anew. Where something is not
 rotated that has to be, they move by more than their own size."""
 _WIDE_TOLERANCE = 1e-3
+_TURNING = (TransformLocation.INPUT, TransformLocation.OUTPUT)
+"""Without these, outputs are wrong; queries and keys turned alike give the same without."""
 
 
 class RotationModifier(Modifier):
@@ -93,6 +95,12 @@ class RotationModifier(Modifier):
         self._plan = self.make_plan(model)
         self._check_online(self._plan)
         self.prepare(model)
+        staying = {one.scheme for one in self._plan.online if one.location in _TURNING}
+        if staying:
+            logger.warning(
+                f"{', '.join(sorted(staying)[:4])} stay in the forward: readers of the checkpoint "
+                "have to apply transform_config, and transformers alone does not."
+            )
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:

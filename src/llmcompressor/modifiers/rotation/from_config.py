@@ -103,7 +103,7 @@ def _order(
             f"Blocks of {scheme.head_dim} channels do not divide {width}, the width of {name}.",
             "Choose another block size, or put it on the ignore list.",
         )
-    return scheme.head_dim
+    return int(scheme.head_dim)
 
 
 def _add(

@@ -16,7 +16,7 @@ float32, two with gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_
 __all__ = ["learn_rotations"]
 
 _IGNORED = -100
+_COMPARED = 8
+"""Batches on which the learned rotations are compared with those they began with."""
 
 
 def learn_rotations(
@@ -62,7 +64,7 @@ def learn_rotations(
         names: of all modules.
 
     Returns:
-        Name → learned rotation.
+        Name → learned rotation; those of ``start`` where the loss did not fall.
 
     Raises:
         DatasetError: there is no batch.
@@ -76,39 +78,77 @@ def learn_rotations(
         logger.warning(
             "No later modifier quantizes anything: rotations are learned for nothing to be rounded."
         )
-    device = next(model.parameters()).device
-    matrices = {name: one.matrix().to(device) for name, one in start.items()}
-    momenta = {name: torch.zeros_like(one) for name, one in matrices.items()}
-    names_of = {id(rotation): name for name, rotation in start.items()}
-    losses: list[float] = []
     handles = [module.register_forward_pre_hook(_round_input) for module in quantized]
     try:
-        with progress(steps, "Learning rotations") as advance, torch.enable_grad():
+        learning = _Learning(model, plan, names, start)
+        before = learning.mean_loss(data[:_COMPARED])
+        with progress(steps, "Learning rotations") as advance:
             for step in range(steps):
-                leaves = {n: one.float().requires_grad_() for n, one in matrices.items()}
-                weights = _weights(plan, names, names_of, leaves)
-                loss = _loss(model, weights, data[step % len(data)])
-                losses.append(float(loss.detach()))
-                if not torch.isfinite(loss):
-                    raise NonFiniteError("The loss of the rounded model is not finite.")
-                gradients = torch.autograd.grad(loss, list(leaves.values()))
-                size = rate * (1 - step / steps)
-                for name, gradient in zip(leaves, gradients, strict=True):
-                    matrices[name], momenta[name] = cayley_step(
-                        matrices[name], gradient, momenta[name], size
-                    )
-                advance(1, note=f"loss {losses[-1]:.4f}")
+                loss = learning.step(data[step % len(data)], rate * (1 - step / steps))
+                advance(1, note=f"loss {loss:.4f}")
+        after = learning.mean_loss(data[:_COMPARED])
     finally:
         for handle in handles:
             handle.remove()
-    logger.info(f"Learned {len(start)} rotations in {steps} steps: {_fall(losses)}.")
-    return {name: Rotation.of_matrix(one.cpu()) for name, one in matrices.items()}
+    told = f"Rotations learned in {steps} steps: loss {before:.4f} before, {after:.4f} after"
+    if not after < before:
+        logger.warning(f"{told}. They are no better, so the first ones are kept.")
+        return dict(start)
+    logger.info(f"{told}.")
+    return learning.rotations()
 
 
-def _fall(losses: list[float]) -> str:
-    part = max(1, len(losses) // 10)
-    first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
-    return f"loss {first:.4f} at the beginning, {last:.4f} at the end"
+class _Learning:
+    """Rotations on their way down.
+
+    Args:
+        model: its parameters stay what they are.
+        plan: what is multiplied into which weight.
+        names: of all modules.
+        start: the rotations to begin with, by name.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        names: Mapping[Module, str],
+        start: Mapping[str, Rotation],
+    ) -> None:
+        device = next(model.parameters()).device
+        self._model, self._plan, self._names = model, plan, names
+        self._matrices = {name: one.matrix().to(device) for name, one in start.items()}
+        self._momenta = {name: torch.zeros_like(one) for name, one in self._matrices.items()}
+        self._names_of = {id(rotation): name for name, rotation in start.items()}
+
+    def step(self, batch: Mapping[str, Any], rate: float) -> float:
+        """One step on one batch; returns the loss before it."""
+        with torch.enable_grad():
+            leaves = {name: one.float().requires_grad_() for name, one in self._matrices.items()}
+            loss = self._loss(leaves, batch)
+            gradients = torch.autograd.grad(loss, list(leaves.values()))
+        for name, gradient in zip(leaves, gradients, strict=True):
+            self._matrices[name], self._momenta[name] = cayley_step(
+                self._matrices[name], gradient, self._momenta[name], rate
+            )
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def mean_loss(self, batches: Sequence[Mapping[str, Any]]) -> float:
+        """Of several batches, with the matrices as they are."""
+        leaves = {name: one.float() for name, one in self._matrices.items()}
+        return sum(float(self._loss(leaves, batch)) for batch in batches) / len(batches)
+
+    def rotations(self) -> dict[str, Rotation]:
+        """The matrices as they are."""
+        return {name: Rotation.of_matrix(one.cpu()) for name, one in self._matrices.items()}
+
+    def _loss(self, leaves: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
+        weights = _weights(self._plan, self._names, self._names_of, leaves)
+        loss = _loss(self._model, weights, batch)
+        if not torch.isfinite(loss):
+            raise NonFiniteError("The loss of the rounded model is not finite.")
+        return loss
 
 
 def _with_labels(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-__all__ = ["NormMapping", "SpinQuantMapping"]
+__all__ = ["SAY_PARTS", "NormMapping", "SpinQuantMapping"]
+
+SAY_PARTS = "Say what its parts are with the fields mappings and norm_mappings."
 
 
 class _Mapping(BaseModel):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Linear, Module
 
 from llmcompressor.modifiers.rotation.online import add_schemes, attach, share, stored_weight
-from llmcompressor.modifiers.rotation.roles import Norm
+from llmcompressor.modifiers.rotation.stream import Norm
 from llmcompressor.numerics.rotation import Rotation, rotated_bias, rotated_weight
 
 __all__ = ["Fusion", "Online", "Plan"]

@@ -58,13 +58,18 @@ class QuIPModifier(RotationModifier):
             raise RecipeError(f"rotations are {names}", "Name each of u and v at most once.")
         return read
 
-    def make_plan(self, model: Any) -> Plan:
-        """What the matrices of all modules are."""
-        if self.learnable:
+    @field_validator("learnable")
+    @classmethod
+    def _check_learnable(cls, value: bool) -> bool:
+        if value:
             raise RecipeError(
-                "QuIPModifier: its rotations are random and not learned.",
+                "these rotations are random and not learned",
                 "Leave learnable out, or use SpinQuantModifier.",
             )
+        return value
+
+    def make_plan(self, model: Any) -> Plan:
+        """What the matrices of all modules are."""
         targets, ignore = list(as_targets(self.targets)), list(as_targets(self.ignore))
         check_targets(model, targets, ignore)
         found = list(match_named_modules(model, targets, ignore))

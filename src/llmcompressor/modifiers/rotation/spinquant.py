@@ -16,7 +16,7 @@ Linears behind it first. Outliers, which stand in a few channels, are spread ove
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from compressed_tensors.transform import (
     TransformArgs,
@@ -24,7 +24,7 @@ from compressed_tensors.transform import (
     TransformLocation,
     TransformScheme,
 )
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch.nn import Module
 
 from llmcompressor.core.state import State
@@ -35,13 +35,9 @@ from llmcompressor.modifiers.rotation.base import RotationModifier
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
 from llmcompressor.modifiers.rotation.learned import learn_rotations
 from llmcompressor.modifiers.rotation.mappings import NormMapping, SpinQuantMapping
+from llmcompressor.modifiers.rotation.parts import down_projections, find_heads
 from llmcompressor.modifiers.rotation.plan import Online, Plan
-from llmcompressor.modifiers.rotation.roles import (
-    Stream,
-    down_projections,
-    find_heads,
-    find_stream,
-)
+from llmcompressor.modifiers.rotation.stream import Stream, find_stream
 from llmcompressor.modifiers.rotation.targets import short_targets
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.rotation import Rotation
@@ -94,6 +90,16 @@ class SpinQuantModifier(RotationModifier):
             )
         return read
 
+    @model_validator(mode="after")
+    def _check_learnable(self) -> Self:
+        given = self.transform_config is not None
+        if self.learnable and (given or not {"R1", "R2"} & set(self.rotations)):
+            raise RecipeError(
+                "learnable learns R1 and R2, and there is neither",
+                "Name one of them in rotations, or leave learnable out.",
+            )
+        return self
+
     @property
     def requires_calibration_data(self) -> bool:
         """Learning does."""
@@ -103,11 +109,6 @@ class SpinQuantModifier(RotationModifier):
 
     def make_plan(self, model: Any) -> Plan:
         """What each of the rotations is multiplied into; gains of norms come first."""
-        if self.learnable and not {"R1", "R2"} & set(self.rotations):
-            raise RecipeError(
-                "SpinQuantModifier: learnable learns R1 and R2, and rotations has neither.",
-                "Add one of them, or leave learnable out.",
-            )
         if self.transform_config is not None:
             plan = plan_of_config(self, model, self.transform_config)
             stream = self._find_stream(model)
@@ -267,7 +268,8 @@ class SpinQuantModifier(RotationModifier):
                         if rotation is one:
                             rotations[place] = learned[name]
         for key in list(plan.schemes):
-            if any(name.startswith(f"{key}/") for name in learned):
+            new = [name for name, one in learned.items() if one is not start[name]]
+            if any(name.startswith(f"{key}/") for name in new):
                 plan.schemes[key] = plan.schemes[key].model_copy(update={"type": "random-matrix"})
         if getattr(state.model, "transform_config", None) is not None:
             state.model.transform_config.config_groups.update(plan.schemes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each part of a model is to a rotation: found from one forward, or said by the recipe.
+"""The residual stream of a model: found from one forward, or said by the recipe.
 
 ::
 
@@ -28,17 +28,14 @@ from llmcompressor.modeling.flow import Flow, trace_flow
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modeling.scaling import norm_offset, swapped
-from llmcompressor.modifiers.rotation.mappings import NormMapping, SpinQuantMapping
+from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, SpinQuantMapping
+from llmcompressor.modifiers.rotation.parts import ATTENTION_WRITERS, MLP_WRITERS
 from llmcompressor.names import named_modules
 
-__all__ = ["Heads", "Norm", "Stream", "down_projections", "find_heads", "find_stream"]
+__all__ = ["Norm", "Stream", "find_stream"]
 
-_ATTENTION_WRITERS = ("o_proj", "out_proj", "wo", "dense")
-_MLP_WRITERS = ("down_proj", "w2", "fc2", "dense_4h_to_h", "linear_2")
 _EXPERT_READERS = ("gate_proj", "up_proj", "w1", "w3", "gate_up_proj")
-_VALUES = ("v_proj",)
 _NORM_CHECK = 4
-_MAPPINGS = "Say what its parts are with the fields mappings and norm_mappings."
 
 
 @dataclass(frozen=True)
@@ -87,26 +84,6 @@ class Stream:
         }
 
 
-@dataclass(frozen=True)
-class Heads:
-    """The values of one attention module.
-
-    Attributes:
-        name: of the attention module.
-        values: the Linear that makes values.
-        output: the Linear that reads what attention makes of them.
-        head_dim: the width of a head.
-    """
-
-    name: str
-    values: tuple[str, Linear]
-    output: tuple[str, Linear]
-    head_dim: int
-
-
-# ---------------------------------------------------------------------- the stream
-
-
 def find_stream(
     model: Any,
     mapping: SpinQuantMapping | None = None,
@@ -130,7 +107,7 @@ def find_stream(
         begin = _only(model, mapping.embedding, "embedding")
         head = _only(model, mapping.lm_head, "lm_head")
     if not isinstance(begin, Embedding):
-        raise TargetError(f"{type(model).__name__} has no input embedding that is one.", _MAPPINGS)
+        raise TargetError(f"{type(model).__name__} has no input embedding that is one.", SAY_PARTS)
     width = begin.embedding_dim
     flow = trace_flow(model)
     writers = _writers(model, names, width, mapping)
@@ -194,7 +171,7 @@ def _writers(
     if mapping is not None:
         targets = [mapping.attn_o, *mapping.mlp_out]
         return {module: name for name, module in match_named_modules(model, targets)}
-    wanted = (*_ATTENTION_WRITERS, *_MLP_WRITERS)
+    wanted = (*ATTENTION_WRITERS, *MLP_WRITERS)
     return {
         module: name
         for module, name in names.items()
@@ -328,11 +305,11 @@ def _check(model: Module, stream: Stream, flow: Flow, names: Mapping[Module, str
             raise TargetError(
                 f"What reads and writes the residual stream was not found in {name} "
                 f"({type(block).__name__}).",
-                _MAPPINGS,
+                SAY_PARTS,
             )
     if stream.head is not None and stream.head not in readers:
         raise TargetError(
-            f"No norm was seen to feed the output head {names[stream.head]}.", _MAPPINGS
+            f"No norm was seen to feed the output head {names[stream.head]}.", SAY_PARTS
         )
     if stream.head is None and not _ends_in_reader(stream, model):
         raise TargetError(
@@ -341,7 +318,7 @@ def _check(model: Module, stream: Stream, flow: Flow, names: Mapping[Module, str
         )
     wrong = [name for one, name in readers.items() if _width_in(one) != stream.width]
     if wrong:
-        raise TargetError(f"{wrong[0]} does not read {stream.width} channels.", _MAPPINGS)
+        raise TargetError(f"{wrong[0]} does not read {stream.width} channels.", SAY_PARTS)
 
 
 def _ends_in_reader(stream: Stream, model: Module) -> bool:
@@ -353,70 +330,3 @@ def _width_in(module: Module) -> int:
     weight = module._parameters["weight"]
     assert weight is not None
     return weight.shape[1]
-
-
-# ---------------------------------------------------------------------- parts of blocks
-
-
-def find_heads(model: Any, mapping: SpinQuantMapping | None = None) -> list[Heads]:
-    """The values of each attention module, and what reads them.
-
-    Raises:
-        TargetError: there are none, or their widths do not go together.
-    """
-    values = [mapping.attn_v] if mapping else [rf"re:(?:.*\.)?{name}$" for name in _VALUES]
-    outputs = (
-        [mapping.attn_o] if mapping else [rf"re:(?:.*\.)?{name}$" for name in _ATTENTION_WRITERS]
-    )
-    by_parent = {name.rpartition(".")[0]: (name, one) for name, one in _linears(model, outputs)}
-    modules = dict(named_modules(model))
-    found = []
-    for name, module in _linears(model, values):
-        parent = name.rpartition(".")[0]
-        if parent not in by_parent:
-            raise TargetError(f"Beside {name} nothing was found that reads the values.", _MAPPINGS)
-        width = mapping.attn_head_dim if mapping else None
-        width = width or _head_dim(model, modules[parent])
-        output = by_parent[parent][1]
-        if width is None or module.out_features % width or output.in_features % width:
-            raise TargetError(
-                f"The width of a head of {parent} is not known.",
-                "Say it with attn_head_dim in mappings, or leave R2 out of rotations.",
-            )
-        found.append(Heads(parent, (name, module), by_parent[parent], width))
-    if not found:
-        raise TargetError(
-            f"{type(model).__name__} has no Linear that makes values alone (v_proj).",
-            f"Leave R2 out of rotations. {_MAPPINGS}",
-        )
-    return found
-
-
-def _head_dim(model: Any, attention: Module) -> int | None:
-    own = getattr(attention, "head_dim", None)
-    if isinstance(own, int):
-        return own
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
-
-
-def down_projections(model: Any, mapping: SpinQuantMapping | None = None) -> dict[str, Linear]:
-    """The Linears at the end of each MLP, by name.
-
-    Raises:
-        TargetError: there are none.
-    """
-    targets = mapping.mlp_out if mapping else [rf"re:.*\.{name}$" for name in _MLP_WRITERS]
-    found = dict(_linears(model, targets))
-    if not found:
-        raise TargetError(
-            f"{type(model).__name__} has no down projection that is a Linear.",
-            f"Leave R4 out of rotations. {_MAPPINGS}",
-        )
-    return found
-
-
-def _linears(model: Module, targets: list[str]) -> list[tuple[str, Linear]]:
-    matched = match_named_modules(model, targets)
-    return [(name, module) for name, module in matched if isinstance(module, Linear)]
