@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_writer, journal
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.sparsity import SparseGPTModifier
 
 _PRELOADED = (
     "llmcompressor.entrypoints.oneshot",
@@ -76,14 +77,29 @@ def cache() -> list[Any]:
     ]
 
 
+def sparse() -> list[Any]:
+    """A pass that only looks, a pass that prunes, and one that quantizes what was pruned."""
+    return [
+        SparseGPTModifier(
+            sparsity=0.5,
+            sparsity_profile="owl",
+            owl_m=3,
+            owl_lmbda=0.1,
+            targets="LlamaDecoderLayer",
+        ),
+        GPTQModifier(targets=_MLP, scheme="W4A16"),
+    ]
+
+
 RECIPES: dict[str, Callable[[], list[Any]]] = {
     "rtn": rtn,
     "gptq": gptq,
     "two": two,
     "one_pass": one_pass,
     "cache": cache,
+    "sparse": sparse,
 }
-NEEDS_DATA = {"gptq", "two", "one_pass", "cache"}
+NEEDS_DATA = {"gptq", "two", "one_pass", "cache", "sparse"}
 
 
 def write_model(folder: Path) -> Path:
