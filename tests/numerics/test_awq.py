@@ -135,15 +135,33 @@ def test_clipping_lowers_the_error_of_outputs(weights: list[Tensor], inputs: Ten
     assert error(clamped) < 0.7 * error(weight)
 
 
-def test_clipping_is_no_worse_than_not_clipping_in_any_group(weights: list[Tensor]) -> None:
-    """With uncorrelated inputs the error of a group is its own."""
-    weight = weights[0]
-    bounds = clip_bounds(weight, torch.eye(COLUMNS), rounded, GROUP)
+def test_every_sweep_lowers_the_error(weights: list[Tensor], inputs: Tensor) -> None:
+    gram = inputs.T @ inputs
+    errors = []
+    for sweeps in range(4):
+        bounds = clip_bounds(weights[0], gram, rounded, GROUP, sweeps=sweeps)
+        change = rounded(bounds.clamp(weights[0])) - weights[0]
+        errors.append(((change @ gram) * change).sum(dim=1))
+    for before, after in itertools.pairwise(errors):
+        assert bool((after <= before * (1 + 1e-4)).all())
+    assert float(errors[2].sum()) < 0.9 * float(errors[0].sum())
 
-    def errors(values: Tensor) -> Tensor:
-        return (rounded(values) - weight).square().reshape(len(weight), -1, GROUP).sum(-1)
 
-    assert bool((errors(bounds.clamp(weight)) <= errors(weight) + 1e-6).all())
+def test_one_group_gets_the_best_of_all_tried_ends(inputs: Tensor) -> None:
+    """Against a loop over rows and ends."""
+    weight = torch.randn(6, GROUP, generator=torch.Generator().manual_seed(4))
+    gram = inputs.T[:GROUP] @ inputs[:, :GROUP]
+    bounds = clip_bounds(weight, gram, rounded, GROUP, sweeps=1)
+    fractions = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
+    tried = [(f, f) for f in fractions] + [(f, 1.0) for f in (0.9, 0.95)]
+    tried += [(1.0, f) for f in (0.9, 0.95)]
+    for row, low, high in zip(weight, bounds.low_RN, bounds.high_RN, strict=True):
+        errors = []
+        for first, second in tried:
+            ends = float(row.min()) * first, float(row.max()) * second
+            change = rounded(row.clamp(*ends).unsqueeze(0)) - row
+            errors.append((float(change @ gram @ change.T), ends))
+        assert (float(low), float(high)) == pytest.approx(min(errors)[1])
 
 
 def test_bounds_leave_what_lies_within_them() -> None:

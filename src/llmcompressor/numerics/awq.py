@@ -15,10 +15,11 @@ weights' absolute values relative to the greatest of their group::
     s = x^r / (w^(1-r) + 1e-4)    ("duo")
     s = max(s, 1e-4) / sqrt(max(s) min(s))
 
-*Clipping* lowers the ends [a, b] of each group of a row, which rounds all others more finely.
-Of its group's columns the block of G is what matters::
+*Clipping* lowers the ends [a, b] of a group of a row, which rounds all its values more finely. One
+group after another is decided, given the errors D of all the others, so that the error of the
+output never rises::
 
-    (p, q) = argmin  d G_gg d^T,      d = Q(clamp(w, p a, q b)) - w
+    (p, q) = argmin  d G_gg d^T + 2 d (D G)_g,      d = Q(clamp(w, p a, q b)) - w
 
 K candidates, g columns of a group, N groups.
 """
@@ -56,11 +57,10 @@ ErrorOf: TypeAlias = Callable[[Tensor], Sequence[float]]
 
 _FLOOR = 1e-4
 _TINY = 1e-6
-_FRACTIONS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
+_FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
 _STEPS = (0.9, 0.95, 1.05, 1.1)
 _AT_ONCE = 2**20
 """Elements of the weights of several candidates that are rounded at once; small ones gain by it."""
-_MOST_ELEMENTS = 2**24
 
 
 class Candidate(NamedTuple):
@@ -228,56 +228,55 @@ class Bounds(NamedTuple):
         return weight_RNg.clamp(low_RN1, high_RN1).to(weight_RC.dtype).reshape(weight_RC.shape)
 
 
-def clip_bounds(weight_RC: Tensor, gram_CC: Tensor, round_: Round, group: int) -> Bounds:
-    """The ends of each group with the least output error.
-
-    Both ends are lowered together to each of a few fractions, then each alone by small steps.
+def clip_bounds(
+    weight_RC: Tensor, gram_CC: Tensor, round_: Round, group: int, *, sweeps: int = 2
+) -> Bounds:
+    """The ends of each group with the least output error, group by group.
 
     Args:
         weight_RC: any floating dtype; C is a multiple of ``group``.
         gram_CC: G of its inputs, float32.
-        round_: rounds weights of any number of rows, each group of a row by itself.
-        group: columns of a group.
+        round_: rounds one group of any number of rows, ``[R, g]``, each row by itself.
+        group: g, columns of a group.
+        sweeps: how often all groups are decided; the error falls with each.
     """
-    columns = weight_RC.shape[-1]
-    groups = torch.arange(columns, device=gram_CC.device).reshape(-1, group)
-    gram_Ngg = gram_CC[groups.unsqueeze(-1), groups.unsqueeze(-2)]
-    rows = max(1, _MOST_ELEMENTS // columns)
-    parts = [
-        _part_bounds(part_RC, gram_Ngg, round_) for part_RC in torch.split(weight_RC.detach(), rows)
-    ]
-    return Bounds(torch.cat([low for low, _ in parts]), torch.cat([high for _, high in parts]))
+    rows, columns = weight_RC.shape
+    weight_NRg = weight_RC.detach().reshape(rows, -1, group).transpose(0, 1)
+    least_NR = weight_NRg.float().amin(dim=-1).clamp(max=0)
+    greatest_NR = weight_NRg.float().amax(dim=-1).clamp(min=0)
+    low_NR, high_NR = torch.ones_like(least_NR), torch.ones_like(least_NR)
+    change_RC = torch.cat([round_(part_Rg).float() for part_Rg in weight_NRg], dim=1)
+    change_RC -= weight_RC.float()
+    for _ in range(sweeps):
+        for n, begin in enumerate(range(0, columns, group)):
+            span = slice(begin, begin + group)
+            own_gg = gram_CC[span, span]
+            others_Rg = change_RC @ gram_CC[:, span] - change_RC[:, span] @ own_gg
+            low_KR, high_KR = _attempts(low_NR[n], high_NR[n])
+            change_KRg = _changes(
+                weight_NRg[n], round_, low_KR * least_NR[n], high_KR * greatest_NR[n]
+            )
+            error_KR = ((change_KRg @ own_gg + 2 * others_Rg) * change_KRg).sum(dim=-1)
+            best_1R = error_KR.nan_to_num(nan=torch.inf).argmin(dim=0, keepdim=True)
+            low_NR[n] = low_KR.gather(0, best_1R)[0]
+            high_NR[n] = high_KR.gather(0, best_1R)[0]
+            index_1Rg = best_1R.unsqueeze(-1).expand(1, rows, group)
+            change_RC[:, span] = change_KRg.gather(0, index_1Rg)[0]
+    return Bounds((least_NR * low_NR).T, (greatest_NR * high_NR).T)
 
 
-def _part_bounds(weight_RC: Tensor, gram_Ngg: Tensor, round_: Round) -> Bounds:
-    wide_RNg = weight_RC.float().reshape(len(weight_RC), len(gram_Ngg), -1)
-    least_RN = wide_RNg.amin(dim=-1).clamp(max=0)
-    greatest_RN = wide_RNg.amax(dim=-1).clamp(min=0)
+def _attempts(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The fractions that are tried beside the present ones, which come first; ``[K, R]`` each."""
+    same = torch.ones_like(low_R)
+    pairs = [(low_R, high_R), *((same * part, same * part) for part in _FRACTIONS)]
+    pairs += [((low_R * step).clamp(max=1), high_R) for step in _STEPS]
+    pairs += [(low_R, (high_R * step).clamp(max=1)) for step in _STEPS]
+    return torch.stack([low for low, _ in pairs]), torch.stack([high for _, high in pairs])
 
-    def error_of(low_RN: Tensor, high_RN: Tensor) -> Tensor:
-        clamped_RC = Bounds(least_RN * low_RN, greatest_RN * high_RN).clamp(weight_RC)
-        change_RNg = round_(clamped_RC).float().reshape(wide_RNg.shape) - wide_RNg
-        change_NRg = change_RNg.transpose(0, 1)
-        return ((change_NRg @ gram_Ngg) * change_NRg).sum(dim=-1).T
 
-    low_RN, high_RN = torch.ones_like(least_RN), torch.ones_like(least_RN)
-    best_RN = error_of(low_RN, high_RN)
-
-    def attempt(new_low_RN: Tensor, new_high_RN: Tensor) -> None:
-        nonlocal best_RN, low_RN, high_RN
-        error_RN = error_of(new_low_RN, new_high_RN)
-        better_RN = error_RN < best_RN
-        best_RN = torch.where(better_RN, error_RN, best_RN)
-        low_RN = torch.where(better_RN, new_low_RN, low_RN)
-        high_RN = torch.where(better_RN, new_high_RN, high_RN)
-
-    for fraction in _FRACTIONS:
-        both_RN = torch.full_like(least_RN, fraction)
-        attempt(both_RN, both_RN)
-    first_low_RN, first_high_RN = low_RN, high_RN
-    for step in _STEPS:
-        attempt((first_low_RN * step).clamp(max=1), first_high_RN)
-    second_low_RN = low_RN
-    for step in _STEPS:
-        attempt(second_low_RN, (first_high_RN * step).clamp(max=1))
-    return Bounds(least_RN * low_RN, greatest_RN * high_RN)
+def _changes(weight_Rg: Tensor, round_: Round, low_KR: Tensor, high_KR: Tensor) -> Tensor:
+    """What rounding within each pair of ends changes in the weights of a group, ``[K, R, g]``."""
+    wide_Rg = weight_Rg.float()
+    clamped_KRg = wide_Rg.clamp(low_KR.unsqueeze(-1), high_KR.unsqueeze(-1)).to(weight_Rg.dtype)
+    rounded_KRg = round_(clamped_KRg.flatten(0, 1)).float().reshape(clamped_KRg.shape)
+    return rounded_KRg.sub_(wide_Rg)

@@ -35,9 +35,10 @@ from llmcompressor.numerics.awq import (
     statistics_error,
     weight_prominence,
 )
+from llmcompressor.numerics.scales import global_scale_from_amax
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.quantization.parameters import extreme_parameters, weight_of
+from llmcompressor.quantization.parameters import extreme_parameters, weight_amax, weight_of
 from llmcompressor.schemes.bridge import needs_global_scale, partition_of
 from llmcompressor.smoothing.base import SmoothingMixin
 
@@ -252,7 +253,7 @@ class AWQModifier(SmoothingMixin):
             gram_CC = gram_CC / scale_C / scale_C.unsqueeze(-1)
         group = _group_of(members[0]) or weight_RC.shape[-1]
         group = min(group, weight_RC.shape[-1])
-        found = clip_bounds(weight_RC, gram_CC, _rounding(members[0]), group)
+        found = clip_bounds(weight_RC, gram_CC, _rounding(members[0], weight_RC), group)
         rows = [len(weight_of(module)) for module in members]
         parts = zip(torch.split(found.low_RN, rows), torch.split(found.high_RN, rows), strict=True)
         for module, (low_RN, high_RN) in zip(members, parts, strict=True):
@@ -286,13 +287,22 @@ def _weight_args(module: Module) -> QuantizationArgs | None:
     return None if scheme is None else scheme.weights
 
 
-def _rounding(module: Module) -> Round:
-    """The rounding of a module's weight by the extremes of each cell."""
+def _rounding(module: Module, whole_RC: Tensor | None = None) -> Round:
+    """The rounding of a module's weight by the extremes of each cell.
+
+    Args:
+        module: says how.
+        whole_RC: parts of this weight are to be rounded; where it has a global scale, they share
+            it.
+    """
     args = _weight_args(module)
     assert args is not None
+    shared = None
+    if whole_RC is not None and needs_global_scale(args):
+        shared = global_scale_from_amax(weight_amax(whole_RC))
 
     def rounded(weight_RC: Tensor) -> Tensor:
-        return extreme_parameters(weight_RC, args).round(weight_RC)
+        return extreme_parameters(weight_RC, args, shared).round(weight_RC)
 
     return rounded
 
