@@ -17,6 +17,8 @@ from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 
+pytestmark = pytest.mark.slow
+
 FIELDS: dict[str, Any] = {"targets": "Linear", "ignore": ["lm_head"]}
 
 

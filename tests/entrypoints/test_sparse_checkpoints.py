@@ -19,6 +19,8 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
+pytestmark = pytest.mark.slow
+
 PAIRS: dict[str, Any] = {"sparsity": 0.5, "mask_structure": "2:4", "ignore": ["lm_head"]}
 OWL: dict[str, Any] = {
     "sparsity": 0.5,

@@ -12,7 +12,6 @@ import training_on_ranks
 from torch import multiprocessing
 
 
-@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     multiprocessing.spawn(training_on_ranks.main, args=(2, str(tmp_path)), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

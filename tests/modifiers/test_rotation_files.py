@@ -20,7 +20,7 @@ from llmcompressor import oneshot, verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
 
-pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
+pytestmark = [pytest.mark.usefixtures("no_waiting_for_the_disk"), pytest.mark.slow]
 
 # The part between the marks is what docs/modifiers/spinquant.md shows.
 READER = """

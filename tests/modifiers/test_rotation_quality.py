@@ -22,6 +22,8 @@ from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
 
+pytestmark = pytest.mark.slow
+
 CHANNELS, SIZE = [3, 77, 200], 50.0
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 64}
 
