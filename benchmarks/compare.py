@@ -13,8 +13,9 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from floor import floor, rates
 from jobs import HERE, JobError, busy_core, compress_and_evaluate, evaluate, reference_python
@@ -42,45 +43,92 @@ class Row:
 
     Attributes:
         name: What the table calls it.
-        modifier: Class name of the modifier.
-        fields: How it is to quantize.
+        parts: Class name of each modifier → its fields.
+        calibrated: Whether the job needs data.
+        limits: Tool → the share of the reference's time that it may take: of ``oneshot`` where
+            there is data, else of the whole process.
+        sizes: Models that it is run on.
     """
 
     name: str
-    modifier: str
-    fields: dict
-
-    @property
-    def calibrated(self) -> bool:
-        """Whether the job needs data."""
-        return self.modifier == "GPTQModifier"
+    parts: dict[str, dict]
+    calibrated: bool = True
+    limits: dict[str, float] = field(default_factory=lambda: dict(GPTQ_LIMITS))
+    sizes: tuple[str, ...] = tuple(SIZES)
 
     @property
     def tools(self) -> tuple[str, ...]:
         """Who runs it; without data there is one way for us to do it."""
-        return TOOLS if self.calibrated else ("reference", "as it comes")
+        return ("reference", *self.limits)
 
-    def recipe(self, tool: str) -> tuple[str, dict]:
-        """Class name of the modifier and all its fields."""
-        one_forward = {"asymmetric": False} if tool == "one forward" else {}
-        return self.modifier, {**self.fields, "ignore": ["lm_head"], **one_forward}
-
-
-def preset(scheme: str) -> dict:
-    """Fields that quantize every Linear by a preset."""
-    return {"scheme": scheme, "targets": ["Linear"]}
+    def recipe(self, tool: str) -> dict[str, dict]:
+        """Class name of each modifier → all its fields."""
+        twins = {"GPTQModifier", "SparseGPTModifier"} if tool == "one forward" else ()
+        return {
+            name: fields | ({"asymmetric": False} if name in twins else {})
+            for name, fields in self.parts.items()
+        }
 
 
+def quantizer(name: str, **fields: Any) -> dict[str, dict]:
+    """A modifier that quantizes all but the head."""
+    return {name: {"ignore": ["lm_head"], **fields}}
+
+
+def rounding(scheme: str) -> dict[str, dict]:
+    """Round-to-nearest of every Linear by a preset."""
+    return quantizer("QuantizationModifier", scheme=scheme, targets=["Linear"])
+
+
+def gptq(scheme: str) -> dict[str, dict]:
+    """GPTQ of every Linear by a preset."""
+    return quantizer("GPTQModifier", scheme=scheme, targets=["Linear"])
+
+
+def two_of_four(name: str) -> dict[str, dict]:
+    """Half of the weights of every Linear, two in each four."""
+    return quantizer(name, sparsity=0.5, mask_structure="2:4", targets=["Linear"])
+
+
+GPTQ_LIMITS = {"one forward": 0.5, "as it comes": 1.0}
+NO_DATA: dict[str, Any] = {"calibrated": False, "limits": {"as it comes": 0.5}}
+SMALL = ("32M",)
+SMOOTH = {"SmoothQuantModifier": {"smoothing_strength": 0.8}}
 ROWS = {
     row.name: row
     for row in (
-        Row("RTN W4A16", "QuantizationModifier", preset("W4A16")),
+        Row("RTN W4A16", rounding("W4A16"), **NO_DATA),
+        Row("FP8_DYNAMIC", rounding("FP8_DYNAMIC"), **NO_DATA),
+        Row("NVFP4A16", rounding("NVFP4A16"), **NO_DATA),
+        Row("GPTQ W4A16", gptq("W4A16")),
         Row(
-            "FP8_DYNAMIC", "QuantizationModifier", {"scheme": "FP8_DYNAMIC", "targets": ["Linear"]}
+            "GPTQ W8A8 static",
+            quantizer("GPTQModifier", config_groups={"group_0": STATIC_W8A8}),
         ),
-        Row("NVFP4A16", "QuantizationModifier", preset("NVFP4A16")),
-        Row("GPTQ W4A16", "GPTQModifier", preset("W4A16")),
-        Row("GPTQ W8A8 static", "GPTQModifier", {"config_groups": {"group_0": STATIC_W8A8}}),
+        Row(
+            "AWQ W4A16_ASYM",
+            {"AWQModifier": {}, **rounding("W4A16_ASYM")},
+            limits={"as it comes": 0.25},
+            sizes=SMALL,
+        ),
+        Row(
+            "SmoothQuant, GPTQ W8A8",
+            SMOOTH | gptq("W8A8"),
+            limits={"one forward": 0.5, "as it comes": 0.5},
+            sizes=SMALL,
+        ),
+        Row(
+            "SparseGPT 2:4",
+            two_of_four("SparseGPTModifier"),
+            limits={"one forward": 0.5, "as it comes": 0.5},
+            sizes=SMALL,
+        ),
+        Row(
+            "Wanda 2:4",
+            two_of_four("WandaPruningModifier"),
+            limits={"as it comes": 0.5},
+            sizes=SMALL,
+        ),
     )
 }
 BUSY_ROW, BUSY_SIZE = "GPTQ W4A16", "32M"
@@ -125,7 +173,7 @@ def compare(store: Store, given: argparse.Namespace) -> None:
     for size in (SIZES[name] for name in given.models):
         dense = evaluate(str(model_path(size)), token_file(size, "held-out"))
         store.put({"quality": dense}, size.name, "dense")
-        for row in (ROWS[name] for name in given.rows):
+        for row in (ROWS[name] for name in given.rows if size.name in ROWS[name].sizes):
             runs: dict[str, list[dict]] = {}
             for tool in [tool for tool in row.tools if tool in given.tools] * given.repeat:
                 with _failure_shown(size.name, row.name, tool):
@@ -171,7 +219,7 @@ def run_cells(store: Store, size: str, row: Row, tool: str) -> list[str] | None:
     if run is None:
         return None
     reference = store.get(size, row.name, "reference") or {}
-    bound = (store.get(size, "floor") or {}).get(tool) if row.calibrated else None
+    bound = (store.get(size, "floor") or {}).get(tool) if row.name.startswith("GPTQ") else None
     quality = run["quality"]
     who = tool if tool == "reference" or row.calibrated else "this"
     return [
@@ -205,7 +253,7 @@ def targets(store: Store, sizes: list[str]) -> list[list[str]]:
                 if run is None or reference is None:
                     continue
                 figure = "oneshot_seconds" if row.calibrated else "process_seconds"
-                limit = 1.0 if row.calibrated and tool == "as it comes" else 0.5
+                limit = row.limits[tool]
                 for name, bound in ((figure, limit), ("peak_mib", 1.0)):
                     found = run[name] / reference[name]
                     what = f"{size} {row.name} {tool}: {name} / the reference's"

@@ -13,6 +13,7 @@ import math
 from pathlib import Path
 
 import torch
+from run_one import serve
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
@@ -48,16 +49,24 @@ def evaluate(checkpoint: str, dense: str | None, ids_NT: torch.Tensor, batch: in
     return result
 
 
+def read(file: Path | str) -> torch.Tensor:
+    """``[N, T]``: the token ids of a file."""
+    return torch.tensor(json.loads(Path(file).read_text()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint")
-    parser.add_argument("tokens", type=Path, help="JSON file with lists of token ids")
-    parser.add_argument("report", type=Path, help="JSON file to write")
+    parser.add_argument("checkpoint", nargs="?")
+    parser.add_argument("tokens", type=Path, nargs="?", help="JSON file with lists of token ids")
+    parser.add_argument("report", type=Path, nargs="?", help="JSON file to write")
+    parser.add_argument("--serve", action="store_true", help="take jobs from standard input")
     parser.add_argument("--dense", help="the original, to compare with")
     parser.add_argument("--batch", type=int, default=4)
     given = parser.parse_args()
-    ids_NT = torch.tensor(json.loads(given.tokens.read_text()))
-    report = evaluate(given.checkpoint, given.dense, ids_NT, given.batch)
+    if given.serve:
+        serve(lambda job: evaluate(job["checkpoint"], job["dense"], read(job["tokens"]), 4))
+        return
+    report = evaluate(given.checkpoint, given.dense, read(given.tokens), given.batch)
     given.report.write_text(json.dumps(report))
 
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from run_one import SERVED
+
 HERE = Path(__file__).resolve().parent
 REFERENCE = "llmcompressor==0.14.0.1"
 REFERENCE_VARIABLE = "LLMCOMPRESSOR_REFERENCE_PYTHON"
@@ -31,17 +33,56 @@ class Job:
 
     Attributes:
         model: Folder of the dense checkpoint.
-        modifier: Class name of the modifier.
-        fields: Its fields.
+        recipe: Class name of each modifier → its fields.
         tokens: JSON file with calibration token ids, or nothing for a data-free job.
         output: Folder to write.
     """
 
     model: str
-    modifier: str
-    fields: dict
+    recipe: dict[str, dict]
     tokens: str | None
     output: str
+
+
+class Worker:
+    """A script of this folder that does one request after another in one process.
+
+    What is imported is imported once, so the seconds that it reports are those of the work alone.
+
+    Args:
+        python: Interpreter of the tool.
+        script: The script; it is run with ``--serve``.
+    """
+
+    def __init__(self, python: Path | str, script: str) -> None:
+        self._script = script
+        self._process = subprocess.Popen(
+            [str(python), str(HERE / script), "--serve"],
+            env=_environment(str(python)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+
+    def ask(self, request: dict) -> dict:
+        """Have it do one job; its report."""
+        with _scratch() as scratch:
+            report = scratch / "report.json"
+            self._process.stdin.write(json.dumps(request | {"report": str(report)}) + "\n")
+            self._process.stdin.flush()
+            said: list[str] = []
+            for line in self._process.stdout:
+                if line.strip() == SERVED:
+                    return json.loads(report.read_text())
+                said = [*said[-29:], line]
+            raise JobError(f"{self._script} failed at {request}:\n{''.join(said)}")
+
+    def close(self) -> None:
+        """Let it end."""
+        self._process.stdin.close()
+        self._process.wait()
 
 
 def compress(python: Path | str, job: Job) -> dict:
@@ -65,20 +106,20 @@ def evaluate(checkpoint: str, tokens: Path, dense: str | None = None) -> dict:
 
 
 def compress_and_evaluate(
-    python: Path | str, model: str, recipe: tuple[str, dict], tokens: Path | None, held_out: Path
+    python: Path | str, model: str, recipe: dict[str, dict], tokens: Path | None, held_out: Path
 ) -> dict:
     """Both, on an output folder that is removed afterwards.
 
     Args:
         python: Interpreter of the tool.
         model: Folder of the dense checkpoint.
-        recipe: Class name of a modifier and its fields.
+        recipe: Class name of each modifier → its fields.
         tokens: Calibration token ids, or nothing for a data-free job.
         held_out: Token ids to evaluate on.
     """
     with _scratch() as scratch:
         output = str(scratch / "compressed")
-        job = Job(model, *recipe, tokens=str(tokens) if tokens else None, output=output)
+        job = Job(model, recipe, tokens=str(tokens) if tokens else None, output=output)
         cost = compress(python, job)
         size = sum(file.stat().st_size for file in Path(output).glob("*.safetensors"))
         return cost | {"bytes": size, "quality": evaluate(output, held_out, dense=model)}
@@ -134,11 +175,9 @@ def _scratch() -> Iterator[Path]:
 
 def _run(command: list[str]) -> None:
     """Run to the end without network; what it prints is shown only if it fails."""
-    offline = {} if "pip" in command else {"HF_HUB_OFFLINE": "1"}
-    quiet = {"TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
         command,
-        env=_own_packages(command[0]) | offline | quiet,
+        env=_environment(command[0], offline="pip" not in command),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -148,6 +187,11 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-30:])
         raise JobError(f"{' '.join(command[:3])} failed with code {done.returncode}:\n{tail}")
+
+
+def _environment(python: str, *, offline: bool = True) -> dict[str, str]:
+    quiet = {"TOKENIZERS_PARALLELISM": "false"}
+    return _own_packages(python) | quiet | ({"HF_HUB_OFFLINE": "1"} if offline else {})
 
 
 def _own_packages(python: str) -> dict[str, str]:

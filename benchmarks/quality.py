@@ -1,119 +1,189 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much quality the embedded model loses to weight quantization, by method.
+"""How much quality the embedded model loses, by scheme and algorithm.
 
-Held-out loss above the dense model's, in nats per token, for round-to-nearest and GPTQ at 4 bits
-in groups of 128 and 3 bits in groups of 64.  Calibrated on 128 windows of 256 tokens; a seed
-chooses which.  Each checkpoint is saved, and measured by transformers in another process.
+benchmarks/quality.py [--reference] [--settings "W8A8" …] [--seeds 0 1 2]
+
+Held-out loss above the dense model's in nats per token, divergence from it (KL), and how often the
+likeliest token is the same. Calibrated on 128 windows of 256 tokens; a seed chooses which. Each
+checkpoint is written, and measured by transformers alone in another process. Figures are kept as
+they come (``results/NAME.json``): a run that was broken off goes on, and ``--again`` measures anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
+import tempfile
+from pathlib import Path
 
-from jobs import HERE, compress_and_evaluate, evaluate, reference_python
-from models import PICO
+from cases import BETTER, CASES, LIMITS, MAGNITUDE, Case
+from jobs import HERE, Job, Worker, reference_python
+from models import MODELS, PICO
+from planted import planted, pruned_by_magnitude
 from tables import machine, table
 from text import calibration_files, held_out_file
 
 SAMPLES = 128
-FORMATS = {"4 bits, group 128": (4, 128), "3 bits, group 64": (3, 64)}
-# Name -> (modifier, fields beyond the scheme, whether the reference runs it).
-METHODS = {
-    "round-to-nearest": ("QuantizationModifier", {}, False),
-    "GPTQ, one forward": ("GPTQModifier", {"asymmetric": False}, False),
-    "GPTQ, as it comes": ("GPTQModifier", {}, False),
-    "reference, round-to-nearest": ("QuantizationModifier", {}, True),
-    "reference, GPTQ": ("GPTQModifier", {}, True),
-}
-# What the mean of a method must not exceed, in the order of FORMATS.
-LIMITS = {"GPTQ, as it comes": (0.017, 0.062)}
-# What a method must not be worse than, on the same calibration windows.
-RIVALS = {"GPTQ, one forward": "reference, GPTQ"}
+MEASURED = ("loss", "divergence", "agreement")
 
 
-def recipe(method: str, bits: int, group: int) -> tuple[str, dict]:
-    """Class name of the modifier and its fields."""
-    modifier, fields, _ = METHODS[method]
-    weights = {
-        "num_bits": bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": group,
-    }
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return modifier, {"config_groups": groups, "ignore": ["lm_head"], **fields}
+class Bench:
+    """Processes that compress and evaluate, and the files that they share."""
+
+    def __init__(self, seeds: list[int], windows: int | None, reference: str | None) -> None:
+        whole = held_out_file()
+        self.text = whole.with_name(f"{whole.stem}-{windows or 'all'}.json")
+        self.text.write_text(json.dumps(json.loads(whole.read_text())[:windows]))
+        self.calibration = calibration_files(seeds, SAMPLES)
+        self.models = {"embedded": PICO, "planted": planted()}
+        self._reference = reference
+        self._workers: dict[str, Worker] = {}
+
+    def quality(self, checkpoint: Path) -> dict:
+        """Loss of a checkpoint, and its distance from the embedded model."""
+        request = {"checkpoint": str(checkpoint), "tokens": str(self.text), "dense": str(PICO)}
+        return self._worker(sys.executable, "evaluate_one.py").ask(request)
+
+    def measure(self, case: Case, seed: int) -> dict:
+        """Compress as the case says, and measure what was written."""
+        with tempfile.TemporaryDirectory(dir=MODELS, prefix="quality-") as scratch:
+            folder = Path(scratch) / "compressed"
+            seconds = self._compress(case, seed, folder)
+            return self.quality(folder) | {"seconds": seconds}
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def _compress(self, case: Case, seed: int, folder: Path) -> float | None:
+        if MAGNITUDE in case.recipe:
+            pruned_by_magnitude(case.recipe[MAGNITUDE]["structure"], folder)
+            return None
+        python = str(reference_python(self._reference)) if case.by_reference else sys.executable
+        tokens = str(self.calibration[seed]) if case.data else None
+        job = Job(str(self.models[case.model]), case.recipe, tokens, str(folder))
+        return self._worker(python, "run_one.py").ask(vars(job))["oneshot_seconds"]
+
+    def _worker(self, python: str, script: str) -> Worker:
+        key = f"{python} {script}"
+        if key not in self._workers:
+            self._workers[key] = Worker(python, script)
+        return self._workers[key]
 
 
-def measure(methods: list[str], seeds: list[int], reference: str | None) -> dict:
-    """``{method: {format: [loss above the dense model's, by seed]}}`` and the dense loss."""
-    held_out = held_out_file()
-    calibration = calibration_files(seeds, SAMPLES)
-    dense = evaluate(str(PICO), held_out)["loss"]
-    print(f"dense: {dense:.4f}", flush=True)
-    results: dict = {"dense": dense, "seeds": seeds, "above": {}}
-    for method in methods:
-        modifier, _, by_reference = METHODS[method]
-        python = reference_python(reference) if by_reference else sys.executable
-        for name, (bits, group) in FORMATS.items():
-            losses = []
-            for seed in seeds if modifier == "GPTQModifier" else seeds[:1]:
-                tokens = calibration[seed] if modifier == "GPTQModifier" else None
-                job = recipe(method, bits, group)
-                run = compress_and_evaluate(python, str(PICO), job, tokens, held_out)
-                losses.append(run["quality"]["loss"] - dense)
-                print(f"{method}, {name}, seed {seed}: {losses[-1]:.4f}", flush=True)
-            results["above"].setdefault(method, {})[name] = losses
+def measure(cases: list[Case], seeds: list[int], bench: Bench, store: Path, *, again: bool) -> dict:
+    """``{setting: {name: {seed: figures}}}`` below ``"found"``, and the dense model's figures."""
+    results = json.loads(store.read_text()) if store.exists() else {"found": {}}
+    # Not kept from an earlier run: that may have had another number of windows.
+    results["dense"] = bench.quality(PICO)
+    print(f"dense: {results['dense']['loss']:.4f}", flush=True)
+    for case in cases:
+        entry = results["found"].setdefault(case.setting, {}).setdefault(case.name, {})
+        for seed in seeds if case.data else seeds[:1]:
+            if again or str(seed) not in entry:
+                entry[str(seed)] = found = bench.measure(case, seed)
+                store.write_text(json.dumps(results, indent=1) + "\n")
+                above = found["loss"] - results["dense"]["loss"]
+                print(f"{case.setting}, {case.name}, seed {seed}: {above:.4f}", flush=True)
     return results
 
 
 def render(results: dict) -> str:
     """The markdown page."""
-    rows = [
-        [method, *(_cell(losses[name]) for name in FORMATS), _limits(method, results["above"])]
-        for method, losses in results["above"].items()
-    ]
+    dense = results["dense"]
+    rows = []
+    for setting, entries in results["found"].items():
+        for name, by_seed in entries.items():
+            runs = list(by_seed.values())
+            mean = {key: statistics.mean(run[key] for run in runs) for key in MEASURED}
+            above = [run["loss"] - dense["loss"] for run in runs]
+            spread = f"{min(above):.4f} to {max(above):.4f}" if len(above) > 1 else ""
+            seconds = [run["seconds"] for run in runs if run["seconds"] is not None]
+            rows.append(
+                [
+                    setting,
+                    name,
+                    f"{statistics.mean(above):.4f}",
+                    spread,
+                    f"{math.exp(mean['loss']):.3f}",
+                    f"{mean['divergence']:.4f}",
+                    f"{mean['agreement']:.1%}",
+                    f"{statistics.median(seconds):.1f}" if seconds else "",
+                ]
+            )
+    header = ["setting", "algorithm", "above", "seeds", "perplexity", "KL", "top-1", "s"]
     return "\n\n".join(
         [
             "# Quality on the embedded model",
             f"{machine()}.",
-            f"Held-out loss above the dense model's {results['dense']:.4f} (nats per token): mean "
-            f"of {len(results['seeds'])} seeds, in brackets the lowest and the highest. "
-            f"{SAMPLES} x 256 calibration tokens. Written by `benchmarks/quality.py`.",
-            table(["", *FORMATS, "at most"], rows) + "\n",
+            f"Held-out loss above the dense model's {dense['loss']:.4f} (nats per token, "
+            f"{dense['tokens']} tokens), mean of the seeds and the lowest and highest of them; "
+            f"perplexity ({dense['perplexity']:.3f} dense), divergence from the dense model and "
+            "agreement of the likeliest token, means. What needs no data has one seed. "
+            f"{SAMPLES} x 256 calibration tokens. Seconds are of `oneshot`, the median of the "
+            "seeds, in a process that has imported everything. Written by "
+            "`benchmarks/quality.py`.",
+            table(header, rows),
+            "## What must be below what",
+            table(["setting", "this", "at most", "found", "limit", "holds"], verdicts(results)),
+            "",
         ]
     )
 
 
-def _limits(method: str, above: dict) -> str:
-    """What the method must not exceed: fixed figures, or those of a rival that was measured."""
-    rival = above.get(RIVALS.get(method))
-    limits = [statistics.mean(rival[name]) for name in FORMATS] if rival else LIMITS.get(method)
-    return " / ".join(f"{limit:.4f}" for limit in limits) if limits else ""
+def verdicts(results: dict) -> list[list[str]]:
+    """A row for each claim whose figures were measured."""
+    mean = {
+        (setting, name): statistics.mean(run["loss"] for run in by_seed.values())
+        - results["dense"]["loss"]
+        for setting, entries in results["found"].items()
+        for name, by_seed in entries.items()
+    }
+    claims = [((s, name), f"{limit}", limit) for (s, name), limit in LIMITS.items()]
+    for setting, better, worse, share in BETTER:
+        if (setting, worse) in mean:
+            label = worse if share == 1 else f"{share} x {worse}"
+            claims.append(((setting, better), label, share * mean[setting, worse]))
+    return [
+        [*key, label, f"{mean[key]:.4f}", f"{limit:.4f}", "yes" if mean[key] <= limit else "NO"]
+        for key, label, limit in claims
+        if key in mean
+    ]
 
 
-def _cell(losses: list[float]) -> str:
-    mean = f"{statistics.mean(losses):.4f}"
-    return mean if len(losses) == 1 else f"{mean} ({min(losses):.4f} to {max(losses):.4f})"
+def chosen(settings: list[str] | None, *, reference: bool) -> list[Case]:
+    """The cases to measure."""
+    return [
+        case
+        for case in CASES
+        if (reference or not case.by_reference) and (not settings or case.setting in settings)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), metavar="METHOD")
+    parser.add_argument("--settings", nargs="+", choices=sorted({c.setting for c in CASES}))
+    parser.add_argument("--windows", type=int, help="to evaluate on; all 712 by default")
     parser.add_argument("--reference", action="store_true", help="run the reference too")
     parser.add_argument("--reference-python", help="interpreter with the reference installed")
+    parser.add_argument("--again", action="store_true", help="measure what is there as well")
     parser.add_argument("--name", default="quality", help="stem of the files in results/")
     given = parser.parse_args()
-    own = [method for method, (_, _, reference) in METHODS.items() if not reference]
-    methods = given.methods or (list(METHODS) if given.reference else own)
-    results = measure(methods, given.seeds, given.reference_python)
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)
-    (folder / f"{given.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    MODELS.mkdir(exist_ok=True)
+    bench = Bench(given.seeds, given.windows, given.reference_python)
+    store = folder / f"{given.name}.json"
+    try:
+        cases = chosen(given.settings, reference=given.reference)
+        results = measure(cases, given.seeds, bench, store, again=given.again)
+    finally:
+        bench.close()
     (folder / f"{given.name}.md").write_text(render(results))
     print(render(results))
 

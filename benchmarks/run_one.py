@@ -8,6 +8,7 @@ is measured is the choice of the interpreter that runs it.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import resource
@@ -15,6 +16,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+SERVED = "-- served --"
+# Where both implementations have the modifiers.
+PAGES = {
+    "AWQModifier": "transform.awq",
+    "AutoRoundModifier": "autoround",
+    "GPTQModifier": "gptq",
+    "HQQModifier": "hqq",
+    "QuIPModifier": "transform",
+    "QuantizationModifier": "quantization",
+    "SmoothQuantModifier": "transform",
+    "SparseGPTModifier": "pruning",
+    "SpinQuantModifier": "transform",
+    "WandaPruningModifier": "pruning",
+}
 
 
 def resident() -> dict[str, float]:
@@ -48,15 +64,14 @@ def run_apart(script: str, job: dict):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def build_recipe(job: dict):
-    """The modifier which a job names, made by the installed implementation."""
-    if job["modifier"] == "GPTQModifier":
-        from llmcompressor.modifiers.gptq import GPTQModifier as Modifier  # noqa: PLC0415
-    else:
-        from llmcompressor.modifiers.quantization import (  # noqa: PLC0415
-            QuantizationModifier as Modifier,
-        )
-    return Modifier(**job["fields"])
+def build_recipe(job: dict) -> list:
+    """The modifiers which a job names, made by the installed implementation."""
+    wanted = job["recipe"] if "recipe" in job else {job["modifier"]: job["fields"]}
+    made = (
+        getattr(importlib.import_module(f"llmcompressor.modifiers.{PAGES[name]}"), name)(**fields)
+        for name, fields in wanted.items()
+    )
+    return list(made)
 
 
 def build_dataset(token_file: str):
@@ -67,13 +82,26 @@ def build_dataset(token_file: str):
     return Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]})
 
 
+def without_accelerator() -> None:
+    """Let pinned memory be plain memory where nothing is there that it could be pinned for.
+
+    The reference's AWQ pins its activations on a machine without an accelerator too, where torch
+    refuses to.
+    """
+    import torch  # noqa: PLC0415
+
+    if not torch.accelerator.is_available():
+        torch.Tensor.pin_memory = lambda self, *_: self
+
+
 def run(job: dict) -> dict:
-    """Run a job: its model folder, modifier, fields, token file (or None) and output folder."""
+    """Run a job: its model folder, recipe, token file (or None) and output folder."""
     started = time.perf_counter()
     from llmcompressor import oneshot  # noqa: PLC0415
 
     recipe = build_recipe(job)
     report = {"import_seconds": time.perf_counter() - started, "after_import": resident()}
+    without_accelerator()
     arguments = {}
     if job["tokens"]:
         dataset = build_dataset(job["tokens"])
@@ -96,11 +124,28 @@ def run(job: dict) -> dict:
     return report
 
 
+def serve(answer) -> None:
+    """Answer requests, a JSON object on a line each, until there are no more.
+
+    A reply is a file beside standard output, to which libraries may write too: the request names
+    it, and a line tells that it is there.
+    """
+    for line in sys.stdin:
+        request = json.loads(line)
+        target = Path(request.pop("report"))
+        target.write_text(json.dumps(answer(request)))
+        print(f"\n{SERVED}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("job", type=Path, help="JSON file that describes the job")
-    parser.add_argument("report", type=Path, help="JSON file to write")
+    parser.add_argument("job", type=Path, nargs="?", help="JSON file that describes the job")
+    parser.add_argument("report", type=Path, nargs="?", help="JSON file to write")
+    parser.add_argument("--serve", action="store_true", help="take jobs from standard input")
     arguments = parser.parse_args()
+    if arguments.serve:
+        serve(run)
+        return
     report = run(json.loads(arguments.job.read_text()))
     arguments.report.write_text(json.dumps(report, indent=1))
 

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import small_models as small
 from training_cases import QUANTIZE, Breaker, Freezer, arguments
 
 from llmcompressor import train
+from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.entrypoints import training_folder
 from llmcompressor.errors import OutputError
 from llmcompressor.recipe import Recipe
+from llmcompressor.training import Trainer
 
 STEPS = 5
 
@@ -113,6 +116,34 @@ def test_killed(whole: dict[str, str], llama_folder: Path, tmp_path: Path) -> No
     (tmp_path / "out.partial" / "training" / "checkpoint-4").mkdir()
     train(str(llama_folder), _recipe(), **_given(output))
     assert _kept(output) == whole
+
+
+@pytest.mark.parametrize("method", ["publish", "remove"])
+@pytest.mark.parametrize("keep", [True, False], ids=["with checkpoints", "without"])
+def test_broken_off_when_all_is_written(
+    method: str,
+    keep: bool,
+    whole: dict[str, str],
+    llama_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It trains no step again, and loses neither the output nor a checkpoint."""
+    given = _given(tmp_path / "out") | ({} if keep else {"save_strategy": "no"})
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Workspace, method, broken)
+        train(str(llama_folder), _recipe(), **given)
+    assert (tmp_path / "out.partial").is_dir()
+    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it trains again"))
+    model = train(str(llama_folder), _recipe(), **given)
+    assert _kept(tmp_path / "out") == whole
+    assert (tmp_path / "out" / "checkpoint-4").is_dir() == keep
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
 def test_nothing_is_kept_of_a_training_that_failed_before_a_checkpoint(tmp_path: Path) -> None:

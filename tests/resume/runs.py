@@ -31,6 +31,7 @@ _PRELOADED = (
     "llmcompressor.entrypoints.oneshot",
     "llmcompressor.modifiers.gptq.base",
     "llmcompressor.modifiers.quantization.rounding",
+    "llmcompressor.modifiers.sparsity",
     "llmcompressor.pipelines.sequential",
     "transformers.models.llama.modeling_llama",
     "datasets",
@@ -154,10 +155,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Died:
-    """How a process ended, and what it said."""
+    """How a process ended, what it said, and how long it was at work."""
 
     code: int
     said: str
+    seconds: float
 
 
 def run(job: Job, *, die_at: str | None = None, after_s: float | None = None) -> Died:
@@ -174,16 +176,19 @@ def run(job: Job, *, die_at: str | None = None, after_s: float | None = None) ->
     process = context.Process(target=_child, args=(job, die_at, sender))
     process.start()
     sender.close()
+    began = time.perf_counter()
     with contextlib.suppress(EOFError):
         receiver.recv()  # the work begins
+        began = time.perf_counter()
         if after_s is not None:
             process.join(after_s)
             process.kill()
     said = ""
     with contextlib.suppress(EOFError):
         said = receiver.recv()
+    seconds = time.perf_counter() - began
     process.join(120)
-    return Died(process.exitcode or 0, said)
+    return Died(process.exitcode or 0, said, seconds)
 
 
 def _child(job: Job, die_at: str | None, sender: Any) -> None:
@@ -272,9 +277,3 @@ def tree(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-
-
-def seconds_of(action: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import BLOCKS, KILLED, NEEDS_DATA, Job, run, seconds_of, tree
+from runs import BLOCKS, KILLED, NEEDS_DATA, Job, run, tree
 
 Expected = Callable[[str], dict[str, str]]
 
@@ -57,7 +57,7 @@ def test_killed_at_fifty_random_moments(
     """Some runs are killed several times; each makes progress or leaves what there was."""
     whole = expected(recipe)
     chooser = random.Random(recipe)
-    length = seconds_of(lambda: run(Job(model, recipe, tmp_path / "timed")))
+    length = run(Job(model, recipe, tmp_path / "timed")).seconds
     kills = finished = 0
     while kills < 50:
         job = Job(model, recipe, tmp_path / f"output-{finished}")

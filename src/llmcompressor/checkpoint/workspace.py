@@ -156,7 +156,7 @@ def _is_ready(folder: Path) -> bool:
 
 def _has_progress(folder: Path) -> bool:
     journal = folder / _JOURNAL
-    return journal.is_file() and bool(Journal(journal).entries)
+    return _is_ready(folder) or (journal.is_file() and bool(Journal(journal).entries))
 
 
 def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:

@@ -8,6 +8,8 @@
         journal          what run it is, and one line per complete checkpoint
         training/        the trainer's own folder: checkpoint-N, logs, state, metrics
         files/           the compressed checkpoint, written at the end; renamed to NAME
+
+When all is written the journal says so. A training that was killed after that only gives it its name.
 """
 
 from __future__ import annotations
@@ -67,8 +69,21 @@ class TrainingFolder:
                 return checkpoint
         return None
 
+    @property
+    def is_written(self) -> bool:
+        """Whether all is there, and only the name of the output is missing, if anything."""
+        return self._workspace is not None and self._workspace.journal.is_ready
+
+    def mark_written(self) -> None:
+        """The compressed checkpoint is complete: make it durable, and say so in the journal."""
+        assert self._workspace is not None, "only the main process writes the output"
+        flush(self._workspace.files)
+        self._workspace.journal.mark_ready()
+
     def publish(self, *, replace: bool, keep_checkpoints: bool) -> None:
         """Give the output its name, with what the trainer wrote beside the checkpoints.
+
+        It may be done again where it was broken off.
 
         Args:
             replace: a checkpoint that has the name goes.
@@ -76,10 +91,12 @@ class TrainingFolder:
         """
         workspace = self._workspace
         assert workspace is not None, "only the main process writes the output"
+        if workspace.is_published:
+            workspace.remove()
+            return
         for path in sorted(self.training.iterdir()):
             if keep_checkpoints or not path.name.startswith(_CHECKPOINT):
                 path.rename(workspace.files / path.name)
-        workspace.journal.mark_ready()
         workspace.publish(replace=replace)
 
 
@@ -109,6 +126,9 @@ def opened_folder(
         return
     with opened(target, fingerprint, resume=resume) as workspace:
         folder = TrainingFolder(training, workspace)
+        if folder.is_written:
+            yield folder
+            return
         if not workspace.journal.entries:  # of what is not in the journal nothing is complete
             shutil.rmtree(training, ignore_errors=True)
         if resume == "must" and folder.last_checkpoint() is None:

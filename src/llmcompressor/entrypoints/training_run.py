@@ -7,7 +7,7 @@ import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
@@ -29,6 +29,7 @@ from llmcompressor.training import Trainer
 
 __all__ = ["run_training"]
 
+T = TypeVar("T")
 _KEPT_FIGURES = ("train_loss", "perplexity", "train_samples", "eval_loss")
 
 
@@ -82,6 +83,8 @@ class _Run:
         )
         try:
             with folder as opened, ExitStack() as stack:
+                if _agreed(opened.is_written):
+                    return self._published(opened)
                 trainer = self._trainer(opened, stack, teacher, train_samples, eval_samples)
                 figures = self._train(trainer, opened)
                 stack.close()  # the bar
@@ -178,11 +181,23 @@ class _Run:
                 check=check_written if task.run_args.verify else None,
             )
             write_checkpoint(self.model, folder.files, options, state)
-            folder.publish(
-                replace=task.model_args.overwrite, keep_checkpoints=task.keeps_checkpoints
-            )
-            logger.info(f"Saved {task.output_dir}.")
+            folder.mark_written()
+            self._publish(folder)
         trainer.accelerator.wait_for_everyone()
+
+    def _publish(self, folder: TrainingFolder) -> None:
+        task = self.task
+        folder.publish(replace=task.model_args.overwrite, keep_checkpoints=task.keeps_checkpoints)
+        logger.info(f"Saved {task.output_dir}.")
+
+    def _published(self, folder: TrainingFolder) -> Module:
+        """What is left of a training that was killed when all was written; the model from there."""
+        logger.info("The training was done and its output written: it only gets its name.")
+        if self.is_main:
+            self._publish(folder)
+        _agreed(None)  # nobody reads before it has its name
+        model = type(self.model).from_pretrained(self.task.output_dir, dtype="auto")
+        return model.eval()  # type: ignore[no-any-return]  # as it came from the loader
 
 
 def _device(task: Training) -> torch.device:
@@ -236,14 +251,14 @@ def _check_precision(model: Module, task: Training) -> None:
         )
 
 
-def _agreed(checkpoint: Path | None) -> Path | None:
+def _agreed(found: T) -> T:
     """What the first process found, in all of them."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()):
-        return checkpoint
-    box = [None if checkpoint is None else str(checkpoint)]
+        return found
+    box = [found]
     dist.broadcast_object_list(box)
-    return None if box[0] is None else Path(box[0])
+    return box[0]
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``quality.py`` compares: algorithms by scheme, and which has to beat which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+HEAD = ["lm_head"]
+MAGNITUDE = "magnitude"
+"""In the place of a modifier: zeros where weights are smallest, without either tool."""
+REFERENCE = "reference, "
+"""Names of cases that the reference runs begin so."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One algorithm in one setting.
+
+    Attributes:
+        setting: the scheme or structure; cases of one setting are compared.
+        name: the algorithm; unique in its setting.
+        recipe: class name → fields of each modifier, in order.
+        data: whether it is calibrated; if not, one seed is all.
+        model: ``"embedded"``, or ``"planted"``: the same with outlier channels.
+    """
+
+    setting: str
+    name: str
+    recipe: dict[str, dict[str, Any]]
+    data: bool = True
+    model: str = "embedded"
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether the reference runs it."""
+        return self.name.startswith(REFERENCE)
+
+
+def grid(bits: int, group: int, *, symmetric: bool = True) -> dict[str, Any]:
+    """Integer weights in groups."""
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group",
+        "group_size": group,
+    }
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """A preset on all Linears."""
+    return {"targets": ["Linear"], "scheme": name}
+
+
+def rounded(scheme: dict[str, Any], **fields: Any) -> dict[str, dict[str, Any]]:
+    """Round-to-nearest."""
+    return {"QuantizationModifier": {**scheme, "ignore": HEAD, **fields}}
+
+
+def solved(scheme: dict[str, Any], **fields: Any) -> dict[str, dict[str, Any]]:
+    """GPTQ."""
+    return {"GPTQModifier": {**scheme, "ignore": HEAD, **fields}}
+
+
+def own(name: str, scheme: dict[str, Any], **fields: Any) -> dict[str, dict[str, Any]]:
+    """Another modifier that quantizes."""
+    return {name: {**scheme, "ignore": HEAD, **fields}}
+
+
+def sparse(name: str, structure: str, **fields: Any) -> dict[str, dict[str, Any]]:
+    """A one-shot pruning modifier: half of the weights."""
+    return {
+        name: {
+            "sparsity": 0.5,
+            "mask_structure": structure,
+            "targets": ["Linear"],
+            "ignore": HEAD,
+            **fields,
+        }
+    }
+
+
+AWQ = {"AWQModifier": {}}
+SMOOTH = {"SmoothQuantModifier": {"smoothing_strength": 0.8}}
+EMBEDDED = (
+    ("4 bits, group 128", grid(4, 128)),
+    ("3 bits, group 64", grid(3, 64)),
+)
+
+
+def _weights() -> list[Case]:
+    cases: list[Case] = []
+    for setting, scheme in EMBEDDED:
+        cases += [
+            Case(setting, "round-to-nearest", rounded(scheme), data=False),
+            Case(setting, "mse observer", rounded(scheme, weight_observer="mse"), data=False),
+            Case(setting, "imatrix_mse observer", rounded(scheme, weight_observer="imatrix_mse")),
+            Case(setting, "GPTQ, one forward", solved(scheme, asymmetric=False)),
+            Case(setting, "GPTQ, as it comes", solved(scheme)),
+            Case(setting, "GPTQ, mse observer", solved(scheme, weight_observer="mse")),
+            Case(setting, "AWQ", AWQ | rounded(scheme)),
+            Case(setting, "AutoRound", own("AutoRoundModifier", scheme)),
+            Case(setting, f"{REFERENCE}GPTQ", solved(scheme)),
+        ]
+    asymmetric = preset("W4A16_ASYM")
+    cases += [
+        Case("W4A16_ASYM", "round-to-nearest", rounded(asymmetric), data=False),
+        Case("W4A16_ASYM", "HQQ", own("HQQModifier", asymmetric), data=False),
+        Case("W4A16_ASYM", "AWQ", AWQ | rounded(asymmetric)),
+        Case(
+            "W4A16_ASYM",
+            "AWQ, parent's output, no clipping",
+            {"AWQModifier": {"loss": "output", "clip": False}} | rounded(asymmetric),
+        ),
+        Case("W4A16_ASYM", "AWQ and GPTQ", AWQ | solved(asymmetric)),
+        Case("W4A16_ASYM", f"{REFERENCE}AWQ", AWQ | rounded(asymmetric)),
+    ]
+    return cases
+
+
+def _activations() -> list[Case]:
+    w8a8, nvfp4 = preset("W8A8"), preset("NVFP4A16")
+    return [
+        Case("W8A8", "round-to-nearest", rounded(w8a8), data=False),
+        Case("W8A8", "GPTQ", solved(w8a8)),
+        Case("W8A8", "SmoothQuant and GPTQ", SMOOTH | solved(w8a8)),
+        Case("W8A8", f"{REFERENCE}SmoothQuant and GPTQ", SMOOTH | solved(w8a8)),
+        Case("NVFP4A16", "round-to-nearest", rounded(nvfp4), data=False),
+        Case("NVFP4A16", "mse observer", rounded(nvfp4, weight_observer="mse"), data=False),
+        Case("NVFP4A16", "GPTQ", solved(nvfp4)),
+    ]
+
+
+def _sparsity() -> list[Case]:
+    cases: list[Case] = []
+    for setting, structure in (("50 %", "0:0"), ("2:4", "2:4")):
+        cases += [
+            Case(setting, "magnitude", {MAGNITUDE: {"structure": structure}}, data=False),
+            Case(setting, "Wanda", sparse("WandaPruningModifier", structure)),
+            Case(setting, "SparseGPT", sparse("SparseGPTModifier", structure)),
+        ]
+    cases += [
+        Case("2:4", f"{REFERENCE}Wanda", sparse("WandaPruningModifier", "2:4")),
+        Case("2:4", f"{REFERENCE}SparseGPT", sparse("SparseGPTModifier", "2:4")),
+        Case(
+            "2:4 and W4A16",
+            "Wanda, then round-to-nearest",
+            sparse("WandaPruningModifier", "2:4") | rounded(preset("W4A16")),
+        ),
+        Case(
+            "2:4 and W4A16",
+            "SparseGPT and GPTQ",
+            sparse("SparseGPTModifier", "2:4") | solved(preset("W4A16")),
+        ),
+    ]
+    return cases
+
+
+def _planted() -> list[Case]:
+    cases = []
+    spin = {"SpinQuantModifier": {"rotations": ["R1", "R2"], "transform_type": "hadamard"}}
+    quip = {"QuIPModifier": {"transform_type": "random-hadamard"}}
+    for name, scheme in (("W8A8", preset("W8A8")), ("W4A16", preset("W4A16"))):
+        cases += [
+            Case(f"planted, {name}", label, recipe, data=data, model="planted")
+            for label, recipe, data in (
+                ("round-to-nearest", rounded(scheme), False),
+                ("SmoothQuant", SMOOTH | rounded(scheme), True),
+                ("AWQ", AWQ | rounded(scheme), True),
+                ("SpinQuant", spin | rounded(scheme), False),
+                ("QuIP", quip | rounded(scheme), False),
+            )
+            if not (name == "W8A8" and label in ("AWQ", "QuIP"))
+            and not (name == "W4A16" and label == "SmoothQuant")
+        ]
+    return cases
+
+
+CASES = _weights() + _activations() + _sparsity() + _planted()
+
+# In a setting, what must be below what, and by which share of the other at the most.
+BETTER: list[tuple[str, str, str, float]] = [
+    *(
+        (setting, better, worse, 1.0)
+        for setting, _ in EMBEDDED
+        for better, worse in (
+            ("GPTQ, as it comes", "round-to-nearest"),
+            ("AutoRound", "round-to-nearest"),
+            ("GPTQ, one forward", f"{REFERENCE}GPTQ"),
+            ("GPTQ, as it comes", f"{REFERENCE}GPTQ"),
+        )
+    ),
+    ("W4A16_ASYM", "HQQ", "round-to-nearest", 1.0),
+    ("W4A16_ASYM", "AWQ", "round-to-nearest", 1.0),
+    ("W4A16_ASYM", "AWQ", f"{REFERENCE}AWQ", 0.75),
+    ("W8A8", "SmoothQuant and GPTQ", f"{REFERENCE}SmoothQuant and GPTQ", 1.0),
+    ("NVFP4A16", "mse observer", "round-to-nearest", 1.0),
+    ("50 %", "Wanda", "magnitude", 1.0),
+    ("50 %", "SparseGPT", "Wanda", 1.0),
+    ("2:4", "Wanda", "magnitude", 1.0),
+    ("2:4", "SparseGPT", "Wanda", 1.0),
+    ("2:4", "Wanda", f"{REFERENCE}Wanda", 1.0),
+    ("2:4", "SparseGPT", f"{REFERENCE}SparseGPT", 0.75),
+    ("2:4 and W4A16", "SparseGPT and GPTQ", "Wanda, then round-to-nearest", 1.0),
+    ("planted, W8A8", "SmoothQuant", "round-to-nearest", 1.0),
+    ("planted, W8A8", "SpinQuant", "round-to-nearest", 1.0),
+    ("planted, W4A16", "AWQ", "round-to-nearest", 1.0),
+    ("planted, W4A16", "SpinQuant", "round-to-nearest", 1.0),
+    ("planted, W4A16", "QuIP", "round-to-nearest", 1.0),
+]
+# What a mean must not exceed, in nats per token.
+LIMITS = {
+    ("4 bits, group 128", "GPTQ, as it comes"): 0.017,
+    ("3 bits, group 64", "GPTQ, as it comes"): 0.062,
+}
