@@ -65,6 +65,7 @@ ALIASES = {
     "modifiers.logarithmic_equalization",
     "modifiers.obcq",
     "modifiers.pruning",
+    "modifiers.pruning.reap",
     "modifiers.pruning.sparsegpt",
     "modifiers.pruning.wanda",
     "modifiers.quantization",

@@ -76,10 +76,12 @@ PUBLIC = {
     ],
     "llmcompressor.modeling": ["replace_modules_for_calibration"],
     "llmcompressor.modifiers": ["Modifier", "ModifierFactory"],
+    "llmcompressor.modifiers.autoround": ["AutoRoundModifier"],
     "llmcompressor.modifiers.awq": ["AWQMapping", "AWQModifier"],
     "llmcompressor.modifiers.distillation": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.distillation.output": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.gptq": ["GPTQModifier"],
+    "llmcompressor.modifiers.hqq": ["HQQModifier"],
     "llmcompressor.modifiers.logarithmic_equalization": ["LogarithmicEqualizationModifier"],
     "llmcompressor.modifiers.modifier": ["Modifier"],
     "llmcompressor.modifiers.obcq": ["SparseGPTModifier"],
@@ -87,11 +89,13 @@ PUBLIC = {
         "ConstantPruningModifier",
         "GradualPruningModifier",
         "MagnitudePruningModifier",
+        "REAPPruningModifier",
         "SparseGPTModifier",
         "WandaPruningModifier",
     ],
     "llmcompressor.modifiers.pruning.constant": ["ConstantPruningModifier"],
     "llmcompressor.modifiers.pruning.magnitude": ["MagnitudePruningModifier"],
+    "llmcompressor.modifiers.pruning.reap": ["REAPPruningModifier"],
     "llmcompressor.modifiers.pruning.sparsegpt": ["SparseGPTModifier"],
     "llmcompressor.modifiers.pruning.wanda": ["WandaPruningModifier"],
     "llmcompressor.modifiers.quantization": [
@@ -100,6 +104,7 @@ PUBLIC = {
         "QuantizationModifier",
     ],
     "llmcompressor.modifiers.quantization.gptq": ["GPTQModifier"],
+    "llmcompressor.modifiers.reap": ["REAPPruningModifier"],
     "llmcompressor.modifiers.rotation": [
         "NormMapping",
         "QuIPModifier",
@@ -162,11 +167,17 @@ ALIASES = {
     "llmcompressor.modifiers.pruning:GradualPruningModifier": (
         "llmcompressor.modifiers.pruning.magnitude:MagnitudePruningModifier"
     ),
+    "llmcompressor.modifiers.pruning:REAPPruningModifier": (
+        "llmcompressor.modifiers.reap:REAPPruningModifier"
+    ),
     "llmcompressor.modifiers.pruning:SparseGPTModifier": (
         "llmcompressor.modifiers.sparsity:SparseGPTModifier"
     ),
     "llmcompressor.modifiers.pruning:WandaPruningModifier": (
         "llmcompressor.modifiers.sparsity:WandaPruningModifier"
+    ),
+    "llmcompressor.modifiers.pruning.reap:REAPPruningModifier": (
+        "llmcompressor.modifiers.reap:REAPPruningModifier"
     ),
     "llmcompressor.modifiers.pruning.sparsegpt:SparseGPTModifier": (
         "llmcompressor.modifiers.sparsity:SparseGPTModifier"
@@ -226,8 +237,6 @@ ALIASES = {
 }
 # Paths that scripts know and whose thing is not written yet.
 COMES_LATER = [
-    "llmcompressor.modifiers.autoround:AutoRoundModifier",
-    "llmcompressor.modifiers.pruning:REAPPruningModifier",
     "llmcompressor.transformers:apply",
 ]
 

@@ -58,6 +58,7 @@ DEFAULTS = {
         "dataloader_num_workers": 0,
         "min_tokens_per_module": None,
         "moe_calibrate_all_experts": True,
+        "starved_experts": "all_tokens",
         "pipeline": "independent",
         "sequential_targets": None,
         "sequential_granularity": "auto",

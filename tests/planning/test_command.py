@@ -94,5 +94,5 @@ def test_headers_of_a_large_model_in_a_table(tmp_path: Path) -> None:
     result = run(str(source), "--recipe", RECIPE, "--no-measure")
 
     assert "46.7 billion parameters, 32 blocks" in result.output
-    assert "97% of the weights are stacks of matrices" in result.output
+    assert "stacks of matrices" not in result.output
     assert "hold headers and no data" in result.output

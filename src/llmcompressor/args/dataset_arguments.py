@@ -26,6 +26,7 @@ from llmcompressor.args.checks import (
 
 __all__ = ["COLLATORS", "PIPELINES", "TRACING_IGNORE", "DatasetArguments"]
 
+STARVED: Mapping[str, str] = {name: name for name in ("all_tokens", "neighbours", "rtn", "error")}
 PIPELINES: Mapping[str, str] = {
     "basic": "basic",
     "data_free": "datafree",
@@ -177,16 +178,25 @@ class DatasetArguments:
     min_tokens_per_module: float | None = field(
         default=None,
         metadata=about(
-            "Warn of modules that see less than this share (0 to 1) of the calibration tokens.",
+            "Warn of modules that see less than this share (0 to 1) of the calibration tokens; an "
+            "expert that does is starved.",
             optional(number(0, 1)),
         ),
     )
     moe_calibrate_all_experts: bool = field(
         default=True,
         metadata=about(
-            "No effect yet: show every expert every token.",
+            "Make the statistics of every expert of all tokens of its layer.",
             boolean,
-            off="No effect yet: show an expert only the tokens that are routed to it.",
+            off="Make the statistics of an expert of the tokens that are routed to it.",
+        ),
+    )
+    starved_experts: str = field(
+        default="all_tokens",
+        metadata=about(
+            "What the statistics of an expert are made of that too few tokens are routed to: "
+            "all_tokens, neighbours, rtn or error.",
+            one_of(STARVED),
         ),
     )
     pipeline: str | None = field(

@@ -28,6 +28,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from llmcompressor.modeling.experts import LinearExperts
+
 __all__ = [
     "LoadedName",
     "checkpoint_layout",
@@ -162,7 +164,23 @@ def owned_by_model(
         keys: names in the checkpoint.
         state: the model's state dict.
     """
-    return set(loaded_names(model, keys, state))
+    every = list(keys)
+    owned = set(loaded_names(model, every, state))
+    opened = {
+        f"{name}.{stack}"
+        for name, module in model.named_modules()
+        if isinstance(module, LinearExperts)
+        for stack in module.form.stacks
+    }
+    if opened:  # stacks of experts that are Linears now
+        transforms = _transforms(model, reverse=False)
+        given = [*transforms.converters], dict.fromkeys([*state, *opened])
+        prefix = model.base_model_prefix
+        for key in set(every) - owned:
+            renamed, _ = rename_source_key(key, transforms.renamings, given[0], prefix, given[1])
+            if renamed in opened:
+                owned.add(key)
+    return owned
 
 
 class LoadedName(NamedTuple):
@@ -201,4 +219,10 @@ def loaded_names(
             names[key] = LoadedName(renamed, pattern is not None, pattern)
         elif key in state:
             names[key] = LoadedName(key, False)
+        elif pattern is not None:  # a stack would be made of it, which was taken apart
+            alone, _ = rename_source_key(
+                key, transforms.renamings, [], model.base_model_prefix, own_names
+            )
+            if alone in state:
+                names[key] = LoadedName(alone, False)
     return names

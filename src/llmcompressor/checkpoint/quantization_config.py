@@ -34,6 +34,7 @@ from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.layout import checkpoint_names, merges_experts
 from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import embeddings
+from llmcompressor.modeling.fused import is_expert
 
 __all__ = ["build_quantization_config"]
 
@@ -240,7 +241,14 @@ def _choose_targets(
     groups: Sequence[_Group], candidates: Sequence[_Candidate], ignore: Sequence[str]
 ) -> None:
     """Keep the recipe's targets if every reader understands them alike, else write names."""
+    stored = {item.name: item.stored for item in candidates}
     for group in groups:
+        # a module that is meant by name may have another one in the checkpoint
+        group.targets += [
+            stored[target]
+            for target in group.targets
+            if stored.get(target, target) not in group.targets
+        ]
         group.targets += [
             target for target in _head_targets(group, candidates) if target not in group.targets
         ]
@@ -337,6 +345,8 @@ def _dense_experts(
     """
     names = {entry.name for entry in quantized}
     if not (merges_experts(model) and _expert_stacks(model, names)):
+        return {}
+    if any(is_expert(name) for name in names):  # those have to be found, the others cannot be
         return {}
     by_pattern = [
         scheme

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from llmcompressor.checkpoint.source import TensorHeader
+from llmcompressor.checkpoint.source import PieceHeader, TensorHeader
 from llmcompressor.errors import CheckpointError
 
 __all__ = ["DTYPES", "TensorReader", "bytes_of", "dtype_name"]
@@ -83,14 +84,21 @@ class TensorReader:
             CheckpointError: the file cannot be read, or is shorter than it was.
         """
         header = self._headers[name]
-        data = torch.empty(header.nbytes, dtype=torch.uint8)
+        dtype = self._dtype(header, name)
+        stored = header.matrix if isinstance(header, PieceHeader) else header.shape
+        nbytes = prod(stored) * dtype.itemsize
+        data = torch.empty(nbytes, dtype=torch.uint8)
         view = bytes_of(data)
         done = 0
-        while done < header.nbytes:
+        while done < nbytes:
             done += self._read_into(header, view[done : done + _CHUNK], done)
         if digest is not None:
             digest.update(view)
-        return data.view(self._dtype(header, name)).reshape(header.shape)
+        tensor = data.view(dtype).reshape(stored)
+        if isinstance(header, PieceHeader):
+            tensor = tensor.mT if header.turned else tensor
+            return tensor[slice(*header.rows)].contiguous()
+        return tensor
 
     def open_all(self) -> None:
         """Open every file now: it can be read from then on, whatever becomes of its name."""

@@ -21,6 +21,7 @@ from huggingface_hub import try_to_load_from_cache
 from llmcompressor.errors import CheckpointError, did_you_mean
 
 __all__ = [
+    "PieceHeader",
     "SourceInfo",
     "TensorHeader",
     "inspect_source",
@@ -56,6 +57,23 @@ class TensorHeader:
     file: Path
     offset: int = 0
     nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class PieceHeader(TensorHeader):
+    """A tensor that is a selection of rows of a matrix in a file, and does not lie in one piece.
+
+    ``offset`` is the matrix's; ``shape`` and ``nbytes`` are those of the piece.
+
+    Attributes:
+        matrix: the shape that is stored.
+        turned: rows are selected of its transpose.
+        rows: first, end and step.
+    """
+
+    matrix: tuple[int, ...] = ()
+    turned: bool = False
+    rows: tuple[int, int, int] = (0, 0, 1)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ _OF_CALIBRATION = (
     "sequential_targets",
     "sequential_targets_per_subgraph",
     "shuffle_calibration_samples",
+    "starved_experts",
     "tracing_ignore",
 )
 

@@ -26,6 +26,9 @@ _CALIBRATION = (
     "sequential_granularity",
     "propagate_error",
     "use_loss_mask",
+    "moe_calibrate_all_experts",
+    "starved_experts",
+    "min_tokens_per_module",
 )
 """Arguments that change what is found for a given set of batches."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from llmcompressor.checkpoint.experts import close_dense, open_experts
 from llmcompressor.checkpoint.finite import first_nonfinite
 from llmcompressor.checkpoint.load import (
     check_unquantized,
@@ -21,11 +22,13 @@ from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
 from llmcompressor.entrypoints.checking import check_written
 from llmcompressor.entrypoints.job import Job, compression_report, report_of, undone_on_error
-from llmcompressor.entrypoints.task import Task
+from llmcompressor.entrypoints.task import EXPERTS, Task
 from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_freed
 from llmcompressor.pipelines import PIPELINES
+from llmcompressor.pipelines.experts import experts_report
+from llmcompressor.pipelines.mixtures import meant_mixtures
 from llmcompressor.pipelines.passes import run_passes, stretches_of
 
 __all__ = ["check_finite", "load_whole_model", "run_in_memory"]
@@ -53,13 +56,17 @@ def run_in_memory(job: Job, source: Source | None) -> Module:
     if job.run_args.max_memory is not None:
         logger.warning("max_memory has no effect: this run needs the whole model in memory.")
     model = load_whole_model(job, device=job.model_args.device)
+    mixtures = meant_mixtures(model, job.recipe.modifiers)
+    open_experts(model, mixtures)  # type: ignore[arg-type]  # others have no mixtures
     processor = job.load_processor(model)
     batches = job.load_data(model, processor, source)
     session = active_session()
     session.reset()
     with undone_on_error(session):
         _compress(job, model, batches, session)
-    report = compression_report(report_of(session.lifecycle.recipe.modifiers), model)
+    records = report_of(session.lifecycle.recipe.modifiers)
+    report = compression_report({**records, EXPERTS: experts_report(model)}, model)
+    close_dense(model)  # type: ignore[arg-type]  # others have no mixtures
     if hasattr(model, "save_pretrained"):
         modify_save_pretrained(
             model,  # type: ignore[arg-type]  # it has what a PreTrainedModel has

@@ -14,7 +14,7 @@ import torch
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.limits import Limits
-from llmcompressor.errors import InputError
+from llmcompressor.errors import InputError, TargetError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
@@ -103,7 +103,7 @@ def _deployment(
 
 def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measure: bool) -> Plan:
     job = _Draft(**arguments)
-    subject = open_subject(job.model_args)
+    subject = _subject(job)
     tokens, batches = _Data(job, subject)()
     request = Request(
         [_unused(modifier) for modifier in job.recipe.modifiers],
@@ -124,6 +124,13 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
     return make_plan(subject, request)
 
 
+def _subject(job: _Draft) -> Subject:
+    """The model, with its experts taken apart if the recipe is about them."""
+    with job.noting(RECIPE, TargetError):
+        return open_subject(job.model_args, job.recipe.modifiers)
+    return open_subject(job.model_args)
+
+
 class _Draft(Job):
     """The checks of a run, where what fails is noted, and the next check is made."""
 
@@ -132,11 +139,11 @@ class _Draft(Job):
         super().__init__(**arguments)
 
     @contextmanager
-    def noting(self, where: str) -> Iterator[None]:
+    def noting(self, where: str, kind: type[InputError] = InputError) -> Iterator[None]:
         """Note the error that ends the body."""
         try:
             yield
-        except InputError as error:
+        except kind as error:
             self.problems.append(problem_of(where, error))
 
     def _read_recipe(self) -> Recipe:

@@ -14,6 +14,7 @@ from torch.nn import Module
 from llmcompressor.checkpoint.block_stream import BlockStream
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
+from llmcompressor.checkpoint.experts import open_blueprint
 from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.load import untie_embeddings
 from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
@@ -34,6 +35,7 @@ from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
 from llmcompressor.entrypoints.checking import check_written, warn_unservable
 from llmcompressor.entrypoints.fingerprint import fingerprint_of
+from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import (
     Job,
     Records,
@@ -42,11 +44,14 @@ from llmcompressor.entrypoints.job import (
     undone_on_error,
 )
 from llmcompressor.entrypoints.limits import Limits
+from llmcompressor.entrypoints.task import EXPERTS
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_large_at_once
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.pipelines.experts import experts_report
+from llmcompressor.pipelines.mixtures import dense_mixtures, meant_mixtures, warn_unread
 from llmcompressor.pipelines.passes import BY_BLOCK, passes_of, run_passes
 
 __all__ = ["run_blueprint", "run_streamed", "streamable"]
@@ -107,6 +112,14 @@ def run_streamed(job: Job, source: SourceInfo, data: Source | None) -> Module:
         trust_remote_code=args.trust_remote_code_model,
     )
     model = blueprint.model
+    modifiers = job.recipe.modifiers
+    mixtures = meant_mixtures(model, modifiers)
+    dense = dense_mixtures(mixtures, model, modifiers)
+    warn_unread(model, [one for one in mixtures if one.name not in dense])
+    reason = open_blueprint(blueprint, mixtures, dense)
+    if reason:
+        _say_in_memory(reason)
+        return run_in_memory(job, data)
     processor = job.load_processor(model)
     loader = job.load_data(model, processor, data)
     return run_blueprint(job, blueprint, processor, None if loader is None else list(loader))
@@ -282,6 +295,7 @@ class _Run:
             modifier: {name: record for name, record in records.items() if name in wanted}
             for modifier, records in report_of(self._modifiers).items()
         }
+        found[EXPERTS] = experts_report(self.blueprint.model, wanted.__contains__)
         return {modifier: records for modifier, records in found.items() if records}
 
     def _fingerprint(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.stages import RunType, Stage
 
 __all__ = [
+    "EXPERTS",
     "Records",
     "Task",
     "check_run_types",
@@ -45,6 +46,9 @@ __all__ = [
 
 Records = dict[str, dict[str, Any]]
 """Class of a modifier → module → what was recorded."""
+
+EXPERTS = "experts"
+"""Among :data:`Records`, in the place of a modifier: how many tokens were routed to each expert."""
 
 _OTHER: Mapping[RunType, RunType] = {"oneshot": "train", "train": "oneshot"}
 _WHY: Mapping[RunType, str] = {
@@ -233,13 +237,21 @@ def report_of(modifiers: Sequence[Modifier]) -> Records:
 
 
 def compression_report(records: Records, model: Module) -> dict[str, Any] | None:
-    """What is kept beside the weights: records in the order of the model's modules."""
+    """What is kept beside the weights: records in the order of the model's modules.
+
+    Args:
+        records: of modifiers; under :data:`EXPERTS` the tokens of experts.
+        model: what was compressed.
+    """
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     ordered = {
         modifier: dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
         for modifier, found in sorted(records.items())
     }
-    return {"modifiers": ordered} if ordered else None
+    experts = ordered.pop(EXPERTS, {})
+    if not ordered and not experts:
+        return None
+    return {"modifiers": ordered, **({"experts": experts} if experts else {})}
 
 
 def vocabulary(model: Any) -> int | None:

@@ -33,6 +33,7 @@ _OF_CALIBRATION = (
     "sequential_granularity",
     "sequential_targets",
     "shuffle_calibration_samples",
+    "starved_experts",
 )
 """Arguments of data that say how a model is calibrated."""
 

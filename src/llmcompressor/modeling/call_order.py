@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,7 +46,11 @@ class CallOrder:
 
     def group_of(self, module: Module) -> tuple[Module, ...]:
         """The modules that share ``module``'s input, itself included."""
-        return next((group for group in self.groups if module in group), (module,))
+        return self._group_by_module.get(module, (module,))
+
+    @cached_property
+    def _group_by_module(self) -> Mapping[Module, tuple[Module, ...]]:
+        return {module: group for group in reversed(self.groups) for module in group}
 
 
 def first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

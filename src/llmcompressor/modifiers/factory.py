@@ -19,9 +19,11 @@ _BUILTIN = Table(
     "modifier",
     {
         "AWQModifier": "llmcompressor.modifiers.transform.awq:AWQModifier",
+        "AutoRoundModifier": "llmcompressor.modifiers.autoround:AutoRoundModifier",
         "ConstantPruningModifier": "llmcompressor.modifiers.pruning:ConstantPruningModifier",
         "GPTQModifier": "llmcompressor.modifiers.gptq:GPTQModifier",
         "GradualPruningModifier": "llmcompressor.modifiers.pruning:MagnitudePruningModifier",
+        "HQQModifier": "llmcompressor.modifiers.hqq:HQQModifier",
         "LogarithmicEqualizationModifier": (
             "llmcompressor.modifiers.smoothquant:LogarithmicEqualizationModifier"
         ),
@@ -31,6 +33,7 @@ _BUILTIN = Table(
         ),
         "QuIPModifier": "llmcompressor.modifiers.rotation:QuIPModifier",
         "QuantizationModifier": "llmcompressor.modifiers.quantization:QuantizationModifier",
+        "REAPPruningModifier": "llmcompressor.modifiers.reap:REAPPruningModifier",
         "SmoothQuantModifier": "llmcompressor.modifiers.smoothquant:SmoothQuantModifier",
         "SpinQuantModifier": "llmcompressor.modifiers.rotation:SpinQuantModifier",
         "SparseGPTModifier": "llmcompressor.modifiers.sparsity:SparseGPTModifier",

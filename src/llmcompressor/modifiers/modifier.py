@@ -206,6 +206,18 @@ class Modifier(HooksMixin):
         """The modules whose inputs or outputs this modifier collects."""
         return []
 
+    def means(self, name: str, module: Module) -> bool:
+        """Whether its targets reach a Linear, were one called ``name`` in the model.
+
+        By this experts that are stored in stacks are taken apart. A modifier without targets of
+        its own says no, and gets what others need.
+
+        Args:
+            name: of an expert's Linear.
+            module: a stand-in for it.
+        """
+        return False
+
     @property
     def works_by_block(self) -> bool:
         """Whether :meth:`finish` completes single blocks, so that others need not be loaded."""

@@ -12,6 +12,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.pipelines.batches import calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.coverage import scarcity_reported
+from llmcompressor.pipelines.experts import experts_watched
 from llmcompressor.pipelines.model_runs import calibration_mode
 from llmcompressor.pipelines.residency import Residency
 from llmcompressor.progress import progress
@@ -37,9 +38,12 @@ class BasicPipeline:
         """Run all modifiers of the active session over the calibration data."""
         session = active_session()
         state, modifiers = session.state, session.lifecycle.recipe.modifiers
-        with calibrating(
-            model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
-        ) as batches:
+        with (
+            calibrating(
+                model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
+            ) as batches,
+            experts_watched(model, state, batches, dataset_args),
+        ):
             owners = owners_of(modifiers, state)
             state.call_order = watch_calibrated(model, batches, owners, find_blocks(model)).order
             LifecycleCallbacks.calibration_epoch_start()

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from torch.nn import Module
 
 from llmcompressor.modeling.call_order import CallOrder, watch_calls
+from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
+from llmcompressor.pipelines.experts import every_expert_called
 from llmcompressor.pipelines.model_runs import small_batch
 from llmcompressor.pipelines.residency import hollow_weights
 
@@ -29,6 +31,8 @@ class Calibrated:
     """Module → name, in the order of the model."""
     order: CallOrder
     """When they are called, and which of them share an input; other parts of blocks are counted."""
+    stages: Mapping[Module, tuple[Module, str]]
+    """Linear of an expert → the stage at which it gets its input, and that one's name."""
 
 
 def owners_of(modifiers: Sequence[Modifier], state: State) -> dict[Module, list[int]]:
@@ -57,7 +61,14 @@ def watch_calibrated(
     names = {module: name for name, module in model.named_modules() if module in owners}
     region = {inner: name for block, name in blocks.items() for inner in block.modules()}
     modules_by_name = {name: module for module, name in names.items()}
-    with hollow_weights(model):
+    stages: dict[Module, tuple[Module, str]] = {
+        linear: (stage, name)
+        for name, stage in model.named_modules()
+        if isinstance(stage, ExpertStage)
+        for linear in stage.linears
+        if linear in names
+    }
+    with hollow_weights(model), every_expert_called(model):
         order = watch_calls(
             lambda: batches.run(small_batch(batches[0])),
             names,
@@ -65,4 +76,5 @@ def watch_calibrated(
             also_count=region,
         )
     # Each modifier watches the first of its own.
-    return Calibrated(names, order.split(lambda module: tuple(owners[module])))
+    order = order.split(lambda module: (tuple(owners[module]), stages.get(module)))
+    return Calibrated(names, order, stages)

@@ -25,7 +25,7 @@ from llmcompressor.modeling.blocks import block_of, sub_blocks
 from llmcompressor.modeling.call_order import CallOrder
 from llmcompressor.modifiers.modifier import Granularity
 
-__all__ = ["Choice", "Plan", "Unit", "choose_level", "estimate_bytes", "make_plan"]
+__all__ = ["Choice", "Plan", "Unit", "choose_level", "estimate_bytes", "forwards_of", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,19 @@ class Plan:
     reason: str
     bytes: int
     """About what the suspended passes hold at once."""
+
+
+def forwards_of(level: Granularity, streams: int, *, propagates: bool) -> int:
+    """How often the model runs over the data in one pass.
+
+    Args:
+        level: where forwards stop. A Linear gives its output after it was compressed; what is
+            larger has to run first to be calibrated, and then again.
+        streams: 2 if the original model is run as well.
+        propagates: whether compressed layers' outputs go on.
+    """
+    once = 1 if level is Granularity.LINEAR or not propagates else 2
+    return once + (streams - 1)
 
 
 def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, streams: int) -> int:
@@ -144,6 +157,7 @@ def make_plan(
     every_block: bool = False,
     gates: Mapping[Module, str] | None = None,
     to_end: bool = False,
+    stages: Mapping[Module, tuple[Module, str]] | None = None,
 ) -> Plan:
     """Choose the finest level that is allowed and fits, and lay out its units.
 
@@ -159,19 +173,37 @@ def make_plan(
         every_block: stop at all blocks, also at those that hold none of ``names``.
         gates: blocks to stop at, if they hold no stop, for all passes to be at the same one.
         to_end: the passes go on behind the last module that is calibrated.
+        stages: Linear of an expert → where it is calibrated together with those of others, and
+            that place's name.
     """
     modules = list(names)
     finest = Granularity.BLOCK if every_block else finest
     chosen = choose_level(
         modules, finest=finest, forced=forced, tokens=tokens, streams=streams, budget=budget
     )
-    stops = _units(chosen.level, names, order, blocks, every_block)
+    if chosen.level is Granularity.LINEAR:
+        stops = _linear_units(names, order, stages or {})
+    else:
+        stops = _units(chosen.level, names, order, blocks, every_block)
     units = tuple(_with_gates(stops, order, gates or {}, to_end=to_end))
     return Plan(chosen.level, tuple(units), chosen.reason, chosen.bytes)
 
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.0f} MiB"
+
+
+def _linear_units(
+    names: Mapping[Module, str], order: CallOrder, stages: Mapping[Module, tuple[Module, str]]
+) -> list[Unit]:
+    """A stop for each input, but one for all inputs of the experts that are solved together."""
+    units: dict[Module, Unit] = {}
+    for group in _with_unseen(names, order):
+        stop, name = stages.get(group[0], (group[0], names[group[0]]))
+        present = units.get(stop)
+        together = (*present.modules, *group) if present else group
+        units[stop] = Unit(stop, name, together, runs_twice=group[0] in stages)
+    return list(units.values())
 
 
 def _units(
@@ -182,8 +214,6 @@ def _units(
     every_block: bool,
 ) -> list[Unit]:
     groups = list(_with_unseen(names, order))
-    if level is Granularity.LINEAR:
-        return [Unit(group[0], names[group[0]], group, False) for group in groups]
     stops = dict(blocks)
     if level is Granularity.SUB_BLOCK:
         stops = {

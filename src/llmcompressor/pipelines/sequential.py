@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
 from llmcompressor.modifiers.modifier import Granularity, Modifier
@@ -34,7 +35,8 @@ from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.coverage import scarcity_reported
 from llmcompressor.pipelines.early_hooks import EarlyHooks
-from llmcompressor.pipelines.granularity import Plan, Unit, make_plan
+from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
+from llmcompressor.pipelines.granularity import Plan, Unit, forwards_of, make_plan
 from llmcompressor.pipelines.model_runs import model_device
 from llmcompressor.pipelines.residency import Residency
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
@@ -72,17 +74,22 @@ class SequentialPipeline:
         """
         session = active_session()
         state, modifiers = session.state, session.lifecycle.recipe.modifiers
-        with calibrating(
-            model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
-        ) as batches:
+        with (
+            calibrating(
+                model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
+            ) as batches,
+            experts_watched(model, state, batches, dataset_args) as experts,
+        ):
             keeper = state.keeper
             residency = None if keeper is None else Residency(keeper, state, modifiers)
             run = _prepare(
                 model, batches, modifiers, state, dataset_args, self.forced_level, residency
             )
+            run.experts = experts
             logger.info(
                 f"Sequential calibration: {len(run.plan.units)} stops at {run.plan.level} level "
-                f"({run.plan.reason}); {len(batches)} batches, {run.streams} stream(s)."
+                f"({run.plan.reason}); {len(batches)} batches, {run.streams} stream(s): "
+                f"{run.forwards} forward(s)."
             )
             LifecycleCallbacks.calibration_epoch_start()
             if residency is not None:
@@ -143,6 +150,7 @@ def _prepare(
         every_block=undeclared,
         gates=None if residency is None else state.keeper.names,
         to_end=to_end,
+        stages=calibrated.stages,
     )
     plan = lay_out(forced=forced)
     if residency is not None:  # the level decides the result: it stays that of the first attempt
@@ -215,6 +223,7 @@ class _SequentialRun:
     undeclared: bool
     modifiers: Sequence[Modifier]
     residency: Residency | None = None
+    experts: ExpertWatch = field(default_factory=ExpertWatch)
 
     @property
     def has_work(self) -> bool:
@@ -269,6 +278,11 @@ class _SequentialRun:
                 yield from (one for one in values.values() if isinstance(one, torch.Tensor))
         for batch in self.batches:
             yield from (one for one in batch.values() if isinstance(one, torch.Tensor))
+
+    @property
+    def forwards(self) -> int:
+        """How often the model runs over the data."""
+        return forwards_of(self.plan.level, self.streams, propagates=self.propagates)
 
     @property
     def watched(self) -> str:
@@ -342,12 +356,9 @@ class _Stepper:
 
     def serve(self, stop: Stop, unit: Unit) -> None:
         """Calibrate the unit, let the modifiers compress it, and send every pass on."""
-        if unit.runs_twice:
-            self._calibrate(stop, unit)
+        modules = self._calibrated(stop, unit) if unit.runs_twice else unit.modules
         if self.run.keeps_originals:
-            whole = unit.runs_twice or unit.is_gate
-            self.originals.keep([unit.stop] if whole else unit.modules)
-        modules = tuple(unit.stop.modules()) if unit.runs_twice else unit.modules
+            self._keep_originals(unit)
         give_back_freed()
         if not unit.is_gate:
             LifecycleCallbacks.sequential_epoch_end(modules)
@@ -360,6 +371,43 @@ class _Stepper:
         for one in stop.passes:
             if one.module is stop.module:  # original passes may have gone on already
                 self._send_on(one, hooks_on=unit.is_gate)  # nothing ran inside a gate before
+
+    def _calibrated(self, stop: Stop, unit: Unit) -> tuple[Module, ...]:
+        """Run the unit for the hooks' sake; returns what it holds."""
+        self._see_routes(stop, unit)
+        self._calibrate(stop, unit)
+        modules = tuple(dict.fromkeys([*unit.stop.modules(), *unit.modules]))
+        for module in modules:
+            if isinstance(module, ExpertStage):
+                module.is_done = True
+        return modules
+
+    def _keep_originals(self, unit: Unit) -> None:
+        whole = unit.runs_twice or unit.is_gate
+        self.originals.keep([unit.stop] if whole else unit.modules)
+        if isinstance(unit.stop, ExpertStage) and unit.stop.is_first:
+            self.originals.keep_for(unit.stop.follower, unit.modules)
+
+    def _see_routes(self, stop: Stop, unit: Unit) -> None:
+        """See how many tokens go to each expert inside, and decide what experts are shown."""
+        experts = self.run.experts
+        mixtures = experts.undecided(unit.stop.modules())
+        if isinstance(unit.stop, ExpertStage):
+            experts.decide(mixtures)  # all passes have brought their routes here
+        elif mixtures:
+            experts.survey(mixtures, partial(self._run_once, stop))
+
+    def _run_once(self, stop: Stop) -> None:
+        """Run the module that passes wait at, for those hooks that are on."""
+        for one in stop.passes:
+            if one.stream == self.run.watched:
+                self.store.fetch(one)
+                self._set_batch(one, None)
+                try:
+                    self.forward.execute(one)
+                finally:
+                    self._set_batch(None, None)
+                self.store.park(one)
 
     def settle(self) -> None:
         """Let go of every block that all passes have left and that holds no stop any more."""

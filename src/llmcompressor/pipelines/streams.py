@@ -46,12 +46,12 @@ class OriginalWeights:
             del self._saved[module]
         for module in modules:
             if not self._all_served(module):
-                self._saved[module] = [
-                    (owner, name, Parameter(parameter.detach().clone(), requires_grad=False))
-                    for owner in module.modules()
-                    for name, parameter in owner._parameters.items()
-                    if parameter is not None
-                ]
+                self._saved[module] = list(_copies(module.modules()))
+
+    def keep_for(self, later: Module, modules: Iterable[Module]) -> None:
+        """Copy the parameters of ``modules``, which run again inside a module that comes later."""
+        if not self._all_served(later):
+            self._saved[later] = list(_copies(modules))
 
     @contextlib.contextmanager
     def in_place(self, one: Pass, module: Module) -> Iterator[None]:
@@ -74,6 +74,13 @@ class OriginalWeights:
         """Whether every original pass has called ``module`` as often as it will."""
         served, calls = self._served.get(module, Counter()), self._calls.get(module, 1)
         return len(served) == self._passes and min(served.values()) >= calls
+
+
+def _copies(modules: Iterable[Module]) -> Iterator[tuple[Module, str, Parameter]]:
+    for owner in modules:
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield owner, name, Parameter(parameter.detach().clone(), requires_grad=False)
 
 
 @contextlib.contextmanager

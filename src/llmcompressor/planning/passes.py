@@ -14,7 +14,7 @@ from llmcompressor.core.state import State
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.calibrated import owners_of
-from llmcompressor.pipelines.granularity import choose_level
+from llmcompressor.pipelines.granularity import choose_level, forwards_of
 from llmcompressor.pipelines.passes import passes_of
 from llmcompressor.planning.result import PassPlan
 from llmcompressor.planning.subject import Part
@@ -109,14 +109,13 @@ def _sequential(
         streams=streams,
         budget=budget,
     )
-    once = 1 if chosen.level is Granularity.LINEAR or not propagates else 2
     plan = PassPlan(
         names,
         pipeline,
         str(chosen.level),
         chosen.reason,
         streams,
-        once + (streams - 1),
+        forwards_of(chosen.level, streams, propagates=propagates),
         chosen.bytes,
         budget,
         max(chosen.bytes - budget, 0),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +17,15 @@ from transformers import PreTrainedModel
 
 from llmcompressor.args import ModelArguments
 from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
+from llmcompressor.checkpoint.experts import open_blueprint, open_experts
 from llmcompressor.checkpoint.layout import LoadedName
 from llmcompressor.checkpoint.load import check_unquantized, untie_embeddings
 from llmcompressor.checkpoint.reading import DTYPES
 from llmcompressor.checkpoint.source import TensorHeader, inspect_source, local_directory
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.pipelines.mixtures import meant_mixtures
 
 __all__ = ["REST", "Part", "Subject", "open_subject"]
 
@@ -108,24 +111,29 @@ class Subject:
         return found
 
 
-def open_subject(args: ModelArguments) -> Subject:
+def open_subject(args: ModelArguments, modifiers: Sequence[Modifier] = ()) -> Subject:
     """The model that the arguments name, without its weights.
 
+    Args:
+        args: name it.
+        modifiers: of the recipe; the experts that they are about are taken apart.
+
     Raises:
+        TargetError: experts that they are about cannot be taken apart.
         CheckpointError: it is not on this machine, is damaged, incomplete or quantized already.
         ArgumentError: what was given is no model.
     """
     if isinstance(args.model, str | Path):
-        return _from_folder(args)
+        return _from_folder(args, modifiers)
     if not isinstance(args.model, PreTrainedModel):
         raise ArgumentError(
             f"The model is a {type(args.model).__name__}, which cannot be planned.",
             "Pass a folder, the id of a model on the hub, or a loaded transformers model.",
         )
-    return _from_object(args.model, tie=args.tie_word_embeddings)
+    return _from_object(args.model, modifiers, tie=args.tie_word_embeddings)
 
 
-def _from_folder(args: ModelArguments) -> Subject:
+def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject:
     folder = local_directory(args.model, revision=args.model_revision, cache_dir=args.cache_dir)
     source = inspect_source(args.model if folder is None else folder, headers_only=True)
     if not source.tensors:
@@ -142,12 +150,15 @@ def _from_folder(args: ModelArguments) -> Subject:
     )
     if not args.tie_word_embeddings:
         untie_embeddings(blueprint.model)
+    mixtures = meant_mixtures(blueprint.model, modifiers)
+    if open_blueprint(blueprint, mixtures):  # the run has to read whole stacks
+        open_experts(blueprint.model, mixtures)
     size = _file_bytes(source.tensors.values())
     return Subject(
         blueprint.model,
         str(args.model),
         source.directory,
-        source.tensors,
+        blueprint.source.tensors,
         blueprint.names,
         size,
         is_in_memory=False,
@@ -164,11 +175,12 @@ def _file_bytes(headers: Iterable[TensorHeader]) -> int:
     return sum(ends.values())
 
 
-def _from_object(model: PreTrainedModel, *, tie: bool) -> Subject:
+def _from_object(model: PreTrainedModel, modifiers: Sequence[Modifier], *, tie: bool) -> Subject:
     check_unquantized(model)
     hollow = _without_weights(model)
     if not tie:
         untie_embeddings(hollow)
+    open_experts(hollow, meant_mixtures(hollow, modifiers))
     place = str(getattr(model.config, "name_or_path", "") or "")
     folder = local_directory(place) if place else None
     headers: Mapping[str, TensorHeader] = {}

@@ -44,7 +44,7 @@ from llmcompressor.quantization.parameters import (
     weight_amax,
     weight_of,
 )
-from llmcompressor.schemes.assign import listed
+from llmcompressor.schemes.assign import is_empty, listed, scheme_for
 from llmcompressor.schemes.bridge import needs_global_scale
 from llmcompressor.schemes.checks import check_schemes
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
@@ -138,6 +138,12 @@ class QuantizationMixin(Modifier):
     def accepts_unreached(self, name: str) -> bool:
         """An expert that no token was routed to is rounded; anything else lacks its data."""
         return is_expert(name)
+
+    def means(self, name: str, module: Module) -> bool:
+        """Whether a scheme that quantizes something reaches it."""
+        resolved = self.resolve_quantization_config()
+        found = scheme_for(name, module, resolved.groups.values(), resolved.ignore)
+        return found is not None and not is_empty(found)
 
     @property
     def runs_to_end(self) -> bool:

@@ -37,7 +37,7 @@ from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.names import Forms, named_modules
 
-__all__ = ["assign_schemes", "is_empty", "is_router", "listed", "weight_of"]
+__all__ = ["assign_schemes", "is_empty", "is_router", "listed", "scheme_for", "weight_of"]
 
 _ROUTER = re.compile(r"(?:.*\.)?(?:gate|router|router\..+|shared_expert_gate)")
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
@@ -72,6 +72,17 @@ def listed(names: Iterable[str]) -> str:
     shown = ", ".join(every[:_MOST_LISTED])
     rest = len(every) - _MOST_LISTED
     return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def scheme_for(
+    name: str, module: Module, groups: Iterable[QuantizationScheme], ignore: Iterable[str]
+) -> QuantizationScheme | None:
+    """The scheme that a Linear of this name would get, without what is decided for whole models."""
+    by_target = {target: scheme for scheme in groups for target in scheme.targets}
+    matched = match_targets(name, module, by_target)
+    if not matched or is_match(name, module, list(ignore)):
+        return None
+    return by_target[matched[0]]
 
 
 def assign_schemes(

@@ -9,7 +9,7 @@ and :mod:`llmcompressor.numerics.asymmetric` for what asymmetric calibration add
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -75,6 +75,7 @@ class GPTQModifier(QuantizationMixin):
         asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal.
         refinements: rounds of coordinate descent after the sweep, in which every column is
             decided again, given all the others (arXiv:2309.01885); below 8 bits.
+        refit_scales: fit the scales of integer groups and channels to the codes at the end.
         offload_hessians: keep second moments in main memory while they are collected.
         batched_quantization: solve Linears of equal shape in one batch; ``"auto"`` does so where
             their matrices are small.
@@ -89,6 +90,7 @@ class GPTQModifier(QuantizationMixin):
     actorder: Literal["static", "weight"] | None = "static"
     asymmetric: bool = True
     refinements: int = Field(default=1, ge=0, le=100)
+    refit_scales: bool = True
     asymmetric_ridge: float = Field(default=0.05, gt=0.0, le=10.0)
     offload_hessians: bool = False
     batched_quantization: bool | Literal["auto"] = "auto"
@@ -198,6 +200,7 @@ class GPTQModifier(QuantizationMixin):
             self.dampening_frac,
             self.asymmetric_ridge if self.asymmetric else None,
             refinements=self.refinements,
+            refit=self.refit_scales,
             batched=self.batched_quantization is not False,
         )
         for (members, problem), solution in zip(groups, solve(problems, options), strict=True):
@@ -282,9 +285,10 @@ class GPTQModifier(QuantizationMixin):
 
     def _write(self, members: Sequence[Module], problem: Problem, solution: Solution) -> None:
         tokens = self._statistics[self._leader(members[0])].tokens
-        for module, parameters, weight in zip(
-            members, problem.parameters, solution.weights, strict=True
-        ):
+        for number, module in enumerate(members):
+            parameters, weight = problem.parameters[number], solution.weights[number]
+            if solution.scales is not None:
+                parameters = replace(parameters, scale=solution.scales[number])
             name = self._names[module]
             weight_of(module).data.copy_(parameters.round(weight))
             self.keep(module, parameters, rounded=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from compressed_tensors.quantization import QuantizationStrategy
 from torch import Tensor
 
 from llmcompressor.numerics.asymmetric import corrected_weight_with_raise
@@ -18,6 +19,7 @@ from llmcompressor.numerics.hessian import (
     dead_columns,
     raise_dampening,
 )
+from llmcompressor.numerics.refit import refit_scales
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.schemes.bridge import grid_of, partition_of
 
@@ -34,6 +36,8 @@ class Options:
     """λ of asymmetric calibration as a fraction of the mean diagonal; ``None`` without it."""
     refinements: int = 0
     """Rounds of coordinate descent after the sweep."""
+    refit: bool = False
+    """Whether scales are fitted again to the codes, where each group of a row has one."""
     batched: bool = True
     """Whether small problems of equal shape are solved in one call."""
 
@@ -62,6 +66,14 @@ class Problem:
         return grid_of(self.parameters[0].args)
 
     @property
+    def has_own_scales(self) -> bool:
+        """Whether each group of each row has a scale, in a dtype that holds what is fitted."""
+        return self.grid.kind == "int" and all(
+            each.args.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL)
+            for each in self.parameters
+        )
+
+    @property
     def kind(self) -> object:
         """Equal for problems that can be stacked: shape, cells, grid, order, streams, device."""
         pairs = zip(self.weights, self.parameters, strict=True)
@@ -80,6 +92,8 @@ class Solution:
     """``½ tr(D H Dᵀ)``, D the change of the weight and H the damped Gram matrix."""
     dampening: float | None
     """The dampening that worked; ``None`` when nothing did and weights were rounded to nearest."""
+    scales: list[Tensor] | None = None
+    """What the scales became, ``[R_i, G]`` in their own dtype; ``None`` where they stay."""
 
 
 def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
@@ -157,11 +171,25 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
             block=options.block_size,
         )
         loss_R = loss_R + change_R
+    scale_RG = None
+    if options.refit and all(problem.has_own_scales for problem in problems):
+        stored = problems[0].parameters[0].scale.dtype
+        scale_RG, rounded_RC, change_R = refit_scales(
+            weight_RC, rounded_RC, gram_CC, scales, stored=stored, dampening=dampening
+        )
+        loss_R = loss_R + change_R
     if len(problems) == 1:
         rounded_RC, loss_R = rounded_RC.unsqueeze(0), loss_R.unsqueeze(0)
+        scale_RG = None if scale_RG is None else scale_RG.unsqueeze(0)
     return [
-        _solution(problem, rounded, loss, dampening)
-        for problem, rounded, loss in zip(problems, rounded_RC, loss_R, strict=True)
+        _solution(
+            problem,
+            rounded_RC[number],
+            loss_R[number],
+            dampening,
+            None if scale_RG is None else scale_RG[number],
+        )
+        for number, problem in enumerate(problems)
     ]
 
 
@@ -249,6 +277,16 @@ def _one_per_column(scales: ColumnScales) -> ColumnScales:
     return ColumnScales(scales.scale_RG[:, scales.group_of_column_C], zero_RC, own_C)
 
 
-def _solution(problem: Problem, rounded_RC: Tensor, loss_R: Tensor, dampening: float) -> Solution:
-    weights = list(torch.split(rounded_RC, [len(weight) for weight in problem.weights]))
-    return Solution(weights, float(loss_R.sum()), dampening)
+def _solution(
+    problem: Problem,
+    rounded_RC: Tensor,
+    loss_R: Tensor,
+    dampening: float,
+    scale_RG: Tensor | None,
+) -> Solution:
+    rows = [len(weight) for weight in problem.weights]
+    scales = None
+    if scale_RG is not None:
+        stored = problem.parameters[0].scale.dtype
+        scales = [one.to(stored) for one in torch.split(scale_RG, rows)]
+    return Solution(list(torch.split(rounded_RC, rows)), float(loss_R.sum()), dampening, scales)

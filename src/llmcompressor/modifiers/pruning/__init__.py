@@ -11,6 +11,7 @@ __all__ = [
     "ConstantPruningModifier",
     "GradualPruningModifier",
     "MagnitudePruningModifier",
+    "REAPPruningModifier",
     "SparseGPTModifier",
     "WandaPruningModifier",
 ]
@@ -21,6 +22,7 @@ _HOMES = {
     "MagnitudePruningModifier": (
         "llmcompressor.modifiers.pruning.magnitude:MagnitudePruningModifier"
     ),
+    "REAPPruningModifier": "llmcompressor.modifiers.reap:REAPPruningModifier",
     "SparseGPTModifier": "llmcompressor.modifiers.sparsity.sparsegpt:SparseGPTModifier",
     "WandaPruningModifier": "llmcompressor.modifiers.sparsity.wanda:WandaPruningModifier",
 }

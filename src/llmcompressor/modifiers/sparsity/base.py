@@ -22,7 +22,7 @@ from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.modifiers.sparsity.matrices import matrix_of, reads_rows, tokens_of, write
 from llmcompressor.modifiers.sparsity.profile import Profile
-from llmcompressor.modifiers.sparsity.targets import Layers, find_layers
+from llmcompressor.modifiers.sparsity.targets import Layers, find_layers, means_linear
 from llmcompressor.numerics.masks import NofM, parse_structure
 from llmcompressor.numerics.wanda import wanda_keeps, wanda_score
 
@@ -166,6 +166,10 @@ class OneShotPruningModifier(Modifier):
     def accepts_unreached(self, name: str) -> bool:
         """An expert that no token was routed to is pruned by magnitude."""
         return is_expert(name)
+
+    def means(self, name: str, module: Module) -> bool:
+        """Whether a target means it or its weight."""
+        return means_linear(name, module, self.targets, self.ignore)
 
     def calibrated_modules(self, state: State) -> list[Module]:
         """The modules that are pruned."""

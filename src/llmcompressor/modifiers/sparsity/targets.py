@@ -30,7 +30,7 @@ from llmcompressor.modifiers.sparsity.matrices import is_prunable, matrix_shape,
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.masks import NofM
 
-__all__ = ["ALL_PRUNABLE", "Layers", "find_layers"]
+__all__ = ["ALL_PRUNABLE", "Layers", "find_layers", "means_linear"]
 
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
 _MOST_LISTED = 6
@@ -86,6 +86,20 @@ def find_layers(
     order = {module: place for place, module in enumerate(everything.values())}
     names = dict(sorted(names.items(), key=lambda item: order[item[0]]))
     return Layers(names, layer, _sparsities(sparsity, held, places, wanted))
+
+
+def means_linear(
+    name: str, module: Module, targets: str | Sequence[str], ignore: str | Sequence[str]
+) -> bool:
+    """Whether targets mean a Linear of this name, itself or by its weight's name."""
+    if any(matches(name, module, entry) for entry in as_targets(ignore)):
+        return False
+    return any(
+        target == ALL_PRUNABLE
+        or matches(name, module, target)
+        or matches_name(f"{name}.weight", target)
+        for target in as_targets(targets)
+    )
 
 
 def _places(

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Take mixtures of experts apart: in a model, and in what is known of its checkpoint.
+
+A checkpoint holds the matrices of experts one by one, or in stacks. Either way each becomes the
+weight of a Linear: by its own name, or as a piece of the stack, which is read from its place in
+the file when it is wanted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
+
+from llmcompressor.checkpoint.blueprint import Blueprint
+from llmcompressor.checkpoint.expert_names import part_names, stacking_converters
+from llmcompressor.checkpoint.layout import LoadedName, checkpoint_names
+from llmcompressor.checkpoint.source import PieceHeader, TensorHeader
+from llmcompressor.modeling.expert_forms import Mixture, Part, StackForm
+from llmcompressor.modeling.experts import LinearExperts, put_together, take_apart
+
+__all__ = ["close_dense", "open_blueprint", "open_experts"]
+
+_PER_EXPERT = re.compile(r"\.(\d+)\.(\w+\.(?:weight|bias))$")
+
+
+def open_experts(model: PreTrainedModel, mixtures: Sequence[Mixture]) -> dict[str, LinearExperts]:
+    """Put experts with Linears in the place of ``mixtures``.
+
+    Returns:
+        Name → what stands there now.
+    """
+    converters = stacking_converters(model) if mixtures else []
+    opened = {}
+    for mixture in mixtures:
+        made = take_apart(mixture, part_names(mixture, converters))
+        model.set_submodule(mixture.name, made)
+        opened[mixture.name] = made
+    return opened
+
+
+def close_dense(model: PreTrainedModel) -> None:
+    """Put the experts of a model that are not quantized into stacks again."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LinearExperts) and not any(
+            hasattr(linear, "quantization_scheme") for linear in module.modules()
+        ):
+            model.set_submodule(name, put_together(module))
+
+
+def open_blueprint(
+    blueprint: Blueprint, mixtures: Sequence[Mixture], dense: Collection[str] = ()
+) -> str:
+    """Take mixtures of a model without weights apart, and say where their weights are.
+
+    Args:
+        blueprint: the model.
+        mixtures: those that can be taken apart.
+        dense: names of those that are not to be quantized.
+
+    Returns:
+        Why that cannot be done; then nothing was changed. Empty if it was.
+    """
+    if not mixtures:
+        return ""
+    model = blueprint.model
+    converters = stacking_converters(model)
+    names = {one.name: part_names(one, converters) for one in mixtures}
+    finder = _Finder({one.name: one for one in mixtures}, names, _only_turned(model))
+    cut: dict[str, list[_Placed]] = {}
+    for name, header in blueprint.source.tensors.items():
+        own = blueprint.names.get(name)
+        pieces = None if own is None else finder.pieces_of(name, own, header)
+        if isinstance(pieces, str):
+            return pieces
+        if pieces and pieces[0].name != name and own is not None:
+            holder = own.target.rpartition(".")[0]
+            if holder in dense:
+                return f"{name} is a stack of experts that is to be written as one again"
+        cut[name] = pieces or [_Placed(name, own, header)]
+    open_experts(model, mixtures)
+    _rename(model, cut)
+    every = [piece for pieces in cut.values() for piece in pieces]
+    tensors = {piece.name: piece.header for piece in every}
+    blueprint.source = replace(blueprint.source, tensors=tensors)
+    blueprint.names = {piece.name: piece.own for piece in every if piece.own is not None}
+    return ""
+
+
+def _rename(model: PreTrainedModel, cut: dict[str, list[_Placed]]) -> None:
+    """Give pieces of stacks the names that a checkpoint would have for them."""
+    split = {name: pieces for name, pieces in cut.items() if pieces[0].name != name}
+    targets = {piece.target for pieces in split.values() for piece in pieces}
+    modules = {target.rpartition(".")[0] for target in targets}
+    places = checkpoint_names(model, sorted(modules))
+    for name, pieces in split.items():
+        cut[name] = [
+            piece._replace(name=f"{places[module]}.{kind}")
+            for piece in pieces
+            for module, _, kind in [piece.target.rpartition(".")]
+        ]
+
+
+class _Placed(NamedTuple):
+    """A tensor by the name that it is to have, what it becomes, and where it is."""
+
+    name: str
+    own: LoadedName | None
+    header: TensorHeader
+
+    @property
+    def target(self) -> str:
+        """What it becomes in the model."""
+        return "" if self.own is None else self.own.target
+
+
+class _Finder:
+    """Finds what the tensors of a checkpoint become when mixtures are taken apart."""
+
+    def __init__(
+        self,
+        mixtures: Mapping[str, Mixture],
+        names: Mapping[str, Mapping[str, str]],
+        turned: set[str],
+    ) -> None:
+        self._mixtures = mixtures
+        self._names = names
+        self._turned = turned
+
+    def pieces_of(
+        self, name: str, own: LoadedName, header: TensorHeader
+    ) -> list[_Placed] | str | None:
+        """The matrices in a tensor; a text if that is not known, ``None`` if it has none."""
+        holder, _, stack = own.target.rpartition(".")
+        mixture = self._mixtures.get(holder)
+        if mixture is None or mixture.form is None or stack not in mixture.form.stacks:
+            return None
+        wanted = mixture.module._parameters[stack]
+        assert wanted is not None
+        single = _PER_EXPERT.search(name)
+        if own.merged and single is not None:
+            target = f"{holder}.{single.group(1)}.{single.group(2)}"
+            return [_Placed(name, LoadedName(target, merged=False), header)]
+        if own.merged and own.pattern not in self._turned:
+            return f"transformers makes {own.target} of {name} in a way that is not known here"
+        turned = _is_turned(header, wanted, mixture.form, stack)
+        if turned is None:
+            return f"{name} has the shape {list(header.shape)}, not {list(wanted.shape)}"
+        return list(self._cut(mixture, stack, name, header, turned=turned))
+
+    def _cut(
+        self, mixture: Mixture, stack: str, name: str, header: TensorHeader, *, turned: bool
+    ) -> Iterator[_Placed]:
+        form = mixture.form
+        assert form is not None
+        kind = "bias" if stack.endswith("_bias") else "weight"
+        for expert in range(form.experts):
+            for part in form.parts:
+                if part.stack == stack.removesuffix("_bias"):
+                    own = self._names[mixture.name][part.role]
+                    target = f"{mixture.name}.{expert}.{own}.{kind}"
+                    piece = _piece(header, expert, part, turned=turned)
+                    placed = LoadedName(target, merged=False)
+                    yield _Placed(f"{name}:{expert}:{part.role}", placed, piece)
+
+
+def _is_turned(header: TensorHeader, wanted: Tensor, form: StackForm, stack: str) -> bool | None:
+    """Whether the file holds matrices ``[in, out]``; ``None`` if it holds something else."""
+    if stack.endswith("_bias"):
+        return False if tuple(header.shape) == tuple(wanted.shape) else None
+    if tuple(header.shape) == tuple(wanted.shape):
+        return form.transposed
+    if tuple(header.shape) == tuple(wanted.mT.shape):
+        return not form.transposed
+    return None
+
+
+def _piece(header: TensorHeader, expert: int, part: Part, *, turned: bool) -> TensorHeader:
+    """One Linear's part of a stack: a stretch of the file, or a selection of a matrix's rows."""
+    experts, *matrix = header.shape
+    size = header.nbytes // experts if experts else 0
+    rows = len(range(*part.rows.indices(matrix[-1] if turned else matrix[0])))
+    shape = (rows, *(matrix[:1] if turned else matrix[1:]))
+    nbytes = size // prod(matrix) * prod(shape) if prod(matrix) else 0
+    offset = header.offset + expert * size
+    if not turned and part.rows.step is None:
+        start = part.rows.start * (size // matrix[0])
+        return TensorHeader(header.dtype, shape, header.file, offset + start, nbytes)
+    return PieceHeader(
+        header.dtype,
+        shape,
+        header.file,
+        offset,
+        nbytes,
+        matrix=tuple(matrix),
+        turned=turned,
+        rows=(part.rows.start, part.rows.stop, part.rows.step or 1),
+    )
+
+
+def _only_turned(model: PreTrainedModel) -> set[str]:
+    """Patterns of tensors that are transposed while they are loaded, and nothing else."""
+    entries: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+    return {
+        pattern
+        for entry in entries
+        if isinstance(entry, WeightConverter)
+        and all(isinstance(one, Transpose) for one in entry.operations)
+        for pattern in entry.source_patterns
+    }

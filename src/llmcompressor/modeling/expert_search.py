@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts in stacks, found in a model; what they compute is tried out.
+
+Layouts are told in :mod:`llmcompressor.modeling.expert_forms`. That a mixture with such a layout
+computes ``down(act(gate(x)) * up(x))`` is seen on a small copy of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from llmcompressor.modeling.expert_forms import Mixture, StackForm, form_of, is_stack
+from llmcompressor.modeling.experts import LinearExperts
+
+__all__ = ["departure", "find_mixtures"]
+
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_TOLERANCE = 1e-4
+_TOKENS = 5
+
+
+def find_mixtures(model: Module) -> list[Mixture]:
+    """The mixtures of a model whose experts are stacked, in order.
+
+    Those that cannot be taken apart are among them where they are known for experts: their stacks
+    have as many matrices as the configuration names experts, or lie below ``experts``.
+    """
+    counts = _expert_counts(model)
+    tried: dict[tuple[type[Module], StackForm], str] = {}
+    found = []
+    for name, module in model.named_modules():
+        stacks = {key: one for key, one in module._parameters.items() if is_stack(one)}
+        if not stacks:
+            continue
+        form = form_of(module)
+        if isinstance(form, StackForm):
+            key = (type(module), form)
+            if key not in tried:
+                tried[key] = departure(module, form)
+            problem = tried[key]
+            found.append(Mixture(name, module, None if problem else form, problem))
+        elif _holds_experts(name, module, stacks, counts):
+            found.append(Mixture(name, module, None, form))
+    return found
+
+
+def _expert_counts(model: Module) -> set[int]:
+    config = getattr(model, "config", None)
+    if config is None:
+        return set()
+    configs = [config]
+    if hasattr(config, "get_text_config"):
+        configs.append(config.get_text_config())
+    values = [getattr(one, key, None) for one in configs for key in _COUNTS]
+    return {value for value in values if isinstance(value, int) and value > 1}
+
+
+def _holds_experts(name: str, module: Module, stacks: dict[str, Any], counts: set[int]) -> bool:
+    if hasattr(module, "kernel_size"):  # a convolution
+        return False
+    below = any("experts" in part for part in name.split("."))
+    return below or any(stack.shape[0] in counts for stack in stacks.values())
+
+
+@dataclass
+class _Trial:
+    """A small copy of a mixture.
+
+    Attributes:
+        module: with stacks of few and small matrices.
+        form: its layout.
+        arguments: of its forward.
+    """
+
+    module: Module
+    form: StackForm
+    arguments: list[Tensor] = field(default_factory=list)
+
+
+def departure(module: Module, form: StackForm) -> str:
+    """Why a mixture does not compute what :class:`LinearExperts` does; empty if it does.
+
+    A small copy of it is run. One that cannot be run small is trusted if it declares its layout,
+    as transformers' mixtures do.
+    """
+    try:
+        trial = _small(module, form)
+        own = getattr(type(module).forward, "__wrapped__", type(module).forward)
+        with torch.no_grad():
+            wanted = own(trial.module, *(one.clone() for one in trial.arguments))
+            names = {part.role: part.role for part in form.parts}
+            made = LinearExperts(trial.module, trial.form, names)
+            found = made(*(one.clone() for one in trial.arguments))
+    except Exception as error:  # what a foreign forward may raise is not known
+        if hasattr(module, "is_transposed"):
+            return ""
+        return f"its forward cannot be tried out ({type(error).__name__}: {error})"
+    if isinstance(wanted, Tensor) and wanted.shape == found.shape:
+        scale = float(wanted.abs().max())
+        if float((wanted - found).abs().max()) <= _TOLERANCE * scale:
+            return ""
+    return "its forward computes something else than down(act(gate(x)) * up(x))"
+
+
+def _small(module: Module, form: StackForm) -> _Trial:
+    """A copy of few and small matrices; sizes that are equal stay equal."""
+    hidden = 8
+    between = 8 if form.intermediate == form.hidden else 6
+    if form.hidden == 2 * form.intermediate:
+        between = 4
+    sizes = {form.hidden: hidden, form.intermediate: between, 2 * form.intermediate: 2 * between}
+    experts = sizes.get(form.experts, 3)
+    small = copy.copy(module)
+    for key, value in vars(module).items():
+        if type(value) is int and value in {*sizes, form.experts}:
+            object.__setattr__(small, key, experts if value == form.experts else sizes[value])
+    shape = replace(form, experts=experts, hidden=hidden, intermediate=between)
+    random = torch.Generator().manual_seed(0)
+    small._parameters = dict(_random_stacks(shape, random))
+    if form.routed:
+        index = torch.stack([torch.randperm(experts, generator=random)[:2] for _ in range(_TOKENS)])
+        weights = torch.rand(_TOKENS, 2, generator=random)
+        return _Trial(small, shape, [_normal(random, _TOKENS, hidden), index, weights])
+    return _Trial(small, shape, [_normal(random, experts * _TOKENS, hidden)])
+
+
+def _random_stacks(form: StackForm, random: torch.Generator) -> Iterator[tuple[str, Parameter]]:
+    for name in form.stacks:
+        yield name, Parameter(_normal(random, *form.shape_of(name)))
+
+
+def _normal(random: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=random)

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts as Linears: what takes the place of a module that holds them in stacks.
+
+:class:`LinearExperts` has one child per expert, ``0``, ``1``, …, with a Linear for each of its
+matrices, and computes what the original computes. While a model is calibrated each expert is also
+*shown* tokens: those that are routed to it, or others too. What is shown and not routed has no part
+in the output.
+
+What is shown when is the work of :mod:`llmcompressor.modeling.expert_stages`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module, Parameter
+
+from llmcompressor.modeling.expert_forms import DOWN, GATE, UP, Mixture, StackForm, matrix_of
+
+__all__ = ["Expert", "LinearExperts", "Routes", "Shown", "put_together", "take_apart"]
+
+Shown = Literal["routed", "all_tokens", "neighbours", "nothing"]
+"""Which of its layer's tokens an expert's statistics are made of."""
+
+
+class Expert(Module):
+    """The Linears of one expert; they are called by :class:`LinearExperts`."""
+
+
+class Routes(NamedTuple):
+    """Which rows go where."""
+
+    tokens_TH: Tensor
+    """Every token of the layer."""
+    rows: list[Tensor]
+    """Expert → its rows of ``tokens_TH``."""
+    weights: list[Tensor] | None
+    """Expert → their weights, ``[rows]``; ``None`` where nothing is weighted."""
+    inputs: list[Tensor] | None
+    """Expert → what it gets, where that is not a selection of ``tokens_TH``."""
+    real: list[Tensor] | None
+    """Expert → which of its rows are no padding, bool; ``None`` where all are."""
+
+    def input_of(self, expert: int) -> Tensor:
+        """What an expert gets, ``[rows, hidden]``."""
+        if self.inputs is not None:
+            return self.inputs[expert]
+        return self.tokens_TH[self.rows[expert]]
+
+    def without_padding(self, expert: int, values: Tensor) -> Tensor:
+        """Those of an expert's rows that count."""
+        if self.real is None or bool(self.real[expert].all()):
+            return values
+        return values[self.real[expert]]
+
+
+class LinearExperts(Module):
+    """A mixture of experts, each with Linears of its own.
+
+    Args:
+        original: the module that it stands for; its activation and gating are kept.
+        form: how that one's stacks were laid out.
+        names: :data:`GATE`, :data:`UP`, :data:`DOWN` → what the Linears are called.
+
+    Attributes:
+        tokens: how many real tokens were routed to each expert in the last calibration.
+        starved: experts that got too few, and what was done about it.
+        shown: what each expert is shown while the model is calibrated.
+        stages: the first and the last stage of each wave, while the model is calibrated.
+        real_T: which tokens of the present batch are no padding; ``None``: all.
+        calls_all: experts without tokens are called too, for those who watch calls.
+        calibrating: whether stages are called, and tokens shown.
+    """
+
+    def __init__(self, original: Module, form: StackForm, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self.form = form
+        self.names = dict(names)
+        self.num_experts = form.experts
+        for number in range(form.experts):
+            self.add_module(str(number), _expert(original, form, names, number))
+        for name, module in original._modules.items():
+            self.add_module(name, module)
+        self._gating = (_hollow(original),)  # in a tuple it is no child
+        self.stages: list[tuple[Module, Module]] = []
+        self.tokens = [0] * form.experts
+        self.starved: dict[int, str] = {}
+        self.shown: list[Shown] = ["routed"] * form.experts
+        self.real_T: Tensor | None = None
+        self.calls_all = False
+        self.calibrating = False
+
+    # ------------------------------------------------------------------ parts
+
+    def linear(self, expert: int, role: str) -> Linear:
+        """One of an expert's Linears."""
+        found = self._modules[str(expert)]
+        assert found is not None
+        linear = found._modules[self.names[role]]
+        assert isinstance(linear, Linear)
+        return linear
+
+    @property
+    def hollow(self) -> Module:
+        """The module that this one stands for, without its stacks."""
+        return self._gating[0]
+
+    @property
+    def entrances(self) -> tuple[str, ...]:
+        """What the Linears that get tokens do."""
+        return (GATE, UP) if self.form.gated else (UP,)
+
+    def end(self) -> None:
+        """Take the stages away; the counts stay."""
+        for place in range(len(self.stages)):
+            del self._modules[f"enter_{place}"], self._modules[f"leave_{place}"]
+        self.stages = []
+        self.calibrating = self.calls_all = False
+        self.real_T = None
+        self.shown = ["routed"] * self.num_experts
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+    ) -> Tensor:
+        """As the original: see :mod:`llmcompressor.modeling.expert_forms`."""
+        routes = self._routes(hidden_states, top_k_index, top_k_weights)
+        result = torch.zeros_like(hidden_states)
+        if not self.calibrating:
+            for expert in range(self.num_experts):
+                if len(routes.rows[expert]):
+                    self.add(result, routes, {expert: self._run(expert, routes)})
+            return result
+        for enter, leave in self.stages:
+            enter(routes.tokens_TH, routes)
+            result = leave(routes.tokens_TH, routes, result)
+        return result
+
+    def counts(self, *arguments: Any, **named: Any) -> list[int]:
+        """How many real tokens go to each expert, given what :meth:`forward` gets."""
+        routes = self._routes(*arguments, **named)
+        if routes.real is None:
+            return [len(rows) for rows in routes.rows]
+        return [int(real.sum()) for real in routes.real]
+
+    def _routes(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+    ) -> Routes:
+        weights = inputs = None
+        if top_k_index is not None and top_k_weights is not None:
+            tokens_TH = hidden_states
+            places = top_k_index.flatten()
+            order = places.argsort(stable=True)
+            # an index beyond the experts stands for one that is elsewhere
+            sizes = places.bincount(minlength=self.num_experts).tolist()[: self.num_experts]
+            chosen = order[: sum(sizes)]
+            rows = list(torch.split(chosen // top_k_index.shape[-1], sizes))
+            weights = list(torch.split(top_k_weights.flatten()[chosen], sizes))
+        else:
+            each_ETH = hidden_states.view(self.num_experts, -1, self.form.hidden)
+            tokens_TH = each_ETH.sum(0)
+            rows = [one_TH.any(-1).nonzero().flatten() for one_TH in each_ETH]
+            inputs = [one_TH[row] for one_TH, row in zip(each_ETH, rows, strict=True)]
+        real_T, real = self.real_T, None
+        if real_T is not None and len(real_T) == len(tokens_TH):
+            real = [real_T.to(row.device)[row] for row in rows]
+        return Routes(tokens_TH, rows, weights, inputs, real)
+
+    def _run(self, expert: int, routes: Routes) -> Tensor:
+        """What an expert makes of its tokens."""
+        given = routes.input_of(expert)
+        between = self._gated(*(self.linear(expert, role)(given) for role in self.entrances))
+        result: Tensor = self.linear(expert, DOWN)(between)
+        return result
+
+    def add(self, result: Tensor, routes: Routes, made: Mapping[int, Tensor]) -> Tensor:
+        """``result`` with what experts have made of their tokens; it is changed in place."""
+        for expert, output in made.items():
+            rows = routes.rows[expert]
+            if routes.weights is not None:
+                weighted = output * routes.weights[expert].unsqueeze(-1)
+                result.index_add_(0, rows, weighted.to(result.dtype))
+            else:
+                place = expert * (len(result) // self.num_experts)
+                result[place + rows] = output.to(result.dtype)
+        return result
+
+    def _gated(self, *values: Tensor) -> Tensor:
+        """What the original does between its two products."""
+        original: Any = self.hollow
+        if not self.form.gated:
+            activated: Tensor = original.act_fn(values[0])
+            return activated
+        gate, up = values
+        if not hasattr(original, "_apply_gate"):
+            product: Tensor = original.act_fn(gate) * up
+            return product
+        joined = (
+            torch.stack(values, -1).flatten(-2) if self.form.interleaved else torch.cat(values, -1)
+        )
+        gated: Tensor = original._apply_gate(joined)
+        return gated
+
+    # ------------------------------------------------------------------ calibration
+
+    def between(self, expert: int, given: Tensor) -> Tensor:
+        """What an expert has between its matrices; no hook of its Linears is called."""
+        return self._gated(*(self.linear(expert, role).forward(given) for role in self.entrances))
+
+
+def take_apart(mixture: Mixture, names: Mapping[str, str]) -> LinearExperts:
+    """The mixture with a Linear for each matrix; where it can be, its weights are views.
+
+    Args:
+        mixture: one that can be taken apart.
+        names: :data:`GATE`, :data:`UP`, :data:`DOWN` → what the Linears are to be called.
+    """
+    assert mixture.form is not None
+    made = LinearExperts(mixture.module, mixture.form, names)
+    made.train(mixture.module.training)
+    return made
+
+
+def put_together(mixture: LinearExperts) -> Module:
+    """A module like the one that ``mixture`` was made of, with the present weights in stacks."""
+    form = mixture.form
+    whole = copy.copy(mixture.hollow)
+    stacks: dict[str, Parameter | None] = {}
+    for part in form.parts:
+        for kind in ("weight", "bias") if form.biased else ("weight",):
+            key = part.stack if kind == "weight" else f"{part.stack}_bias"
+            for expert in range(form.experts):
+                own = getattr(mixture.linear(expert, part.role), kind).detach()
+                if key not in stacks:
+                    empty = own.new_empty(form.shape_of(key))
+                    stacks[key] = Parameter(empty, requires_grad=empty.is_floating_point())
+                stack = stacks[key]
+                assert stack is not None
+                matrix_of(stack.data, form, expert, part).copy_(own)
+    whole._parameters = stacks
+    return whole
+
+
+def _expert(original: Module, form: StackForm, names: Mapping[str, str], number: int) -> Expert:
+    expert = Expert()
+    for part in form.parts:
+        stack = original._parameters[part.stack]
+        assert stack is not None
+        weight = matrix_of(stack.detach(), form, number, part).contiguous()
+        bias = original._parameters.get(f"{part.stack}_bias")
+        linear = Linear.__new__(Linear)  # nothing is to be initialized
+        Module.__init__(linear)
+        linear.out_features, linear.in_features = weight.shape
+        linear.weight = Parameter(weight, requires_grad=stack.requires_grad)
+        linear.register_parameter("bias", None)
+        if bias is not None:
+            value = matrix_of(bias.detach(), form, number, part).contiguous()
+            linear.bias = Parameter(value, requires_grad=bias.requires_grad)
+        expert.add_module(names[part.role], linear)
+    return expert
+
+
+def _hollow(original: Module) -> Module:
+    """The original without its stacks: what computes the activation."""
+    hollow = copy.copy(original)
+    hollow._parameters = {}
+    return hollow

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AutoRound: which way each weight is rounded is learned with the signs of gradients.
+
+Cheng et al., *Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs*,
+arXiv:2309.05516; see :mod:`llmcompressor.numerics.autoround` for the equations. What is minimized
+is the error of each block's output on the inputs that it gets in the original model.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field, PrivateAttr
+from torch import Tensor
+from torch.nn import Linear, Module
+
+from llmcompressor.core.events import Event
+from llmcompressor.core.state import State
+from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modifiers.autoround.tune import Call, Options, Tuned, tune_block
+from llmcompressor.modifiers.modifier import Effort, Granularity
+from llmcompressor.numerics.autoround import Rounding, Start
+from llmcompressor.numerics.scales import ScaleFormat
+from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.quantization.parameters import WeightParameters, weighs_inputs, weight_of
+from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, scale_format_of
+
+__all__ = ["AutoRoundModifier", "TuneRecord"]
+
+_NO_EFFECT = {
+    "enable_torch_compile": "blocks are run as they are.",
+    "device_ids": "blocks are tuned where they lie; give device to oneshot.",
+    "disable_opt_rtn": "rounding to nearest is what the observer makes of it.",
+}
+"""Fields that the technique has elsewhere, and why they are without effect."""
+_STEP_TOKENS = 2048
+"""About what a step runs on: short samples are run together up to this."""
+
+
+@dataclass(frozen=True)
+class TuneRecord:
+    """What happened when a module's block was tuned.
+
+    Attributes:
+        block: its name.
+        samples: calibration rows that it was tuned on.
+        iteration: after how many steps the rounding was found; 0 is rounding to nearest.
+        error: mean square of the change of the block's output.
+        error_nearest: the same with rounding to nearest.
+        moved: share of the weights that do not have the code of rounding to nearest.
+    """
+
+    block: str
+    samples: int
+    iteration: int
+    error: float
+    error_nearest: float
+    moved: float
+
+
+class AutoRoundModifier(QuantizationMixin):
+    """Quantizes weights with learned rounding.
+
+    Attributes:
+        iters: steps for each block; 0 rounds to nearest.
+        batch_size: calibration samples of a step. Samples that the pipeline runs as one are not
+            taken apart, so that short ones make larger steps.
+        lr: the learning rate of the first step, which falls linearly to zero; ``None``: 1 / iters.
+        seed: of the order in which samples are taken.
+        enable_torch_compile: accepted, without effect.
+        device_ids: accepted, without effect.
+        disable_opt_rtn: accepted, without effect.
+    """
+
+    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    propagates_error: ClassVar[bool] = False
+
+    iters: int = Field(default=200, ge=0, le=100_000)
+    enable_torch_compile: bool = True
+    batch_size: int = Field(default=8, ge=1)
+    lr: float | None = Field(default=None, gt=0.0, le=1.0)
+    device_ids: str | None = None
+    disable_opt_rtn: bool = False
+    seed: int = Field(default=0, ge=0, lt=2**32)
+
+    _blocks: dict[Module, str] = PrivateAttr(default_factory=dict)
+    _block_of: dict[Module, Module] = PrivateAttr(default_factory=dict)
+    _calls: dict[Module, list[Call]] = PrivateAttr(default_factory=dict)
+    _records: dict[str, TuneRecord] = PrivateAttr(default_factory=dict)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse observers that want to see inputs before there are any."""
+        super().model_post_init(context)
+        for name, scheme in self.resolve_quantization_config().groups.items():
+            if weighs_inputs(scheme.weights):
+                raise RecipeError(
+                    f"AutoRoundModifier: the weight observer of {name} weighs errors by inputs, "
+                    "and ranges are learned here.",
+                    "Leave the observer out, or take another (memoryless_mse).",
+                )
+
+    # ------------------------------------------------------------------ declarations
+
+    @property
+    def requires_calibration_data(self) -> bool:
+        """Always: it is about what blocks return."""
+        return True
+
+    @property
+    def finest_granularity(self) -> Granularity:
+        """Whole blocks: their outputs are compared."""
+        return Granularity.BLOCK
+
+    @property
+    def changes_at_once(self) -> bool:
+        """Everything is measured on the model as it was."""
+        return False
+
+    @property
+    def records(self) -> dict[str, TuneRecord]:
+        """What happened, by module name."""
+        return dict(self._records)
+
+    def report(self) -> dict[str, Any]:
+        """The error of every block, and that of rounding to nearest."""
+        return {name: asdict(record) for name, record in self._records.items()}
+
+    def effort(self, modules: Sequence[Module]) -> Effort:
+        """One forward and two backward products for each step."""
+        elements = sum(weight_of(one).numel() for one in modules if self._is_tuned(one))
+        return Effort(
+            solve=3 * self.iters * _STEP_TOKENS * elements,
+            visits=16 * self.iters * elements,
+            workspace=24 * elements,
+        )
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Say which fields have no effect, then as every quantizing modifier."""
+        for field, reason in _NO_EFFECT.items():
+            if getattr(self, field) != type(self).model_fields[field].default:
+                logger.warning(f"The field {field!r} of AutoRoundModifier has no effect: {reason}")
+        return super().on_initialize(state, **kwargs)
+
+    # ------------------------------------------------------------------ while
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Keep what the blocks are called with; not of those that are finished."""
+        super().on_calibration_start(state, event, **kwargs)
+        finished = () if state.keeper is None else state.keeper.finished
+        for block, name in find_blocks(state.model).items():
+            inside = [module for module in block.modules() if self._is_tuned(module)]
+            if inside and name not in finished:
+                self._blocks[block] = name
+                self._block_of |= dict.fromkeys(inside, block)
+                self.register_hook(block, self._hook(state), "forward", with_kwargs=True)
+
+    def _is_tuned(self, module: Module) -> bool:
+        return self._has_weight_scheme(module) and isinstance(module, Linear)
+
+    def _hook(self, state: State) -> Any:
+        @torch.no_grad()
+        def keep_call(
+            module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
+            call = Call(_kept(args), _kept(kwargs), state.token_mask)
+            self._calls.setdefault(module, []).append(call)
+
+        return keep_call
+
+    def quantize_weights(self, state: State, modules: list[Module]) -> None:
+        """Tune those of ``modules`` that lie in one block together; others are just rounded."""
+        by_block: dict[Module, list[Module]] = {}
+        for module in modules:
+            block = self._block_of.get(module)
+            if block is None:
+                self.keep(module, self.observe(module))
+            else:
+                by_block.setdefault(block, []).append(module)
+        for block, members in by_block.items():
+            self._tune(block, members)
+
+    def _tune(self, block: Module, members: Sequence[Module]) -> None:
+        name, calls = self._blocks[block], self._calls.pop(block, [])
+        if not calls:
+            raise TargetError(
+                f"AutoRoundModifier works on whole blocks, and parts of {name} were calibrated "
+                "before it had returned anything.",
+                "Leave sequential_targets out, or let them name whole blocks.",
+            )
+        names = {module: inner for inner, module in block.named_modules()}
+        found = {module: self.observe(module) for module in members}
+        starts = {
+            f"{names[module]}.weight": _start(module, parameters)
+            for module, parameters in found.items()
+        }
+        options = Options(
+            self.iters,
+            self.lr or 1 / max(1, self.iters),
+            self.batch_size,
+            self.seed ^ zlib.crc32(name.encode()),
+        )
+        tuned = tune_block(block, starts, calls, options)
+        if not tuned.error_nearest < float("inf"):
+            raise NonFiniteError(
+                f"What {name} returns holds NaN or infinity. Look for a bad weight upstream, or "
+                "load the model with precision='float32'."
+            )
+        rows = sum(call.rows for call in calls)
+        for module, parameters in found.items():
+            key = f"{names[module]}.weight"
+            moved = self._write(module, parameters, starts[key], tuned.roundings[key])
+            self._records[self._names[module]] = TuneRecord(
+                name, rows, tuned.iteration, tuned.error, tuned.error_nearest, moved
+            )
+        _log(name, tuned)
+
+    @torch.no_grad()
+    def _write(
+        self, module: Module, nearest: WeightParameters, start: Start, rounding: Rounding
+    ) -> float:
+        """Put the learned weight in place; the share of codes that moved."""
+        rounded = rounding.apply(start)
+        scale, zero = nearest.scale, nearest.zero_point
+        if start.scale_dtype is not None:
+            scale = rounded.scale.to(scale.dtype).reshape(scale.shape)
+        if rounded.zero is not None:
+            zero = rounded.zero.to(zero.dtype).reshape(zero.shape)
+        parameters = WeightParameters(nearest.args, scale, zero, nearest.global_scale)
+        plain = Rounding.of(start).apply(start)
+        weight_of(module).data.copy_(parameters.round(rounded.values))
+        self.keep(module, parameters, rounded=True)
+        return float((plain.level_RC != rounded.level_RC).float().mean())
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Leave every module quantized, and drop what was kept."""
+        super().on_calibration_end(state, event, **kwargs)
+        self._calls.clear()
+        self._blocks.clear()
+        self._block_of.clear()
+
+
+def _start(module: Module, parameters: WeightParameters) -> Start:
+    args = parameters.args
+    plain = scale_format_of(args) is ScaleFormat.PLAIN
+    return Start(
+        weight_of(module).detach(),
+        parameters.effective_scale,
+        None if args.symmetric else parameters.zero_point,
+        grid_of(args),
+        partition_of(args),
+        (scale_dtype_of(args) or parameters.scale.dtype) if plain else None,
+    )
+
+
+def _kept(value: Any) -> Any:
+    """Arguments without the history of their tensors; what is large goes to main memory."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu() if value.is_floating_point() else value.detach()
+    if type(value) is dict:
+        return {key: _kept(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_kept(item) for item in value)
+    return value
+
+
+def _log(name: str, tuned: Tuned) -> None:
+    share = tuned.error / tuned.error_nearest if tuned.error_nearest else 1.0
+    logger.info(
+        f"{name}: the error of its output is {share:.3f} of that of rounding to nearest "
+        f"(step {tuned.iteration})."
+    )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HQQ: scales and zero points of integer weights from the weights alone, by a robust error.
+
+Badri and Shaji, *Half-Quadratic Quantization of Large Machine Learning Models*, 2023; see
+:mod:`llmcompressor.numerics.hqq` for the equations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from pydantic import Field, PrivateAttr
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.state import State
+from llmcompressor.errors import RecipeError
+from llmcompressor.numerics.hqq import HalfQuadratic, lp_error, refine_cells
+from llmcompressor.numerics.scales import ScaleFormat
+from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.quantization.parameters import WeightParameters, weighs_inputs, weight_of
+from llmcompressor.schemes.bridge import grid_of, partition_of, scale_format_of
+from llmcompressor.threads import each_on_one_thread
+
+__all__ = ["HQQModifier", "RefineRecord"]
+
+
+@dataclass(frozen=True)
+class RefineRecord:
+    """What refining did for a weight.
+
+    Attributes:
+        error: mean of abs(w - w')^lp_norm over the weight.
+        error_before: the same with the scales that the observer found.
+    """
+
+    error: float
+    error_before: float
+
+
+class HQQModifier(QuantizationMixin):
+    """Quantizes weights to integers, with scales and zero points by half-quadratic splitting.
+
+    Needs no data, unless the scheme has static activation scales or a cache scale.
+
+    Attributes:
+        iters: rounds of the alternation.
+        lp_norm: the error's exponent p; the smaller, the less a few large errors count.
+        beta: weight of the quadratic term in the first round.
+        kappa: what beta is multiplied by after each round.
+    """
+
+    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+
+    iters: int = Field(default=20, ge=1, le=10_000)
+    lp_norm: float = Field(default=0.7, gt=0.0, le=1.0)
+    beta: float = Field(default=1.0, gt=0.0, le=1e6)
+    kappa: float = Field(default=1.01, ge=1.0, le=10.0)
+
+    _records: dict[str, RefineRecord] = PrivateAttr(default_factory=dict)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse schemes that half-quadratic quantization has no form for."""
+        super().model_post_init(context)
+        for name, scheme in self.resolve_quantization_config().groups.items():
+            if scheme.weights is not None:
+                _check_weights(name, scheme.weights)
+
+    @property
+    def changes_at_once(self) -> bool:
+        """Weights are rounded when their block is left: nothing depends on it."""
+        return False
+
+    @property
+    def records(self) -> dict[str, RefineRecord]:
+        """What was done, by module name."""
+        return dict(self._records)
+
+    def report(self) -> dict[str, Any]:
+        """The error of every weight, and that of the scales it began with."""
+        return {name: asdict(record) for name, record in self._records.items()}
+
+    def quantize_weights(self, state: State, modules: list[Module]) -> None:
+        """Find the scales and zero points; the weights themselves are rounded at the end."""
+        found: dict[Module, tuple[WeightParameters, RefineRecord]] = {}
+
+        @torch.no_grad()
+        def find(module: Module) -> None:
+            found[module] = self._refined(weight_of(module).detach(), self.observe(module))
+
+        if all(weight_of(module).device.type == "cpu" for module in modules):
+            each_on_one_thread(find, modules)
+        else:
+            for module in modules:
+                find(module)
+        for module in modules:
+            parameters, record = found[module]
+            self.keep(module, parameters)
+            self._records[self._names[module]] = record
+
+    def _refined(
+        self, weight_RC: Tensor, start: WeightParameters
+    ) -> tuple[WeightParameters, RefineRecord]:
+        grid, partition = grid_of(start.args), partition_of(start.args)
+        values_SN = partition.cells(weight_RC).flatten(0, -2)
+        scale_S = start.scale.flatten()
+        zero_S = None if grid.symmetric else start.zero_point.flatten()
+        search = HalfQuadratic(self.lp_norm, self.beta, self.kappa, self.iters)
+        new_S, new_zero_S = refine_cells(values_SN, scale_S, zero_S, grid, search)
+        before = lp_error(values_SN, scale_S, zero_S, grid, self.lp_norm).sum()
+        after = lp_error(values_SN, new_S, new_zero_S, grid, self.lp_norm).sum()
+        count = weight_RC.numel()
+        zero_point = start.zero_point
+        if new_zero_S is not None:
+            zero_point = new_zero_S.reshape(zero_point.shape)
+        refined = WeightParameters(start.args, new_S.reshape(start.scale.shape), zero_point)
+        return refined, RefineRecord(float(after) / count, float(before) / count)
+
+
+def _check_weights(name: str, args: QuantizationArgs) -> None:
+    """Refuse what has no form here.
+
+    Raises:
+        RecipeError: floats, scales that are not plain numbers, or an observer that needs data.
+    """
+    if grid_of(args).kind != "int" or scale_format_of(args) is not ScaleFormat.PLAIN:
+        raise RecipeError(
+            f"HQQModifier: the weights of {name} are {args.num_bits}-bit floats, and "
+            "half-quadratic quantization is for integers.",
+            "Take an integer scheme (W4A16_ASYM), or QuantizationModifier.",
+        )
+    if weighs_inputs(args):
+        raise RecipeError(
+            f"HQQModifier: the observer {args.observer} of {name} weighs errors by calibration "
+            "data, and half-quadratic quantization uses none.",
+            "Leave the observer out, or take QuantizationModifier.",
+        )

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""REAP: experts that add little to what their mixture returns are dropped.
+
+Lasby et al., *REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression*,
+arXiv:2510.13999; see :mod:`llmcompressor.numerics.reap` for the equations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field, PrivateAttr, field_validator
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.core.events import Event
+from llmcompressor.core.state import State
+from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.modeling.matching import as_targets, matches
+from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.modifiers.reap.layers import MoeLayer, counts_of, cut, find_layers, names_of
+from llmcompressor.numerics.reap import Saliency, dropped_experts
+
+__all__ = ["REAPPruningModifier"]
+
+
+class REAPPruningModifier(Modifier):
+    """Drops the experts of each mixture that add least, by calibration data.
+
+    All of the model is looked at as it was; experts are dropped when calibration ends, with their
+    rows of the router, and the number in the configuration is changed.
+
+    Attributes:
+        sparsity: the share of experts to drop, above 0 and below 1; rounded down.
+        ignore: mixtures to leave alone, by name, class or ``re:`` pattern.
+        report_path: a ``.json`` file to write what was dropped to.
+    """
+
+    run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    rewrites_inputs: ClassVar[bool] = True
+
+    sparsity: float = Field(gt=0.0, lt=1.0)
+    ignore: str | list[str] = Field(default_factory=list)
+    report_path: str | None = None
+
+    _layers: dict[Module, MoeLayer] = PrivateAttr(default_factory=dict)
+    _found: dict[Module, Saliency] = PrivateAttr(default_factory=dict)
+    _records: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
+
+    @field_validator("report_path")
+    @classmethod
+    def _check_path(cls, value: str | None) -> str | None:
+        if value is not None and not value.endswith(".json"):
+            raise RecipeError(f"report_path is {value!r}.", "Give a name that ends in .json.")
+        return value
+
+    # ------------------------------------------------------------------ declarations
+
+    @property
+    def requires_calibration_data(self) -> bool:
+        """Always: what an expert adds depends on its tokens."""
+        return True
+
+    @property
+    def finest_granularity(self) -> Granularity:
+        """Only inputs of experts are looked at."""
+        return Granularity.LINEAR
+
+    def calibrated_modules(self, state: State) -> list[Module]:
+        """The modules that hold the experts."""
+        return list(self._layers)
+
+    def report(self) -> dict[str, Any]:
+        """Saliency and tokens of every expert, and which were dropped."""
+        return dict(self._records)
+
+    # ------------------------------------------------------------------ before
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Find the mixtures, and refuse what could not be written or run afterwards."""
+        every = find_layers(state.model)
+        ignored = as_targets(self.ignore)
+        mine = [
+            layer
+            for layer in every
+            if not any(
+                matches(layer.name, layer.experts, one)
+                or matches(layer.name.rpartition(".")[0], layer.parent, one)
+                for one in ignored
+            )
+        ]
+        if not mine:
+            raise TargetError(
+                f"REAPPruningModifier found no mixture of experts in {type(state.model).__name__}"
+                + (" beside those it is to ignore." if every else "."),
+                "Leave it out, or give a model with stacked experts.",
+            )
+        self._check_counts(state.model, every, mine)
+        for layer in mine:
+            self._check_left(layer, layer.top_k)
+        self._layers = {layer.experts: layer for layer in mine}
+        return True
+
+    def _check_counts(
+        self, model: Module, every: Sequence[MoeLayer], mine: Sequence[MoeLayer]
+    ) -> None:
+        """A configuration has one number for all mixtures."""
+        counts = {layer.count for layer in mine}
+        others = [layer for layer in every if layer not in mine and layer.count in counts]
+        if others or len(counts) > 1:
+            raise TargetError(
+                "A configuration has one number of experts for all mixtures, and "
+                + (
+                    f"{names_of(others)} would keep theirs."
+                    if others
+                    else f"this model's have {sorted(counts)}."
+                ),
+                "Prune all mixtures that have as many experts, or none.",
+            )
+        if hasattr(model, "config") and not counts_of(model, counts.pop()):
+            raise TargetError(
+                f"The configuration of {type(model).__name__} does not tell how many experts its "
+                "mixtures have: the number could not be changed.",
+                "Leave REAPPruningModifier out.",
+            )
+
+    def _check_left(self, layer: MoeLayer, top_k: int | None) -> None:
+        """Refuse to drop nothing, or so many that a token would find too few."""
+        size = layer.count // layer.groups
+        gone = len(dropped_experts(torch.zeros(layer.count), self.sparsity, layer.groups))
+        left = size - gone // layer.groups
+        of_group = f" in each of {layer.groups} groups" if layer.groups > 1 else ""
+        if not gone:
+            raise TargetError(
+                f"sparsity {self.sparsity:g} drops none of the {size} experts{of_group} of "
+                f"{layer.name}.",
+                f"Give at least {1 / size:.4g}.",
+            )
+        reachable = left * (min(layer.chosen_groups, layer.groups) if layer.groups > 1 else 1)
+        if top_k is not None and top_k > reachable:
+            raise TargetError(
+                f"{layer.name}: a token goes to {top_k} experts, and of {size}{of_group} only "
+                f"{left} would remain with sparsity {self.sparsity:g}.",
+                "Give a lower sparsity.",
+            )
+        if layer.groups > 1 and left < min(2, size):  # groups are scored by their two best
+            raise TargetError(
+                f"{layer.name}: of {size} experts{of_group} only {left} would remain with sparsity "
+                f"{self.sparsity:g}, and routers score a group by two.",
+                "Give a lower sparsity.",
+            )
+
+    # ------------------------------------------------------------------ while
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Watch what the experts are called with."""
+        for module, layer in self._layers.items():
+            self._found[module] = Saliency.of(layer.count)
+            self.register_hook(module, self._hook(state), "forward_pre", with_kwargs=True)
+
+    def _hook(self, state: State) -> Any:
+        @torch.no_grad()
+        def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            layer = self._layers[module]
+            hidden_TH, index_TK, weight_TK = _routes(layer.name, args, kwargs)
+            self._check_left(layer, index_TK.shape[-1])
+            mask = state.token_mask
+            if mask is not None and mask.numel() == len(hidden_TH):
+                real_T = mask.flatten().to(hidden_TH.device)
+                hidden_TH, index_TK, weight_TK = (
+                    one[real_T] for one in (hidden_TH, index_TK, weight_TK)
+                )
+
+            def run(*routed: Tensor) -> Tensor:
+                # the class's own forward: a pipeline may have put another one in its place
+                with HooksMixin.disable_hooks():
+                    output: Tensor = type(module).forward(module, *routed)
+                return output
+
+            self._found[module].add(run, hidden_TH, index_TK, weight_TK)
+
+        return count
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Drop experts everywhere, and say so in the configuration."""
+        self.remove_hooks()
+        kept = {module: self._choose(layer) for module, layer in self._layers.items()}
+        for module, layer in self._layers.items():
+            cut(state.model, layer, kept[module])
+        layer = next(iter(self._layers.values()))
+        left = len(kept[layer.experts])
+        for config, name in counts_of(state.model, layer.count):
+            setattr(config, name, left)
+        self._found.clear()
+        if self.report_path is not None:
+            text = json.dumps(self._records, indent=2, allow_nan=False)
+            Path(self.report_path).write_text(f"{text}\n", encoding="utf-8")
+        logger.info(
+            f"REAPPruningModifier: {left} of {layer.count} experts are left in each of "
+            f"{len(self._layers)} mixtures."
+        )
+
+    def _choose(self, layer: MoeLayer) -> list[int]:
+        found = self._found[layer.experts]
+        saliency_E = found.mean()
+        if not bool(saliency_E.isfinite().all()):
+            raise NonFiniteError(
+                f"What the experts of {layer.name} return holds NaN or infinity. Look for a bad "
+                "weight upstream, or load the model with precision='float32'."
+            )
+        gone = dropped_experts(saliency_E, self.sparsity, layer.groups)
+        kept = [number for number in range(layer.count) if number not in gone]
+        self._records[layer.name] = {
+            "experts": layer.count,
+            "kept": kept,
+            "dropped": gone,
+            "saliency": saliency_E.tolist(),
+            "tokens": found.count_E.tolist(),
+        }
+        return kept
+
+
+def _routes(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens ``[T, H]``, experts ``[T, K]`` and weights ``[T, K]`` of a call."""
+    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+    whole = [one for one in tensors if not one.is_floating_point()]
+    if len(tensors) == 3 and len(whole) == 1:  # tokens, experts, weights
+        index = whole[0]
+        hidden, weight = (one for one in tensors if one is not index)
+        if weight.shape == index.shape:
+            hidden_TH = hidden.reshape(-1, hidden.shape[-1])
+            index_TK, weight_TK = (one.reshape(-1, one.shape[-1]) for one in (index, weight))
+            if len(hidden_TH) == len(index_TK):
+                return hidden_TH, index_TK, weight_TK
+    shapes = [tuple(one.shape) for one in tensors]
+    raise TargetError(
+        f"{name} was called with tensors of the shapes {shapes}: which tokens go to which experts "
+        "cannot be told.",
+        "Put it on the ignore list, or leave REAPPruningModifier out.",
+    )

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts in a model, found by their structure, and cut.
+
+A mixture's experts are a module whose own parameters all have one slice per expert, some of them
+matrices, and whose forward gets tokens with the experts and weights of each. Its router is what
+lies beside it and has a matrix with one row per expert. What else of the router has one entry per
+expert (a bias, a correction of scores) is cut with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from llmcompressor.errors import TargetError
+from llmcompressor.schemes.assign import listed
+
+__all__ = ["MoeLayer", "counts_of", "cut", "find_layers"]
+
+_STACK = 3
+_ROUTED_ARGUMENTS = 3
+_GROUPS = ("num_group", "n_group", "num_expert_group", "n_expert_group")
+_CHOSEN_GROUPS = ("topk_group", "limited_groups")
+_CHOSEN = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+_NO_COUNT = ("per_tok", "shared", "group", "size", "dim", "layer", "step", "zero", "capacity")
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """A mixture.
+
+    Attributes:
+        name: of the module that holds the experts.
+        experts: that module.
+        parent: the module that holds it.
+        router: what lies beside the experts and scores them.
+        count: how many experts there are.
+        groups: routing groups, of neighbours.
+        chosen_groups: how many of them a token may choose from.
+        top_k: experts per token; ``None`` if nothing tells.
+    """
+
+    name: str
+    experts: Module
+    parent: Module
+    router: Module
+    count: int
+    groups: int
+    chosen_groups: int
+    top_k: int | None
+
+
+def find_layers(model: Module) -> list[MoeLayer]:
+    """The mixtures of a model, in order.
+
+    Raises:
+        TargetError: experts that are not stacked, or a mixture whose router cannot be told.
+    """
+    modules = dict(model.named_modules())
+    found = []
+    for name, module in modules.items():
+        if not _takes_routes(module) or not name:
+            continue
+        count = _stacked(module)
+        if count is None:
+            _refuse_separate(name, module)
+            continue
+        parent = modules[name.rpartition(".")[0]]
+        router = _router(name, module, parent, count)
+        found.append(
+            MoeLayer(
+                name,
+                module,
+                parent,
+                router,
+                count,
+                groups=_told((router, parent), model, _GROUPS) or 1,
+                chosen_groups=_told((router, parent), model, _CHOSEN_GROUPS) or 1,
+                top_k=_told((router, parent), model, _CHOSEN),
+            )
+        )
+    return found
+
+
+def counts_of(model: Any, count: int) -> list[tuple[Any, str]]:
+    """The configurations that tell a number of experts, and the names under which they do."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return []
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+    return [
+        (part, name)
+        for part in parts
+        if part is not None
+        for name, value in vars(part).items()
+        if _is_count(name, value, count)
+    ]
+
+
+@torch.no_grad()
+def cut(model: Module, layer: MoeLayer, kept: Sequence[int]) -> None:
+    """Leave a mixture with the experts ``kept``; the configuration is not touched."""
+    for name, parameter in layer.experts._parameters.items():
+        if parameter is not None:
+            _replace(layer.experts, name, parameter, 0, kept)
+    for module, name, tensor, dimension in _scores(layer):
+        _replace(module, name, tensor, dimension, kept)
+    holders = [module for name, module in model.named_modules() if _is_above(name, layer.name)]
+    for module in {*holders, *layer.router.modules(), layer.experts}:
+        for name, value in list(vars(module).items()):
+            if _is_count(name, value, layer.count) or (
+                module is layer.router and name == "out_features" and value == layer.count
+            ):
+                setattr(module, name, len(kept))
+
+
+# ---------------------------------------------------------------------- finding
+
+
+def _takes_routes(module: Module) -> bool:
+    """Whether a forward takes three tensors, as tokens, experts and weights are."""
+    if type(module).forward is Module.forward or not (module._parameters or module._modules):
+        return False
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    names = [one.name for one in parameters]
+    return len(names) == _ROUTED_ARGUMENTS and any(
+        word in name for name in names[1:] for word in ("index", "indices", "rout", "top_k")
+    )
+
+
+def _stacked(module: Module) -> int | None:
+    """How many experts a module holds in stacks; ``None`` if it does not."""
+    parameters = [one for one in module._parameters.values() if one is not None]
+    counts = {len(one) if one.ndim else 0 for one in parameters}
+    if len(counts) != 1 or not any(one.ndim == _STACK for one in parameters):
+        return None
+    return counts.pop()
+
+
+def _refuse_separate(name: str, module: Module) -> None:
+    numbered = [key for key in module._modules if key.isdecimal()]
+    if numbered:
+        raise TargetError(
+            f"REAPPruningModifier drops experts that are stacked in one tensor, and {name} has "
+            "Linears for each: another modifier of the recipe works on them.",
+            "Prune first, in a run or a stage of its own, and give its output to the next.",
+        )
+
+
+def _router(name: str, experts: Module, parent: Module, count: int) -> Module:
+    inside = set(experts.modules())
+    beside: dict[str, Module] = {
+        key: one for key, one in parent.named_modules() if one not in inside
+    }
+    found: dict[str, Module] = {
+        key: one
+        for key, one in beside.items()
+        if isinstance(weight := one._parameters.get("weight"), Tensor)
+        and weight.ndim == 2  # a matrix
+        and len(weight) == count
+    }
+    if len(found) > 1:  # a row per expert is no proof where another matrix is as high
+        found = {key: one for key, one in found.items() if "." not in key}
+    if len(found) != 1:
+        shown = f"{len(found)} modules beside it have" if found else "no module beside it has"
+        raise TargetError(
+            f"The router of {name} cannot be told: {shown} a matrix with {count} rows.",
+            "Put the experts on the ignore list, or leave REAPPruningModifier out.",
+        )
+    return next(iter(found.values()))
+
+
+def _told(modules: Sequence[Module], model: Any, names: Sequence[str]) -> int | None:
+    """The first positive number under one of ``names``, nearest first."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for holder in (*modules, text):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _is_count(name: str, value: object, count: int) -> bool:
+    """Whether an attribute tells the number of experts."""
+    if type(value) is not int or value != count or "expert" not in name:
+        return False
+    return not any(word in name for word in _NO_COUNT)
+
+
+# ---------------------------------------------------------------------- cutting
+
+
+def _scores(layer: MoeLayer) -> Iterator[tuple[Module, str, Tensor, int]]:
+    """Tensors of the router, and the mixture's own, with one entry per expert, and where."""
+    for module in (*layer.router.modules(), layer.parent):
+        tensors: Mapping[str, Any] = {**module._parameters, **module._buffers}
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if tensor.ndim and len(tensor) == layer.count:
+                yield module, name, tensor, 0
+            elif tensor.ndim == 2 and tensor.shape == (1, layer.count):  # one row
+                yield module, name, tensor, 1
+
+
+def _replace(module: Module, name: str, old: Tensor, dimension: int, kept: Sequence[int]) -> None:
+    rows = torch.tensor(kept, device=old.device)
+    new = old.detach().index_select(dimension, rows)
+    if isinstance(old, Parameter):
+        module._parameters[name] = Parameter(new, requires_grad=old.requires_grad)
+    else:
+        module._buffers[name] = new
+
+
+def _is_above(name: str, inner: str) -> bool:
+    return name == "" or inner.startswith(f"{name}.")
+
+
+def names_of(layers: Sequence[MoeLayer]) -> str:
+    """Some of their names, for messages."""
+    return listed(layer.name for layer in layers)

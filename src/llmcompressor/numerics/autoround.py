@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Rounding that is learned: which way each weight goes, and how far each range reaches.
+
+Cheng et al., *Optimize Weight Rounding via Signed Gradient Descent*, arXiv:2309.05516. With an
+offset V of at most half a step for every weight and factors α, β of at most 1 for the ends of
+every range,
+
+.. math:: W' = s\,(\operatorname{clamp}(\operatorname{round}(W / s + V + z)) - z),
+
+    s = (α b - β a) / (q_{max} - q_{min}), \qquad
+    z = \operatorname{round}(\operatorname{clamp}(q_{min} - β a / s))
+
+where [a, b] is the range of the scale and zero point that one starts from: with V = 0 and
+α = β = 1 they are found again. On symmetric grids z = 0 and s is α times what it was. On floating
+grids V is counted in the spacing of the values around W / s.
+
+Gradients pass straight through rounding. With G the gradient by W', and
+r = round(W / s + V + z) - z, an element has
+
+==========  ================  ===================  ===========
+            by V              by s                 by z
+==========  ================  ===================  ===========
+inside      G s spacing       G (r - W / s)        0
+clamped     0                 G (end - z)          - G s
+==========  ================  ===================  ===========
+
+and s and z hand theirs on to α and β. Only signs of gradients are used: V, α and β move by the
+learning rate, which falls linearly to zero.
+
+Shapes: R rows, C columns; scales, zero points and factors have the shape of the partition's
+cells, written ``YX``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.partition import Partition
+
+__all__ = ["Gradients", "Rounded", "Rounding", "Start", "sign_step"]
+
+_LEAST_FACTOR = 1e-3
+_LARGEST_OFFSET = 0.499
+"""Less than half a step: a weight of exactly 0, which may have been pruned, stays 0."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A weight and what it would be rounded with.
+
+    Args:
+        weight_RC: floating dtype.
+        scale: effective scale, shape of the partition's cells.
+        zero: zero point, same shape; ``None`` on symmetric grids.
+        grid: what codes are.
+        partition: which weights share a scale.
+        scale_dtype: what scales are stored in; ``None`` keeps every scale as it is (scales of
+            8-bit floats under a global one, powers of two).
+    """
+
+    weight_RC: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    grid: Grid
+    partition: Partition
+    scale_dtype: torch.dtype | None
+
+    def expand(self, values: Tensor) -> Tensor:
+        """Values of cells at each element, [R, C]."""
+        return self.partition.expand(values, *self.weight_RC.shape)
+
+    def sums(self, values_RC: Tensor) -> Tensor:
+        """Sums over cells, in the shape of the scale."""
+        return self.partition.cells(values_RC).sum(-1).reshape(self.scale.shape)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What is learned.
+
+    Attributes:
+        offset_RC: V, float32 within [-1/2, 1/2].
+        high: α, float32 within (0, 1], in the shape of the scale.
+        low: β, the same; without effect on symmetric grids.
+    """
+
+    offset_RC: Tensor
+    high: Tensor
+    low: Tensor
+
+    @classmethod
+    def of(cls, start: Start) -> Rounding:
+        """No offset and whole ranges: rounding to nearest."""
+        ones = torch.ones_like(start.scale, dtype=torch.float32)
+        return cls(torch.zeros_like(start.weight_RC, dtype=torch.float32), ones, ones.clone())
+
+    def clone(self) -> Rounding:
+        """A copy that :func:`sign_step` does not change."""
+        return Rounding(self.offset_RC.clone(), self.high.clone(), self.low.clone())
+
+    def parameters(self, start: Start) -> tuple[Tensor, Tensor | None]:
+        """Scale, float32 rounded to what is stored, and zero point, float32 or ``None``."""
+        scale = start.scale.float()
+        if start.scale_dtype is None:
+            return scale, None if start.zero is None else start.zero.float()
+        if start.zero is None:
+            return _stored(scale * self.high, start), None
+        grid, scale = start.grid, start.scale.float()
+        least, greatest = _range(start)
+        stored = _stored(scale * ((greatest * self.high - least * self.low) / _steps(grid)), start)
+        zero = (grid.qmin - least * self.low * (scale / stored)).clamp(grid.qmin, grid.qmax)
+        return stored, zero.round()
+
+    def apply(self, start: Start) -> Rounded:
+        """The weight rounded in this way."""
+        scale, zero = self.parameters(start)
+        grid, scale_RC = start.grid, start.expand(scale)
+        wide_RC = start.weight_RC.float() / scale_RC
+        spacing_RC = _spacing(wide_RC, grid)
+        moved_RC = self.offset_RC if spacing_RC is None else self.offset_RC * spacing_RC
+        moved_RC = wide_RC + moved_RC
+        zero_RC = 0.0 if zero is None else start.expand(zero)
+        if grid.kind == "int":
+            free_RC = moved_RC.add_(zero_RC).round_()
+            code_RC = free_RC.clamp(grid.qmin, grid.qmax)
+        else:
+            free_RC = moved_RC
+            code_RC = grid.round(moved_RC)
+        inside_RC = (free_RC >= grid.qmin) & (free_RC <= grid.qmax)
+        return Rounded(
+            code_RC - zero_RC, wide_RC, inside_RC, spacing_RC, scale, zero, scale_RC=scale_RC
+        )
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """By the parts of a :class:`Rounding`; ``None`` for what is not learned."""
+
+    offset_RC: Tensor
+    high: Tensor | None
+    low: Tensor | None
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A rounded weight and what its gradients need.
+
+    Attributes:
+        level_RC: codes less the zero point.
+        wide_RC: W / s.
+        inside_RC: bool, not clamped.
+        spacing_RC: of the grid's values; ``None`` where it is 1.
+        scale: as stored, float32.
+        zero: float32, or ``None``.
+        scale_RC: the scale of each element.
+    """
+
+    level_RC: Tensor
+    wide_RC: Tensor
+    inside_RC: Tensor
+    spacing_RC: Tensor | None
+    scale: Tensor
+    zero: Tensor | None
+    scale_RC: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        """W', float32."""
+        return self.level_RC * self.scale_RC
+
+    def gradients(self, start: Start, gradient_RC: Tensor, rounding: Rounding) -> Gradients:
+        """What the gradient by W', [R, C] of any floating dtype, is by the rounding."""
+        gradient_RC = gradient_RC.float()
+        inside_RC = torch.where(self.inside_RC, gradient_RC, 0.0)
+        offset_RC = inside_RC * self.scale_RC
+        if self.spacing_RC is not None:
+            offset_RC *= self.spacing_RC
+        if start.scale_dtype is None:
+            return Gradients(offset_RC, None, None)
+        by_scale = start.sums(gradient_RC * self.level_RC - inside_RC * self.wide_RC)
+        if start.zero is None:
+            return Gradients(offset_RC, by_scale * start.scale.float(), None)
+        by_zero = -start.sums((gradient_RC - inside_RC) * self.scale_RC)
+        least, greatest = (end * start.scale.float() for end in _range(start))
+        # z = qmin - beta a / s: its own dependence on beta, and the one by way of s
+        by_scale = by_scale + by_zero * least * rounding.low / self.scale.square()
+        steps = _steps(start.grid)
+        low = -by_scale * least / steps - by_zero * least / self.scale
+        return Gradients(offset_RC, by_scale * greatest / steps, low)
+
+
+@torch.no_grad()
+def sign_step(rounding: Rounding, gradients: Gradients, rate: float) -> None:
+    """Move every part against the sign of its gradient by ``rate``, in place, within its bounds."""
+    offset_RC = rounding.offset_RC
+    offset_RC.sub_(gradients.offset_RC.sign_(), alpha=rate)
+    offset_RC.clamp_(-_LARGEST_OFFSET, _LARGEST_OFFSET)
+    for factor, gradient in ((rounding.high, gradients.high), (rounding.low, gradients.low)):
+        if gradient is not None:
+            factor.sub_(gradient.sign(), alpha=rate).clamp_(_LEAST_FACTOR, 1.0)
+
+
+def _steps(grid: Grid) -> float:
+    return grid.qmax - grid.qmin
+
+
+def _range(start: Start) -> tuple[Tensor, Tensor]:
+    """The ends a and b of the range at the start, in steps."""
+    assert start.zero is not None
+    zero = start.zero.float()
+    return start.grid.qmin - zero, start.grid.qmax - zero
+
+
+def _stored(scale: Tensor, start: Start) -> Tensor:
+    """``scale`` as it is after storing; what would vanish stays as large as at the start."""
+    assert start.scale_dtype is not None
+    stored = scale.to(start.scale_dtype).float()
+    return torch.where(stored > 0, stored, start.scale.float())
+
+
+def _spacing(wide_RC: Tensor, grid: Grid) -> Tensor | None:
+    """The distance between neighbours on the grid around each value; ``None`` where it is 1."""
+    if grid.kind == "int":
+        return None
+    mantissa, smallest = (3, 2.0**-6) if grid.bits == 8 else (1, 1.0)
+    exponent_RC = wide_RC.abs().clamp(smallest, grid.qmax).log2_().floor_()
+    return exponent_RC.sub_(mantissa).exp2_()

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Half-quadratic quantization: scales and zero points for which most weights are hardly moved.
+
+Badri and Shaji, *Half-Quadratic Quantization* (2023). The values w of a cell are rounded to
+w' = (q - z) s. What is minimized is the sum of :math:`\varphi(e) = |e|^p` with p below 1 of the
+errors e = (w - w') / s, in steps of the grid: a few values may be far off if that brings the
+many closer. It is split by a second variable h that is to equal e,
+
+.. math:: \min_{s, z, h}\; \sum |h|^p + \tfrac{\beta}{2} (h - e)^2 ,
+
+and each variable in turn has a closed form, while β grows by κ in each round::
+
+    q = round(clamp(w / s + z))
+    h = sign(e) max(|e| - |e|^(p-1) / beta, 0)          (generalized soft threshold)
+    z = mean(q - (w / s - h))                           (asymmetric grids)
+    s = sum(s (w / s - h) (q - z)) / sum((q - z)^2)     (least squares)
+
+The paper moves z alone and stores it as a float. Formats that store integers leave such a z
+nothing to do but to decide which end of the range is clamped, so z is rounded and s is moved too;
+on symmetric grids only s is. Of all rounds, the start among them, each cell keeps the best.
+
+Shapes: S cells (one scale each), N elements of a cell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompressor.errors import InputError
+from llmcompressor.numerics.grid import Grid
+
+__all__ = ["HalfQuadratic", "lp_error", "refine_cells"]
+
+_CHUNK_ELEMENTS = 1 << 18
+"""Elements that stay in a cache while all rounds are made on them."""
+
+
+@dataclass(frozen=True)
+class HalfQuadratic:
+    """How the alternation goes.
+
+    Args:
+        norm: p, above 0 and at most 1.
+        beta: β of the first round, in steps of the grid to the power 2 - p.
+        kappa: what β is multiplied by after each round.
+        iterations: rounds.
+    """
+
+    norm: float = 0.7
+    beta: float = 1.0
+    kappa: float = 1.01
+    iterations: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.norm <= 1:
+            raise InputError(f"The norm is {self.norm}.", "Give a number above 0, at most 1.")
+        if not self.beta > 0:
+            raise InputError(f"beta is {self.beta}.", "Give a number above 0.")
+        if not self.kappa >= 1:
+            raise InputError(f"kappa is {self.kappa}.", "Give 1 or more.")
+        if self.iterations < 0:
+            raise InputError(f"There are {self.iterations} iterations.", "Give 0 or more.")
+
+
+def lp_error(
+    values_SN: Tensor, scale_S: Tensor, zero_S: Tensor | None, grid: Grid, norm: float
+) -> Tensor:
+    """Sum of abs(w - w')^norm of each cell, float32 [S], as the cell will be read.
+
+    >>> lp_error(torch.tensor([[0.0, 1.25]]), torch.ones(1), None, Grid("int", 4), 1.0)
+    tensor([0.2500])
+    """
+    zero = None if zero_S is None else zero_S.unsqueeze(-1)
+    rounded_SN = grid.fake_quantize(values_SN, scale_S.unsqueeze(-1), zero)
+    error_SN = rounded_SN.float().sub_(values_SN.float()).abs_()
+    return _power_(error_SN, norm).sum(-1)
+
+
+def refine_cells(
+    values_SN: Tensor,
+    scale_S: Tensor,
+    zero_S: Tensor | None,
+    grid: Grid,
+    search: HalfQuadratic,
+) -> tuple[Tensor, Tensor | None]:
+    """Scales and zero points with less lp error than those given.
+
+    Args:
+        values_SN: the elements of each cell, floating dtype; zeros may pad them.
+        scale_S: where to start, floating dtype, positive.
+        zero_S: zero points to start from, any dtype of integers; ``None`` on symmetric grids.
+        grid: integers.
+        search: how.
+
+    Returns:
+        New tensors in the shapes and dtypes of ``scale_S`` and ``zero_S``. For no cell is
+        :func:`lp_error` larger than before.
+    """
+    if grid.kind != "int" or grid.symmetric != (zero_S is None):
+        raise InputError(
+            "Half-quadratic quantization is for integers, with zero points where the grid is "
+            "asymmetric.",
+            "Give an integer grid that fits the zero points.",
+        )
+    scale_S = scale_S.clone()
+    zero_S = None if zero_S is None else zero_S.clone()
+    height = max(1, _CHUNK_ELEMENTS // max(1, values_SN.shape[1]))
+    for top in range(0, len(values_SN), height):
+        rows = slice(top, top + height)
+        zero = None if zero_S is None else zero_S[rows]
+        best = _Best(values_SN[rows], scale_S[rows], zero, grid, search.norm)
+        _alternate(best, search)
+        scale_S[rows] = best.scale_S
+        if zero_S is not None and best.zero_S is not None:
+            zero_S[rows] = best.zero_S
+    return scale_S, zero_S
+
+
+class _Best:
+    """The best parameters of each cell so far, as they would be stored."""
+
+    def __init__(
+        self, values_SN: Tensor, scale_S: Tensor, zero_S: Tensor | None, grid: Grid, norm: float
+    ) -> None:
+        self.values_SN, self.grid, self._norm = values_SN, grid, norm
+        self.scale_S, self.zero_S = scale_S, zero_S
+        self._error_S = lp_error(values_SN, scale_S, zero_S, grid, norm)
+
+    def take(self, scale_S: Tensor, zero_S: Tensor | None) -> None:
+        """Compare with new ones; a scale that is not positive and finite is never better."""
+        error_S = lp_error(self.values_SN, scale_S, zero_S, self.grid, self._norm)
+        better_S = (error_S < self._error_S) & (scale_S > 0) & scale_S.isfinite()
+        self._error_S = torch.where(better_S, error_S, self._error_S)
+        self.scale_S = torch.where(better_S, scale_S, self.scale_S)
+        if zero_S is not None and self.zero_S is not None:
+            self.zero_S = torch.where(better_S, zero_S, self.zero_S)
+
+
+def _alternate(best: _Best, search: HalfQuadratic) -> None:
+    """The rounds, on all cells at once; each continues from the stored form of the last one."""
+    grid, exact_SN = best.grid, best.values_SN.float()
+    scale_S, zero_S = best.scale_S, best.zero_S
+    beta = search.beta
+    for _ in range(search.iterations):
+        step_S1 = scale_S.float().unsqueeze(-1)
+        wide_SN = exact_SN / step_S1
+        zero_S1 = 0.0 if zero_S is None else zero_S.float().unsqueeze(-1)
+        code_SN = (wide_SN + zero_S1).clamp_(grid.qmin, grid.qmax).round_()
+        error_SN = wide_SN - (code_SN - zero_S1)
+        target_SN = wide_SN - _shrunk(error_SN, search.norm, beta)
+        if zero_S is not None:
+            found_S = (code_SN - target_SN).mean(-1).round_().clamp_(grid.qmin, grid.qmax)
+            zero_S = found_S.to(zero_S.dtype)
+            code_SN -= zero_S.float().unsqueeze(-1)
+        # a cell of zeros alone: its scale stays
+        factor_S = (target_SN * code_SN).sum(-1) / code_SN.square().sum(-1)
+        moved_S = (step_S1.squeeze(-1) * factor_S).to(scale_S.dtype)
+        usable_S = moved_S.isfinite() & (moved_S > 0)
+        scale_S = torch.where(usable_S, moved_S, scale_S)
+        best.take(scale_S, zero_S)
+        beta *= search.kappa
+
+
+def _shrunk(error_SN: Tensor, norm: float, beta: float) -> Tensor:
+    """The h that minimizes abs(h)^norm + beta / 2 (h - e)^2, about: one step of the threshold."""
+    size_SN = error_SN.abs()
+    threshold_SN = _power_(size_SN.clone(), norm - 1).div_(beta)  # infinite at 0: h is 0 there
+    return error_SN.sign() * (size_SN - threshold_SN).clamp_(min=0)
+
+
+def _power_(x: Tensor, norm: float) -> Tensor:
+    """``x ** norm`` in place for x not negative; ``pow`` is slow at fractional exponents."""
+    return x.pow_(norm) if float(norm).is_integer() else x.log2_().mul_(norm).exp2_()

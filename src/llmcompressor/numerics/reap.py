@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""How much each expert of a mixture adds to what the mixture returns.
+
+REAP (Lasby et al., arXiv:2510.13999): with router weights g and expert outputs f, over the tokens
+T_e that are routed to expert e,
+
+.. math:: S_e = \frac{1}{|T_e|} \sum_{t \in T_e} g_e(x_t)\, \lVert f_e(x_t) \rVert_2 .
+
+The experts with the least S are dropped, as many in each routing group. An expert that no token
+was routed to has S = 0.
+
+Shapes: T tokens, K experts per token, P routed pairs of a token and an expert, E experts, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompressor.errors import InputError
+
+__all__ = ["Saliency", "dropped_experts"]
+
+_CHUNK_TOKENS = 1024
+
+
+@dataclass
+class Saliency:
+    """Sums over tokens; add batches, then read :meth:`mean`.
+
+    Attributes:
+        sum_E: of weight times norm, float64 on the CPU.
+        count_E: routed tokens, int64 on the CPU.
+    """
+
+    sum_E: Tensor
+    count_E: Tensor
+
+    @classmethod
+    def of(cls, experts: int) -> Saliency:
+        """Of no token."""
+        return cls(torch.zeros(experts, dtype=torch.float64), torch.zeros(experts).long())
+
+    def add(
+        self,
+        run: Callable[[Tensor, Tensor, Tensor], Tensor],
+        hidden_TH: Tensor,
+        index_TK: Tensor,
+        weight_TK: Tensor,
+    ) -> None:
+        """Count the tokens of one batch.
+
+        Args:
+            run: the mixture itself: tokens ``[P, H]``, experts ``[P, 1]`` and weights ``[P, 1]``
+                to outputs ``[P, H]``. Each pair is given to it as a token of its own with weight 1.
+            hidden_TH: what the mixture gets.
+            index_TK: the experts of each token; those beyond E stand for experts elsewhere.
+            weight_TK: their weights.
+        """
+        experts = len(self.sum_E)
+        for top in range(0, len(hidden_TH), _CHUNK_TOKENS):
+            rows = slice(top, top + _CHUNK_TOKENS)
+            chosen_TK = (index_TK[rows] >= 0) & (index_TK[rows] < experts)
+            token_P, _ = chosen_TK.nonzero(as_tuple=True)
+            if not len(token_P):
+                continue
+            index_P, weight_P = index_TK[rows][chosen_TK], weight_TK[rows][chosen_TK]
+            ones_P1 = torch.ones_like(weight_P).unsqueeze(-1)
+            output_PH = run(hidden_TH[rows][token_P], index_P.unsqueeze(-1), ones_P1)
+            score_P = (output_PH.float().norm(dim=-1) * weight_P.float()).double().cpu()
+            where_P = index_P.cpu().long()
+            self.sum_E.index_add_(0, where_P, score_P)
+            self.count_E += where_P.bincount(minlength=experts)
+
+    def mean(self) -> Tensor:
+        """S, float64 ``[E]``."""
+        return self.sum_E / self.count_E.clamp(min=1)
+
+
+def dropped_experts(saliency_E: Tensor, sparsity: float, groups: int = 1) -> list[int]:
+    """The experts to drop: of each group the least, as many as a share of it is, rounded down.
+
+    Args:
+        saliency_E: any dtype.
+        sparsity: the share, between 0 and 1.
+        groups: of neighbours, of one size.
+
+    Returns:
+        Their numbers, rising. Of equals the first goes first.
+
+    >>> dropped_experts(torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0, 6.0]), 0.5)
+    [0, 1, 2]
+    >>> dropped_experts(torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0, 6.0]), 0.5, groups=2)
+    [1, 4]
+    """
+    if groups < 1 or len(saliency_E) % groups:
+        raise InputError(
+            f"{len(saliency_E)} experts do not make {groups} groups of one size.",
+            "Check the model's configuration.",
+        )
+    size = len(saliency_E) // groups
+    count = int(size * sparsity + 1e-9)  # 0.3 of 10 are 3, whatever the floats say
+    order_GS = saliency_E.reshape(groups, size).argsort(dim=-1, stable=True)
+    first_G1 = torch.arange(groups, device=order_GS.device).unsqueeze(-1) * size
+    found: list[int] = (order_GS[:, :count] + first_G1).flatten().sort().values.tolist()
+    return found

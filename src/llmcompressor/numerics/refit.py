@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales fitted again once the codes of a weight are decided."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmcompressor.numerics.gptq import ColumnScales
+from llmcompressor.numerics.hessian import ridge
+
+__all__ = ["refit_scales"]
+
+
+def refit_scales(
+    weight_RC: Tensor,
+    rounded_RC: Tensor,
+    hessian_CC: Tensor,
+    scales: ColumnScales,
+    *,
+    stored: torch.dtype,
+    dampening: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""The scale of each group that fits its codes best, given the scales of all the others.
+
+    A sweep rounds to scales that were chosen before it. With the codes V decided, Q = s V in a
+    group g, and D = Q − W, the error ``tr(D H Dᵀ)`` is quadratic in the scale:
+
+    .. math:: s_g \leftarrow s_g - \frac{V_g (H D^\top)_g}{V_g H_{gg} V_g^\top}
+
+    Groups are taken from left to right, once. What the scale becomes when it is stored is what
+    counts: where that is no better, or not above zero, a scale stays as it is.
+
+    Args:
+        weight_RC: W, what was to be rounded, float32 ``[..., R, C]``.
+        rounded_RC: Q, values on the grid, float32 ``[..., R, C]``; not changed.
+        hessian_CC: H, float32 ``[..., C, C]``.
+        scales: scale and zero point of every row and column.
+        stored: the dtype that scales are kept in.
+        dampening: what is added to the diagonal of H, as a fraction of its mean.
+
+    Returns:
+        The scales, float32 ``[..., R, G]``; the weight that they make of the codes; by how much the
+        loss of each row has changed (never more than 0).
+    """
+    scale_RG = scales.scale_RG.float().clone()
+    found_RC = rounded_RC.clone()
+    change_RC = rounded_RC - weight_RC
+    added_1 = ridge(hessian_CC, dampening).unsqueeze(-1)
+    saved_R = change_RC.new_zeros(change_RC.shape[:-1])
+    for g in range(scale_RG.shape[-1]):
+        columns = (scales.group_of_column_C == g).nonzero().flatten()
+        if not len(columns):
+            continue
+        old_R = scale_RG[..., g]
+        codes_RK = (found_RC[..., columns] / old_R.unsqueeze(-1)).nan_to_num_()
+        hessian_CK = hessian_CC[..., columns]
+        slope_RK = change_RC @ hessian_CK + added_1 * change_RC[..., columns]
+        bent_RK = codes_RK @ hessian_CK[..., columns, :] + added_1 * codes_RK
+        slope_R = (slope_RK * codes_RK).sum(-1)
+        curvature_R = (bent_RK * codes_RK).sum(-1)
+        new_R = (old_R - (slope_R / curvature_R).nan_to_num_(0, 0, 0)).to(stored).float()
+        moved_R = new_R - old_R
+        gain_R = slope_R * moved_R + 0.5 * curvature_R * moved_R**2
+        better_R = (gain_R < 0) & (new_R > 0)
+        moved_R = moved_R.where(better_R, 0)
+        scale_RG[..., g] = old_R + moved_R
+        found_RC[..., columns] += moved_R.unsqueeze(-1) * codes_RK
+        change_RC[..., columns] += moved_R.unsqueeze(-1) * codes_RK
+        saved_R += gain_R.where(better_R, 0)
+    return scale_RG, found_RC, saved_R

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What experts are shown while a model is calibrated, and how many tokens were routed to each.
+
+With ``moe_calibrate_all_experts`` every expert is shown every token of its layer. Without it an
+expert is shown what is routed to it, and one that gets too little is dealt with as
+``starved_experts`` says. That is decided when all batches wait before the experts of a layer, so
+that all its routes are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import PrivateAttr
+from torch.nn import Module
+
+from llmcompressor.errors import DatasetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.expert_stages import ExpertStage, begin_stages
+from llmcompressor.modeling.experts import LinearExperts, Shown
+from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.pipelines.batches import CalibrationBatches
+from llmcompressor.schemes.assign import listed
+
+if TYPE_CHECKING:
+    from llmcompressor.args import DatasetArguments
+    from llmcompressor.core.state import State
+
+__all__ = ["ExpertWatch", "every_expert_called", "experts_report", "experts_watched"]
+
+_WORKSPACE = 2**32
+"""Bytes that the statistics of a wave of experts, and what is solved for it, may take."""
+_FLOAT = 4
+_COPIES = 2
+"""With twin streams there are two statistics of each input; a solver holds weights twice."""
+_SHOWN: Mapping[str, Shown] = {
+    "all_tokens": "all_tokens",
+    "neighbours": "neighbours",
+    "rtn": "nothing",
+}
+
+
+class ExpertWatch(HooksMixin):
+    """Counts the tokens of experts, and decides what those are shown that get too few."""
+
+    _names: dict[LinearExperts, str] = PrivateAttr(default_factory=dict)
+    _undecided: set[LinearExperts] = PrivateAttr(default_factory=set)
+    _counted: set[LinearExperts] = PrivateAttr(default_factory=set)
+    _least: float = PrivateAttr(1.0)
+    _policy: str = PrivateAttr("all_tokens")
+
+    def begin(
+        self, model: Module, state: State, batches: CalibrationBatches, args: DatasetArguments
+    ) -> None:
+        """Watch the mixtures of ``model``, in stages."""
+        self._names = {
+            module: name
+            for name, module in model.named_modules()
+            if isinstance(module, LinearExperts)
+        }
+        self._least = max(1.0, (args.min_tokens_per_module or 0.0) * batches.real_tokens)
+        self._policy = args.starved_experts
+        every = args.moe_calibrate_all_experts
+        for mixture in self._names:
+            begin_stages(mixture, _wave(mixture, every=every))
+            if every:
+                mixture.shown = ["all_tokens"] * mixture.num_experts
+            else:
+                self._undecided.add(mixture)
+            self._hooks.add(mixture.register_forward_pre_hook(_tell_padding(state), prepend=True))
+            self.register_hook(mixture, self._count, "forward_pre", with_kwargs=True)
+
+    def end(self) -> None:
+        """Stop watching; the counts stay with the mixtures."""
+        self.remove_hooks()
+        for mixture in self._names:
+            mixture.end()
+        self._say_counts()
+
+    # ------------------------------------------------------------------ for pipelines
+
+    def undecided(self, modules: Iterable[Module]) -> list[LinearExperts]:
+        """Those of ``modules`` that are mixtures, of which it is not decided what is shown."""
+        mixtures = [one.mixture if isinstance(one, ExpertStage) else one for one in modules]
+        return [
+            one
+            for one in dict.fromkeys(mixtures)
+            if isinstance(one, LinearExperts) and one in self._undecided
+        ]
+
+    def survey(self, mixtures: Sequence[LinearExperts], run: Callable[[], None]) -> None:
+        """Count the routes of ``mixtures`` alone.
+
+        Args:
+            mixtures: no token of which was counted yet.
+            run: runs all batches through them.
+        """
+        with HooksMixin.disable_hooks(keep=self._hooks):
+            run()
+        self._counted.update(mixtures)
+        self.decide(mixtures)
+
+    def decide(self, mixtures: Iterable[LinearExperts]) -> None:
+        """All tokens of ``mixtures`` were counted: settle what each expert is shown.
+
+        Raises:
+            DatasetError: an expert got too few, and that is to be an error.
+        """
+        for mixture in mixtures:
+            self._undecided.discard(mixture)
+            starved = [n for n, count in enumerate(mixture.tokens) if count < self._least]
+            if not starved:
+                continue
+            name = self._names[mixture]
+            shown = listed(f"{name}.{one} ({mixture.tokens[one]})" for one in starved)
+            if self._policy == "error":
+                raise DatasetError(
+                    f"Too few calibration tokens reached {len(starved)} of "
+                    f"{mixture.num_experts} experts, fewer than {self._least:.0f}: {shown}.",
+                    "Calibrate with more data, set moe_calibrate_all_experts, or choose another "
+                    "policy for starved_experts.",
+                )
+            logger.warning(
+                f"Fewer than {self._least:.0f} calibration tokens reached {len(starved)} of "
+                f"{mixture.num_experts} experts: {shown}. {_WORDS[self._policy]}"
+            )
+            for one in starved:
+                mixture.shown[one] = _SHOWN[self._policy]
+                mixture.starved[one] = self._policy
+
+    # ------------------------------------------------------------------ helpers
+
+    def _count(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert isinstance(module, LinearExperts)
+        if module.calls_all or module in self._counted:
+            return
+        for expert, count in enumerate(module.counts(*args, **kwargs)):
+            module.tokens[expert] += count
+
+    def _say_counts(self) -> None:
+        counts = [count for mixture in self._names for count in mixture.tokens]
+        if not counts or not any(counts):
+            return
+        layers = len(self._names)
+        never = counts.count(0)
+        logger.info(
+            f"Tokens routed to each of {len(counts)} experts in {layers} layers: {min(counts)} to "
+            f"{max(counts)}, {sum(counts) / len(counts):.0f} on average; {never} got none."
+        )
+
+
+_WORDS = {
+    "all_tokens": "Their statistics are made of all tokens of their layer.",
+    "neighbours": "Their statistics are those of the other experts of their layer.",
+    "rtn": "Their weights are rounded to nearest.",
+}
+
+
+@contextlib.contextmanager
+def experts_watched(
+    model: Module, state: State, batches: CalibrationBatches, args: DatasetArguments
+) -> Iterator[ExpertWatch]:
+    """Show tokens to experts, and count them, while the body runs."""
+    watch = ExpertWatch()
+    try:
+        watch.begin(model, state, batches, args)
+        yield watch
+    finally:
+        watch.end()
+
+
+@contextlib.contextmanager
+def every_expert_called(model: Module) -> Iterator[None]:
+    """Have every expert called in every forward, for those who watch what is called."""
+    mixtures = [module for module in model.modules() if isinstance(module, LinearExperts)]
+    try:
+        for mixture in mixtures:
+            mixture.calls_all = True
+        yield
+    finally:
+        for mixture in mixtures:
+            mixture.calls_all = False
+
+
+def experts_report(model: Module, within: Callable[[str], bool] | None = None) -> dict[str, Any]:
+    """Tokens of each expert in the last calibration, by mixture; empty where none were counted.
+
+    Args:
+        model: the model.
+        within: tells which mixtures, by their names; all of them if ``None``.
+    """
+    return {
+        name: {
+            "tokens": list(module.tokens),
+            **({"starved": dict(module.starved)} if module.starved else {}),
+        }
+        for name, module in model.named_modules()
+        if isinstance(module, LinearExperts) and any(module.tokens)
+        if within is None or within(name)
+    }
+
+
+def _wave(mixture: LinearExperts, *, every: bool) -> int:
+    """How many experts' statistics and weights in float32 may be held at once."""
+    form = mixture.form
+    moments = form.intermediate**2 + (0 if every else form.hidden**2)
+    weights = form.intermediate * form.hidden * len(mixture.entrances)
+    return max(1, _WORKSPACE // (_FLOAT * _COPIES * (moments + weights)))
+
+
+def _tell_padding(state: State) -> Callable[..., None]:
+    def tell(module: Module, args: tuple[Any, ...]) -> None:
+        assert isinstance(module, LinearExperts)
+        mask = state.token_mask
+        module.real_T = None if mask is None else mask.flatten()
+
+    return tell

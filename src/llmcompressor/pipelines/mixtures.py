@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which mixtures of experts a recipe is about, so that they have to be taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch.nn import Linear, Module
+from transformers import PreTrainedModel
+
+from llmcompressor.checkpoint.expert_names import (
+    is_read_singly,
+    part_names,
+    stacking_converters,
+)
+from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.expert_forms import DOWN, GATE, UP, Mixture, is_stack
+from llmcompressor.modeling.expert_search import find_mixtures
+from llmcompressor.modeling.matching import as_targets, matches
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.schemes.assign import listed
+
+__all__ = ["dense_mixtures", "meant_mixtures", "warn_unread"]
+
+
+def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture]:
+    """The mixtures with experts that a modifier's targets reach, once they are Linears.
+
+    A mixture that is ignored by its own name or class is left alone.
+
+    Args:
+        model: its weights may be on the meta device.
+        modifiers: of the recipe.
+
+    Raises:
+        TargetError: such a mixture cannot be taken apart: its experts would stay as they are,
+            and no one would see it.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return []
+    mixtures = find_mixtures(model)
+    if not mixtures:
+        return []
+    converters = stacking_converters(model)
+    meant: list[Mixture] = []
+    for mixture in mixtures:
+        roles = {role: role for role in (GATE, UP, DOWN)}
+        names = part_names(mixture, converters) if mixture.form is not None else roles
+        if any(_is_meant(mixture, names, modifier) for modifier in modifiers):
+            meant.append(mixture)
+    unseen = [mixture for mixture in meant if mixture.form is None]
+    if unseen:
+        raise TargetError(
+            f"The experts of {listed(one.name for one in unseen)} are stored in stacks that cannot "
+            f"be taken apart: {unseen[0].problem}. The recipe's targets mean them, and they would "
+            "stay as they are.",
+            f"Ignore them: ignore=['re:{_pattern(unseen)}'].",
+        )
+    return meant
+
+
+def warn_unread(model: PreTrainedModel, mixtures: Sequence[Mixture]) -> None:
+    """Say of which mixtures transformers cannot read the experts, once they are quantized."""
+    converters = stacking_converters(model) if mixtures else []
+    unread = [one.name for one in mixtures if not is_read_singly(one, converters)]
+    if unread:
+        logger.warning(
+            f"Each expert of {listed(unread)} is written by itself, as servers read quantized "
+            "experts. transformers has no table for them: it looks for their stacks."
+        )
+
+
+def dense_mixtures(
+    mixtures: Sequence[Mixture], model: Module, modifiers: Sequence[Modifier]
+) -> set[str]:
+    """Names of those of ``mixtures`` that no modifier quantizes."""
+    quantizing = [one for one in modifiers if isinstance(one, QuantizationMixin)]
+    quantized = {one.name for one in meant_mixtures(model, quantizing)}
+    return {one.name for one in mixtures} - quantized
+
+
+def _is_meant(mixture: Mixture, names: Mapping[str, str], modifier: Modifier) -> bool:
+    stand_in = Linear(1, 1, bias=False, device="meta")
+    whole = [mixture.name, *(f"{mixture.name}.{stack}" for stack in mixture.module._parameters)]
+    for entry in as_targets(getattr(modifier, "ignore", None)):
+        if any(matches(name, mixture.module, entry) for name in whole):
+            return False
+    return any(modifier.means(name, stand_in) for name in _linears(mixture, names))
+
+
+def _linears(mixture: Mixture, names: Mapping[str, str]) -> Iterator[str]:
+    stacks = [one for one in mixture.module._parameters.values() if is_stack(one)]
+    assert stacks[0] is not None
+    for number in range(stacks[0].shape[0]):
+        for own in names.values():
+            yield f"{mixture.name}.{number}.{own}"
+
+
+def _pattern(mixtures: Sequence[Mixture]) -> str:
+    """A pattern of all of them: what their names end with, where that is the same."""
+    last = {mixture.name.rpartition(".")[2] for mixture in mixtures}
+    return rf".*\.{next(iter(last))}\..*" if len(last) == 1 else r".*experts.*"

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes of several modifiers, from YAML to a checkpoint that transformers reads alone.
+
+How often the model ran over the data is what the modifiers' declarations ask for, and no more.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_models as small
+import torch
+from test_read_back import READER
+from torch import Tensor
+
+from llmcompressor import oneshot, verify
+from llmcompressor.logger import logger
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, the pipeline, and the forwards of each pass that needs data."""
+
+    recipe: str
+    forwards: list[int]
+    pipeline: str = "independent"
+
+
+SMOOTHED = """
+modifiers:
+  SmoothQuantModifier: {smoothing_strength: 0.8}
+  GPTQModifier: {targets: Linear, scheme: W8A8, ignore: [lm_head]}
+"""
+TWO_GRIDS = """
+modifiers:
+  GPTQModifier: {targets: ["re:.*mlp.*"], scheme: W4A16}
+  QuantizationModifier: {targets: ["re:.*self_attn.*"], scheme: FP8}
+"""
+ALL_THREE = """
+modifiers:
+  SmoothQuantModifier: {smoothing_strength: 0.5}
+  SparseGPTModifier: {sparsity: 0.5, mask_structure: "2:4", targets: Linear, ignore: [lm_head]}
+  GPTQModifier: {targets: Linear, scheme: W8A8, ignore: [lm_head]}
+"""
+CASES = {
+    "smoothed and solved": Case(SMOOTHED, [1, 2]),
+    "smoothed, solved with one forward": Case(
+        SMOOTHED.replace("scheme: W8A8", "scheme: W8A8, asymmetric: false"), [1, 1]
+    ),
+    "two grids": Case(TWO_GRIDS, [2, 1]),
+    "two grids, one calibration": Case(TWO_GRIDS, [2], "sequential"),
+    "three, all with data": Case(ALL_THREE, [1, 2, 2]),
+    "three, the last two from one calibration": Case(ALL_THREE, [1, 2], "sequential"),
+    "scaled and rounded": Case(
+        """
+modifiers:
+  AWQModifier: {n_grid: 4}
+  QuantizationModifier: {targets: Linear, scheme: W4A16_ASYM, ignore: [lm_head]}
+""",
+        [1],
+    ),
+    "scaled and solved": Case(
+        """
+modifiers:
+  AWQModifier: {n_grid: 4}
+  GPTQModifier: {targets: Linear, scheme: W4A16_ASYM, ignore: [lm_head], asymmetric: false}
+""",
+        [1, 1],
+    ),
+    "pruned and rounded": Case(
+        """
+modifiers:
+  WandaPruningModifier: {sparsity: 0.5, mask_structure: "2:4", targets: Linear, ignore: [lm_head]}
+  QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}
+""",
+        [1],
+    ),
+    "four, and the cache": Case(
+        """
+modifiers:
+  SmoothQuantModifier: {smoothing_strength: 0.5}
+  WandaPruningModifier: {sparsity: 0.5, mask_structure: "2:4", targets: ["re:.*mlp.*"]}
+  GPTQModifier: {targets: ["re:.*self_attn.*"], scheme: W4A16, asymmetric: false}
+  QuantizationModifier:
+    targets: ["re:.*mlp.*"]
+    scheme: W8A16
+    kv_cache_scheme: {num_bits: 8, type: float, strategy: tensor, dynamic: false}
+""",
+        [1, 1, 1, 1],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was written, said and read."""
+
+    folder: Path
+    said: list[str]
+    written: Tensor
+    read: Tensor
+    left: list[str]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("composed") / "model"
+    small.llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    root = tmp_path_factory.mktemp("composed-out")
+    written: dict[str, Tensor] = {}
+    said: dict[str, list[Any]] = {}
+    for name, case in CASES.items():
+        said[name] = lines = []
+        sink = logger.add(lines.append, format="{message}")
+        written[name] = small.logits(_compressed(case, source, root / "out" / name))
+        logger.remove(sink)
+    torch.save(small.probe(), root / "tokens.pt")
+    command = [sys.executable, "-c", READER, root / "out", root / "tokens.pt", root / "found.pt"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.load(root / "found.pt")
+    return {
+        name: Outcome(
+            root / "out" / name,
+            said[name],
+            written[name],
+            found[name]["logits"],
+            found[name]["missing_keys"] + found[name]["unexpected_keys"],
+        )
+        for name in CASES
+    }
+
+
+def _compressed(case: Case, source: Path, output: Path) -> torch.nn.Module:
+    return oneshot(
+        model=str(source),
+        recipe=case.recipe,
+        dataset=small.token_rows(),
+        pipeline=case.pipeline,
+        output_dir=str(output),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_runs_the_model_as_often_as_it_must(name: str, outcomes: dict[str, Outcome]) -> None:
+    forwards = re.findall(r"(\d) forward\(s\)", "\n".join(outcomes[name].said))
+    assert [int(one) for one in forwards] == CASES[name].forwards
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_served(name: str, outcomes: dict[str, Outcome]) -> None:
+    """By verify, and by transformers in a process without this package, with the same logits."""
+    outcome = outcomes[name]
+    assert outcome.left == []
+    assert torch.equal(outcome.read, outcome.written)
+    assert verify(str(outcome.folder)).ok
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "three" in name or "four" in name])
+def test_pruned_weights_stay_pruned(name: str, outcomes: dict[str, Outcome]) -> None:
+    from transformers import AutoModelForCausalLM  # only here
+
+    model = AutoModelForCausalLM.from_pretrained(outcomes[name].folder)
+    for name_of, module in model.named_modules():
+        if "mlp" in name_of and isinstance(module, torch.nn.Linear):
+            weight = getattr(module, "weight", None)
+            if weight is not None:
+                of_four = (weight.float().reshape(-1, 4) == 0).sum(-1)
+                assert int(of_four.min()) >= 2

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks of experts taken apart: what is found, and that it computes what it computed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import mixtures
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llmcompressor.checkpoint.expert_names import part_names, stacking_converters
+from llmcompressor.checkpoint.experts import open_experts
+from llmcompressor.modeling.expert_forms import DOWN, GATE, UP
+from llmcompressor.modeling.expert_search import find_mixtures
+from llmcompressor.modeling.expert_stages import begin_stages
+from llmcompressor.modeling.experts import LinearExperts, put_together, take_apart
+
+NAMES = {GATE: GATE, UP: UP, DOWN: DOWN}
+W = {GATE: "w1", UP: "w3", DOWN: "w2"}
+
+
+@pytest.mark.parametrize("family", mixtures.FAMILIES)
+def test_outputs_stay(family: str) -> None:
+    """Measured: equal bit for bit in float32."""
+    model = mixtures.build(family)
+    before = mixtures.logits(model)
+    opened = open_experts(model, find_mixtures(model))
+    assert len(opened) == (1 if family == "deepseek_v3" else 2)
+    assert torch.allclose(mixtures.logits(model), before, atol=1e-6)
+    name, last = list(opened.items())[-1]
+    whole = put_together(last)
+    for stack, wanted in mixtures.build(family).get_submodule(name).named_parameters():
+        assert torch.equal(getattr(whole, stack), wanted)
+    for expert in range(last.num_experts):
+        last.linear(expert, DOWN).weight.data.mul_(2)
+    assert not torch.allclose(mixtures.logits(model), before, atol=1e-3), "experts do not matter"
+
+
+@pytest.mark.parametrize("family", mixtures.FAMILIES)
+@pytest.mark.parametrize("shown", ["routed", "all_tokens", "neighbours", "nothing"])
+@pytest.mark.parametrize("wave", [None, 3])
+def test_what_is_shown_changes_no_output(family: str, shown: Any, wave: int | None) -> None:
+    model = mixtures.build(family)
+    before = mixtures.logits(model)
+    opened = open_experts(model, find_mixtures(model))
+    for mixture in opened.values():
+        begin_stages(mixture, wave)
+        mixture.shown = [shown] * mixture.num_experts
+    assert torch.allclose(mixtures.logits(model), before, atol=1e-6)
+    for mixture in opened.values():
+        mixture.end()
+        assert not [name for name in mixture._modules if "_" in name and name != "act_fn"]
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("mixtral", W),
+        ("qwen3_moe", NAMES),
+        ("deepseek_v3", NAMES),
+        ("llama4_text", NAMES),
+        ("phimoe", W),
+        ("granitemoe", NAMES),
+    ],
+)
+def test_names_come_from_the_tables_of_transformers(family: str, names: dict[str, str]) -> None:
+    sizes = mixtures.FAMILIES.get(family, mixtures.EXPERTS)
+    with torch.device("meta"):
+        config = mixtures.AutoConfig.for_model(family, **{**mixtures.SIZES, **sizes})
+        model = mixtures.AutoModelForCausalLM.from_config(config)
+    for mixture in find_mixtures(model):
+        assert part_names(mixture, stacking_converters(model)) == names
+
+
+class Stacked(nn.Module):
+    """No family's: experts whose rows go through tanh."""
+
+    def __init__(self, experts: int = 3, hidden: int = 8, size: int = 5) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * size, hidden))
+        self.down_proj = nn.Parameter(torch.randn(experts, hidden, size))
+        self.act_fn = nn.Tanh()
+
+    def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden_states)
+        for expert in range(len(self.down_proj)):
+            token, place = torch.where(index == expert)
+            gate, up = (hidden_states[token] @ self.gate_up_proj[expert].T).chunk(2, -1)
+            made = self.between(gate, up) @ self.down_proj[expert].T
+            result.index_add_(0, token, made * weights[token, place, None])
+        return result
+
+    def between(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act_fn(gate) * up
+
+
+class Clamped(Stacked):
+    def between(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act_fn(gate) * up.clamp(max=0.5)
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4, 8))
+
+
+def holding(module: nn.Module, name: str = "experts") -> nn.Module:
+    model = nn.Module()
+    model.add_module(name, module)
+    model.config = SimpleNamespace(num_experts=3)
+    return model
+
+
+def test_a_family_that_no_one_knows_is_taken_apart() -> None:
+    torch.manual_seed(0)
+    module = Stacked()
+    (found,) = find_mixtures(holding(module, "anything"))
+    assert found.form is not None
+    made = take_apart(found, NAMES)
+    tokens, index = torch.randn(7, 8), torch.stack([torch.randperm(3)[:2] for _ in range(7)])
+    weights = torch.rand(7, 2)
+    with torch.no_grad():
+        wanted = module(tokens, index, weights)
+        assert torch.allclose(made(tokens, index, weights), wanted, atol=1e-5)
+        elsewhere = index.clone()
+        elsewhere[0] = 3  # an expert that another process has
+        assert not made(tokens, elsewhere, weights)[0].any()
+
+
+def test_what_computes_something_else_is_not() -> None:
+    (found,) = find_mixtures(holding(Clamped()))
+    assert found.form is None
+    assert "something else" in found.problem
+
+
+@pytest.mark.parametrize("name", ["experts", "mlp"])
+def test_other_stacks_are_named_as_a_problem(name: str) -> None:
+    (found,) = find_mixtures(holding(Odd(), name))
+    assert found.form is None
+    assert "its stacks are w" in found.problem
+
+
+def test_a_convolution_is_no_mixture() -> None:
+    assert not find_mixtures(holding(nn.Conv1d(4, 3, 2)))
+
+
+def recorded(mixture: LinearExperts) -> dict[tuple[int, str], list[Tensor]]:
+    """What each Linear was called with, filled while it is watched."""
+    seen: dict[tuple[int, str], list[Tensor]] = {}
+    for expert in range(mixture.num_experts):
+        for role in (GATE, UP, DOWN):
+            calls = seen.setdefault((expert, role), [])
+            mixture.linear(expert, role).register_forward_pre_hook(
+                lambda _, args, calls=calls: calls.append(args[0])
+            )
+    return seen
+
+
+@pytest.fixture
+def small() -> tuple[LinearExperts, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    (found,) = find_mixtures(holding(Stacked()))
+    index = torch.tensor([[0, 1], [0, 1], [1, 0], [1, 2]])
+    return take_apart(found, NAMES), torch.randn(4, 8), index, torch.rand(4, 2)
+
+
+@torch.no_grad()
+def test_every_linear_is_shown_its_input_once(small: Any) -> None:
+    mixture, *given = small
+    tokens = given[0]
+    wanted = {
+        "routed": [[0, 1, 2], [0, 1, 2, 3], [3]],
+        "all_tokens": [[0, 1, 2, 3]] * 3,
+        "neighbours": [[0, 1, 2, 3, 3], [0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 3]],
+        "nothing": [None] * 3,
+    }
+    seen = recorded(mixture)
+    for shown, each in wanted.items():
+        begin_stages(mixture)
+        mixture.shown = [shown] * 3
+        mixture(*given)
+        for expert, rows in enumerate(each):
+            for role in (GATE, UP, DOWN):
+                calls = seen[expert, role]
+                assert [len(one) for one in calls] == ([] if rows is None else [len(rows)])
+            if rows is not None:
+                assert torch.equal(seen[expert, GATE][0], tokens[rows])
+                assert seen[expert, GATE][0] is seen[expert, UP][0], "one statistic for both"
+        if shown == "routed":
+            between = mixture.between(1, tokens)
+            assert torch.allclose(seen[1, DOWN][0], between)
+        for calls in seen.values():
+            calls.clear()
+        mixture.end()
+
+
+@torch.no_grad()
+def test_padding_is_neither_counted_nor_shown(small: Any) -> None:
+    mixture, *given = small
+    before = mixture(*given)
+    assert mixture.counts(*given) == [3, 4, 1]
+    seen = recorded(mixture)
+    begin_stages(mixture)
+    mixture.real_T = torch.tensor([False, True, True, True])
+    assert mixture.counts(*given) == [2, 3, 1]
+    assert torch.allclose(mixture(*given), before, atol=1e-6)
+    assert [len(seen[expert, DOWN][0]) for expert in range(3)] == [2, 3, 1]
+    assert [len(seen[expert, GATE][0]) for expert in range(3)] == [2, 3, 1]

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures from checkpoint to checkpoint: names, readers, routes counted, starved experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mixtures
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llmcompressor import oneshot
+from llmcompressor.checkpoint import block_stream
+from llmcompressor.entrypoints import oneshot as oneshot_module
+from llmcompressor.entrypoints.verify import verify
+from llmcompressor.errors import DatasetError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.experts import LinearExperts
+from llmcompressor.modifiers.gptq import solve as gptq_solve
+from llmcompressor.modifiers.pruning import SparseGPTModifier
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+
+SERVED = tuple(mixtures.PREFIXES)
+TOKENS = 8 * 32
+
+
+def compressed(
+    folder: Path, output: Path, *, gptq: bool = False, scheme: str = "W4A16", **arguments: Any
+) -> Any:
+    recipe = (GPTQModifier if gptq else QuantizationModifier)(
+        targets="Linear", scheme=scheme, ignore=arguments.pop("ignore", ["lm_head"])
+    )
+    if gptq:
+        arguments.setdefault("dataset", mixtures.rows())
+    return oneshot(model=str(folder), recipe=recipe, output_dir=output, **arguments)
+
+
+def config_of(output: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((output / "config.json").read_text())
+    return found["quantization_config"]
+
+
+def report_of(output: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((output / "compression_report.json").read_text())
+    return found
+
+
+def reread(output: Path, *, eager: bool = True) -> PreTrainedModel:
+    """As transformers alone reads it; with its plainest loop over experts."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(output).eval()
+    if eager and any(hasattr(one, "is_concatenated") for one in model.modules()):
+        model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("gptq", [False, True], ids=["rtn", "gptq"])
+@pytest.mark.parametrize("family", SERVED)
+def test_written_as_servers_expect_and_read_by_transformers(
+    family: str, gptq: bool, tmp_path: Path
+) -> None:
+    original = mixtures.saved(family, tmp_path / "source")
+    returned = compressed(tmp_path / "source", tmp_path / "out", gptq=gptq)
+    written = mixtures.names(tmp_path / "out")
+    prefix = mixtures.PREFIXES[family]
+    own = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    experts = 8 if family == "deepseek_v3" else 4
+    expected = {
+        f"{prefix}.{number}.{name}.weight_{kind}"
+        for number in range(experts)
+        for name in own
+        for kind in ("packed", "scale", "shape")
+    }
+    assert {name for name in written if name.startswith(f"{prefix}.")} == expected
+    assert verify(tmp_path / "out").ok
+
+    config = config_of(tmp_path / "out")
+    gate = prefix.replace("experts", "router" if family == "llama4_text" else "gate")
+    assert f"{gate}.weight" in written
+    assert gate in config["ignore"]
+    assert not [entry for entry in config["ignore"] if "experts" in entry]
+    assert list(config["config_groups"]) == ["group_0"]
+
+    found = mixtures.logits(reread(tmp_path / "out"))
+    assert torch.allclose(found, mixtures.logits(returned), atol=1e-6)
+    error = float((found - mixtures.logits(original)).abs().max())
+    assert 1e-4 < error < 0.3 * float(found.abs().max())  # measured: at most 0.22
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
+def test_8_bit_floats_are_read_by_transformers(family: str, tmp_path: Path) -> None:
+    """It holds experts that it stacks in bfloat16, and rounds no inputs of theirs."""
+    mixtures.saved(family, tmp_path / "source")
+    returned = compressed(tmp_path / "source", tmp_path / "out", scheme="FP8_DYNAMIC")
+    assert verify(tmp_path / "out").ok
+    found = mixtures.logits(reread(tmp_path / "out", eager=False))
+    wanted = mixtures.logits(returned)
+    allowed = 1e-6 if family == "llama4_text" else 0.05 * float(wanted.abs().max())
+    assert float((found - wanted).abs().max()) < allowed
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "gpt_oss"])
+def test_stacks_without_a_table_are_written_expert_by_expert(family: str, tmp_path: Path) -> None:
+    """The values are those of the slices: GPT-OSS's take turns, are transposed and have biases."""
+    original = mixtures.saved(family, tmp_path / "source")
+    said: list[str] = []
+    sink = logger.add(said.append, level="WARNING")
+    returned = compressed(tmp_path / "source", tmp_path / "out")
+    logger.remove(sink)
+    assert any("no table" in text for text in said)
+    holder = next(name for name, one in original.named_modules() if hasattr(one, "gate_up_proj"))
+    before, after = original.get_submodule(holder), returned.get_submodule(holder)
+    assert isinstance(after, LinearExperts)
+    gate_up, down = before.gate_up_proj[2].detach(), before.down_proj[2].detach()
+    if family == "gpt_oss":
+        gate, up, down = gate_up[:, ::2].T, gate_up[:, 1::2].T, down.T
+        assert torch.equal(after.linear(2, "up_proj").bias, before.gate_up_proj_bias[2, 1::2])
+    else:
+        gate, up = gate_up.chunk(2)
+    for role, wanted in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+        weight = after.linear(2, role).weight.detach()
+        assert weight.shape == wanted.shape
+        assert float((weight - wanted).abs().max()) < 0.06  # half a step: 0.1 · 4.5 σ / 7.5 / 2
+    stored = [name for name in mixtures.names(tmp_path / "out") if "experts.2.up_proj" in name]
+    assert any(name.endswith("weight_packed") for name in stored)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
+def test_streamed_is_as_in_memory(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixtures.saved(family, tmp_path / "source")
+    compressed(tmp_path / "source", tmp_path / "streamed", gptq=True)
+    monkeypatch.setattr(oneshot_module, "streamable", lambda job: None)
+    compressed(tmp_path / "source", tmp_path / "memory", gptq=True)
+    for file in sorted((tmp_path / "streamed").iterdir()):
+        assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
+
+
+def test_a_run_that_was_broken_off_writes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixtures.saved("llama4_text", tmp_path / "source")
+    compressed(tmp_path / "source", tmp_path / "whole", gptq=True)
+    leave = block_stream.BlockStream.leave
+
+    def broken(self: Any, block: str) -> None:
+        if block.endswith(".1"):
+            raise KeyboardInterrupt
+        leave(self, block)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(block_stream.BlockStream, "leave", broken)
+        with pytest.raises(KeyboardInterrupt):
+            compressed(tmp_path / "source", tmp_path / "out", gptq=True)
+    compressed(tmp_path / "source", tmp_path / "out", gptq=True)
+    for file in sorted((tmp_path / "whole").iterdir()):
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
+
+
+def test_a_model_in_memory_is_taken_apart_and_saved(tmp_path: Path) -> None:
+    model = mixtures.build("qwen3_moe")
+    recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
+    oneshot(model=model, recipe=recipe)
+    model.save_pretrained(tmp_path / "out")
+    assert verify(tmp_path / "out").ok
+    found = mixtures.logits(reread(tmp_path / "out"))
+    assert torch.allclose(found, mixtures.logits(model), atol=1e-6)
+
+
+def test_ignored_experts_stay_in_their_stacks(tmp_path: Path) -> None:
+    mixtures.saved("llama4_text", tmp_path / "source")
+    returned = compressed(
+        tmp_path / "source", tmp_path / "out", ignore=["lm_head", "re:.*experts.*"]
+    )
+    assert not [one for one in returned.modules() if isinstance(one, LinearExperts)]
+    assert "model.layers.0.feed_forward.experts.gate_up_proj" in mixtures.names(tmp_path / "out")
+    assert any("experts" in entry for entry in config_of(tmp_path / "out")["ignore"])
+
+
+def test_experts_of_one_layer_alone(tmp_path: Path) -> None:
+    mixtures.saved("mixtral", tmp_path / "source")
+    ignore = ["lm_head", "re:.*layers.0.mlp.experts.*"]
+    compressed(tmp_path / "source", tmp_path / "out", ignore=ignore)
+    written = mixtures.names(tmp_path / "out")
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in written
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight_packed" in written
+    errors = [one for one in verify(tmp_path / "out").findings if one.severity == "error"]
+    assert [(one.server, one.rule) for one in errors] == [("transformers", "T6")]
+    assert "experts_not_quantized" not in config_of(tmp_path / "out")["config_groups"]
+
+
+# ---------------------------------------------------------------------- what experts are shown
+
+
+@torch.no_grad()
+def routed(model: PreTrainedModel, name: str) -> list[int]:
+    """How many tokens of the data a layer's router sends to each expert of the original model."""
+    counts = torch.zeros(4, dtype=torch.long)
+
+    def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        counts.add_(args[1].flatten().bincount(minlength=4))
+
+    handle = model.get_submodule(name).register_forward_pre_hook(count)
+    model(torch.tensor(mixtures.rows()["input_ids"]))
+    handle.remove()
+    return counts.tolist()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    folder = tmp_path_factory.mktemp("models") / "qwen3_moe"
+    return mixtures.saved("qwen3_moe", folder), folder
+
+
+@pytest.mark.parametrize("granularity", ["linear", "sub_block", "block"])
+@pytest.mark.parametrize("every", [True, False])
+def test_tokens_are_counted_and_shown(
+    granularity: str, every: bool, source: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    model, folder = source
+    compressed(
+        folder,
+        tmp_path / "out",
+        gptq=True,
+        moe_calibrate_all_experts=every,
+        sequential_granularity=granularity,
+        # attention as it was: the routes of the first layer are those of the original
+        ignore=["lm_head", "re:.*self_attn.*"],
+    )
+    report = report_of(tmp_path / "out")
+    first = "model.layers.0.mlp.experts"
+    tokens = report["experts"][first]["tokens"]
+    assert tokens == routed(model, first)
+    assert sum(report["experts"]["model.layers.1.mlp.experts"]["tokens"]) == 2 * TOKENS
+    records = report["modifiers"]["GPTQModifier"]
+    for expert, count in enumerate(tokens):
+        for own in ("gate_proj", "up_proj", "down_proj"):
+            assert records[f"{first}.{expert}.{own}"]["tokens"] == (TOKENS if every else count)
+
+
+@pytest.mark.parametrize("granularity", ["linear", "block"])
+@pytest.mark.parametrize("policy", ["all_tokens", "neighbours", "rtn"])
+def test_starved_experts(
+    policy: str, granularity: str, source: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    model, folder = source
+    first = "model.layers.0.mlp.experts"
+    wanted = routed(model, first)
+    least = sorted(wanted)[0] + 1
+    returned = compressed(
+        folder,
+        tmp_path / "out",
+        gptq=True,
+        moe_calibrate_all_experts=False,
+        starved_experts=policy,
+        min_tokens_per_module=least / TOKENS,
+        sequential_granularity=granularity,
+        ignore=["lm_head", "re:.*self_attn.*"],
+    )
+    report = report_of(tmp_path / "out")
+    poor = wanted.index(min(wanted))
+    assert report["experts"][first]["starved"] == {str(poor): policy}
+    shown = {"all_tokens": TOKENS, "neighbours": sum(wanted) - wanted[poor], "rtn": 0}[policy]
+    records = report["modifiers"]["GPTQModifier"]
+    for expert, count in enumerate(wanted):
+        for own in ("gate_proj", "up_proj", "down_proj"):
+            found = records[f"{first}.{expert}.{own}"]["tokens"]
+            assert found == (shown if expert == poor else count)
+    plain = compressed(folder, tmp_path / "rtn", ignore=["lm_head", "re:.*self_attn.*"])
+    same = [
+        torch.equal(
+            returned.get_submodule(f"{first}.{expert}.down_proj").weight,
+            plain.get_submodule(f"{first}.{expert}.down_proj").weight,
+        )
+        for expert in range(4)
+    ]
+    assert same == [policy == "rtn" and expert == poor for expert in range(4)]
+
+
+def test_a_starved_expert_can_be_an_error(
+    source: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(DatasetError, match=r"model\.layers\.0\.mlp\.experts\.\d \(\d+\)"):
+        compressed(
+            source[1],
+            tmp_path / "out",
+            gptq=True,
+            moe_calibrate_all_experts=False,
+            starved_experts="error",
+            min_tokens_per_module=0.9,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_gptq_of_experts_is_better_than_rounding(
+    source: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    """On the data that it was calibrated with; measured: 0.40 of the error."""
+    model, folder = source
+    ids = torch.tensor(mixtures.rows()["input_ids"])
+    errors = {}
+    for gptq in (True, False):
+        made = compressed(
+            folder, tmp_path / str(gptq), gptq=gptq, ignore=["lm_head", "re:.*self_attn.*"]
+        )
+        with torch.no_grad():
+            errors[gptq] = float((made(ids).logits - model(ids).logits).square().mean())
+    assert errors[True] < 0.8 * errors[False]
+
+
+def test_calibrated_together_is_calibrated_alone(
+    source: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waves of experts are for memory and speed: what is found does not depend on them."""
+    from llmcompressor.pipelines import experts
+
+    given = {"gptq": True, "moe_calibrate_all_experts": False}
+    compressed(source[1], tmp_path / "together", **given)
+    monkeypatch.setattr(experts, "_wave", lambda mixture, every: 1)
+    compressed(source[1], tmp_path / "alone", **given)
+    for number in (1, 2):
+        records = [
+            report_of(tmp_path / name)["modifiers"]["GPTQModifier"]
+            for name in ("together", "alone")
+        ]
+        key = f"model.layers.0.mlp.experts.{number}.down_proj"
+        assert records[0][key]["loss"] == pytest.approx(records[1][key]["loss"], rel=1e-3)
+        assert records[0][key]["tokens"] == records[1][key]["tokens"]
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def test_experts_that_would_not_be_seen_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    mixtures.saved("mixtral", tmp_path / "source")
+    monkeypatch.setattr(
+        MixtralExperts, "_apply_gate", lambda self, gate_up: gate_up.chunk(2, -1)[0]
+    )
+    with pytest.raises(TargetError, match=r"model\.layers\.0\.mlp\.experts.*Ignore them") as caught:
+        compressed(tmp_path / "source", tmp_path / "out")
+    pattern = caught.value.remedy.split("'")[1]
+    compressed(tmp_path / "source", tmp_path / "out", ignore=["lm_head", pattern])
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in mixtures.names(tmp_path / "out")
+
+
+def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Path) -> None:
+    """No reader of this family knows dense experts one by one."""
+    mixtures.saved("llama4_text", tmp_path / "source")
+    recipe = SparseGPTModifier(sparsity=0.5, targets="Linear", ignore=["lm_head"])
+    returned = oneshot(
+        model=str(tmp_path / "source"),
+        recipe=recipe,
+        dataset=mixtures.rows(),
+        output_dir=tmp_path / "out",
+    )
+    assert mixtures.names(tmp_path / "out") == mixtures.names(tmp_path / "source")
+    stack = returned.model.layers[1].feed_forward.experts.gate_up_proj
+    assert float((stack == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
+    found = mixtures.logits(reread(tmp_path / "out"))
+    assert torch.allclose(found, mixtures.logits(returned), atol=1e-6)
+
+
+def test_experts_of_one_shape_are_solved_in_one_batch(
+    source: tuple[PreTrainedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    swept = gptq_solve._swept
+    monkeypatch.setattr(
+        gptq_solve,
+        "_swept",
+        lambda problems, options: (sizes.append(len(problems)), swept(problems, options))[1],
+    )
+    given = {"gptq": True, "ignore": ["lm_head", "re:.*self_attn.*"]}
+    compressed(source[1], tmp_path / "routed", moe_calibrate_all_experts=False, **given)
+    # of each layer: gate and up of four experts, down of four experts
+    assert sizes == [4, 4, 4, 4]
+    sizes.clear()
+    compressed(source[1], tmp_path / "all", **given)
+    # all gates and ups get one input: they are rows of one problem
+    assert sizes == [1, 4, 1, 4]

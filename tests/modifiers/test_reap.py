@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""REAP on tiny mixtures: what is useless goes, what is left computes as before, counts agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_llama as tiny
+import tiny_mixtures as small
+import torch
+from transformers import AutoModelForCausalLM
+
+from llmcompressor import oneshot, verify
+from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
+from llmcompressor.modifiers.pruning import REAPPruningModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.reap.layers import cut, find_layers
+
+USELESS = ((1, 6), (0, 3))
+"""Of the first and of the second mixture."""
+
+
+def planted(family: str, **changes: Any) -> Any:
+    """Two experts of each mixture return next to nothing."""
+    model = small.mixture(family, **changes)
+    with torch.no_grad():
+        for block, experts in zip(small.blocks(model), USELESS, strict=True):
+            block.experts.down_proj[list(experts)] *= 1e-3
+    return model
+
+
+def count_of(config: Any) -> int:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    [count] = {getattr(config, name) for name in names if hasattr(config, name)}
+    return int(count)
+
+
+def dropped(modifier: REAPPruningModifier) -> list[tuple[int, ...]]:
+    return [tuple(record["dropped"]) for record in modifier.report().values()]
+
+
+@pytest.mark.parametrize("family", small.FAMILIES)
+def test_planted_experts_go_and_the_rest_computes_as_before(family: str) -> None:
+    original, modifier = planted(family), REAPPruningModifier(sparsity=0.25)
+    model = tiny.run(planted(family), modifier)
+    assert dropped(modifier) == list(USELESS)
+    assert count_of(model.config) == 6
+    hidden = torch.randn(1, 400, 32)
+    for before, after, gone in zip(
+        small.blocks(original), small.blocks(model), USELESS, strict=True
+    ):
+        assert len(after.experts.down_proj) == len(after.gate.weight) == 6
+        assert after.experts.num_experts == after.gate.num_experts == 6
+        with torch.no_grad():
+            chosen = before.gate(hidden.flatten(0, 1))[2]
+            untouched = ~torch.isin(chosen, torch.tensor(gone)).any(-1)
+            assert 50 < int(untouched.sum()) < 350
+            one, other = (block(hidden)[0] for block in (before, after))
+        torch.testing.assert_close(one[untouched], other[untouched], rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(one[~untouched], other[~untouched], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", small.FAMILIES)
+def test_from_folder_to_folder(family: str, tmp_path: Path) -> None:
+    planted(family).save_pretrained(tmp_path / "model")
+    modifier = REAPPruningModifier(sparsity=0.3, report_path=str(tmp_path / "experts.json"))
+    model = tiny.run(str(tmp_path / "model"), modifier, output_dir=tmp_path / "out")
+    assert dropped(modifier) == list(USELESS)
+    assert verify(tmp_path / "out").ok
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert count_of(read.config) == 6
+    assert torch.equal(tiny.logits(read, tiny.batches()), tiny.logits(model, tiny.batches()))
+    record = json.loads((tmp_path / "experts.json").read_text())
+    assert record == modifier.report()
+    for one in record.values():
+        assert sum(one["tokens"]) == 8 * 2 * 24 * 2
+        assert sorted(one["kept"] + one["dropped"]) == list(range(8))
+    written = json.loads((tmp_path / "out" / "compression_report.json").read_text())
+    assert next(iter(record)) in json.dumps(written)
+
+
+@pytest.mark.parametrize("pipeline", ["sequential", "basic", "layer_sequential"])
+def test_every_pipeline_sees_the_same(pipeline: str) -> None:
+    found = []
+    for name in ("independent", pipeline):
+        modifier = REAPPruningModifier(sparsity=0.5)
+        tiny.run(small.mixture("qwen3_moe"), modifier, pipeline=name)
+        found.append(modifier.report())
+    for one, other in zip(*(report.values() for report in found), strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["saliency"] == pytest.approx(other["saliency"], rel=1e-5)
+
+
+def test_padding_does_not_count() -> None:
+    found = []
+    for data in (tiny.batches(), tiny.padded(tiny.batches(), by=9)):
+        modifier = REAPPruningModifier(sparsity=0.5)
+        tiny.run(small.mixture("mixtral"), modifier, data=data)
+        found.append(modifier.report())
+    for one, other in zip(*(report.values() for report in found), strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["saliency"] == pytest.approx(other["saliency"], rel=1e-4)
+
+
+def test_routing_groups_lose_as_many(tmp_path: Path) -> None:
+    model = small.mixture("deepseek_v3", n_group=2, topk_group=1)
+    modifier = REAPPruningModifier(sparsity=0.5)
+    biases = [block.gate.e_score_correction_bias.clone() for block in small.blocks(model)]
+    tiny.run(model, modifier, output_dir=tmp_path / "out")
+    for gone in dropped(modifier):
+        assert [sum(number // 4 == group for number in gone) for group in range(2)] == [2, 2]
+    pairs = zip(small.blocks(model), biases, modifier.report().values(), strict=True)
+    for block, bias, record in pairs:
+        assert torch.equal(block.gate.e_score_correction_bias, bias[record["kept"]])
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(tiny.logits(read, tiny.batches()), tiny.logits(model, tiny.batches()))
+
+
+def test_dropping_what_adds_least_costs_least() -> None:
+    """Against dropping the experts that add most."""
+    reference = tiny.logits(small.mixture("mixtral"), tiny.batches())
+    modifier = REAPPruningModifier(sparsity=0.25)
+    best = tiny.run(small.mixture("mixtral"), modifier)
+    worst = small.mixture("mixtral")
+    for layer in find_layers(worst):
+        saliency = modifier.report()[layer.name]["saliency"]
+        order = sorted(range(small.EXPERTS), key=saliency.__getitem__)
+        cut(worst, layer, sorted(order[:6]))
+    errors = [
+        float((tiny.logits(model, tiny.batches()) - reference).square().mean())
+        for model in (best, worst)
+    ]
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_what_is_left_can_be_quantized_in_the_same_recipe() -> None:
+    modifier = REAPPruningModifier(sparsity=0.25)
+    quantizing = QuantizationModifier(
+        targets=["re:.*self_attn.*_proj"], scheme="W8A16", ignore=["lm_head"]
+    )
+    model = tiny.run(planted("qwen3_moe"), modifier, quantizing)
+    assert dropped(modifier) == list(USELESS)
+    assert hasattr(model.model.layers[0].self_attn.q_proj, "weight_scale")
+
+
+def test_broken_off_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planted("mixtral")
+    small.blocks(model)[1].experts.down_proj.data[2] = torch.inf
+    with pytest.raises(NonFiniteError):
+        tiny.run(model, REAPPruningModifier(sparsity=0.25))
+    model = planted("mixtral")
+    monkeypatch.setattr("llmcompressor.numerics.reap.Saliency.mean", lambda self: self.sum_E / 0)
+    with pytest.raises(NonFiniteError, match="experts"):
+        tiny.run(model, REAPPruningModifier(sparsity=0.25))
+    assert count_of(model.config) == 8
+    assert len(small.blocks(model)[0].experts.down_proj) == 8
+    assert tiny.traces(small.blocks(model)[0].gate) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "told"),
+    [
+        (("mixtral", {"num_experts_per_tok": 3}), {"sparsity": 0.8}, "only 2 would remain"),
+        (("mixtral", {"num_experts_per_tok": 5}), {"sparsity": 0.5}, "only 4 would remain"),
+        (("mixtral", {}), {"sparsity": 0.1}, "drops none"),
+        (("mixtral", {}), {"sparsity": 0.5, "ignore": ["re:.*experts"]}, "no mixture"),
+        (("mixtral", {}), {"sparsity": 0.5, "ignore": ["model.layers.0.mlp"]}, "one number"),
+        (
+            ("deepseek_v3", {"n_group": 4, "topk_group": 2}),
+            {"sparsity": 0.5},
+            "score a group by two",
+        ),
+    ],
+    ids=["most", "top_k", "none", "all ignored", "one ignored", "groups"],
+)
+def test_wrong_use_is_refused(
+    model: tuple[str, dict[str, Any]], fields: dict[str, Any], told: str
+) -> None:
+    family, changes = model
+    given = small.mixture(family, **changes)
+    with pytest.raises(TargetError, match=told):
+        tiny.run(given, REAPPruningModifier(**fields))
+    assert count_of(given.config) == 8
+
+
+def test_models_and_fields_that_do_not_fit() -> None:
+    with pytest.raises(TargetError, match="no mixture"):
+        tiny.run(tiny.llama(), REAPPruningModifier(sparsity=0.5))
+    with pytest.raises(RecipeError, match=r"\.json"):
+        REAPPruningModifier(sparsity=0.5, report_path="report.yaml")
+    for sparsity in (0.0, 1.0, None):
+        with pytest.raises(RecipeError, match="sparsity"):
+            REAPPruningModifier(sparsity=sparsity)
+    quantizing = QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
+    with pytest.raises(TargetError, match="a run or a stage of its own"):
+        tiny.run(small.mixture("qwen3_moe"), REAPPruningModifier(sparsity=0.5), quantizing)
+
+
+def test_the_mixture_is_run_from_a_folder_too(tmp_path: Path) -> None:
+    """A recipe as text."""
+    small.mixture("mixtral").save_pretrained(tmp_path / "model")
+    text = "modifiers:\n  REAPPruningModifier:\n    sparsity: 0.5\n"
+    rows: Any = [{"input_ids": row.tolist()} for b in tiny.batches() for row in b["input_ids"]]
+    oneshot(model=str(tmp_path / "model"), recipe=text, dataset=rows, output_dir=tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_local_experts == 4
