@@ -9,7 +9,8 @@
         training/        the trainer's own folder: checkpoint-N, logs, state, metrics
         files/           the compressed checkpoint, written at the end; renamed to NAME
 
-When all is written the journal says so. A training that was killed after that only gives it its name.
+When all is written the journal says so. A training that was killed after that only gives the
+output its name.
 """
 
 from __future__ import annotations
