@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from importlib.resources import as_file, files
@@ -14,6 +15,25 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
     # Before torch is loaded: workers that share the cores must not each start a thread on all.
     _workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _workers))
+
+# Imported once, by the process that all those are forked from which tests start and kill.
+multiprocessing.set_forkserver_preload(
+    [
+        "datasets",
+        "llmcompressor.cli",
+        "llmcompressor.entrypoints.model_free",
+        "llmcompressor.entrypoints.oneshot",
+        "llmcompressor.entrypoints.train",
+        "llmcompressor.modifiers.distillation.output",
+        "llmcompressor.modifiers.gptq.base",
+        "llmcompressor.modifiers.pruning.constant",
+        "llmcompressor.modifiers.quantization.rounding",
+        "llmcompressor.modifiers.sparsity",
+        "llmcompressor.pipelines.sequential",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
 
 
 @pytest.fixture(scope="session")

@@ -105,7 +105,6 @@ def _die_after_first_checkpoint(folder: str, output: str) -> None:
 def test_killed(whole: dict[str, str], llama_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training_cases", "llmcompressor.entrypoints.train"])
     process = context.Process(
         target=_die_after_first_checkpoint, args=(str(llama_folder), str(output))
     )

@@ -135,14 +135,16 @@ def test_equal_shapes_with_other_groups_are_solved_apart() -> None:
         name: {"targets": [f"re:.*{name}_proj"], "weights": {**WEIGHTS, "group_size": size}}
         for name, size in sizes.items()
     }
+    # scales are fitted again only where all of a set have as many
+    fields = {"ignore": [], "refit_scales": False}
     together = tiny.run(
-        tiny.llama(), gptq(config_groups=groups, ignore=[]), pipeline="layer_sequential"
+        tiny.llama(), gptq(config_groups=groups, **fields), pipeline="layer_sequential"
     )
     for name, size in sizes.items():
         one = {name: groups[name]}
         alone = tiny.run(
             tiny.llama(),
-            gptq(config_groups=one, ignore=[]),
+            gptq(config_groups=one, **fields),
             pipeline="layer_sequential",
         )
         weights = [
@@ -163,7 +165,18 @@ def test_padding_changes_nothing() -> None:
         assert with_padding.records[name].tokens == record.tokens
     for one, other in zip(tiny.linears(a).values(), tiny.linears(b).values(), strict=True):
         # attention over a longer row sums in another order: single codes may fall the other way
-        assert float((one.weight != other.weight).float().mean()) < 0.02
+        moved = ~torch.isclose(one.weight, other.weight, rtol=1e-3)
+        assert float(moved.float().mean()) < 0.02
+
+
+@pytest.mark.parametrize("asymmetric", [True, False])
+def test_scales_that_are_fitted_again_lower_the_loss(asymmetric: bool, reference: Tensor) -> None:
+    chosen, fitted = (gptq(asymmetric=asymmetric, refit_scales=wanted) for wanted in (False, True))
+    a = tiny.run(tiny.llama(), chosen)
+    b = tiny.run(tiny.llama(), fitted)
+    assert error(b, reference) < error(a, reference)
+    first = next(iter(chosen.records))
+    assert fitted.records[first].loss < chosen.records[first].loss
 
 
 def test_statistics_in_main_memory_are_the_same() -> None:
@@ -353,8 +366,8 @@ def test_fused_parts_share_one_global_scale() -> None:
 
 @pytest.mark.parametrize("observer", ["memoryless_mse", "imatrix_mse"])
 def test_the_observer_that_is_asked_for_finds_the_scales(observer: str, warned: list[str]) -> None:
-    plain = tiny.run(tiny.llama(), gptq())
-    model = tiny.run(tiny.llama(), gptq(weight_observer=observer))
+    plain = tiny.run(tiny.llama(), gptq(refit_scales=False))
+    model = tiny.run(tiny.llama(), gptq(weight_observer=observer, refit_scales=False))
     for one, other in zip(tiny.linears(model).values(), tiny.linears(plain).values(), strict=True):
         assert bool((one.weight_scale <= other.weight_scale).all())
         assert not torch.equal(one.weight_scale, other.weight_scale)

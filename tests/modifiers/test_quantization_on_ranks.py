@@ -13,7 +13,9 @@ from torch import multiprocessing
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    multiprocessing.spawn(training_on_ranks.main, args=(2, str(tmp_path)), nprocs=2)
+    multiprocessing.start_processes(
+        training_on_ranks.main, args=(2, str(tmp_path)), nprocs=2, start_method="forkserver"
+    )
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for way in training_on_ranks.WAYS:
         alone = training_on_ranks.train(1, 0, way)

@@ -27,16 +27,6 @@ from llmcompressor.checkpoint import block_writer, journal
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
 
-_PRELOADED = (
-    "llmcompressor.entrypoints.oneshot",
-    "llmcompressor.modifiers.gptq.base",
-    "llmcompressor.modifiers.quantization.rounding",
-    "llmcompressor.modifiers.sparsity",
-    "llmcompressor.pipelines.sequential",
-    "transformers.models.llama.modeling_llama",
-    "datasets",
-)
-"""Imported once, before the processes part."""
 BLOCKS = 3
 KILLED = -signal.SIGKILL
 _MLP = ["re:.*mlp.*proj"]
@@ -171,7 +161,6 @@ def run(job: Job, *, die_at: str | None = None, after_s: float | None = None) ->
         after_s: it is killed so many seconds after the work began.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(job, die_at, sender))
     process.start()

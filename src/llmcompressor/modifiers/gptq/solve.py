@@ -67,10 +67,15 @@ class Problem:
 
     @property
     def has_own_scales(self) -> bool:
-        """Whether each group of each row has a scale, in a dtype that holds what is fitted."""
-        return self.grid.kind == "int" and all(
-            each.args.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL)
-            for each in self.parameters
+        """Whether each row has scales of its own, as many as the others, in a wide dtype."""
+        groups = {each.scale.shape[-1] for each in self.parameters}
+        return (
+            self.grid.kind == "int"
+            and len(groups) == 1
+            and all(
+                each.args.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL)
+                for each in self.parameters
+            )
         )
 
     @property
