@@ -101,7 +101,7 @@ def _weights() -> list[Case]:
             Case(setting, "GPTQ, as it comes", solved(scheme)),
             Case(setting, "GPTQ, mse observer", solved(scheme, weight_observer="mse")),
             Case(setting, "AWQ", AWQ | rounded(scheme)),
-            Case(setting, "AutoRound", own("AutoRoundModifier", scheme)),
+            Case(setting, "AutoRound", own("AutoRoundModifier", scheme, iters=40)),
             Case(setting, f"{REFERENCE}GPTQ", solved(scheme)),
         ]
     asymmetric = preset("W4A16_ASYM")

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["give_back_freed", "give_back_large_at_once"]
+__all__ = ["give_back_freed", "give_back_large_at_once", "without_collecting"]
 
 _MMAP_THRESHOLD = -3
 """glibc's ``M_MMAP_THRESHOLD``."""
@@ -35,6 +38,22 @@ def give_back_large_at_once() -> None:
     library = _library()
     if library is not None:
         library.mallopt(_MMAP_THRESHOLD, _LARGE)
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Do not look for unreachable cycles inside.
+
+    While a model of ten thousands of modules is built, the search goes over all of them again and
+    again and finds next to nothing.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @functools.cache

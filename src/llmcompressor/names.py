@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Iterator
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
-__all__ = ["Forms", "named_modules", "tells_digits"]
+__all__ = ["Forms", "named_modules", "own_parameters", "tells_digits"]
 
 _REGEX = "re:"
 _ZEROS = str.maketrans("123456789", "000000000")
@@ -21,27 +21,43 @@ _TELLING = re.compile(r"[0-9]|\(\?P=|\\N")
 _RANGE = re.compile(r"(?<![A-Za-z])-|-(?![A-Za-z])")
 
 
-def named_modules(model: Module) -> Iterator[tuple[str, Module]]:
+def named_modules(model: Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Module]]:
     """The same as ``model.named_modules()``, which hands each through as many calls as it is deep.
+
+    Args:
+        model: where to look.
+        remove_duplicate: a module that has several names comes once.
 
     >>> from torch.nn import Identity, Sequential
     >>> [name for name, _ in named_modules(Sequential(Sequential(Identity()), Identity()))]
     ['', '0', '0.0', '1']
     """
     if type(model).named_modules is not Module.named_modules:
-        yield from model.named_modules()
+        yield from model.named_modules(remove_duplicate=remove_duplicate)
         return
     seen: set[Module] = set()
     waiting: list[tuple[str, Module]] = [("", model)]
     while waiting:
         name, module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
+        if remove_duplicate:
+            if module in seen:
+                continue
+            seen.add(module)
         yield name, module
-        prefix = f"{name}." if name else ""
-        inner = [(prefix + own, one) for own, one in module._modules.items() if one is not None]
-        waiting.extend(reversed(inner))
+        if module._modules:  # most have none
+            prefix = f"{name}." if name else ""
+            inner = [(prefix + own, one) for own, one in module._modules.items() if one is not None]
+            waiting.extend(reversed(inner))
+
+
+def own_parameters(module: Module) -> list[Parameter]:
+    """The same as ``module.parameters(recurse=False)``, which goes through three generators.
+
+    >>> [one.ndim for one in own_parameters(__import__("torch").nn.Linear(2, 3))]
+    [2, 1]
+    """
+    found = [one for one in module._parameters.values() if one is not None]
+    return found if len(found) < 2 else list({id(one): one for one in found}.values())
 
 
 def tells_digits(pattern: str) -> bool:

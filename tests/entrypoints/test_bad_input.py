@@ -270,7 +270,7 @@ CASES = [
         "a pipeline that reads no data",
         lambda _: {"pipeline": "datafree"},
         ArgumentError,
-        ("datafree", "GPTQModifier", "pipeline"),
+        ("datafree", "GPTQModifier", "pipeline", "QuantizationModifier needs none"),
     ),
     # ---- the model
     Case(

@@ -17,6 +17,7 @@ from llmcompressor.modeling.expert_forms import DOWN, GATE, UP
 from llmcompressor.modeling.expert_search import find_mixtures
 from llmcompressor.modeling.expert_stages import begin_stages
 from llmcompressor.modeling.experts import LinearExperts, put_together, take_apart
+from llmcompressor.observers.tokens import count_tokens, real_tokens
 
 NAMES = {GATE: GATE, UP: UP, DOWN: DOWN}
 W = {GATE: "w1", UP: "w3", DOWN: "w2"}
@@ -175,7 +176,8 @@ def test_every_linear_is_shown_its_input_once(small: Any) -> None:
     wanted = {
         "routed": [[0, 1, 2], [0, 1, 2, 3], [3]],
         "all_tokens": [[0, 1, 2, 3]] * 3,
-        "neighbours": [[0, 1, 2, 3, 3], [0, 1, 2, 3], [0, 1, 2, 0, 1, 2, 3]],
+        # the second would get as many rows as there are tokens
+        "neighbours": [[0, 1, 2, 3, 3], [0, 1, 2], [0, 1, 2, 0, 1, 2, 3]],
         "nothing": [None] * 3,
     }
     seen = recorded(mixture)
@@ -210,3 +212,18 @@ def test_padding_is_neither_counted_nor_shown(small: Any) -> None:
     assert torch.allclose(mixture(*given), before, atol=1e-6)
     assert [len(seen[expert, DOWN][0]) for expert in range(3)] == [2, 3, 1]
     assert [len(seen[expert, GATE][0]) for expert in range(3)] == [2, 3, 1]
+
+
+@torch.no_grad()
+def test_rows_of_neighbours_are_not_taken_for_a_padded_batch(small: Any) -> None:
+    """Two real tokens of four go to two experts each: four rows, none of them padding."""
+    mixture, tokens, _, weights = small
+    seen = recorded(mixture)
+    begin_stages(mixture)
+    mixture.shown = ["routed", "routed", "neighbours"]
+    mask = torch.tensor([[True, True], [False, False]])
+    mixture.real_T = mask.flatten()
+    mixture(tokens, torch.tensor([[0, 1]] * 4), weights)
+    for role in (GATE, UP, DOWN):
+        (shown,) = seen[2, role]
+        assert len(real_tokens(shown, mask)) == count_tokens(shown, mask) == 3

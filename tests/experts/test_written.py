@@ -281,8 +281,9 @@ def test_starved_experts(
     assert same == [policy == "rtn" and expert == poor for expert in range(4)]
 
 
+@pytest.mark.parametrize("pipeline", ["independent", "basic"])
 def test_a_starved_expert_can_be_an_error(
-    source: tuple[PreTrainedModel, Path], tmp_path: Path
+    pipeline: str, source: tuple[PreTrainedModel, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(DatasetError, match=r"model\.layers\.0\.mlp\.experts\.\d \(\d+\)"):
         compressed(
@@ -292,6 +293,7 @@ def test_a_starved_expert_can_be_an_error(
             moe_calibrate_all_experts=False,
             starved_experts="error",
             min_tokens_per_module=0.9,
+            pipeline=pipeline,
         )
     assert not (tmp_path / "out").exists()
 
@@ -366,6 +368,26 @@ def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Pat
     assert float((stack == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
     found = mixtures.logits(reread(tmp_path / "out"))
     assert torch.allclose(found, mixtures.logits(returned), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignore", "wanted"),
+    [
+        (["MixtralDecoderLayer"], [], [0.5, 0.5]),
+        (["re:.*layers.1$"], [], [0.0, 0.5]),
+        (["MixtralDecoderLayer"], ["re:.*layers.0$"], [0.0, 0.5]),
+        (["MixtralDecoderLayer"], ["re:.*experts.*"], [0.0, 0.0]),
+    ],
+)
+def test_a_target_that_holds_experts_means_them(
+    targets: list[str], ignore: list[str], wanted: list[float]
+) -> None:
+    model = mixtures.build("mixtral")
+    recipe = SparseGPTModifier(sparsity=0.5, targets=targets, ignore=ignore)
+    oneshot(model=model, recipe=recipe, dataset=mixtures.rows())
+    for layer, share in zip(model.model.layers, wanted, strict=True):
+        for stack in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+            assert float((stack == 0).float().mean()) == pytest.approx(share, abs=0.01)
 
 
 def test_experts_of_one_shape_are_solved_in_one_batch(

@@ -180,10 +180,11 @@ def test_a_miss_is_an_error_that_says_what_was_meant(
 ) -> None:
     with pytest.raises(TargetError) as caught:
         check_targets(llama, [target])
-    message = str(caught.value)
-    assert repr(target) in message
+    assert repr(target) in str(caught.value)
     assert expected in caught.value.remedy
-    assert "allow_unmatched" in message
+    assert "allow_unmatched" not in caught.value.remedy
+    with pytest.raises(TargetError, match="allow_unmatched: true"):
+        check_targets(llama, [target], allow_unmatched=False)
 
 
 def test_parameter_patterns_are_explained(llama: LlamaForCausalLM) -> None:

@@ -112,5 +112,6 @@ def test_every_partition_of_integers_is_refined() -> None:
     ],
 )
 def test_wrong_recipes_are_refused(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(RecipeError, match=told):
+    with pytest.raises(RecipeError, match=told) as caught:
         HQQModifier(**fields)
+    assert str(caught.value).count("HQQModifier:") == 1

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
-from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
+from llmcompressor.errors import ArgumentError, NonFiniteError, RecipeError, TargetError
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.reap.layers import cut, find_layers
@@ -186,7 +186,25 @@ def test_wrong_use_is_refused(
     assert count_of(given.config) == 8
 
 
-def test_models_and_fields_that_do_not_fit() -> None:
+def test_the_share_that_is_proposed_drops_one() -> None:
+    """Of three experts 0.3333 would drop none."""
+    given = small.mixture("mixtral", num_local_experts=3, num_experts_per_tok=1)
+    with pytest.raises(TargetError, match="drops none") as caught:
+        tiny.run(given, REAPPruningModifier(sparsity=0.1))
+    share = float(caught.value.remedy.removeprefix("Give at least ").removesuffix("."))
+    assert share == 0.3334
+    assert count_of(tiny.run(given, REAPPruningModifier(sparsity=share)).config) == 2
+
+
+def test_an_ignore_entry_that_matches_nothing_is_warned_of(warned: list[str]) -> None:
+    tiny.run(small.mixture("mixtral"), REAPPruningModifier(sparsity=0.5, ignore=["mixtur"]))
+    assert any("'mixtur' matches no module" in one for one in warned)
+
+
+def test_models_and_fields_that_do_not_fit(tmp_path: Path) -> None:
+    missing = REAPPruningModifier(sparsity=0.5, report_path=str(tmp_path / "none" / "report.json"))
+    with pytest.raises(ArgumentError, match="there is no folder"):
+        tiny.run(small.mixture("mixtral"), missing)
     with pytest.raises(TargetError, match="no mixture"):
         tiny.run(tiny.llama(), REAPPruningModifier(sparsity=0.5))
     with pytest.raises(RecipeError, match=r"\.json"):

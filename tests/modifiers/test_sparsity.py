@@ -16,7 +16,9 @@ from torch.nn import Conv1d, Conv2d, Linear, Module
 from transformers.pytorch_utils import Conv1D
 
 from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.sparsity.matrices import matrix_of, tokens_of
@@ -303,10 +305,12 @@ def test_targets_that_cannot_be_pruned(fields: dict[str, Any], said: str) -> Non
         tiny.run(tiny.llama(), WandaPruningModifier(**{**HALF, **fields}))
 
 
-def test_it_may_not_stand_behind_what_quantizes() -> None:
-    quantizer = QuantizationModifier(scheme="W4A16")
-    with pytest.raises(RecipeError, match="SparseGPTModifier"):
-        tiny.run(tiny.llama(), quantizer, SparseGPTModifier(**PAIRS))
+@pytest.mark.parametrize(
+    "quantizer", [QuantizationModifier, GPTQModifier, HQQModifier, AutoRoundModifier]
+)
+def test_it_may_not_stand_behind_what_quantizes(quantizer: Any) -> None:
+    with pytest.raises(RecipeError, match="SparseGPTModifier stands after"):
+        tiny.run(tiny.llama(), quantizer(scheme="W4A16"), SparseGPTModifier(**PAIRS))
 
 
 def test_both_in_one_calibration_are_as_good_as_one_after_the_other(reference: Tensor) -> None:

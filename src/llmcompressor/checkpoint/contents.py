@@ -14,6 +14,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.layout import checkpoint_layout
 from llmcompressor.modeling.embeddings import embeddings
+from llmcompressor.names import named_modules
 
 __all__ = ["Contents", "divide"]
 
@@ -74,7 +75,7 @@ def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) 
     first, second = getattr(inputs, "weight", None), getattr(outputs, "weight", None)
     if first is None or second is None or inputs is outputs:
         return None
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in named_modules(model)}
     name_in, name_out = names.get(id(inputs)), names.get(id(outputs))
     if {name_in, name_out} & quantized:
         return False

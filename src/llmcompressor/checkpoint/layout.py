@@ -9,8 +9,10 @@ partition of the module tree.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,6 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from llmcompressor.modeling.experts import LinearExperts
+from llmcompressor.names import named_modules, tells_digits
 
 __all__ = [
     "LoadedName",
@@ -42,15 +45,85 @@ __all__ = [
 ]
 
 
+# a letter with a digit, as in w1: no pattern that has it can tell one layer from another by it
+_LETTERED = re.compile(r"(?<!\\)[A-Za-z_]\d+")
+_STAND_INS = "123456789"
+
+
 @dataclass(frozen=True)
 class _Transforms:
+    """What renames tensors; the names of all layers and experts are looked up once.
+
+    Attributes:
+        renamings: change a name.
+        converters: merge or split tensors.
+        reverse: names in the module tree become those in the checkpoint.
+    """
+
     renamings: list[WeightRenaming]
     converters: list[WeightConverter]
+    reverse: bool
+    _known: dict[tuple[str, bool], tuple[str, str | None]] = field(default_factory=dict)
 
     def name(self, key: str, *, convert: bool) -> tuple[str, str | None]:
-        converters = self.converters if convert else []
-        renamed, pattern = rename_source_key(key, self.renamings, converters, reverse=True)
+        """What a tensor is renamed to, and the pattern by which it is merged or split."""
+        if self._tells_numbers:
+            return self._renamed(key, convert=convert)
+        form, numbers = _form_of(key)
+        if (form, convert) not in self._known:
+            self._known[form, convert] = self._renamed(form, convert=convert)
+        renamed, pattern = self._known[form, convert]
+        if not numbers:
+            return renamed, pattern
+        return ".".join([numbers.get(part, part) for part in renamed.split(".")]), pattern
+
+    def loaded(
+        self, key: str, state: dict[str, Any], prefix: str, *, convert: bool = True
+    ) -> tuple[str, str | None]:
+        """As :meth:`name`, with or without the prefix of the base model as ``state`` has it."""
+        renamed, pattern = self.name(key, convert=convert)
+        if f"{prefix}.{renamed}" in state or (
+            renamed.startswith(prefix) and renamed[len(prefix) + 1 :] in state
+        ):
+            converters = self.converters if convert else []
+            renamed, pattern = rename_source_key(key, self.renamings, converters, prefix, state)
         return str(renamed), pattern
+
+    def _renamed(self, key: str, *, convert: bool) -> tuple[str, str | None]:
+        converters = self.converters if convert else []
+        renamed, pattern = rename_source_key(key, self.renamings, converters, reverse=self.reverse)
+        return str(renamed), pattern
+
+    @cached_property
+    def _tells_numbers(self) -> bool:
+        """Whether the number of a layer or an expert may decide what it is renamed to."""
+        return any(
+            tells_digits(_LETTERED.sub("", text))
+            for one in (*self.renamings, *self.converters)
+            for text in (
+                *one.source_patterns,
+                *one.target_patterns,
+                getattr(one, "scope_prefix", None) or "",
+            )
+        )
+
+
+def _form_of(key: str) -> tuple[str, dict[str, str]]:
+    """A name with other numbers, the same for all layers and experts, and what they stand for.
+
+    >>> _form_of("layers.47.experts.5.w1.weight")
+    ('layers.11.experts.2.w1.weight', {'11': '47', '2': '5'})
+    """
+    parts, numbers = key.split("."), dict[str, str]()
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            # as long as its own: a pattern may take one digit alone
+            if len(numbers) == len(_STAND_INS):
+                return key, {}
+            stand_in = _STAND_INS[len(numbers)] * len(part)
+            numbers[stand_in] = part
+            parts[place] = stand_in
+    return ".".join(parts), numbers
 
 
 def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
@@ -66,6 +139,7 @@ def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
     return _Transforms(
         [entry for entry in found if isinstance(entry, WeightRenaming)],
         [entry for entry in found if isinstance(entry, WeightConverter)],
+        reverse,
     )
 
 
@@ -168,16 +242,16 @@ def owned_by_model(
     owned = set(loaded_names(model, every, state))
     opened = {
         f"{name}.{stack}"
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if isinstance(module, LinearExperts)
         for stack in module.form.stacks
     }
     if opened:  # stacks of experts that are Linears now
         transforms = _transforms(model, reverse=False)
-        given = [*transforms.converters], dict.fromkeys([*state, *opened])
+        given: dict[str, Any] = dict.fromkeys([*state, *opened])
         prefix = model.base_model_prefix
         for key in set(every) - owned:
-            renamed, _ = rename_source_key(key, transforms.renamings, given[0], prefix, given[1])
+            renamed, _ = transforms.loaded(key, given, prefix)
             if renamed in opened:
                 owned.add(key)
     return owned
@@ -205,24 +279,16 @@ def loaded_names(
         state: the model's state dict.
     """
     transforms = _transforms(model, reverse=False)
-    own_names = dict(state)
+    own_names, prefix = dict(state), model.base_model_prefix
     names = {}
     for key in keys:
-        renamed, pattern = rename_source_key(
-            key,
-            transforms.renamings,
-            transforms.converters,
-            model.base_model_prefix,
-            own_names,
-        )
+        renamed, pattern = transforms.loaded(key, own_names, prefix)
         if renamed in state:
             names[key] = LoadedName(renamed, pattern is not None, pattern)
         elif key in state:
             names[key] = LoadedName(key, False)
         elif pattern is not None:  # a stack would be made of it, which was taken apart
-            alone, _ = rename_source_key(
-                key, transforms.renamings, [], model.base_model_prefix, own_names
-            )
+            alone, _ = transforms.loaded(key, own_names, prefix, convert=False)
             if alone in state:
                 names[key] = LoadedName(alone, False)
     return names

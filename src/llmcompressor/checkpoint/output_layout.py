@@ -134,41 +134,49 @@ def lay_out(tensors: Iterable[Stored], limit: int) -> OutputLayout:
         limit: bytes of tensors per file; a single larger one gets a file of its own.
     """
     groups: list[list[Stored]] = [[]]
-    held = 0
+    held = total = 0
     for stored in tensors:
-        if groups[-1] and held + stored.nbytes > limit:
+        size = stored.nbytes
+        if groups[-1] and held + size > limit:
             groups.append([])
             held = 0
         groups[-1].append(stored)
-        held += stored.nbytes
+        held += size
+        total += size
     files: list[OutputFile] = []
     places: dict[str, Place] = {}
     for number, group in enumerate(groups, start=1):
         name = (
             SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         )
-        header, offsets = _header(group)
-        files.append(OutputFile(name, header, len(header) + sum(one.nbytes for one in group)))
+        header, offsets, size = _header(group)
+        begin = len(header)
+        files.append(OutputFile(name, header, begin + size))
         for stored in group:
-            places[stored.name] = Place(name, len(header) + offsets[stored.name], stored)
-    total = sum(place.stored.nbytes for place in places.values())
+            places[stored.name] = Place(name, begin + offsets[stored.name], stored)
     return OutputLayout(files, places, total)
 
 
-def _header(group: Sequence[Stored]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file, as safetensors writes it, and where each tensor begins behind it."""
-    ordered = sorted(group, key=lambda one: (-_ORDER.index(one.dtype), one.name))
+def _header(group: Sequence[Stored]) -> tuple[bytes, dict[str, int], int]:
+    """The header of a file, as safetensors writes it.
+
+    Returns:
+        It, where each tensor begins behind it, and the bytes of all of them.
+    """
+    ranks = {dtype: -place for place, dtype in enumerate(_ORDER)}
+    ordered = sorted(group, key=lambda one: (ranks[one.dtype], one.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     begin = 0
     for stored in ordered:
+        end = begin + stored.nbytes
         offsets[stored.name] = begin
         entries[stored.name] = {
             "dtype": stored.dtype,
-            "shape": list(stored.shape),
-            "data_offsets": [begin, begin + stored.nbytes],
+            "shape": stored.shape,
+            "data_offsets": (begin, end),
         }
-        begin += stored.nbytes
+        begin = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text, offsets
+    return struct.pack("<Q", len(text)) + text, offsets, begin

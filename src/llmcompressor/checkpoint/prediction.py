@@ -9,6 +9,7 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
+from torch.nn import Embedding, Linear
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.compress import (
@@ -24,6 +25,7 @@ from llmcompressor.checkpoint.output_layout import Stored
 from llmcompressor.checkpoint.reading import dtype_name
 from llmcompressor.checkpoint.shards import natural_key
 from llmcompressor.checkpoint.source import TensorHeader
+from llmcompressor.names import named_modules
 
 __all__ = ["Prediction", "predict", "stored_block"]
 
@@ -68,16 +70,24 @@ def predict(
     forced = parse_format(None if save_compressed else "dense")
     quantized, tensors = [], {}
     shared: dict[tuple[int, str], QuantizationScheme] = {}  # modules of one scheme have one copy
+    copies: dict[int, QuantizationScheme] = {}
     for plan in planned:
+        is_weight = isinstance(plan.module, Linear | Embedding)
+        if is_weight and id(plan.scheme) in copies:
+            quantized.append(QuantizedModule(plan.name, plan.module, copies[id(plan.scheme)]))
+            tensors[plan.name] = plan.tensors
+            continue
         entry = quantized_module(
             plan.name, plan.module, plan.scheme, has_group=plan.has_group, forced_format=forced
         )
         if entry is not None:
             key = (id(plan.scheme), str(entry.scheme.format))
             entry = replace(entry, scheme=shared.setdefault(key, entry.scheme))
+            if is_weight:
+                copies[id(plan.scheme)] = entry.scheme
             quantized.append(entry)
             tensors[plan.name] = plan.tensors
-    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    order = {name: position for position, (name, _) in enumerate(named_modules(model))}
     quantized.sort(key=lambda entry: order[entry.name])
     state = _expected_state(model, tensors)
     contents = divide(model, quantized, state)

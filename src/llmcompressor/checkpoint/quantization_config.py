@@ -35,6 +35,7 @@ from llmcompressor.checkpoint.layout import checkpoint_names, merges_experts
 from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.fused import is_expert
+from llmcompressor.names import named_modules, own_parameters
 
 __all__ = ["build_quantization_config"]
 
@@ -170,7 +171,7 @@ def _candidates(model: PreTrainedModel, groups: Sequence[_Group]) -> list[_Candi
     group_of = {entry.name: index for index, group in enumerate(groups) for entry in group.members}
     modules = {
         name: module
-        for name, module in model.named_modules(remove_duplicate=False)
+        for name, module in named_modules(model, remove_duplicate=False)
         if isinstance(module, Linear | Embedding)
         or name in group_of
         or get_vllm_module_type(type(module).__name__) == "Linear"
@@ -181,12 +182,13 @@ def _candidates(model: PreTrainedModel, groups: Sequence[_Group]) -> list[_Candi
         name != other for name, other in stored.items()
     )
     _, head = embeddings(model)
+    classes = {kind: _class_names(kind) for kind in set(map(type, modules.values()))}
     return [
         _Candidate(
             name=name,
             stored=stored[name],
             served=_served_name(stored[name]) if is_wrapped else stored[name],
-            classes=_class_names(module),
+            classes=classes[type(module)],
             served_class="" if module is head else _served_class(module),
             group=group_of.get(name),
         )
@@ -205,8 +207,8 @@ def _served_name(stored: str) -> str:
     return f"language_model.model.{tail}"
 
 
-def _class_names(module: Module) -> frozenset[str]:
-    names = {cls.__name__ for cls in type(module).__mro__ if issubclass(cls, Module)}
+def _class_names(kind: type[Module]) -> frozenset[str]:
+    names = {cls.__name__ for cls in kind.__mro__ if issubclass(cls, Module)}
     return frozenset(names - {"Module"})
 
 
@@ -309,14 +311,19 @@ def _ignore(
     """
     quantized_names = {entry.name for entry in quantized}
     # attention whose cache alone is quantized has no group, so nothing must be kept out of it
-    types = {
-        get_vllm_module_type(type(entry.module).__name__) for entry in quantized if entry.has_group
-    }
+    classes = {type(entry.module).__name__ for entry in quantized if entry.has_group}
+    types = set(map(get_vllm_module_type, classes))
     known = {item.name: item for item in candidates}
     plain = []
-    for name, module in model.named_modules(remove_duplicate=False):
-        own = {get_vllm_module_type(cls) for cls in _class_names(module)}
-        if name and name not in quantized_names and own & types:
+    of_types: dict[type[Module], bool] = {}
+    for name, module in named_modules(model, remove_duplicate=False):
+        if not name or name in quantized_names:
+            continue
+        kind = type(module)
+        if kind not in of_types:
+            own = set(map(get_vllm_module_type, _class_names(kind)))
+            of_types[kind] = bool(own & types)
+        if of_types[kind]:
             plain.append(name)
     stored = checkpoint_names(model, [name for name in plain if name not in known])
     stored |= {name: item.stored for name, item in known.items()}
@@ -389,9 +396,9 @@ def _fused_experts(model: PreTrainedModel, quantized: set[str]) -> list[str]:
 def _expert_stacks(model: PreTrainedModel, quantized: set[str]) -> list[str]:
     return [
         name
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if not isinstance(module, _ConvNd)
-        and any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        and any(parameter.ndim == 3 for parameter in own_parameters(module))
         and not any(other.startswith(f"{name}.") for other in quantized)
     ]
 

@@ -30,6 +30,8 @@ from llmcompressor.recipe import Recipe
 
 __all__ = ["Job", "Records", "compression_report", "report_of", "undone_on_error"]
 
+_WITHOUT_DATA = "QuantizationModifier needs none with a scheme such as FP8_DYNAMIC."
+
 
 class Job(Task):
     """The arguments of a run, read and checked, and the steps that every way to run it takes."""
@@ -58,7 +60,7 @@ class Job(Task):
         if needing and not self.has_data:
             raise DatasetError(
                 f"{type(needing[0]).__name__} needs calibration data, and no dataset was given.",
-                "Pass dataset=..., or use a scheme that needs none, such as FP8_DYNAMIC.",
+                f"Pass dataset=...; {_WITHOUT_DATA}",
             )
         if self.has_data and self.recipe.modifiers and not needing:
             logger.info("The dataset is not read: no modifier of the recipe needs data.")
@@ -69,7 +71,7 @@ class Job(Task):
             raise ArgumentError(
                 f"The datafree pipeline reads no data, and {type(needing[0]).__name__} needs "
                 "calibration.",
-                "Leave pipeline out, or use a scheme that needs no data, such as FP8_DYNAMIC.",
+                f"Leave pipeline out; {_WITHOUT_DATA}",
             )
 
     @property

@@ -15,6 +15,7 @@ from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.limits import Limits
 from llmcompressor.errors import InputError, TargetError
+from llmcompressor.memory import without_collecting
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
@@ -103,7 +104,8 @@ def _deployment(
 
 def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measure: bool) -> Plan:
     job = _Draft(**arguments)
-    subject = _subject(job)
+    with without_collecting():
+        subject = _subject(job)
     tokens, batches = _Data(job, subject)()
     request = Request(
         [_unused(modifier) for modifier in job.recipe.modifiers],
@@ -121,7 +123,8 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         measure,
         job.problems,
     )
-    return make_plan(subject, request)
+    with without_collecting():
+        return make_plan(subject, request)
 
 
 def _subject(job: _Draft) -> Subject:

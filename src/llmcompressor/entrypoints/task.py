@@ -53,7 +53,7 @@ EXPERTS = "experts"
 _OTHER: Mapping[RunType, RunType] = {"oneshot": "train", "train": "oneshot"}
 _WHY: Mapping[RunType, str] = {
     "oneshot": "acts over the steps of a training, and oneshot takes none",
-    "train": "compresses a model once, with calibration data, and cannot work while it is trained",
+    "train": "compresses a model once, and cannot work while it is trained",
 }
 _MISMATCH: Mapping[RunType, str] = {
     "oneshot": "nothing is trained: its modifiers are applied once, like those of other stages",

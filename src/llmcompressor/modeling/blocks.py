@@ -10,6 +10,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 from llmcompressor.errors import TargetError, did_you_mean
 from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modeling.paused_forward import check_not_nested
+from llmcompressor.names import named_modules
 
 __all__ = ["block_of", "find_blocks", "sub_blocks"]
 
@@ -44,7 +45,7 @@ def find_blocks(model: Module, targets: Sequence[str] | None = None) -> dict[Mod
 
 def _outermost(model: Module, class_names: Collection[str]) -> Iterator[tuple[Module, str]]:
     inside: tuple[str, ...] = ()
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if name.startswith(inside) and inside:
             continue
         if type(module).__name__ in class_names and any(True for _ in module.children()):
@@ -54,7 +55,7 @@ def _outermost(model: Module, class_names: Collection[str]) -> Iterator[tuple[Mo
 
 def _listed_layers(model: Module) -> Iterator[tuple[Module, str]]:
     inside: tuple[str, ...] = ()
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if inside and name.startswith(inside):
             continue
         if isinstance(module, ModuleList) and len(module) > 0:

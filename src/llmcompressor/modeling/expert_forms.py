@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +31,7 @@ __all__ = [
     "StackForm",
     "form_of",
     "is_stack",
+    "matrices_of",
     "matrix_of",
 ]
 
@@ -80,7 +82,7 @@ class StackForm:
     biased: bool = False
     routed: bool = True
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The Linears of one expert, in the order in which they are called."""
         size = self.intermediate
@@ -95,7 +97,7 @@ class StackForm:
             Part(DOWN, DOWN, slice(0, self.hidden)),
         )
 
-    @property
+    @cached_property
     def stacks(self) -> tuple[str, ...]:
         """Names of the parameters that hold all of it."""
         names = dict.fromkeys(part.stack for part in self.parts)
@@ -134,6 +136,13 @@ def matrix_of(stack: Tensor, form: StackForm, expert: int, part: Part) -> Tensor
     if one.ndim > 1 and form.transposed:
         one = one.mT
     return one[part.rows]
+
+
+def matrices_of(stack: Tensor, form: StackForm, part: Part) -> list[Tensor]:
+    """:func:`matrix_of` for every expert."""
+    if stack.ndim > 2 and form.transposed:
+        stack = stack.mT
+    return list(stack[:, part.rows].unbind())
 
 
 def is_stack(parameter: Any) -> bool:

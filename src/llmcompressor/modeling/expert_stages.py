@@ -99,7 +99,9 @@ class ExpertStage(Module):
         )
         if len(given) == 0 and self.mixture.calls_all:
             return routes.tokens_TH[:1].clone()
-        return None if len(given) == 0 or how == "nothing" else given
+        if len(given) == 0 or how == "nothing":
+            return None
+        return _as_no_batch(given, routes) if how == "neighbours" else given
 
     def _show_tokens(self, routes: Routes) -> None:
         mixture = self.mixture
@@ -145,6 +147,14 @@ class ExpertStage(Module):
                 routes.without_padding(one, mixture.between(one, routes.input_of(one)))
                 for one in others
             ]
-            return torch.cat(found) if found else None
+            return _as_no_batch(torch.cat(found), routes) if found else None
         given = self._shown_to(expert, routes)
         return None if given is None else mixture.between(expert, given)
+
+
+def _as_no_batch(rows_TH: Tensor, routes: Routes) -> Tensor:
+    """Rows of several experts; the last is left out if they are as many as the layer's tokens.
+
+    Those who watch would take them for these tokens, padding and order and all.
+    """
+    return rows_TH[:-1] if len(rows_TH) == len(routes.tokens_TH) else rows_TH

@@ -12,16 +12,27 @@ What is shown when is the work of :mod:`llmcompressor.modeling.expert_stages`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
-from llmcompressor.modeling.expert_forms import DOWN, GATE, UP, Mixture, StackForm, matrix_of
+from llmcompressor.modeling.expert_forms import (
+    DOWN,
+    GATE,
+    UP,
+    Mixture,
+    Part,
+    StackForm,
+    matrices_of,
+    matrix_of,
+)
 
 __all__ = ["Expert", "LinearExperts", "Routes", "Shown", "put_together", "take_apart"]
+
+_M = TypeVar("_M", bound=Module)
 
 Shown = Literal["routed", "all_tokens", "neighbours", "nothing"]
 """Which of its layer's tokens an expert's statistics are made of."""
@@ -81,8 +92,9 @@ class LinearExperts(Module):
         self.form = form
         self.names = dict(names)
         self.num_experts = form.experts
-        for number in range(form.experts):
-            self.add_module(str(number), _expert(original, form, names, number))
+        self.training = original.training
+        for number, expert in enumerate(_experts(original, form, names)):
+            self._modules[str(number)] = expert
         for name, module in original._modules.items():
             self.add_module(name, module)
         self._gating = (_hollow(original),)  # in a tuple it is no child
@@ -228,7 +240,8 @@ def take_apart(mixture: Mixture, names: Mapping[str, str]) -> LinearExperts:
     """
     assert mixture.form is not None
     made = LinearExperts(mixture.module, mixture.form, names)
-    made.train(mixture.module.training)
+    for own in mixture.module.children():
+        own.train(made.training)
     return made
 
 
@@ -252,23 +265,57 @@ def put_together(mixture: LinearExperts) -> Module:
     return whole
 
 
-def _expert(original: Module, form: StackForm, names: Mapping[str, str], number: int) -> Expert:
-    expert = Expert()
-    for part in form.parts:
-        stack = original._parameters[part.stack]
-        assert stack is not None
-        weight = matrix_of(stack.detach(), form, number, part).contiguous()
-        bias = original._parameters.get(f"{part.stack}_bias")
-        linear = Linear.__new__(Linear)  # nothing is to be initialized
-        Module.__init__(linear)
-        linear.out_features, linear.in_features = weight.shape
-        linear.weight = Parameter(weight, requires_grad=stack.requires_grad)
-        linear.register_parameter("bias", None)
-        if bias is not None:
-            value = matrix_of(bias.detach(), form, number, part).contiguous()
-            linear.bias = Parameter(value, requires_grad=bias.requires_grad)
-        expert.add_module(names[part.role], linear)
-    return expert
+def _experts(original: Module, form: StackForm, names: Mapping[str, str]) -> Iterator[Expert]:
+    """The experts of a mixture. There may be hundreds: all but the weights is made once."""
+    blank = Expert()
+    blank.training = original.training
+    linears = [_blank_linear(original, form, part) for part in form.parts]
+    values = [_own_values(original, form, part) for part in form.parts]
+    for number in range(form.experts):
+        expert = _copy(blank)
+        for part, linear, own in zip(form.parts, linears, values, strict=True):
+            made = _copy(linear)
+            for kind, (matrices, needs_grad) in own.items():
+                value = matrices[number].contiguous()
+                made._parameters[kind] = Parameter(value, requires_grad=needs_grad)
+            expert._modules[names[part.role]] = made
+        yield expert
+
+
+def _own_values(
+    original: Module, form: StackForm, part: Part
+) -> dict[str, tuple[Sequence[Tensor], bool]]:
+    """``weight`` and ``bias`` of one of the Linears, for each expert, and whether it is trained."""
+    found: dict[str, tuple[Sequence[Tensor], bool]] = {}
+    for kind, key in (("weight", part.stack), ("bias", f"{part.stack}_bias")):
+        stack = original._parameters.get(key)
+        if stack is not None:
+            found[kind] = matrices_of(stack.detach(), form, part), stack.requires_grad
+    return found
+
+
+def _blank_linear(original: Module, form: StackForm, part: Part) -> Linear:
+    """A Linear of the right size without weights."""
+    linear = Linear.__new__(Linear)  # nothing is to be initialized
+    Module.__init__(linear)
+    linear.training = original.training
+    stack = original._parameters[part.stack]
+    assert stack is not None
+    linear.out_features, linear.in_features = matrices_of(stack, form, part)[0].shape
+    linear.register_parameter("weight", None)
+    linear.register_parameter("bias", None)
+    return linear
+
+
+def _copy(module: _M) -> _M:
+    """A copy of a module that holds nothing yet; a new one would take ten times as long."""
+    kind = type(module)
+    made = kind.__new__(kind)
+    made.__dict__.update(
+        (key, value.copy() if isinstance(value, dict | set) else value)
+        for key, value in module.__dict__.items()
+    )
+    return made
 
 
 def _hollow(original: Module) -> Module:

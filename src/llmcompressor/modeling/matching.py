@@ -147,7 +147,7 @@ def check_targets(
     targets: str | Iterable[str] | None,
     ignore: str | Iterable[str] | None = None,
     *,
-    allow_unmatched: bool = False,
+    allow_unmatched: bool | None = None,
 ) -> None:
     """Refuse targets that match nothing and warn about ignore entries that match nothing.
 
@@ -155,7 +155,7 @@ def check_targets(
         model: where to look.
         targets: each must match a module, ignored or not.
         ignore: recipes carry general ignore lists, so these only warn.
-        allow_unmatched: turn the error into a warning.
+        allow_unmatched: turn the error into a warning; ``None``: nobody can ask for that.
 
     Raises:
         TargetError: a target matches no module; the message lists near matches.
@@ -167,7 +167,9 @@ def check_targets(
         hints = _hints(model, missing)
         if not allow_unmatched:
             hints = hints or f"It has weights in modules of class {_weighty_classes(model)}."
-            raise TargetError(problem, f"{hints} If that is meant, set allow_unmatched: true.")
+            if allow_unmatched is not None:
+                hints += " If that is meant, set allow_unmatched: true."
+            raise TargetError(problem, hints)
         logger.warning(f"{problem} {hints}".strip())
     idle = unmatched(model, ignore)
     if idle:

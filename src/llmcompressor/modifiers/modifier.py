@@ -206,7 +206,7 @@ class Modifier(HooksMixin):
         """The modules whose inputs or outputs this modifier collects."""
         return []
 
-    def means(self, name: str, module: Module) -> bool:
+    def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Whether its targets reach a Linear, were one called ``name`` in the model.
 
         By this experts that are stored in stacks are taken apart. A modifier without targets of
@@ -215,6 +215,7 @@ class Modifier(HooksMixin):
         Args:
             name: of an expert's Linear.
             module: a stand-in for it.
+            holders: what it would lie in, by name, for targets that mean all that they hold.
         """
         return False
 

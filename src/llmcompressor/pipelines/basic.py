@@ -42,7 +42,7 @@ class BasicPipeline:
             calibrating(
                 model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
             ) as batches,
-            experts_watched(model, state, batches, dataset_args),
+            experts_watched(model, state, batches, dataset_args) as experts,
         ):
             owners = owners_of(modifiers, state)
             state.call_order = watch_calibrated(model, batches, owners, find_blocks(model)).order
@@ -57,6 +57,7 @@ class BasicPipeline:
                     state.batch_sizes = batches.sizes(index)
                     batches.run(batch)
                     advance(1)
+            experts.all_ran()
             LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))
             LifecycleCallbacks.calibration_epoch_end()
 

@@ -111,7 +111,7 @@ def calibrating(
     if dataloader is None:
         raise DatasetError(
             "The recipe needs calibration data and none was given.",
-            "Pass dataset=..., or use a scheme that needs none, such as FP8_DYNAMIC.",
+            "Pass dataset=...",
         )
     batches = CalibrationBatches(model, dataloader, use_loss_mask=use_loss_mask)
     with calibration_mode(model), _two_masks(model, batches, state):

@@ -130,6 +130,15 @@ class ExpertWatch(HooksMixin):
                 mixture.shown[one] = _SHOWN[self._policy]
                 mixture.starved[one] = self._policy
 
+    def all_ran(self) -> None:
+        """All batches have run and none waited: what experts were shown is decided.
+
+        Raises:
+            DatasetError: an expert got too few, and that is to be an error.
+        """
+        if self._policy == "error":
+            self.decide([one for one in self._names if one in self._undecided])
+
     # ------------------------------------------------------------------ helpers
 
     def _count(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -48,7 +48,8 @@ def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture
     for mixture in mixtures:
         roles = {role: role for role in (GATE, UP, DOWN)}
         names = part_names(mixture, converters) if mixture.form is not None else roles
-        if any(_is_meant(mixture, names, modifier) for modifier in modifiers):
+        holders = _holders(model, mixture.name)
+        if any(_is_meant(mixture, names, holders, modifier) for modifier in modifiers):
             meant.append(mixture)
     unseen = [mixture for mixture in meant if mixture.form is None]
     if unseen:
@@ -81,13 +82,25 @@ def dense_mixtures(
     return {one.name for one in mixtures} - quantized
 
 
-def _is_meant(mixture: Mixture, names: Mapping[str, str], modifier: Modifier) -> bool:
+def _holders(model: Module, name: str) -> dict[str, Module]:
+    """A mixture and all that it lies in, the model too, by name; its class will be another."""
+    parts = name.split(".")
+    names = [".".join(parts[:end]) for end in range(len(parts))]
+    return {**{each: model.get_submodule(each) for each in names}, name: Module()}
+
+
+def _is_meant(
+    mixture: Mixture,
+    names: Mapping[str, str],
+    holders: Mapping[str, Module],
+    modifier: Modifier,
+) -> bool:
     stand_in = Linear(1, 1, bias=False, device="meta")
     whole = [mixture.name, *(f"{mixture.name}.{stack}" for stack in mixture.module._parameters)]
     for entry in as_targets(getattr(modifier, "ignore", None)):
         if any(matches(name, mixture.module, entry) for name in whole):
             return False
-    return any(modifier.means(name, stand_in) for name in _linears(mixture, names))
+    return any(modifier.means(name, stand_in, holders) for name in _linears(mixture, names))
 
 
 def _linears(mixture: Mixture, names: Mapping[str, str]) -> Iterator[str]:

@@ -17,9 +17,10 @@ from llmcompressor.errors import CompressorError, InputError
 from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier, PlannedModule
+from llmcompressor.names import own_parameters
 from llmcompressor.pipelines.merging import RUN_TOKENS
 from llmcompressor.planning.machine import measure_rates
-from llmcompressor.planning.matching import STACK, describe, match_patterns, module_rows
+from llmcompressor.planning.matching import STACK, descriptions, match_patterns, module_rows
 from llmcompressor.planning.memory import Footprint, Load, estimate_phases
 from llmcompressor.planning.passes import PassContext, Passes, plan_passes
 from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
@@ -112,6 +113,7 @@ class _Maker:
         planned = [self._initialized(modifier) for modifier in request.modifiers]
         everything = [one for each in planned for one in each or ()]
         names = [[one.name for one in each or ()] for each in planned]
+        words = descriptions(everything)
         parts = self._subject.parts()
         is_ready = None not in planned and not any(one.where == RECIPE for one in self._problems)
         rows = module_rows(subject.model, request.modifiers, everything) if is_ready else []
@@ -124,7 +126,7 @@ class _Maker:
             residency=self._residency(),
             matches=match_patterns(subject.model, zip(request.modifiers, names, strict=True)),
             modules=rows,
-            schemes={one.name: describe(one.scheme) for one in everything},
+            schemes={one.name: words[id(one.scheme)] for one in everything},
             tokens=request.tokens,
         )
         give_back_freed()  # the run holds what is held now: the model's structure, its output's
@@ -229,7 +231,8 @@ class _Maker:
             rates = measure_rates(
                 request.device, subject.model.dtype, _existing(request.output_dir)
             )
-            rounding = sum(trials[describe(one.scheme)].seconds * _weights(one) for one in planned)
+            words = descriptions(planned)
+            rounding = sum(trials[words[id(one.scheme)]].seconds * _weights(one) for one in planned)
             traffic = Traffic(
                 subject.source_bytes * max(len(passes), 1),
                 sizes.weights,
@@ -245,8 +248,9 @@ class _Maker:
 
     def _trials(self, planned: Sequence[PlannedModule]) -> dict[str, Trial]:
         found: dict[str, Trial] = {}
+        words = descriptions(planned)
         for one in planned:
-            key = describe(one.scheme)
+            key = words[id(one.scheme)]
             if key not in found:
                 dtype = next((p.dtype for p in one.module.parameters()), torch.float32)
                 found[key] = try_rounding(
@@ -306,13 +310,14 @@ def _loads(
     planned: Sequence[PlannedModule],
     trials: Mapping[str, Trial],
 ) -> list[Load]:
-    stored = output.stored_bytes()
+    stored = output.stored_bytes
+    words = descriptions(planned)
     by_name = {one.name: one for one in planned}
     found = []
     for part in parts:
         own = [by_name[name] for name in part.modules if name in by_name]
         packed = sum(stored.get(output.places.get(one.name, ""), 0) for one in own)
-        sizes = [(trials[describe(one.scheme)], _weights(one)) for one in own]
+        sizes = [(trials[words[id(one.scheme)]], _weights(one)) for one in own]
         found.append(
             Load(
                 part,
@@ -325,7 +330,7 @@ def _loads(
 
 
 def _weights(planned: PlannedModule) -> int:
-    return sum(one.numel() for one in planned.module.parameters(recurse=False) if one.ndim > 1)
+    return sum(one.numel() for one in own_parameters(planned.module) if one.ndim > 1)
 
 
 def _existing(folder: Path | None) -> Path | None:

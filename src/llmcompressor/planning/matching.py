@@ -14,12 +14,12 @@ from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.modeling.matching import as_targets, matches, near_matches
 from llmcompressor.modifiers.modifier import Modifier, PlannedModule
-from llmcompressor.names import Forms, named_modules
+from llmcompressor.names import Forms, named_modules, own_parameters
 from llmcompressor.planning.result import Match, ModuleRow
 from llmcompressor.schemes.assign import is_router
 from llmcompressor.schemes.presets import format_of
 
-__all__ = ["STACK", "describe", "match_patterns", "module_rows", "numberless"]
+__all__ = ["STACK", "describe", "descriptions", "match_patterns", "module_rows", "numberless"]
 
 STACK = "a stack of matrices, which no target reaches"
 _MOST_NAMES = 3
@@ -50,6 +50,12 @@ def describe(scheme: Any) -> str:
         if args is not None:
             parts.append(title + _describe_args(args))
     return ", ".join(parts) or "nothing"
+
+
+def descriptions(planned: Iterable[PlannedModule]) -> dict[int, str]:
+    """Identity of a scheme → :func:`describe`; ten thousands of modules have a few schemes."""
+    schemes = {id(one.scheme): one.scheme for one in planned}
+    return {key: describe(scheme) for key, scheme in schemes.items()}
 
 
 def _describe_args(args: Any) -> str:
@@ -176,18 +182,21 @@ def module_rows(
         planned: the modules that will be quantized.
     """
     schemes = {one.name: one.scheme for one in planned}
+    unique = {id(scheme): scheme for scheme in schemes.values()}
+    words = descriptions(planned)
+    formats = {key: str(format_of(one)) for key, one in unique.items()}
     wanted = [_patterns_of(modifier) for modifier in modifiers]
     embedded = {
         id(parameter)
-        for module in model.modules()
+        for _, module in named_modules(model)
         if isinstance(module, Embedding)
-        for parameter in module.parameters(recurse=False)
+        for parameter in own_parameters(module)
     }
     rows: dict[tuple[str, str, str, str], list[int]] = {}
     for name, module, weights in _matrices(model):
         scheme = schemes.get(name)
         if scheme is not None:
-            key = (numberless(name), describe(scheme), str(format_of(scheme)), "")
+            key = (numberless(name), words[id(scheme)], formats[id(scheme)], "")
         else:
             key = (numberless(name), "dense", "", _why_dense(name, module, wanted, embedded))
         rows.setdefault(key, []).append(weights)
@@ -203,7 +212,7 @@ def module_rows(
 def _matrices(model: Module) -> Iterator[tuple[str, Module, int]]:
     """Modules that own a matrix or a stack of them, and how many weights."""
     for name, module in named_modules(model):
-        sizes = [one.numel() for one in module.parameters(recurse=False) if one.ndim > 1]
+        sizes = [one.numel() for one in own_parameters(module) if one.ndim > 1]
         if sizes:
             yield name, module, sum(sizes)
 
@@ -224,7 +233,7 @@ def _why_dense(
                 return f"ignored by {entry!r}"
     if targeted and is_router(name, module):
         return "a router, which engines serve unquantized"
-    if targeted and any(id(one) in embedded for one in module.parameters(recurse=False)):
+    if targeted and any(id(one) in embedded for one in own_parameters(module)):
         return "its weight is the input embedding's"
     if targeted:
         return "its scheme quantizes no weights"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from llmcompressor.checkpoint.extras import side_files
@@ -15,7 +16,8 @@ from llmcompressor.checkpoint.prediction import Prediction, predict
 from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
 from llmcompressor.checkpoint.shards import parse_size
 from llmcompressor.modifiers.modifier import PlannedModule
-from llmcompressor.planning.matching import describe, numberless
+from llmcompressor.names import own_parameters
+from llmcompressor.planning.matching import descriptions, numberless
 from llmcompressor.planning.result import Dense, ModuleRow, SchemeBytes, Sizes
 from llmcompressor.planning.subject import Subject
 
@@ -47,7 +49,8 @@ class Output:
         files = {file.name: file.size for file in self.layout.files}
         return Sizes(subject.source_bytes, self.layout.file_size, files, others)
 
-    def stored_bytes(self) -> dict[str, int]:
+    @cached_property
+    def stored_bytes(self) -> Mapping[str, int]:
         """Name of a stored module → bytes of its tensors."""
         sizes: dict[str, int] = {}
         for place in self.layout.places.values():
@@ -57,12 +60,13 @@ class Output:
 
     def by_scheme(self, planned: Sequence[PlannedModule]) -> list[SchemeBytes]:
         """Bytes before and after, by scheme."""
-        stored = self.stored_bytes()
-        formats = {entry.name: str(entry.scheme.format) for entry in self.prediction.quantized}
+        stored = self.stored_bytes
+        formats = {entry.name: entry.scheme.format for entry in self.prediction.quantized}
+        words = descriptions(planned)
         rows: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
         for one in planned:
             if one.name in formats:
-                key = (describe(one.scheme), formats[one.name])
+                key = (words[id(one.scheme)], str(formats[one.name]))
                 after = stored.get(self.places[one.name], 0)
                 rows.setdefault(key, []).append((*_own(one), after))
         return [
@@ -109,7 +113,7 @@ def _reason(place: str, reasons: Mapping[str, str]) -> str:
 
 def _own(planned: PlannedModule) -> tuple[int, int]:
     """Weights of a module, and bytes of its parameters."""
-    parameters = list(planned.module.parameters(recurse=False))
+    parameters = own_parameters(planned.module)
     matrices = [one.numel() for one in parameters if one.ndim > 1]
     return sum(matrices), sum(one.numel() * one.element_size() for one in parameters)
 

@@ -25,6 +25,7 @@ from llmcompressor.checkpoint.source import TensorHeader, inspect_source, local_
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.names import named_modules, own_parameters
 from llmcompressor.pipelines.mixtures import meant_mixtures
 
 __all__ = ["REST", "Part", "Subject", "open_subject"]
@@ -82,12 +83,14 @@ class Subject:
     @cached_property
     def module_names(self) -> Mapping[str, Module]:
         """All modules by name."""
-        return dict(self.model.named_modules())
+        return dict(named_modules(self.model))
 
     def parts(self) -> list[Part]:
         """The blocks in order, and at the end what lies in none."""
         blocks = find_blocks(self.model)
-        region = {inner: name for block, name in blocks.items() for inner in block.modules()}
+        region = {
+            inner: name for block, name in blocks.items() for _, inner in named_modules(block)
+        }
         members: dict[str, dict[str, Module]] = {name: {} for name in [*blocks.values(), REST]}
         for name, module in self.module_names.items():
             members[region.get(module, REST)][name] = module
@@ -204,5 +207,6 @@ def _own_bytes(modules: Iterable[Module]) -> int:
     """Bytes of the parameters of some modules; one that several of them share counts once."""
     found: dict[int, Tensor] = {}
     for module in modules:
-        found |= {id(one): one for one in module.parameters(recurse=False)}
+        for one in own_parameters(module):
+            found[id(one)] = one
     return sum(one.numel() * one.element_size() for one in found.values())

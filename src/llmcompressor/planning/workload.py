@@ -13,6 +13,7 @@ from torch.nn import Embedding, Linear, Module
 from llmcompressor.modeling.blocks import sub_blocks
 from llmcompressor.modeling.fused import fused_partners, is_expert
 from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier
+from llmcompressor.names import own_parameters
 from llmcompressor.planning.subject import REST, Part
 
 __all__ = ["BlockWork", "Group", "Unit", "Widths", "block_works", "widths_of"]
@@ -170,11 +171,12 @@ def _block_work(
 def _shared_inputs(own: Mapping[str, Module]) -> Iterator[tuple[str, ...]]:
     """Names of modules that get one input: those that servers fuse, and every other alone."""
     taken: set[str] = set()
+    order = {name: place for place, name in enumerate(own)}
     for name in own:
         if name in taken:
             continue
         members = [name, *(partner for partner in fused_partners(name) if partner in own)]
-        found = tuple(one for one in own if one in members)
+        found = tuple(sorted(members, key=order.__getitem__))
         taken.update(found)
         yield found
 
@@ -191,7 +193,7 @@ def _group(
         mine = [module for module in modules if position in owners[module]]
         if mine:
             efforts.append(modifier.effort(mine))
-    parameters = [one for module in modules for one in module.parameters(recurse=False)]
+    parameters = [one for module in modules for one in own_parameters(module)]
     return Group(
         tuple(modules),
         _sum(efforts),
@@ -236,7 +238,7 @@ def _multiplications(name: str, module: Module, widths: Widths) -> int:
     if isinstance(module, Embedding):
         return 0
     found = 0
-    for parameter in module.parameters(recurse=False):
+    for parameter in own_parameters(module):
         if parameter.ndim == 2:
             found += int(parameter.numel() * (widths.expert_share if is_expert(name) else 1))
         elif parameter.ndim == 3:  # the experts' matrices, stacked

@@ -139,7 +139,7 @@ class QuantizationMixin(Modifier):
         """An expert that no token was routed to is rounded; anything else lacks its data."""
         return is_expert(name)
 
-    def means(self, name: str, module: Module) -> bool:
+    def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Whether a scheme that quantizes something reaches it."""
         resolved = self.resolve_quantization_config()
         found = scheme_for(name, module, resolved.groups.values(), resolved.ignore)
@@ -175,6 +175,7 @@ class QuantizationMixin(Modifier):
         )
         modules = dict(named_modules(model))
         attention = cached_attention_modules(model)
+        own, names = self._schemes, self._names  # each look at one of pydantic's takes its time
         for name, scheme in schemes.items():
             module = modules[name]
             self._check_free(module, name)
@@ -182,8 +183,8 @@ class QuantizationMixin(Modifier):
             if module in attention:
                 self._attention[module] = name
             else:
-                self._schemes[module] = scheme
-            self._names[module] = name
+                own[module] = scheme
+            names[module] = name
         self._check_all_attention(attention)
         if resolved.kv_cache_scheme is not None:
             self._add_caches(attention)
@@ -248,6 +249,9 @@ class QuantizationMixin(Modifier):
 
     def _find_fused(self, modules: Mapping[str, Module]) -> None:
         """Which parts of a module that servers fuse (q, k, v; gate, up) need one global scale."""
+        schemes = {id(scheme): scheme.weights for scheme in self._schemes.values()}.values()
+        if not any(weights is not None and needs_global_scale(weights) for weights in schemes):
+            return
         for module in filter(self._needs_global_scale, self._schemes):
             names = [self._names[module], *fused_partners(self._names[module])]
             members = [modules[name] for name in names if name in modules]
@@ -357,7 +361,7 @@ class QuantizationMixin(Modifier):
 
     def planned(self, state: State) -> list[PlannedModule]:
         """The quantized modules with the parameters that they will have."""
-        plans = []
+        plans, names = [], self._names
         alike: dict[Any, dict[str, Tensor]] = {}  # a model has few forms of modules
         for module, scheme in self._schemes.items():
             form = tuple((key, one.shape, one.dtype) for key, one in _own_parameters(module))
@@ -365,7 +369,7 @@ class QuantizationMixin(Modifier):
             if key not in alike:
                 alike[key] = planned_linear(module, scheme)
             tensors = alike[key]
-            plans.append(PlannedModule(self._names[module], module, scheme, tensors))
+            plans.append(PlannedModule(names[module], module, scheme, tensors))
         for module, name in self._attention.items():
             args, queries = self._attention_args(module)
             own = getattr(module, "quantization_scheme", None) if queries else None
@@ -431,10 +435,11 @@ class QuantizationMixin(Modifier):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Take the marks off modules that were not finished: the run was broken off."""
-        for module in (*self._schemes, *self._attention):
+        attention = self._attention
+        for module in (*self._schemes, *attention):
             if getattr(module, "quantization_status", None) is None:
                 module.__dict__.pop("quantization_scheme", None)
-                if module in self._attention:
+                if module in attention:
                     untap_attention(state.model, module)
         return True
 

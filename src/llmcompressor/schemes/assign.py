@@ -56,9 +56,14 @@ def is_router(name: str, module: Module) -> bool:
 
 def weight_of(module: Module) -> torch.Tensor | None:
     """The module's weight where it lies, without moving an offloaded one."""
-    is_plain = type(module._parameters) is dict  # nothing of it is offloaded
-    with contextlib.nullcontext() if is_plain else disable_onloading():
-        weight = getattr(module, "weight", None)
+    weight: object = None
+    if type(module._parameters) is dict:  # nothing of it is offloaded
+        weight = module._parameters.get("weight")
+        if weight is None:
+            weight = getattr(module, "weight", None)
+    else:
+        with disable_onloading():
+            weight = getattr(module, "weight", None)
     return weight if isinstance(weight, torch.Tensor) else None
 
 

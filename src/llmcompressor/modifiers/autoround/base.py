@@ -100,8 +100,8 @@ class AutoRoundModifier(QuantizationMixin):
         for name, scheme in self.resolve_quantization_config().groups.items():
             if weighs_inputs(scheme.weights):
                 raise RecipeError(
-                    f"AutoRoundModifier: the weight observer of {name} weighs errors by inputs, "
-                    "and ranges are learned here.",
+                    f"the weight observer of {name} weighs errors by inputs, and ranges are "
+                    "learned here",
                     "Leave the observer out, or take another (memoryless_mse).",
                 )
 

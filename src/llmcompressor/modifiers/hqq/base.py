@@ -128,13 +128,13 @@ def _check_weights(name: str, args: QuantizationArgs) -> None:
     """
     if grid_of(args).kind != "int" or scale_format_of(args) is not ScaleFormat.PLAIN:
         raise RecipeError(
-            f"HQQModifier: the weights of {name} are {args.num_bits}-bit floats, and "
-            "half-quadratic quantization is for integers.",
+            f"the weights of {name} are {args.num_bits}-bit floats, and half-quadratic "
+            "quantization is for integers",
             "Take an integer scheme (W4A16_ASYM), or QuantizationModifier.",
         )
     if weighs_inputs(args):
         raise RecipeError(
-            f"HQQModifier: the observer {args.observer} of {name} weighs errors by calibration "
-            "data, and half-quadratic quantization uses none.",
+            f"the observer {args.observer} of {name} weighs errors by calibration data, and "
+            "half-quadratic quantization uses none",
             "Leave the observer out, or take QuantizationModifier.",
         )

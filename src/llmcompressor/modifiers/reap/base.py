@@ -8,6 +8,7 @@ arXiv:2510.13999; see :mod:`llmcompressor.numerics.reap` for the equations.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,15 +20,18 @@ from torch.nn import Module
 
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
-from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
+from llmcompressor.errors import ArgumentError, NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.hooks import HooksMixin
-from llmcompressor.modeling.matching import as_targets, matches
+from llmcompressor.modeling.matching import as_targets, check_targets, matches
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.modifiers.reap.layers import MoeLayer, counts_of, cut, find_layers, names_of
 from llmcompressor.numerics.reap import Saliency, dropped_experts
 
 __all__ = ["REAPPruningModifier"]
+
+_PLACES = 10_000
+"""A share that is proposed is rounded up to a multiple of 1 / 10000."""
 
 
 class REAPPruningModifier(Modifier):
@@ -84,8 +88,15 @@ class REAPPruningModifier(Modifier):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Find the mixtures, and refuse what could not be written or run afterwards."""
+        if self.report_path is not None and not Path(self.report_path).parent.is_dir():
+            raise ArgumentError(
+                f"report_path is {self.report_path}, and there is no folder "
+                f"{Path(self.report_path).parent}.",
+                "Make it, or choose another.",
+            )
         every = find_layers(state.model)
         ignored = as_targets(self.ignore)
+        check_targets(state.model, None, ignored)
         mine = [
             layer
             for layer in every
@@ -140,7 +151,7 @@ class REAPPruningModifier(Modifier):
             raise TargetError(
                 f"sparsity {self.sparsity:g} drops none of the {size} experts{of_group} of "
                 f"{layer.name}.",
-                f"Give at least {1 / size:.4g}.",
+                f"Give at least {math.ceil(_PLACES / size) / _PLACES:g}.",
             )
         reachable = left * (min(layer.chosen_groups, layer.groups) if layer.groups > 1 else 1)
         if top_k is not None and top_k > reachable:

@@ -78,7 +78,7 @@ class OneShotPruningModifier(Modifier):
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
-    must_precede: ClassVar[frozenset[str]] = frozenset({"GPTQModifier", "QuantizationModifier"})
+    must_precede: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
 
     sparsity: float | list[float]
     sparsity_profile: Literal["owl"] | None = None
@@ -167,9 +167,9 @@ class OneShotPruningModifier(Modifier):
         """An expert that no token was routed to is pruned by magnitude."""
         return is_expert(name)
 
-    def means(self, name: str, module: Module) -> bool:
-        """Whether a target means it or its weight."""
-        return means_linear(name, module, self.targets, self.ignore)
+    def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
+        """Whether a target means it, its weight or what holds it."""
+        return means_linear(name, {**holders, name: module}, self.targets, self.ignore)
 
     def calibrated_modules(self, state: State) -> list[Module]:
         """The modules that are pruned."""

@@ -11,7 +11,7 @@ A list of sparsities has one per target, or one per layer in the order of the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -89,15 +89,29 @@ def find_layers(
 
 
 def means_linear(
-    name: str, module: Module, targets: str | Sequence[str], ignore: str | Sequence[str]
+    name: str,
+    modules: Mapping[str, Module],
+    targets: str | Sequence[str],
+    ignore: str | Sequence[str],
 ) -> bool:
-    """Whether targets mean a Linear of this name, itself or by its weight's name."""
-    if any(matches(name, module, entry) for entry in as_targets(ignore)):
-        return False
-    return any(
+    """Whether targets mean a Linear of this name: itself, by its weight's name, or by a layer.
+
+    Args:
+        name: the Linear's.
+        modules: the Linear and what holds it, by name.
+        targets: layers.
+        ignore: what is left alone; it wins.
+    """
+    ignored = as_targets(ignore)
+    layers = {
+        each: module
+        for each, module in modules.items()
+        if not any(matches(each, module, entry) for entry in ignored)
+    }
+    return name in layers and any(
         target == ALL_PRUNABLE
-        or matches(name, module, target)
         or matches_name(f"{name}.weight", target)
+        or any(matches(each, module, target) for each, module in layers.items())
         for target in as_targets(targets)
     )
 
