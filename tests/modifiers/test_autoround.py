@@ -53,10 +53,8 @@ def embedded_losses(folder: Path) -> tuple[Tensor, float]:
     return ids, embedded.loss(embedded.model(folder), ids)
 
 
-@pytest.mark.parametrize(
-    ("bits", "group", "symmetric"),
-    [pytest.param(3, 64, True, marks=pytest.mark.slow), (4, 128, False)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "group", "symmetric"), [(3, 64, True), (4, 128, False)])
 def test_it_beats_rounding(bits: int, group: int, symmetric: bool, pico: Path) -> None:
     """Half of what rounding loses, from 4 samples of 128 tokens."""
     ids, dense = embedded_losses(pico)

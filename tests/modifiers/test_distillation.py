@@ -347,6 +347,7 @@ def test_gradient_checkpointing_changes_nothing(
     expect_same_gradients(*found)
 
 
+@pytest.mark.slow
 def test_a_compiled_student(session: CompressionSession) -> None:
     student, teacher = tiny.llama(), teacher_model()
     begin(session, student, teacher, **MIDDLE)

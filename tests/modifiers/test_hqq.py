@@ -35,6 +35,7 @@ def lp_distance(model: Any, original: Any) -> float:
     return total
 
 
+@pytest.mark.slow
 def test_it_beats_rounding_at_four_bits(pico: Path) -> None:
     ids = embedded.held_out(pico, 40)
     original = embedded.model(pico)
