@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true", help="run the reference too")
     parser.add_argument("--reference-python", help="interpreter with the reference installed")
     parser.add_argument("--again", action="store_true", help="measure what is there as well")
-    parser.add_argument("--name", default="quality", help="stem of the files in results/")
+    parser.add_argument("--name", default="algorithms", help="stem of the files in results/")
     given = parser.parse_args()
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)
