@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llmcompressor.errors import InputError, did_you_mean
 
-__all__ = ["Table", "fold", "resolve"]
+__all__ = ["Table", "fold", "lazy_page", "resolve"]
 
 
 def fold(name: str) -> str:
@@ -25,6 +25,28 @@ def resolve(path: str) -> Any:
     """Import ``"package.module:attribute"``."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def lazy_page(
+    page: dict[str, Any], homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a module that only points to names which live elsewhere.
+
+    >>> find, names = lazy_page({"__name__": "page"}, {"dumps": "json:dumps"})
+    >>> find("dumps")([1]), names()
+    ('[1]', ['__name__', 'dumps'])
+
+    Args:
+        page: its ``globals()``.
+        homes: name → ``"module:attribute"``, imported when the name is asked for.
+    """
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {page['__name__']!r} has no attribute {name!r}")
+        return resolve(homes[name])
+
+    return find, lambda: sorted({*page, *homes})
 
 
 class Table(Mapping[str, str]):

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from llmcompressor.registry import resolve
+from llmcompressor.registry import lazy_page
 
 __all__ = [
     "ConstantPruningModifier",
@@ -27,12 +25,4 @@ _HOMES = {
     "WandaPruningModifier": "llmcompressor.modifiers.sparsity.wanda:WandaPruningModifier",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return resolve(_HOMES[name])
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_page(globals(), _HOMES)
