@@ -52,6 +52,27 @@ def no_waiting_for_the_disk() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _fresh_session() -> Iterator[None]:
+    """What a test leaves in the default session is gone before the next."""
+    from llmcompressor import reset_session  # after the number of threads is set
+
+    reset_session()
+    yield
+    reset_session()
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What is logged, one line each."""
+    from llmcompressor.logger import logger
+
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message).rstrip()), format="{message}")
+    yield lines
+    logger.remove(sink)
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave helpers out: looking for doctests in them would import each a second time.
 

@@ -103,6 +103,16 @@ class Clamped(Stacked):
         return self.act_fn(gate) * up.clamp(max=0.5)
 
 
+class Declared(Stacked):
+    """Says how its stacks lie, and has a forward that runs at its own size only."""
+
+    is_transposed, is_concatenated, has_gate, has_bias = False, True, True, False
+
+    def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        assert hidden_states.shape == (7, 8)
+        return super().forward(hidden_states, index, weights)
+
+
 class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -136,6 +146,12 @@ def test_what_computes_something_else_is_not() -> None:
     (found,) = find_mixtures(holding(Clamped()))
     assert found.form is None
     assert "something else" in found.problem
+
+
+def test_what_cannot_be_tried_out_is_trusted_aloud(said: list[str]) -> None:
+    (found,) = find_mixtures(holding(Declared()))
+    assert found.form is not None
+    assert any("Declared could not be tried out" in line for line in said)
 
 
 @pytest.mark.parametrize("name", ["experts", "mlp"])

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import published_models as published
-
-from llmcompressor import reset_session
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +23,3 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _no_waiting(no_waiting_for_the_disk: None) -> None:
     """That what is written survives a crash of the machine is not what these tests are about."""
-
-
-@pytest.fixture(autouse=True)
-def _fresh_session() -> Iterator[None]:
-    reset_session()
-    yield
-    reset_session()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from llmcompressor.logger import logger
 from llmcompressor.modeling.expert_forms import Mixture, StackForm, form_of, is_stack
 from llmcompressor.modeling.experts import LinearExperts
 
@@ -100,6 +101,11 @@ def departure(module: Module, form: StackForm) -> str:
             found = made(*(one.clone() for one in trial.arguments))
     except Exception as error:  # what a foreign forward may raise is not known
         if hasattr(module, "is_transposed"):
+            logger.warning(
+                f"{type(module).__name__} could not be tried out on small matrices "
+                f"({type(error).__name__}: {str(error)[:200]}); its experts are computed as the "
+                "layout that it declares says. Compare the model's outputs before and after."
+            )
             return ""
         return f"its forward cannot be tried out ({type(error).__name__}: {error})"
     if isinstance(wanted, Tensor) and wanted.shape == found.shape:
