@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import multiprocessing
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -34,6 +38,52 @@ multiprocessing.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
     ]
 )
+
+
+_READERS = """
+import json, os, sys, traceback
+import compressed_tensors, torch, transformers.models.llama.modeling_llama
+
+for line in sys.stdin:
+    order = json.loads(line)
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    sys.argv, code = ["-c", *order["arguments"]], 1
+    with open(order["log"], "w") as log:
+        os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+        try:
+            exec(order["code"], {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
+"""
+
+
+@pytest.fixture(scope="session")
+def read_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., None]]:
+    """Runs code, as ``python -W error -c`` would, where nobody has imported the project.
+
+    Each call is a process of its own, forked from one that has imported transformers.
+    """
+    log = tmp_path_factory.mktemp("alone") / "log"
+    command = [sys.executable, "-W", "error", "-c", _READERS]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as readers:
+        assert readers.stdin is not None
+        assert readers.stdout is not None
+
+        def run(code: str, *arguments: object) -> None:
+            order = {"code": code, "arguments": list(map(str, arguments)), "log": str(log)}
+            print(json.dumps(order), file=readers.stdin, flush=True)
+            assert readers.stdout.readline() == "0\n", log.read_text()[-3000:]
+
+        yield run
+        readers.stdin.close()
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +121,15 @@ def said() -> Iterator[list[str]]:
     sink = logger.add(lambda message: lines.append(str(message).rstrip()), format="{message}")
     yield lines
     logger.remove(sink)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported and collected out of the search for garbage: it is there to stay.
+
+    ``gc.collect``, which accelerate calls after every training, would go over it each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

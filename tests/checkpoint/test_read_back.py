@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +124,9 @@ DENSE = ("W4A16_ASYM", "NVFP4", "MXFP4", "FP8", "W8A8", "mixed", "cache-tensor")
 
 
 @pytest.fixture(scope="module")
-def read_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def read_back(
+    tmp_path_factory: pytest.TempPathFactory, read_alone: Callable[..., None]
+) -> dict[str, dict[str, Any]]:
     """Case → what the reader says, and the logits of the model in memory."""
     root = tmp_path_factory.mktemp("checkpoints")
     here, tokens = {}, {}
@@ -147,9 +147,7 @@ def read_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
             here[dense], tokens[dense] = here[name], tokens[name]
     files = [root.parent / file for file in ("tokens.pt", "out.pt")]
     torch.save(tokens, files[0])
-    command = [sys.executable, "-W", "error", "-c", READER, str(root), *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    read_alone(READER, root, *files)
     results = torch.load(files[1])
     return {name: {**results[name], "here": here[name]} for name in here}
 

@@ -7,8 +7,7 @@ How often the model ran over the data is what the modifiers' declarations ask fo
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def outcomes(
+    source: Path, tmp_path_factory: pytest.TempPathFactory, read_alone: Callable[..., None]
+) -> dict[str, Outcome]:
     root = tmp_path_factory.mktemp("composed-out")
     written: dict[str, Tensor] = {}
     said: dict[str, list[Any]] = {}
@@ -126,9 +127,7 @@ def outcomes(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         written[name] = small.logits(_compressed(case, source, root / "out" / name))
         logger.remove(sink)
     torch.save(small.probe(), root / "tokens.pt")
-    command = [sys.executable, "-c", READER, root / "out", root / "tokens.pt", root / "found.pt"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    read_alone(READER, root / "out", root / "tokens.pt", root / "found.pt")
     found = torch.load(root / "found.pt")
     return {
         name: Outcome(

@@ -51,15 +51,16 @@ def test_killed_at_a_boundary(
 
 
 @pytest.mark.parametrize("recipe", ["rtn", "gptq", "two"])
-def test_killed_at_fifty_random_moments(
-    recipe: str, model: Path, tmp_path: Path, expected: Expected
+@pytest.mark.parametrize("moments", [17, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(
+    recipe: str, moments: int, model: Path, tmp_path: Path, expected: Expected
 ) -> None:
     """Some runs are killed several times; each makes progress or leaves what there was."""
     whole = expected(recipe)
-    chooser = random.Random(recipe)
+    chooser = random.Random(f"{recipe} {moments}")
     length = run(Job(model, recipe, tmp_path / "timed")).seconds
     kills = finished = 0
-    while kills < 50:
+    while kills < moments:
         job = Job(model, recipe, tmp_path / f"output-{finished}")
         ended = run(job, after_s=chooser.uniform(0, length))
         kills += ended.code == KILLED

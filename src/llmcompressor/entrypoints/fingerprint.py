@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from llmcompressor.checkpoint.source import CONFIG, SourceInfo
 __all__ = ["fingerprint_of"]
 
 _LIBRARIES = ("llmcompressor", "torch", "transformers", "compressed-tensors")
+_version = functools.cache(version)  # reads the package's metadata anew each time
 _CALIBRATION = (
     "pipeline",
     "sequential_targets",
@@ -60,7 +62,7 @@ def fingerprint_of(
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "machine": platform.machine(),
-        "versions": {name: version(name) for name in _LIBRARIES},
+        "versions": {name: _version(name) for name in _LIBRARIES},
         "output": dict(output),
     }
     if batches is not None:
