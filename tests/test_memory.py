@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -36,12 +39,29 @@ def test_the_c_library_is_asked_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -
     asked: list[Any] = []
     monkeypatch.setattr(sys, "platform", "linux")
     library = SimpleNamespace(
-        malloc_trim=asked.append, mallopt=lambda option, value: asked.append((option, value))
+        malloc_trim=asked.append,
+        mallopt=lambda option, value: asked.append((option, value)),
+        madvise=None,
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     memory.give_back_freed()
     memory.give_back_large_at_once()
-    assert asked == [0, (-3, 4 * 2**20)]
+    assert asked == [0, (-3, 2 * 2**20)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted in /proc")
+def test_pages_of_a_file_are_let_go_of_and_come_back(tmp_path: Path) -> None:
+    nbytes = 64 * 2**20
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    os.truncate(file, nbytes)
+    mapped = torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
+    mapped.fill_(7)
+    held = psutil.Process().memory_info().rss
+    memory.let_go_of_pages(mapped.data_ptr(), nbytes)
+    assert held - psutil.Process().memory_info().rss > nbytes * 0.9
+    memory.let_go_of_pages(mapped.data_ptr() + 1, 3)  # no whole page
+    assert int(mapped.min()) == int(mapped.max()) == 7
 
 
 def _no_library(name: Any) -> Any:
@@ -60,6 +80,7 @@ def test_elsewhere_nothing_happens(
     monkeypatch.setattr(ctypes, "CDLL", library)
     memory.give_back_freed()
     memory.give_back_large_at_once()
+    memory.let_go_of_pages(2**20, 2**20)
     assert memory._library() is None
 
 

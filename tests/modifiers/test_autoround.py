@@ -237,7 +237,7 @@ def test_what_lies_in_no_block_is_rounded_to_nearest() -> None:
 
 
 def test_fields_without_effect_are_named(warned: list[str]) -> None:
-    tiny.run(tiny.llama(), autoround(iters=1, device_ids="0", enable_torch_compile=True))
+    tiny.run(tiny.llama(), autoround(iters=1, device_ids="0", enable_torch_compile=False))
     assert len([text for text in warned if "no effect" in text]) == 1
     assert "device_ids" in "".join(warned)
 

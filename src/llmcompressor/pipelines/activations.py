@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmcompressor.errors import OutputError
+from llmcompressor.memory import let_go_of_pages
 from llmcompressor.modeling.paused_forward import Pass
 
 __all__ = ["ActivationStore", "held_tensors"]
@@ -170,6 +171,7 @@ class ActivationStore:
         mapped = torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
         storage = tensors[0].untyped_storage()
         mapped.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)))
+        let_go_of_pages(mapped.data_ptr(), nbytes)
         _point(tensors, mapped.untyped_storage())
         return file
 

@@ -34,7 +34,6 @@ from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, 
 __all__ = ["AutoRoundModifier", "TuneRecord"]
 
 _NO_EFFECT = {
-    "enable_torch_compile": "blocks are run as they are.",
     "device_ids": "blocks are tuned where they lie; give device to oneshot.",
     "disable_opt_rtn": "rounding to nearest is what the observer makes of it.",
 }
