@@ -46,7 +46,7 @@ def test_the_c_library_is_asked_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     memory.give_back_freed()
     memory.give_back_large_at_once()
-    assert asked == [0, (-3, 2 * 2**20)]
+    assert asked == [0, (-3, 4 * 2**20)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are counted in /proc")

@@ -20,7 +20,7 @@ __all__ = [
 
 _MMAP_THRESHOLD = -3
 """glibc's ``M_MMAP_THRESHOLD``."""
-_LARGE = 2**21
+_LARGE = 2**22
 
 
 def give_back_freed() -> None:
@@ -35,7 +35,7 @@ def give_back_freed() -> None:
 
 
 def give_back_large_at_once() -> None:
-    """Have what is larger than 2 MiB returned to the operating system the moment it is freed.
+    """Have what is larger than 4 MiB returned to the operating system the moment it is freed.
 
     By itself glibc raises this limit to the size of what was freed last, and what is freed from
     then on lies in the heap, between things that live longer. It stays so for the process: the
