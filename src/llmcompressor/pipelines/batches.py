@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import DatasetError
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.numerics.linear import quick_linears
 from llmcompressor.pipelines.merging import merge_batches
 from llmcompressor.pipelines.model_runs import calibration_mode, model_inputs, token_mask
 
@@ -114,7 +115,7 @@ def calibrating(
             "Pass dataset=...",
         )
     batches = CalibrationBatches(model, dataloader, use_loss_mask=use_loss_mask)
-    with calibration_mode(model), _two_masks(model, batches, state):
+    with calibration_mode(model), quick_linears(), _two_masks(model, batches, state):
         try:
             yield batches
         finally:

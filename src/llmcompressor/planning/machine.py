@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from llmcompressor.logger import logger
+from llmcompressor.numerics.linear import quick_linears
 from llmcompressor.planning.result import Rates
 
 __all__ = ["measure_rates"]
@@ -35,7 +36,8 @@ def measure_rates(device: torch.device, dtype: torch.dtype, folder: Path | None 
     spreads = []
     found = []
     for kind in (dtype, torch.float32):
-        rate, spread = _rate(_product(device, kind), _TOKENS * _WIDTH * _WIDTH, device)
+        with quick_linears():
+            rate, spread = _rate(_product(device, kind), _TOKENS * _WIDTH * _WIDTH, device)
         found.append(rate)
         spreads.append(spread)
     source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
@@ -47,10 +49,9 @@ def measure_rates(device: torch.device, dtype: torch.dtype, folder: Path | None 
 
 
 def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    left = torch.ones(_TOKENS, _WIDTH, dtype=dtype, device=device)
-    right = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
-    out = torch.empty(_TOKENS, _WIDTH, dtype=dtype, device=device)
-    return lambda: torch.mm(left, right, out=out)
+    inputs = torch.ones(_TOKENS, _WIDTH, dtype=dtype, device=device)
+    weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
+    return lambda: torch.nn.functional.linear(inputs, weight)
 
 
 def _rate(work: Callable[[], object], amount: int, device: torch.device) -> tuple[float, float]:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Linear with operands of 16 bits, on processors that multiply those of 32 bits faster.
+
+x86 processors without an instruction for bfloat16 multiply it at about a quarter of the rate of
+float32. The products of 16-bit operands are exact in float32 and are summed there in any case, so
+widening the operands, multiplying, and rounding once gives what the 16-bit product gives but for
+the order of the sums.
+
+Shapes: T tokens, C input and R output features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter, functional
+
+from llmcompressor.threads import each_on_one_thread
+
+__all__ = ["is_slow", "quick_linears", "wide_linear"]
+
+_FEWEST_TOKENS = 64
+"""Below this, widening the weight takes longer than multiplying it."""
+_PIECE_TOKENS = 256
+_PIECE_WEIGHTS = 2**21
+"""Elements of the weight that are widened at once: 8 MiB."""
+_INSTRUCTIONS = {
+    torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
+    torch.float16: ("_is_amx_fp16_supported",),
+}
+
+
+@functools.cache
+def is_slow(dtype: torch.dtype) -> bool:
+    """Whether the CPU has no instruction for products of ``dtype``, as far as torch can tell."""
+    names = _INSTRUCTIONS.get(dtype, ())
+    if not names or platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    known = [getattr(torch.cpu, name, None) for name in names]
+    return all(has is not None and not has() for has in known)
+
+
+def wide_linear(input_TC: Tensor, weight_RC: Tensor, bias_R: Tensor | None = None) -> Tensor:
+    """``x Wᵀ + b``, summed in float32 and rounded once.
+
+    The same for any number of threads: the pieces depend on the shapes alone.
+
+    Args:
+        input_TC: ``[..., C]``, on the CPU, any floating dtype.
+        weight_RC: ``[R, C]``.
+        bias_R: ``[R]``, if there is one.
+
+    Returns:
+        ``[..., R]`` in the dtype of the input.
+
+    >>> wide_linear(torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(1, 3).bfloat16()).tolist()
+    [[3.0], [3.0]]
+    """
+    rows, columns = weight_RC.shape
+    flat_TC = input_TC.reshape(-1, columns)
+    result_TR = flat_TC.new_empty(len(flat_TC), rows)
+    spans = [slice(lo, lo + _PIECE_TOKENS) for lo in range(0, len(flat_TC), _PIECE_TOKENS)]
+    step = max(_PIECE_WEIGHTS // columns, 1)
+    for lo in range(0, rows, step):
+        part = slice(lo, lo + step)
+        wide_CR = weight_RC[part].float().T
+        bias = None if bias_R is None else bias_R[part].float()
+
+        def multiply(
+            span: slice,
+            part: slice = part,
+            wide_CR: Tensor = wide_CR,
+            bias: Tensor | None = bias,
+        ) -> None:
+            piece_TC = flat_TC[span].float()
+            product = piece_TC @ wide_CR if bias is None else torch.addmm(bias, piece_TC, wide_CR)
+            result_TR[span, part] = product
+
+        each_on_one_thread(multiply, spans)
+    return result_TR.view(*input_TC.shape[:-1], rows)
+
+
+@contextlib.contextmanager
+def quick_linears() -> Iterator[None]:
+    """Have ``torch.nn.functional.linear`` multiply in float32 where that is faster.
+
+    Without gradients, on plain tensors of many tokens on the CPU; everything else is as it is.
+    """
+    if not any(is_slow(dtype) for dtype in _INSTRUCTIONS):
+        yield
+        return
+    plain = functional.linear
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if _fits(input, weight):
+            return wide_linear(input, weight, bias)
+        return plain(input, weight, bias)
+
+    setattr(functional, "linear", linear)  # noqa: B010 - torch declares it a function
+    try:
+        yield
+    finally:
+        setattr(functional, "linear", plain)  # noqa: B010
+
+
+def _fits(given: Tensor, weight: Tensor) -> bool:
+    plain = type(given) is Tensor and type(weight) in (Tensor, Parameter)
+    return (
+        plain
+        and given.dtype == weight.dtype
+        and given.device.type == weight.device.type == "cpu"
+        and is_slow(given.dtype)
+        and given.numel() >= _FEWEST_TOKENS * weight.shape[-1]
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not (torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad))
+    )
