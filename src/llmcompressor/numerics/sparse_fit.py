@@ -12,8 +12,9 @@ diag H = 1. With P keeping what has the largest magnitude,
     Z \leftarrow P(X + V / \rho), \qquad
     V \leftarrow V + \rho (X - Z) .
 
-ρ rises in every second round, so that one factorization serves two. It begins with Z = P(W), which in these coordinates is Wanda's choice. Eight rounds leave, on the
-layers that were tried, about 0.6 of the error of SparseGPT's sweep.
+ρ rises in every second round, so that one factorization serves two. It begins with Z = P(W), which
+in these coordinates is Wanda's choice. Eight rounds leave, on the layers that were tried, about 0.6
+of the error of SparseGPT's sweep.
 
 **The values** given the choice are a linear least-squares problem of each row: ``(H (Q − W)ᵀ)``
 is zero where Q is kept. Conjugate gradients solve it for all rows at once, the choice being a mask
