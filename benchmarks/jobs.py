@@ -149,9 +149,15 @@ def reference_python(given: str | None) -> Path:
 
 @contextlib.contextmanager
 def busy_core() -> Iterator[None]:
-    """Keep one of the cores busy with another process for as long as the block runs."""
+    """Keep one of the cores busy with another process for as long as the block runs.
+
+    It also ends when this process is killed: whatever is measured next would suffer from it.
+    """
     core = max(os.sched_getaffinity(0))
-    code = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    code = (
+        f"import os\nos.sched_setaffinity(0, {{{core}}})\n"
+        f"while os.getppid() == {os.getpid()}:\n    for _ in range(100_000): pass"
+    )
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
         yield

@@ -19,11 +19,17 @@ trl = pytest.importorskip("trl", reason="trl is an optional companion")
 TEXTS = [
     f"def f{index}(x):\n    return x + {index}\n" + "# more\n" * (index % 3) for index in range(8)
 ]
+RECORDED = "modifiers: {tiny_training.Recorder: {}}"
 RECIPE = """
 modifiers:
-  Recorder: {}
+  tiny_training.Recorder: {}
   MagnitudePruningModifier:
-    {targets: [Linear], ignore: [lm_head], init_sparsity: 0.5, final_sparsity: 0.5, start: 0}
+    targets: [Linear]
+    ignore: [lm_head]
+    init_sparsity: 0.2
+    final_sparsity: 0.5
+    start: 0
+    end: 0.5
 """
 
 
@@ -71,7 +77,7 @@ def test_it_drives_the_session_and_masks_hold(pico: Path, tmp_path: Path) -> Non
 def test_without_a_recipe_it_trains_as_trl_does(pico: Path, tmp_path: Path) -> None:
     plain = trainer(trl.SFTTrainer, pico, tmp_path / "plain")
     plain.train()
-    made = trainer(SparseSFTTrainer, pico, tmp_path / "ours", recipe="modifiers: {Recorder: {}}")
+    made = trainer(SparseSFTTrainer, pico, tmp_path / "ours", recipe=RECORDED)
     made.train()
     assert losses(made) == losses(plain)
     for ours, theirs in zip(made.model.parameters(), plain.model.parameters(), strict=True):
