@@ -136,3 +136,9 @@ def test_what_the_processor_lacks(
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: has)
     assert linear.is_slow.__wrapped__(dtype) is expected
+
+
+def test_torch_can_be_asked_for_every_instruction() -> None:
+    """It would be taken for one that has them, and nothing would be widened."""
+    for names in linear._INSTRUCTIONS.values():
+        assert all(callable(getattr(torch.cpu, name)) for name in names)

@@ -17,6 +17,7 @@ from torch import Tensor
 from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.reading import bytes_of
 from llmcompressor.checkpoint.source import CONFIG, SourceInfo
+from llmcompressor.numerics.linear import is_slow
 
 __all__ = ["fingerprint_of"]
 
@@ -71,6 +72,7 @@ def fingerprint_of(
         prints["seed"] = dataset_args.seed
         if device.type == "cpu":  # it decides how products are summed
             prints["threads"] = torch.get_num_threads()
+            prints["widened"] = is_slow(dtype)
     return json.loads(json.dumps(prints))  # type: ignore[no-any-return]  # as it is read back
 
 
