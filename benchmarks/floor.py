@@ -66,7 +66,7 @@ def linear_seconds(columns: int, rows: int) -> float:
     """Seconds per token of a bfloat16 Linear, multiplied in float32 where that is faster."""
     import torch  # noqa: PLC0415
 
-    from llmcompressor.numerics.linear import quick_linears  # noqa: PLC0415
+    from llmcompressor.pipelines.quick_linears import quick_linears  # noqa: PLC0415
 
     x_TC = torch.randn(TOKENS, columns).bfloat16()
     weight_RC = torch.randn(rows, columns).bfloat16()

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmcompressor.numerics import linear
-from llmcompressor.numerics.linear import quick_linears, wide_linear
+from llmcompressor.numerics.linear import wide_linear
+from llmcompressor.pipelines import quick_linears as quick
+from llmcompressor.pipelines.quick_linears import quick_linears
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -19,20 +21,20 @@ DTYPES = [torch.bfloat16, torch.float16]
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that lacks the instructions."""
-    monkeypatch.setattr(linear, "is_slow", lambda dtype: dtype in DTYPES)
+    monkeypatch.setattr(quick, "is_slow", lambda dtype: dtype in DTYPES)
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the inputs that were widened."""
     shapes: list[tuple[int, ...]] = []
-    real: Callable[..., Tensor] = linear.wide_linear
+    real: Callable[..., Tensor] = quick.wide_linear
 
     def wide(given: Tensor, *rest: Tensor) -> Tensor:
         shapes.append(tuple(given.shape))
         return real(given, *rest)
 
-    monkeypatch.setattr(linear, "wide_linear", wide)
+    monkeypatch.setattr(quick, "wide_linear", wide)
     return shapes
 
 
@@ -113,7 +115,7 @@ def test_it_is_restored_after_an_error(slow: None) -> None:
 def test_where_the_processor_has_the_instructions_nothing_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear, "is_slow", lambda dtype: False)
+    monkeypatch.setattr(quick, "is_slow", lambda dtype: False)
     plain = functional.linear
     with quick_linears():
         assert functional.linear is plain

@@ -11,21 +11,16 @@ Shapes: T tokens, C input and R output features.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import platform
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter, functional
 
 from llmcompressor.threads import each_on_one_thread
 
-__all__ = ["is_slow", "quick_linears", "wide_linear"]
+__all__ = ["is_slow", "wide_linear"]
 
-_FEWEST_TOKENS = 64
-"""Below this, widening the weight takes longer than multiplying it."""
 _PIECE_TOKENS = 256
 _PIECE_WEIGHTS = 2**21
 """Elements of the weight that are widened at once: 8 MiB."""
@@ -83,40 +78,3 @@ def wide_linear(input_TC: Tensor, weight_RC: Tensor, bias_R: Tensor | None = Non
 
         each_on_one_thread(multiply, spans)
     return result_TR.view(*input_TC.shape[:-1], rows)
-
-
-@contextlib.contextmanager
-def quick_linears() -> Iterator[None]:
-    """Have ``torch.nn.functional.linear`` multiply in float32 where that is faster.
-
-    Without gradients, on plain tensors of many tokens on the CPU; everything else is as it is.
-    """
-    if not any(is_slow(dtype) for dtype in _INSTRUCTIONS):
-        yield
-        return
-    plain = functional.linear
-
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if _fits(input, weight):
-            return wide_linear(input, weight, bias)
-        return plain(input, weight, bias)
-
-    setattr(functional, "linear", linear)  # noqa: B010 - torch declares it a function
-    try:
-        yield
-    finally:
-        setattr(functional, "linear", plain)  # noqa: B010
-
-
-def _fits(given: Tensor, weight: Tensor) -> bool:
-    plain = type(given) is Tensor and type(weight) in (Tensor, Parameter)
-    return (
-        plain
-        and given.dtype == weight.dtype
-        and given.device.type == weight.device.type == "cpu"
-        and is_slow(given.dtype)
-        and given.numel() >= _FEWEST_TOKENS * weight.shape[-1]
-        and not torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not (torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad))
-    )

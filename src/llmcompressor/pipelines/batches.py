@@ -13,9 +13,9 @@ from torch.nn import Module
 
 from llmcompressor.errors import DatasetError
 from llmcompressor.modeling.call_order import first_tensor
-from llmcompressor.numerics.linear import quick_linears
 from llmcompressor.pipelines.merging import merge_batches
 from llmcompressor.pipelines.model_runs import calibration_mode, model_inputs, token_mask
+from llmcompressor.pipelines.quick_linears import quick_linears
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State

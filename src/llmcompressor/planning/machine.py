@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from llmcompressor.logger import logger
-from llmcompressor.numerics.linear import quick_linears
+from llmcompressor.pipelines.quick_linears import quick_linears
 from llmcompressor.planning.result import Rates
 
 __all__ = ["measure_rates"]

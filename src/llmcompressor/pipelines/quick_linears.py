@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model's own Linears, multiplied in float32 where the processor does that faster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter, functional
+
+from llmcompressor.numerics.linear import is_slow, wide_linear
+
+__all__ = ["quick_linears"]
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_FEWEST_TOKENS = 64
+"""Below this, widening the weight takes longer than multiplying it."""
+
+
+@contextlib.contextmanager
+def quick_linears() -> Iterator[None]:
+    """Have ``torch.nn.functional.linear`` multiply in float32 where that is faster.
+
+    Without gradients, on plain tensors of many tokens on the CPU; everything else is as it is.
+    """
+    if not any(is_slow(dtype) for dtype in _DTYPES):
+        yield
+        return
+    plain = functional.linear
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if _fits(input, weight):
+            return wide_linear(input, weight, bias)
+        return plain(input, weight, bias)
+
+    setattr(functional, "linear", linear)  # noqa: B010 - torch declares it a function
+    try:
+        yield
+    finally:
+        setattr(functional, "linear", plain)  # noqa: B010
+
+
+def _fits(given: Tensor, weight: Tensor) -> bool:
+    plain = type(given) is Tensor and type(weight) in (Tensor, Parameter)
+    return (
+        plain
+        and given.dtype == weight.dtype
+        and given.device.type == weight.device.type == "cpu"
+        and is_slow(given.dtype)
+        and given.numel() >= _FEWEST_TOKENS * weight.shape[-1]
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not (torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad))
+    )
