@@ -125,7 +125,13 @@ def _activations() -> list[Case]:
     return [
         Case("W8A8", "round-to-nearest", rounded(w8a8), data=False),
         Case("W8A8", "GPTQ", solved(w8a8)),
+        Case("W8A8", "GPTQ, twin streams", solved(w8a8, asymmetric=True)),
         Case("W8A8", "SmoothQuant and GPTQ", SMOOTH | solved(w8a8)),
+        Case(
+            "W8A8",
+            "SmoothQuant and GPTQ, twin streams",
+            SMOOTH | solved(w8a8, asymmetric=True),
+        ),
         Case("W8A8", f"{REFERENCE}SmoothQuant and GPTQ", SMOOTH | solved(w8a8)),
         Case("NVFP4A16", "round-to-nearest", rounded(nvfp4), data=False),
         Case("NVFP4A16", "mse observer", rounded(nvfp4, weight_observer="mse"), data=False),
@@ -139,7 +145,16 @@ def _sparsity() -> list[Case]:
         cases += [
             Case(setting, "magnitude", {MAGNITUDE: {"structure": structure}}, data=False),
             Case(setting, "Wanda", sparse("WandaPruningModifier", structure)),
-            Case(setting, "SparseGPT", sparse("SparseGPTModifier", structure)),
+            Case(
+                setting,
+                "SparseGPT, one forward",
+                sparse("SparseGPTModifier", structure, asymmetric=False),
+            ),
+            Case(
+                setting,
+                "SparseGPT, twin streams",
+                sparse("SparseGPTModifier", structure, asymmetric=True),
+            ),
         ]
     cases += [
         Case("2:4", f"{REFERENCE}Wanda", sparse("WandaPruningModifier", "2:4")),

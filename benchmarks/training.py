@@ -80,9 +80,9 @@ def quantized(name: str, scheme: str, **fields: Any) -> dict[str, Any]:
     return {name: {"targets": ["Linear"], "ignore": HEAD, "scheme": scheme, **fields}}
 
 
-def sparse(*, gradual: bool) -> dict[str, Any]:
-    """60 % of the weights."""
-    return pruned(gradual=gradual, structure="unstructured", final=0.6)
+def sparse(structure: str = "unstructured", *, gradual: bool) -> dict[str, Any]:
+    """60 % of the weights of every Linear."""
+    return pruned(gradual=gradual, structure=structure, final=0.6)
 
 
 TWO_OF_FOUR = pruned(gradual=True, structure="2:4", final=0.5)
@@ -90,6 +90,10 @@ TWO_OF_FOUR = pruned(gradual=True, structure="2:4", final=0.5)
 WAYS = {
     "60 % at once, then trained": Way(sparse(gradual=False)),
     "60 % gradually": Way(sparse(gradual=True)),
+    "60 % of blocks at once, then trained": Way(sparse("block_1,4", gradual=False)),
+    "60 % of blocks gradually": Way(sparse("block_1,4", gradual=True)),
+    "60 % of outputs at once, then trained": Way(sparse("filter", gradual=False)),
+    "60 % of outputs gradually": Way(sparse("filter", gradual=True)),
     "2:4": Way(TWO_OF_FOUR),
     "2:4, with a teacher": Way(TWO_OF_FOUR | taught(), teaches=True),
     "W4A4, round to nearest": Way(quantized("QuantizationModifier", "W4A4"), steps=False),
@@ -102,6 +106,8 @@ WAYS = {
 # What must end with a lower loss than what.
 BETTER = [
     ("60 % gradually", "60 % at once, then trained"),
+    ("60 % of blocks gradually", "60 % of blocks at once, then trained"),
+    ("60 % of outputs gradually", "60 % of outputs at once, then trained"),
     ("2:4, with a teacher", "2:4"),
     ("W4A4, trained", "W4A4, round to nearest"),
     ("W4A4, trained", "W4A4, GPTQ"),

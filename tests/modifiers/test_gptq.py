@@ -398,6 +398,28 @@ def orders(modifier: GPTQModifier) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize(
+    ("scheme", "streams"), [("W4A16", 2), ("FP8_DYNAMIC", 2), ("W8A8", 1), ("W8A16", 1)]
+)
+def test_the_original_stream_runs_where_it_measures_better(scheme: str, streams: int) -> None:
+    def runs(**fields: Any) -> int:
+        modifier = GPTQModifier(scheme=scheme, targets=["Linear"], **fields)
+        return 1 + modifier.twin_streams
+
+    assert runs() == streams
+    assert runs(asymmetric=True) == 2
+    assert runs(asymmetric=False) == 1
+
+
+def test_one_coarse_group_is_enough_for_the_original_stream() -> None:
+    groups = {
+        "fine": {"targets": ["re:.*q_proj"], "weights": {"num_bits": 8}},
+        "coarse": {"targets": ["re:.*down_proj"], "weights": {"num_bits": 4}},
+    }
+    assert GPTQModifier(config_groups=groups).twin_streams
+    assert not GPTQModifier(config_groups={"fine": groups["fine"]}).twin_streams
+
+
 def grouped(**orders_by_group: str | None) -> dict[str, Any]:
     return {
         name: {"targets": [f"re:{name}"], "weights": {**WEIGHTS, "actorder": order}}

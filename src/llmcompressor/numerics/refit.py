@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -35,7 +38,7 @@ def refit_scales(
         weight_RC: W, what was to be rounded, float32 ``[..., R, C]``.
         rounded_RC: Q, values on the grid, float32 ``[..., R, C]``; not changed.
         hessian_CC: H, float32 ``[..., C, C]``.
-        scales: scale and zero point of every row and column.
+        scales: scale and zero point of every row and column; groups of consecutive columns.
         stored: the dtype that scales are kept in.
         dampening: what is added to the diagonal of H, as a fraction of its mean.
 
@@ -48,10 +51,7 @@ def refit_scales(
     change_RC = rounded_RC - weight_RC
     added_1 = ridge(hessian_CC, dampening).unsqueeze(-1)
     saved_R = change_RC.new_zeros(change_RC.shape[:-1])
-    for g in range(scale_RG.shape[-1]):
-        columns = (scales.group_of_column_C == g).nonzero().flatten()
-        if not len(columns):
-            continue
+    for g, columns in _spans(scales.group_of_column_C):
         old_R = scale_RG[..., g]
         codes_RK = (found_RC[..., columns] / old_R.unsqueeze(-1)).nan_to_num_()
         hessian_CK = hessian_CC[..., columns]
@@ -69,3 +69,12 @@ def refit_scales(
         change_RC[..., columns] += moved_R.unsqueeze(-1) * codes_RK
         saved_R += gain_R.where(better_R, 0)
     return scale_RG, found_RC, saved_R
+
+
+def _spans(group_of_column_C: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each group with its columns, as slices: indices would copy what they select."""
+    lo = 0
+    for g, members in itertools.groupby(group_of_column_C.tolist()):
+        hi = lo + len(list(members))
+        yield g, slice(lo, hi)
+        lo = hi

@@ -31,7 +31,7 @@ from llmcompressor.numerics.grid import Grid
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.quantization.parameters import weight_of
+from llmcompressor.quantization.parameters import WeightParameters, weight_of
 from llmcompressor.schemes.bridge import grid_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
@@ -71,7 +71,8 @@ class GPTQModifier(QuantizationMixin):
         actorder: ``"static"`` (or ``"weight"``): columns are taken by falling activation; the
             format does not change. ``None``: from left to right.
         asymmetric: solve for what the original Linear does with the original inputs, given the
-            inputs it gets in the compressed model. Costs a second forward.
+            inputs it gets in the compressed model. Costs a second forward. ``None``: where it
+            measures better, which is unless all weights become integers of 8 bits.
         asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal.
         refinements: rounds of coordinate descent after the sweep, in which every column is
             decided again, given all the others (arXiv:2309.01885); below 8 bits.
@@ -88,7 +89,7 @@ class GPTQModifier(QuantizationMixin):
     block_size: int = Field(default=128, ge=1)
     dampening_frac: float = Field(default=0.01, ge=0.0, le=10.0)
     actorder: Literal["static", "weight"] | None = "static"
-    asymmetric: bool = True
+    asymmetric: bool | None = None
     refinements: int = Field(default=1, ge=0, le=100)
     refit_scales: bool = True
     asymmetric_ridge: float = Field(default=0.05, gt=0.0, le=10.0)
@@ -98,6 +99,7 @@ class GPTQModifier(QuantizationMixin):
     sequential_targets: str | list[str] | None = None
 
     _statistics: dict[Module, InputStatistics] = PrivateAttr(default_factory=dict)
+    _tokens: dict[Module, int] = PrivateAttr(default_factory=dict)
     _order: CallOrder | None = PrivateAttr(None)
     _records: dict[str, SolveRecord] = PrivateAttr(default_factory=dict)
 
@@ -117,7 +119,11 @@ class GPTQModifier(QuantizationMixin):
     @property
     def twin_streams(self) -> bool:
         """Asymmetric calibration compares the inputs of two streams."""
-        return self.asymmetric
+        if self.asymmetric is not None:
+            return self.asymmetric
+        schemes = self.resolve_quantization_config().groups.values()
+        grids = [grid_of(scheme.weights) for scheme in schemes if scheme.weights is not None]
+        return not all(grid.kind == "int" and grid.bits >= FINE_BITS for grid in grids)
 
     @property
     def records(self) -> dict[str, SolveRecord]:
@@ -161,7 +167,7 @@ class GPTQModifier(QuantizationMixin):
         bits = [grid_of(args).bits for args in map(self._weight_args, solved) if args is not None]
         return effort_of(
             [weight_of(module) for module in solved],
-            twin=self.asymmetric,
+            twin=self.twin_streams,
             refinements=self.refinements if min(bits, default=FINE_BITS) < FINE_BITS else 0,
         )
 
@@ -193,20 +199,32 @@ class GPTQModifier(QuantizationMixin):
             parameters = self.observe(module)
             weight_of(module).data.copy_(parameters.round(weight_of(module).data))
             self.keep(module, parameters, rounded=True)
-        groups = list(self._groups(solved, state.fitted))
-        problems = [problem for _, problem in groups]
         options = Options(
             self.block_size,
             self.dampening_frac,
-            self.asymmetric_ridge if self.asymmetric else None,
+            self.asymmetric_ridge if self.twin_streams else None,
             refinements=self.refinements,
             refit=self.refit_scales,
             batched=self.batched_quantization is not False,
         )
-        for (members, problem), solution in zip(groups, solve(problems, options), strict=True):
-            self._write(members, problem, solution)
-        for module in solved:
+        for members, parameters, solution in self._solved(solved, state.fitted, options):
+            self._write(members, parameters, solution)
+
+    def _solved(
+        self, modules: Sequence[Module], fitted: set[Module], options: Options
+    ) -> list[tuple[list[Module], Sequence[WeightParameters], Solution]]:
+        """Each group of modules with its solution; the second moments are gone by then."""
+        groups = list(self._groups(modules, fitted))
+        for members, _ in groups:
+            tokens = self._statistics[self._leader(members[0])].tokens
+            self._tokens.update(dict.fromkeys(members, tokens))
+        for module in modules:
             self._statistics.pop(self._leader(module), None)
+        solutions = solve([problem for _, problem in groups], options)
+        return [
+            (members, problem.parameters, solution)
+            for (members, problem), solution in zip(groups, solutions, strict=True)
+        ]
 
     def _hook(self, state: State) -> Any:
         @torch.no_grad()
@@ -283,15 +301,20 @@ class GPTQModifier(QuantizationMixin):
         self.keep(module, self.observe(module))
         self._records[name] = SolveRecord(0, None, None)
 
-    def _write(self, members: Sequence[Module], problem: Problem, solution: Solution) -> None:
-        tokens = self._statistics[self._leader(members[0])].tokens
+    def _write(
+        self,
+        members: Sequence[Module],
+        parameters: Sequence[WeightParameters],
+        solution: Solution,
+    ) -> None:
         for number, module in enumerate(members):
-            parameters, weight = problem.parameters[number], solution.weights[number]
+            found, weight = parameters[number], solution.weights[number]
             if solution.scales is not None:
-                parameters = replace(parameters, scale=solution.scales[number])
+                found = replace(found, scale=solution.scales[number])
             name = self._names[module]
-            weight_of(module).data.copy_(parameters.round(weight))
-            self.keep(module, parameters, rounded=True)
+            weight_of(module).data.copy_(found.round(weight))
+            self.keep(module, found, rounded=True)
+            tokens = self._tokens.pop(module)
             self._records[name] = SolveRecord(tokens, solution.loss, solution.dampening)
             self._report(name, solution.dampening)
 
