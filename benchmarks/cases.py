@@ -145,11 +145,7 @@ def _sparsity() -> list[Case]:
         cases += [
             Case(setting, "magnitude", {MAGNITUDE: {"structure": structure}}, data=False),
             Case(setting, "Wanda", sparse("WandaPruningModifier", structure)),
-            Case(
-                setting,
-                "SparseGPT, one forward",
-                sparse("SparseGPTModifier", structure, asymmetric=False),
-            ),
+            Case(setting, "SparseGPT", sparse("SparseGPTModifier", structure)),
             Case(
                 setting,
                 "SparseGPT, twin streams",
@@ -217,6 +213,7 @@ BETTER: list[tuple[str, str, str, float]] = [
     ("2:4", "SparseGPT", "Wanda", 1.0),
     ("2:4", "Wanda", f"{REFERENCE}Wanda", 1.0),
     ("2:4", "SparseGPT", f"{REFERENCE}SparseGPT", 0.75),
+    ("2:4", "SparseGPT, twin streams", f"{REFERENCE}SparseGPT", 0.75),
     ("2:4 and W4A16", "SparseGPT and GPTQ", "Wanda, then round-to-nearest", 1.0),
     ("planted, W8A8", "SmoothQuant", "round-to-nearest", 1.0),
     ("planted, W8A8", "SpinQuant", "round-to-nearest", 1.0),

@@ -90,8 +90,6 @@ TWO_OF_FOUR = pruned(gradual=True, structure="2:4", final=0.5)
 WAYS = {
     "60 % at once, then trained": Way(sparse(gradual=False)),
     "60 % gradually": Way(sparse(gradual=True)),
-    "60 % of blocks at once, then trained": Way(sparse("block_1,4", gradual=False)),
-    "60 % of blocks gradually": Way(sparse("block_1,4", gradual=True)),
     "60 % of outputs at once, then trained": Way(sparse("filter", gradual=False)),
     "60 % of outputs gradually": Way(sparse("filter", gradual=True)),
     "2:4": Way(TWO_OF_FOUR),
@@ -106,7 +104,6 @@ WAYS = {
 # What must end with a lower loss than what.
 BETTER = [
     ("60 % gradually", "60 % at once, then trained"),
-    ("60 % of blocks gradually", "60 % of blocks at once, then trained"),
     ("60 % of outputs gradually", "60 % of outputs at once, then trained"),
     ("2:4, with a teacher", "2:4"),
     ("W4A4, trained", "W4A4, round to nearest"),

@@ -44,17 +44,18 @@ modifiers:
 ALL_THREE = """
 modifiers:
   SmoothQuantModifier: {smoothing_strength: 0.5}
-  SparseGPTModifier: {sparsity: 0.5, mask_structure: "2:4", targets: Linear, ignore: [lm_head]}
+  SparseGPTModifier:
+    {sparsity: 0.5, mask_structure: "2:4", targets: Linear, ignore: [lm_head], asymmetric: true}
   GPTQModifier: {targets: Linear, scheme: W8A8, ignore: [lm_head]}
 """
 CASES = {
-    "smoothed and solved": Case(SMOOTHED, [1, 2]),
-    "smoothed, solved with one forward": Case(
-        SMOOTHED.replace("scheme: W8A8", "scheme: W8A8, asymmetric: false"), [1, 1]
+    "smoothed and solved": Case(SMOOTHED, [1, 1]),
+    "smoothed, solved with both streams": Case(
+        SMOOTHED.replace("scheme: W8A8", "scheme: W8A8, asymmetric: true"), [1, 2]
     ),
     "two grids": Case(TWO_GRIDS, [2, 1]),
     "two grids, one calibration": Case(TWO_GRIDS, [2], "sequential"),
-    "three, all with data": Case(ALL_THREE, [1, 2, 2]),
+    "three, all with data": Case(ALL_THREE, [1, 2, 1]),
     "three, the last two from one calibration": Case(ALL_THREE, [1, 2], "sequential"),
     "scaled and rounded": Case(
         """

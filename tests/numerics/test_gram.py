@@ -95,6 +95,26 @@ def test_the_cross_product_is_as_good_as_its_inputs(dtype: torch.dtype, bound: f
     assert relative(cross_CC, exact_CC) < bound
 
 
+@pytest.mark.parametrize("tokens", [1, 1024, 1025, 2500])
+def test_processors_that_are_slow_at_16_bits_lose_nothing(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmcompressor.numerics.gram.is_slow", lambda dtype: True)
+    torch.manual_seed(0)
+    y_TC, change_TC = torch.randn(tokens, 300).bfloat16(), torch.randn(tokens, 300).bfloat16()
+    cross_CC = torch.zeros(300, 300)
+    add_cross_product(cross_CC, y_TC, change_TC)
+    assert relative(cross_CC, y_TC.double().T @ change_TC.double()) < 4e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_many_tokens_are_widened_by_parts(dtype: torch.dtype) -> None:
+    x_TC = torch.randn(2500, 300).to(dtype)
+    total_CC = torch.zeros(300, 300)
+    add_symmetric_product(total_CC, x_TC)
+    assert relative(total_CC, x_TC.double().T @ x_TC.double()) < 4e-6
+
+
 def test_rows_of_the_cross_product_belong_to_the_compressed_stream() -> None:
     cross_CC = torch.zeros(2, 2)
     add_cross_product(cross_CC, torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 5.0]]))
