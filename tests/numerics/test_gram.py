@@ -82,26 +82,11 @@ def test_the_upper_triangle_is_mirrored() -> None:
     assert torch.equal(uneven_CC.triu(), upper_CC)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bound"),
-    [(torch.float32, 1e-6), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-10)],
-)
-def test_the_cross_product_is_as_good_as_its_inputs(dtype: torch.dtype, bound: float) -> None:
-    y_TC, x_TC = inputs(dtype), inputs(dtype, seed=1)
-    difference_TC = x_TC - y_TC
-    cross_CC = torch.zeros(C, C)
-    add_cross_product(cross_CC, y_TC, difference_TC)
-    exact_CC = y_TC.double().T @ difference_TC.double()
-    assert relative(cross_CC, exact_CC) < bound
-
-
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 1024, 1025, 2500])
-def test_processors_that_are_slow_at_16_bits_lose_nothing(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("llmcompressor.numerics.gram.is_slow", lambda dtype: True)
+def test_the_cross_product_is_summed_in_float32(tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    y_TC, change_TC = torch.randn(tokens, 300).bfloat16(), torch.randn(tokens, 300).bfloat16()
+    y_TC, change_TC = torch.randn(tokens, 300).to(dtype), torch.randn(tokens, 300).to(dtype)
     cross_CC = torch.zeros(300, 300)
     add_cross_product(cross_CC, y_TC, change_TC)
     assert relative(cross_CC, y_TC.double().T @ change_TC.double()) < 4e-6

@@ -14,8 +14,8 @@ CPU                the upper block triangle only, in float32; operands that came
 float64            as it is, on any device
 =================  =============================================================================
 
-The cross product has no symmetry to exploit, and it only *corrects* the weight. It may therefore
-be taken with 16-bit operands, and a 16-bit result per chunk (:func:`add_cross_product`).
+The cross product (:func:`add_cross_product`) has no symmetry to exploit; its operands and sums are
+the same. It only corrects the weight, but a 16-bit result per chunk costs quality.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.linear import is_slow
 from llmcompressor.threads import each_on_one_thread
 
 __all__ = [
@@ -99,8 +98,7 @@ def _add_block_rows(gram_CC: Tensor, input_TC: Tensor) -> None:
     Operands that came from bfloat16 may be multiplied as bfloat16: nothing is lost, the sums are
     float32, and processors that have such products take them at up to four times the rate.
     """
-    exact_in_bfloat16 = input_TC.dtype == torch.bfloat16 and gram_CC.dtype == torch.float32
-    with _bfloat16_products() if exact_in_bfloat16 else contextlib.nullcontext():
+    with _products_of(input_TC.dtype, gram_CC.dtype):
         for part_TC in input_TC.split(_WIDE_TOKENS):
             wide_TC = part_TC.to(gram_CC.dtype)
 
@@ -118,8 +116,11 @@ def _spans(columns: int) -> list[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def _bfloat16_products() -> Iterator[None]:
-    """Let the CPU's float32 products use bfloat16 operands where it has an instruction for it."""
+def _products_of(operands: torch.dtype, sums: torch.dtype) -> Iterator[None]:
+    """Let float32 products use bfloat16 operands on a CPU that can, if they came from such."""
+    if operands != torch.bfloat16 or sums != torch.float32:
+        yield
+        return
     products: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch does not declare it
     before = products.fp32_precision
     products.fp32_precision = "bf16"
@@ -135,46 +136,31 @@ def add_cross_product(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor)
     Args:
         cross_CC: float32 or float64 ``[C, C]``; rows belong to Y.
         input_TC: Y, what the Linear gets in the compressed model, ``[T, C]``.
-        difference_TC: X − Y with X what it gets in the original model, ``[T, C]``.
-
-    Operands of 16 bits stay so where the processor is not slower at them: the product costs as
-    much as a forward of the same size, and an error of 2⁻⁹ in a correction that is itself a few per
-    cent of the weight is far below a quantization step.
+        difference_TC: X − Y with X what it gets in the original model, ``[T, C]``, in the dtype of
+            Y.
     """
-    on_cpu = input_TC.device.type == "cpu"
-    narrow = input_TC.dtype in (torch.float16, torch.bfloat16) and cross_CC.dtype == torch.float32
-    if narrow and not (on_cpu and is_slow(input_TC.dtype)):
-        _add_narrow(cross_CC, input_TC, difference_TC.to(input_TC.dtype))
-    elif not on_cpu:
-        cross_CC.addmm_(input_TC.to(cross_CC.dtype).T, difference_TC.to(cross_CC.dtype))
-    else:
-        for own_TC, change_TC in zip(
-            input_TC.split(_WIDE_TOKENS), difference_TC.split(_WIDE_TOKENS), strict=True
-        ):
-            _add_wide(cross_CC, own_TC.to(cross_CC.dtype), change_TC.to(cross_CC.dtype))
-
-
-def _add_narrow(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor) -> None:
-    """A product of 16-bit operands, with a 16-bit result."""
-
-    def add(span: tuple[int, int]) -> None:
-        lo, hi = span
-        cross_CC[lo:hi] += torch.mm(input_TC[:, lo:hi].T, difference_TC)
-
     if input_TC.device.type == "cpu":
-        each_on_one_thread(add, _spans(len(cross_CC)))
+        _add_by_rows(cross_CC, input_TC, difference_TC)
+    elif input_TC.device.type == "cuda" and input_TC.dtype in (torch.float16, torch.bfloat16):
+        cross_CC += torch.mm(input_TC.T, difference_TC, out_dtype=torch.float32)
     else:
-        add((0, len(cross_CC)))
+        cross_CC.addmm_(input_TC.to(cross_CC.dtype).T, difference_TC.to(cross_CC.dtype))
 
 
-def _add_wide(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor) -> None:
-    """A product in the dtype of the sum, on the CPU."""
+def _add_by_rows(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor) -> None:
+    """Rows of the cross product by parts, the operands as in :func:`_add_block_rows`."""
+    parts = zip(input_TC.split(_WIDE_TOKENS), difference_TC.split(_WIDE_TOKENS), strict=True)
+    with _products_of(input_TC.dtype, cross_CC.dtype):
+        for own_TC, changed_TC in parts:
+            wide_TC, change_TC = own_TC.to(cross_CC.dtype), changed_TC.to(cross_CC.dtype)
 
-    def add(span: tuple[int, int]) -> None:
-        lo, hi = span
-        cross_CC[lo:hi].addmm_(input_TC[:, lo:hi].T, difference_TC)
+            def add(
+                span: tuple[int, int], wide_TC: Tensor = wide_TC, change_TC: Tensor = change_TC
+            ) -> None:
+                lo, hi = span
+                cross_CC[lo:hi].addmm_(wide_TC[:, lo:hi].T, change_TC)
 
-    each_on_one_thread(add, _spans(len(cross_CC)))
+            each_on_one_thread(add, _spans(len(cross_CC)))
 
 
 class TokenBuffer:
