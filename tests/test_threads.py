@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmcompressor.numerics.gram import add_cross_product, add_symmetric_product
-from llmcompressor.threads import each_on_one_thread, one_thread
+from llmcompressor.threads import each_on_one_thread, each_span, one_thread
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 
@@ -80,3 +80,20 @@ def test_second_moments_do_not_depend_on_the_number_of_threads(tokens: int) -> N
     for gram_CC, cross_CC in found[1:]:
         assert torch.equal(gram_CC, found[0][0])
         assert torch.equal(cross_CC, found[0][1])
+
+
+@pytest.mark.parametrize("length", [1, 256, 257, 1000])
+def test_spans_cover_a_dimension_once(length: int) -> None:
+    seen = torch.zeros(length)
+
+    def count(span: slice) -> None:
+        seen[span] += 1
+
+    each_span(count, length, CPU)
+    assert bool((seen == 1).all())
+
+
+def test_other_devices_get_a_dimension_whole() -> None:
+    spans: list[slice] = []
+    each_span(spans.append, 1000, OTHER)
+    assert spans == [slice(None)]

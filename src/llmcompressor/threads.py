@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["each_on_one_thread", "one_thread"]
+__all__ = ["each_on_one_thread", "each_span", "one_thread"]
 
 T = TypeVar("T")
 
@@ -68,6 +68,26 @@ def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
         torch.set_num_threads(threads)
     for one in begun:
         one.result()
+
+
+def each_span(work: Callable[[slice], None], length: int, device: torch.device) -> None:
+    """Do ``work`` for spans of a dimension whose elements do not see each other.
+
+    On the CPU by parts that depend on ``length`` alone, each on one thread; elsewhere at once.
+
+    Args:
+        work: told which elements.
+        length: of the dimension.
+        device: what the work runs on.
+    """
+    if device.type != "cpu":
+        work(slice(None))
+        return
+    each_on_one_thread(work, [slice(lo, lo + _SPAN) for lo in range(0, length, _SPAN)])
+
+
+_SPAN = 256
+"""Long enough for a product to run at the machine's rate."""
 
 
 @functools.cache  # threads that are there already: starting them takes as long as a small matrix

@@ -30,7 +30,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llmcompressor.threads import one_thread
+from llmcompressor.threads import each_span, one_thread
 
 __all__ = [
     "DecideColumn",
@@ -74,7 +74,8 @@ def sweep_columns_(
         with one_thread(work_CR.device):
             decide = enter(block_BR, lo)
             _sweep_block(block_BR, factor_CC[..., lo:hi, lo:hi], done_BR, decide, strip)
-        subtract_product(work_CR[..., hi:, :], factor_CC[..., lo:hi, hi:], block_BR)
+        if hi < columns:
+            _subtract_by_rows(work_CR[..., hi:, :], factor_CC[..., lo:hi, hi:], block_BR)
         loss_R += block_BR.square().sum(dim=-2)
         block_BR.copy_(done_BR)
     return loss_R.mul_(0.5)
@@ -97,6 +98,15 @@ def _sweep_block(
                 rest_KR, factor_K = work_BR[..., b + 1 : hi, :], factor_BB[..., b, b + 1 : hi]
                 subtract_outer(rest_KR, factor_K, column_R)
         subtract_product(work_BR[..., hi:, :], factor_BB[..., lo:hi, hi:], work_BR[..., lo:hi, :])
+
+
+def _subtract_by_rows(target_MR: Tensor, factor_KM: Tensor, error_KR: Tensor) -> None:
+    """:func:`subtract_product` for many rows."""
+
+    def subtract(span: slice) -> None:
+        subtract_product(target_MR[..., span], factor_KM, error_KR[..., span])
+
+    each_span(subtract, target_MR.shape[-1], target_MR.device)
 
 
 def columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:

@@ -99,7 +99,7 @@ def _add_block_rows(gram_CC: Tensor, input_TC: Tensor) -> None:
     float32, and processors that have such products take them at up to four times the rate.
     """
     with _products_of(input_TC.dtype, gram_CC.dtype):
-        for part_TC in input_TC.split(_WIDE_TOKENS):
+        for part_TC in torch.split(input_TC, _WIDE_TOKENS):
             wide_TC = part_TC.to(gram_CC.dtype)
 
             def add(span: tuple[int, int], wide_TC: Tensor = wide_TC) -> None:
@@ -149,7 +149,8 @@ def add_cross_product(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor)
 
 def _add_by_rows(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor) -> None:
     """Rows of the cross product by parts, the operands as in :func:`_add_block_rows`."""
-    parts = zip(input_TC.split(_WIDE_TOKENS), difference_TC.split(_WIDE_TOKENS), strict=True)
+    both = (torch.split(one, _WIDE_TOKENS) for one in (input_TC, difference_TC))
+    parts = zip(*both, strict=True)
     with _products_of(input_TC.dtype, cross_CC.dtype):
         for own_TC, changed_TC in parts:
             wide_TC, change_TC = own_TC.to(cross_CC.dtype), changed_TC.to(cross_CC.dtype)

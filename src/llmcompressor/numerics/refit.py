@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.gptq import ColumnScales
 from llmcompressor.numerics.hessian import ridge
+from llmcompressor.threads import each_span
 
 __all__ = ["refit_scales"]
 
@@ -48,27 +49,48 @@ def refit_scales(
     """
     scale_RG = scales.scale_RG.float().clone()
     found_RC = rounded_RC.clone()
-    change_RC = rounded_RC - weight_RC
+    saved_R = rounded_RC.new_zeros(rounded_RC.shape[:-1])
+    columns = list(_spans(scales.group_of_column_C))
     added_1 = ridge(hessian_CC, dampening).unsqueeze(-1)
-    saved_R = change_RC.new_zeros(change_RC.shape[:-1])
-    for g, columns in _spans(scales.group_of_column_C):
-        old_R = scale_RG[..., g]
-        codes_RK = (found_RC[..., columns] / old_R.unsqueeze(-1)).nan_to_num_()
-        hessian_CK = hessian_CC[..., columns]
-        slope_RK = change_RC @ hessian_CK + added_1 * change_RC[..., columns]
-        bent_RK = codes_RK @ hessian_CK[..., columns, :] + added_1 * codes_RK
-        slope_R = (slope_RK * codes_RK).sum(-1)
-        curvature_R = (bent_RK * codes_RK).sum(-1)
-        new_R = (old_R - (slope_R / curvature_R).nan_to_num_(0, 0, 0)).to(stored).float()
-        moved_R = new_R - old_R
-        gain_R = slope_R * moved_R + 0.5 * curvature_R * moved_R**2
-        better_R = (gain_R < 0) & (new_R > 0)
-        moved_R = moved_R.where(better_R, 0)
-        scale_RG[..., g] = old_R + moved_R
-        found_RC[..., columns] += moved_R.unsqueeze(-1) * codes_RK
-        change_RC[..., columns] += moved_R.unsqueeze(-1) * codes_RK
-        saved_R += gain_R.where(better_R, 0)
+
+    def refit(span: slice) -> None:
+        own_RG, own_RC = scale_RG[..., span, :], found_RC[..., span, :]
+        change_RC = own_RC - weight_RC[..., span, :]
+        for g, part in columns:
+            saved_R[..., span] += _refit_group(
+                own_RG[..., g], own_RC[..., part], change_RC, part, hessian_CC, added_1, stored
+            )
+
+    each_span(refit, rounded_RC.shape[-2], rounded_RC.device)
     return scale_RG, found_RC, saved_R
+
+
+def _refit_group(
+    scale_R: Tensor,
+    found_RK: Tensor,
+    change_RC: Tensor,
+    columns: slice,
+    hessian_CC: Tensor,
+    added_1: Tensor,
+    stored: torch.dtype,
+) -> Tensor:
+    """Refit one group's scales in place, with its values and changes; how the loss has changed."""
+    codes_RK = (found_RK / scale_R.unsqueeze(-1)).nan_to_num_()
+    change_RK, hessian_CK = change_RC[..., columns], hessian_CC[..., columns]
+    slope_RK = change_RC @ hessian_CK + added_1 * change_RK
+    bent_RK = codes_RK @ hessian_CK[..., columns, :] + added_1 * codes_RK
+    slope_R = (slope_RK * codes_RK).sum(-1)
+    curvature_R = (bent_RK * codes_RK).sum(-1)
+    new_R = (scale_R - (slope_R / curvature_R).nan_to_num_(0, 0, 0)).to(stored).float()
+    moved_R = new_R - scale_R
+    gain_R = slope_R * moved_R + 0.5 * curvature_R * moved_R**2
+    better_R = (gain_R < 0) & (new_R > 0)
+    moved_R = moved_R.where(better_R, 0)
+    scale_R += moved_R
+    moved_RK = moved_R.unsqueeze(-1) * codes_RK
+    found_RK += moved_RK
+    change_RK += moved_RK
+    return gain_R.where(better_R, 0)
 
 
 def _spans(group_of_column_C: Tensor) -> Iterator[tuple[int, slice]]:

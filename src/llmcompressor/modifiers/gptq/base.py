@@ -207,8 +207,8 @@ class GPTQModifier(QuantizationMixin):
             refit=self.refit_scales,
             batched=self.batched_quantization is not False,
         )
-        for members, parameters, solution in self._solved(solved, state.fitted, options):
-            self._write(members, parameters, solution)
+        for members, found, solution in self._solved(solved, state.fitted, options):
+            self._write(members, found, solution)
 
     def _solved(
         self, modules: Sequence[Module], fitted: set[Module], options: Options
