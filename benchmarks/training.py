@@ -25,7 +25,6 @@ from tables import publish, table
 from text import calibration_files, held_out_file
 
 BATCH = 8
-RATE = 3e-4
 HEAD = ["lm_head"]
 
 
@@ -111,7 +110,9 @@ BETTER = [
 ]
 
 
-def compress(way: Way, steps: int, rows: list[dict[str, Any]], seed: int, output: Path) -> float:
+def compress(
+    way: Way, steps: int, rate: float, rows: list[dict[str, Any]], seed: int, output: Path
+) -> float:
     """Write the checkpoint; the seconds that it took."""
     from datasets import Dataset  # noqa: PLC0415
 
@@ -128,7 +129,7 @@ def compress(way: Way, steps: int, rows: list[dict[str, Any]], seed: int, output
             precision="float32",
             max_steps=steps,
             per_device_train_batch_size=BATCH,
-            learning_rate=RATE,
+            learning_rate=rate,
             lr_scheduler_type="cosine",
             warmup_steps=steps // 20,
             seed=seed,
@@ -158,7 +159,7 @@ def held_out(windows: int) -> Path:
 
 
 def measure(
-    ways: list[str], steps: int, seeds: list[int], text: Path
+    ways: list[str], steps: int, rate: float, seeds: list[int], text: Path
 ) -> dict[str, dict[str, list[float]]]:
     """Name → loss on held-out text and seconds, by seed."""
     files = calibration_files(seeds, max(steps * BATCH, 128))
@@ -170,7 +171,7 @@ def measure(
             rows = [{"input_ids": row, "labels": row} for row in ids]
             with tempfile.TemporaryDirectory() as folder:
                 output = Path(folder) / "compressed"
-                seconds = compress(way, steps, rows, seed, output)
+                seconds = compress(way, steps, rate, rows, seed, output)
                 quality = evaluate(str(output), text)
             entry = found.setdefault(name, {"loss": [], "seconds": []})
             entry["loss"].append(quality["loss"])
@@ -182,6 +183,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rate", type=float, default=3e-4, help="the highest learning rate")
     parser.add_argument("--windows", type=int, default=712, help="to evaluate on")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
@@ -189,7 +191,7 @@ def main() -> None:
     given = parser.parse_args()
     text = held_out(given.windows)
     dense = evaluate(str(PICO), text)["loss"]
-    found = measure(given.ways, given.steps, given.seeds, text)
+    found = measure(given.ways, given.steps, given.rate, given.seeds, text)
     mean = {name: statistics.mean(entry["loss"]) for name, entry in found.items()}
     rows = [
         [
@@ -214,8 +216,8 @@ def main() -> None:
     body = [
         f"Loss on {given.windows} held-out windows of 256 tokens in nats per token; the dense "
         f"model's is {dense:.4f}. "
-        f"{given.steps} steps of {BATCH} windows of 256 tokens, AdamW at {RATE:g}, in float32; "
-        f"mean of the seeds {given.seeds}. Written by `benchmarks/training.py`.",
+        f"{given.steps} steps of {BATCH} windows of 256 tokens, AdamW at {given.rate:g}, in "
+        f"float32; mean of the seeds {given.seeds}. Written by `benchmarks/training.py`.",
         table(["way", "loss", "above dense", "by seed", "s"], rows),
         "## What must be below what",
         table(["this", "below this", "by", "holds"], compared),
