@@ -69,7 +69,7 @@ SIZES = {
     size.name: size
     for size in (
         ModelSize("32M", 512, 1408, 8, 4, 16384, samples=32, length=256),
-        ModelSize("386M", 1024, 3072, 28, 8, 32768, samples=64, length=512),
+        ModelSize("386M", 1024, 3072, 28, 8, 32768, samples=16, length=512),
     )
 }
 
