@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PICO = ROOT / "src" / "llmcompressor" / "data" / "pico-stdlib"
 MODELS = ROOT / "benchmarks" / ".models"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-HELD_OUT_SAMPLES = 8
 HEAD_DIM = 64
 
 
@@ -34,6 +33,7 @@ class ModelSize:
         vocabulary: Number of tokens; input and output embeddings are tied.
         samples: Calibration sequences.
         length: Tokens per sequence.
+        held_out: Sequences to measure the quality on.
     """
 
     name: str
@@ -44,6 +44,7 @@ class ModelSize:
     vocabulary: int
     samples: int
     length: int
+    held_out: int = 8
 
     def linears(self) -> list[tuple[str, int, int]]:
         """The Linears of one layer as (input they share, input width, output width)."""
@@ -69,7 +70,7 @@ SIZES = {
     size.name: size
     for size in (
         ModelSize("32M", 512, 1408, 8, 4, 16384, samples=32, length=256),
-        ModelSize("386M", 1024, 3072, 28, 8, 32768, samples=16, length=512),
+        ModelSize("386M", 1024, 3072, 28, 8, 32768, samples=16, length=512, held_out=2),
     )
 }
 
@@ -94,7 +95,7 @@ def token_file(size: ModelSize, part: str) -> Path:
     """
     import torch  # noqa: PLC0415
 
-    samples = size.samples if part == "calibration" else HELD_OUT_SAMPLES
+    samples = size.samples if part == "calibration" else size.held_out
     generator = torch.Generator().manual_seed(1 if part == "calibration" else 2)
     ids = torch.randint(3, size.vocabulary, (samples, size.length), generator=generator)
     path = MODELS / f"{size.name}-{part}.json"

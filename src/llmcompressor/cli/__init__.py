@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -14,6 +15,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     0: done. 1: something unforeseen, or an error found by `plan` or `verify`. 2: what was given
     cannot be used. 130: interrupted. 143: terminated.
     """
-    from llmcompressor.cli.app import app  # noqa: PLC0415  # importing `cli` stays free
+    from llmcompressor.cli.written_help import written_help  # noqa: PLC0415  # `cli` stays free
+
+    text = written_help(sys.argv[1:] if arguments is None else arguments)
+    if text is not None:
+        sys.stdout.write(text)
+        return
+    from llmcompressor.cli.app import app  # noqa: PLC0415
 
     app(args=None if arguments is None else list(arguments), prog_name="llmcompressor")
