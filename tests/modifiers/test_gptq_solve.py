@@ -50,6 +50,7 @@ def problem(
         parameters=[observe_weight(w, each) for w, each in zip(weights, args, strict=True)],
         gram_CC=y_TC.T @ y_TC,
         cross_CC=y_TC.T @ (x_TC - y_TC) if twin else None,
+        tokens=len(y_TC),
         ordered=ordered,
     )
 
@@ -164,7 +165,7 @@ def test_refinements_lower_the_damped_output_error(
 def test_with_twin_streams_the_corrected_weight_is_swept() -> None:
     one = problem(GROUP, twin=True)
     assert one.cross_CC is not None
-    target_RC = corrected_weight(one.weights[0], one.gram_CC, one.cross_CC, 0.03)
+    target_RC = corrected_weight(one.weights[0], one.gram_CC, one.cross_CC, 0.03 + C / one.tokens)
     (solution,) = solve([one], replace(OPTIONS, ridge=0.03))
     (expected,) = solve([replace(one, weights=[target_RC], cross_CC=None)], OPTIONS)
     alike(solution, expected)
@@ -182,6 +183,7 @@ def test_the_correction_brings_outputs_closer_to_those_of_the_original() -> None
         [observe_weight(weight_RC, args)],
         y_TC.T @ y_TC,
         y_TC.T @ (x_TC - y_TC),
+        tokens=len(y_TC),
         ordered=True,
     )
 
@@ -226,10 +228,10 @@ def test_what_one_problem_needs_is_not_forced_on_its_batch() -> None:
 def test_the_ridge_is_raised_no_further_than_needed() -> None:
     one = indefinite(problem(GROUP, twin=True), -0.5)
     assert one.cross_CC is not None
-    one = replace(one, cross_CC=0.05 * one.cross_CC / one.cross_CC.abs().max())
-    assert one.cross_CC is not None
+    small_CC = 0.05 * one.cross_CC / one.cross_CC.abs().max()
+    one = replace(one, cross_CC=small_CC, tokens=1000 * C)
     (solution,) = solve([one], replace(OPTIONS, ridge=0.03))
-    target_RC = corrected_weight(one.weights[0], one.gram_CC, one.cross_CC, 3.0)
+    target_RC = corrected_weight(one.weights[0], one.gram_CC, small_CC, 100 * (0.03 + 1 / 1000))
     (expected,) = solve([replace(one, weights=[target_RC], cross_CC=None)], OPTIONS)
     alike(solution, expected)
     (without,) = solve([one], OPTIONS)
@@ -267,3 +269,11 @@ def test_nothing_given_is_changed(twin: bool) -> None:
     solve([one], replace(OPTIONS, ridge=0.03))
     for tensor, old in zip(given, before, strict=True):
         assert torch.equal(tensor, old)
+
+
+def test_batched_problems_of_different_tokens_get_their_own_ridges() -> None:
+    few = replace(problem(GROUP, twin=True, seed=0), tokens=2 * C)
+    many = replace(problem(GROUP, twin=True, seed=1), tokens=100 * C)
+    options = replace(OPTIONS, ridge=0.03)
+    for found, one in zip(solve([few, many], options), (few, many), strict=True):
+        alike(found, solve([one], options)[0])

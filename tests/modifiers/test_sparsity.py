@@ -404,13 +404,13 @@ def test_what_cannot_be_factorized_is_chosen_by_score(warned: list[str]) -> None
     sparsity = Sparsity((Share(8, 0.5),), NofM(2, 4))
     options = Options(128, 0.01, None, refinements=8, preserve=False)
     for one in (options, replace(options, refinements=0)):
-        (found,) = solve([Problem([weight_RC], sparsity, gram_CC, None)], one)
+        (found,) = solve([Problem([weight_RC], sparsity, gram_CC, None, 1)], one)
         assert found.dampening is None
         kept_RC = found.weights[0] != 0
         assert torch.equal(found.weights[0], weight_RC * kept_RC)
         assert int(kept_RC.sum()) == 64
     rank_one_CC = torch.ones(16, 16)
-    (found,) = solve([Problem([weight_RC], sparsity, rank_one_CC, None)], options)
+    (found,) = solve([Problem([weight_RC], sparsity, rank_one_CC, None, 1)], options)
     assert found.dampening == 0.01
 
 
@@ -423,7 +423,7 @@ def test_equal_shapes_are_solved_in_one_batch_as_if_alone() -> None:
         inputs, others = torch.randn(64, 16), torch.randn(64, 16)
         weights = [torch.randn(8, 16), torch.randn(4, 16)]
         cross = inputs.T @ (0.1 * others)
-        problems.append(Problem(weights, sparsity, inputs.T @ inputs, cross))
+        problems.append(Problem(weights, sparsity, inputs.T @ inputs, cross, len(inputs)))
     together = solve(problems, options)
     for problem, found in zip(problems, together, strict=True):
         (alone,) = solve([problem], options)

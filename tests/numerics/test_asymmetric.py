@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.asymmetric import corrected_weight
+from llmcompressor.numerics.asymmetric import corrected_weight, ridge_for
 from llmcompressor.numerics.hessian import SingularHessianError
 
 R, C, T = 12, 20, 300
@@ -77,3 +77,25 @@ def test_an_indefinite_matrix_is_an_error() -> None:
     G_CC = Y_TC.T @ Y_TC
     with pytest.raises(SingularHessianError, match="positive definite"):
         corrected_weight(W_RC, -G_CC, Y_TC.T @ (X_TC - Y_TC), 0.03)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_few_tokens_more_ridge_is_better_on_others(seed: int) -> None:
+    W_RC, X_TC, Y_TC = problem(seed, noise=0.5)
+    tokens = 30
+    x_TC, y_TC = X_TC[:tokens], Y_TC[:tokens]
+    gram_CC, cross_CC = y_TC.T @ y_TC, y_TC.T @ (x_TC - y_TC)
+
+    def error(ridge: float | Tensor) -> float:
+        found_RC = corrected_weight(W_RC, gram_CC, cross_CC, ridge)
+        change_TR = Y_TC[tokens:] @ found_RC.T - X_TC[tokens:] @ W_RC.T
+        return float(change_TR.square().mean())
+
+    assert error(ridge_for(0.05, gram_CC, [tokens])) < error(0.05)
+
+
+def test_with_many_tokens_the_ridge_is_what_was_asked() -> None:
+    assert ridge_for(0.05, torch.eye(C), [C * 10**9]) == pytest.approx(0.05)
+    both = ridge_for(0.05, torch.eye(C).expand(2, C, C), [C, 2 * C])
+    assert isinstance(both, Tensor)
+    torch.testing.assert_close(both, torch.tensor([[1.05], [0.55]]))

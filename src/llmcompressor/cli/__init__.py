@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = written_help(sys.argv[1:] if arguments is None else arguments)
     if text is not None:
         sys.stdout.write(text)
-        return
+        raise SystemExit(0)
     from llmcompressor.cli.app import app  # noqa: PLC0415
 
     app(args=None if arguments is None else list(arguments), prog_name="llmcompressor")

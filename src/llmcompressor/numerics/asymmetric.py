@@ -20,6 +20,7 @@ and YᵀX − YᵀY would cancel.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,17 +28,38 @@ from torch import Tensor
 from llmcompressor.numerics.cholesky import cholesky
 from llmcompressor.numerics.hessian import SingularHessianError, damp
 
-__all__ = ["corrected_weight", "corrected_weight_with_raise"]
+__all__ = ["corrected_weight", "corrected_weight_with_raise", "ridge_for"]
 
 
-def corrected_weight(weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float) -> Tensor:
+def ridge_for(ridge: float, gram_CC: Tensor, tokens: Sequence[int]) -> float | Tensor:
+    """The ridge that goes with so many tokens: ``ridge + C / T``.
+
+    (G + λI)⁻¹C is a regression on C inputs from T tokens. Where those are few it follows their
+    noise, and its variance grows with C / T.
+
+    Args:
+        ridge: what is asked for, as a fraction of the mean diagonal.
+        gram_CC: ``[C, C]``, or ``[B, C, C]`` with B numbers of tokens.
+        tokens: how many were counted, at least 1 each.
+
+    >>> ridge_for(0.05, torch.eye(4), [80])
+    0.1
+    """
+    each = [ridge + gram_CC.shape[-1] / number for number in tokens]
+    return each[0] if gram_CC.ndim == 2 else gram_CC.new_tensor(each).unsqueeze(-1)
+
+
+def corrected_weight(
+    weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float | Tensor
+) -> Tensor:
     """The weight W* that answers to Y as W answers to X.
 
     Args:
         weight_RC: W, float32 ``[..., R, C]``.
         gram_CC: ``G = YᵀY``, float32 ``[..., C, C]``.
         cross_CC: ``C = Yᵀ(X − Y)``, float32 ``[..., C, C]``; rows belong to Y.
-        ridge: λ as a fraction of the mean of the diagonal of G, more than 0.
+        ridge: λ as a fraction of the mean of the diagonal of G, more than 0; of each matrix
+            ``[..., 1]``.
 
     Raises:
         SingularHessianError: if ``G + λI`` is not positive definite.
@@ -57,7 +79,7 @@ def corrected_weight(weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge
 
 
 def corrected_weight_with_raise(
-    weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float, *, steps: int = 4
+    weight_RC: Tensor, gram_CC: Tensor, cross_CC: Tensor, ridge: float | Tensor, *, steps: int = 4
 ) -> Tensor:
     """The same, with 10, 100, … times the ridge where it is too small.
 

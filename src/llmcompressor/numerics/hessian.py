@@ -57,24 +57,24 @@ def dead_columns(hessian_CC: Tensor) -> Tensor:
     return hessian_CC.diagonal(dim1=-2, dim2=-1) == 0
 
 
-def damp(hessian_CC: Tensor, dampening: float) -> Tensor:
+def damp(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
     """``H + dampening · mean(diag H) · I`` as a new tensor; dead columns get a diagonal of 1.
 
     Args:
         hessian_CC: symmetric, float32 or float64, ``[..., C, C]``.
-        dampening: fraction of the mean of the diagonal, at least 0.
+        dampening: fraction of the mean of the diagonal, at least 0; of each matrix ``[..., 1]``.
     """
     damped_CC = hessian_CC.clone()
     damped_CC.diagonal(dim1=-2, dim2=-1).copy_(_damped_diagonal(hessian_CC, dampening))
     return damped_CC
 
 
-def ridge(hessian_CC: Tensor, dampening: float) -> Tensor:
+def ridge(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
     """λ: ``dampening`` times the mean of the diagonal, dead columns taken as 1; ``[..., 1]``."""
     return dampening * _lively_diagonal(hessian_CC).mean(dim=-1, keepdim=True)
 
 
-def _damped_diagonal(hessian_CC: Tensor, dampening: float) -> Tensor:
+def _damped_diagonal(hessian_CC: Tensor, dampening: float | Tensor) -> Tensor:
     return _lively_diagonal(hessian_CC) + ridge(hessian_CC, dampening)
 
 

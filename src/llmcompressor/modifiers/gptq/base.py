@@ -73,7 +73,8 @@ class GPTQModifier(QuantizationMixin):
         asymmetric: solve for what the original Linear does with the original inputs, given the
             inputs it gets in the compressed model. Costs a second forward. ``None``: where it
             measures better, which is unless all weights become integers of 8 bits.
-        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal.
+        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; C / T is added
+            to it, of C columns and T tokens.
         refinements: rounds of coordinate descent after the sweep, in which every column is
             decided again, given all the others (arXiv:2309.01885); below 8 bits.
         refit_scales: fit the scales of integer groups and channels to the codes at the end.
@@ -290,6 +291,7 @@ class GPTQModifier(QuantizationMixin):
                     parameters=[self.observe(module, importance_C) for module in members],
                     gram_CC=statistics.gram.to(device),
                     cross_CC=None if cross is None else cross.to(device),
+                    tokens=statistics.tokens,
                     ordered=actorder is not None,
                 ),
             )

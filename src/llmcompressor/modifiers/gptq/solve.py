@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationStrategy
 from torch import Tensor
 
-from llmcompressor.numerics.asymmetric import corrected_weight_with_raise
+from llmcompressor.numerics.asymmetric import corrected_weight_with_raise, ridge_for
 from llmcompressor.numerics.batching import BATCH_ELEMENTS, batches_alike
 from llmcompressor.numerics.gptq import ColumnScales, activation_order, descend, sweep
 from llmcompressor.numerics.grid import Grid
@@ -52,6 +52,8 @@ class Problem:
     """Of each weight; all on one grid."""
     gram_CC: Tensor
     cross_CC: Tensor | None
+    tokens: int
+    """Of which the Gram matrix is the sum."""
     ordered: bool
     """Whether columns are taken by falling activation (``actorder``)."""
 
@@ -145,8 +147,9 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
     kept_RC = _kept(problems)
     if options.ridge is not None and problems[0].cross_CC is not None:
         cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
+        ridge = ridge_for(options.ridge, gram_CC, [problem.tokens for problem in problems])
         weight_RC = corrected_weight_with_raise(
-            weight_RC, gram_CC, cross_CC, options.ridge, steps=_steps(problems)
+            weight_RC, gram_CC, cross_CC, ridge, steps=_steps(problems)
         )
     weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
     order_C = activation_order(gram_CC) if problems[0].ordered else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.asymmetric import corrected_weight_with_raise
+from llmcompressor.numerics.asymmetric import corrected_weight_with_raise, ridge_for
 from llmcompressor.numerics.batching import batches_alike
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
@@ -50,6 +50,8 @@ class Problem:
     """A share for each weight."""
     gram_CC: Tensor
     cross_CC: Tensor | None
+    tokens: int
+    """Of which the Gram matrix is the sum."""
 
     @property
     def kind(self) -> object:
@@ -97,9 +99,8 @@ def _pruned(problems: Sequence[Problem], options: Options) -> list[Solution]:
     gone_RC = weight_RC == 0 if options.preserve else None
     if options.ridge is not None and problems[0].cross_CC is not None:
         cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
-        weight_RC = corrected_weight_with_raise(
-            weight_RC, gram_CC, cross_CC, options.ridge, steps=steps
-        )
+        ridge = ridge_for(options.ridge, gram_CC, [problem.tokens for problem in problems])
+        weight_RC = corrected_weight_with_raise(weight_RC, gram_CC, cross_CC, ridge, steps=steps)
     weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
     sparsity = problems[0].sparsity
     if options.refinements == 0:

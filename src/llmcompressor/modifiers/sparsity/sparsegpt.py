@@ -44,7 +44,8 @@ class SparseGPTModifier(OneShotPruningModifier):
             paper.
         asymmetric: solve for what the original Linear does with the original inputs, given the
             inputs it gets in the pruned model. Costs a second forward, and helps at 2:4.
-        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal.
+        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; C / T is added
+            to it, of C columns and T tokens.
 
     Example::
 
@@ -116,6 +117,7 @@ class SparseGPTModifier(OneShotPruningModifier):
             Sparsity(shares, self._group),
             gram_CC=statistics.gram.to(device),
             cross_CC=None if cross is None else cross.to(device),
+            tokens=statistics.tokens,
         )
 
     def _write(self, leader: Module, members: Sequence[Module], solution: Solution) -> None:
