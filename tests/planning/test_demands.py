@@ -63,7 +63,9 @@ def test_the_workspace_of_gptq_is_that_of_its_solver(
     statistics.update(inputs, inputs * 1.01 if twin else None)
     gram, cross = statistics.gram, statistics.cross
     args = scheme_of("W4A16").weights
-    problem = Problem([weight], [observe_weight(weight, args)], gram, cross, ordered=True)
+    problem = Problem(
+        [weight], [observe_weight(weight, args)], gram, cross, tokens=len(inputs), ordered=True
+    )
     options = Options(128, 0.01, 0.05 if twin else None, refinements=refinements)
     with counted_memory() as counter:
         solve([problem], options)
