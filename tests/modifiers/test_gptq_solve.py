@@ -165,7 +165,9 @@ def test_refinements_lower_the_damped_output_error(
 def test_with_twin_streams_the_corrected_weight_is_swept() -> None:
     one = problem(GROUP, twin=True)
     assert one.cross_CC is not None
-    target_RC = corrected_weight(one.weights[0], one.gram_CC, one.cross_CC, 0.03 + C / one.tokens)
+    target_RC = corrected_weight(
+        one.weights[0], one.gram_CC, one.cross_CC, max(0.03, C / one.tokens)
+    )
     (solution,) = solve([one], replace(OPTIONS, ridge=0.03))
     (expected,) = solve([replace(one, weights=[target_RC], cross_CC=None)], OPTIONS)
     alike(solution, expected)
@@ -231,7 +233,7 @@ def test_the_ridge_is_raised_no_further_than_needed() -> None:
     small_CC = 0.05 * one.cross_CC / one.cross_CC.abs().max()
     one = replace(one, cross_CC=small_CC, tokens=1000 * C)
     (solution,) = solve([one], replace(OPTIONS, ridge=0.03))
-    target_RC = corrected_weight(one.weights[0], one.gram_CC, small_CC, 100 * (0.03 + 1 / 1000))
+    target_RC = corrected_weight(one.weights[0], one.gram_CC, small_CC, 3.0)
     (expected,) = solve([replace(one, weights=[target_RC], cross_CC=None)], OPTIONS)
     alike(solution, expected)
     (without,) = solve([one], OPTIONS)

@@ -95,7 +95,7 @@ def test_with_few_tokens_more_ridge_is_better_on_others(seed: int) -> None:
 
 
 def test_with_many_tokens_the_ridge_is_what_was_asked() -> None:
-    assert ridge_for(0.05, torch.eye(C), [C * 10**9]) == pytest.approx(0.05)
+    assert ridge_for(0.05, torch.eye(C), [C * 21]) == 0.05
     both = ridge_for(0.05, torch.eye(C).expand(2, C, C), [C, 2 * C])
     assert isinstance(both, Tensor)
-    torch.testing.assert_close(both, torch.tensor([[1.05], [0.55]]))
+    torch.testing.assert_close(both, torch.tensor([[1.0], [0.5]]))

@@ -32,7 +32,7 @@ __all__ = ["corrected_weight", "corrected_weight_with_raise", "ridge_for"]
 
 
 def ridge_for(ridge: float, gram_CC: Tensor, tokens: Sequence[int]) -> float | Tensor:
-    """The ridge that goes with so many tokens: ``ridge + C / T``.
+    """The ridge that goes with so many tokens: at least C / T.
 
     (G + λI)⁻¹C is a regression on C inputs from T tokens. Where those are few it follows their
     noise, and its variance grows with C / T.
@@ -42,10 +42,10 @@ def ridge_for(ridge: float, gram_CC: Tensor, tokens: Sequence[int]) -> float | T
         gram_CC: ``[C, C]``, or ``[B, C, C]`` with B numbers of tokens.
         tokens: how many were counted, at least 1 each.
 
-    >>> ridge_for(0.05, torch.eye(4), [80])
-    0.1
+    >>> ridge_for(0.05, torch.eye(4), [40]), ridge_for(0.05, torch.eye(4), [4000])
+    (0.1, 0.05)
     """
-    each = [ridge + gram_CC.shape[-1] / number for number in tokens]
+    each = [max(ridge, gram_CC.shape[-1] / number) for number in tokens]
     return each[0] if gram_CC.ndim == 2 else gram_CC.new_tensor(each).unsqueeze(-1)
 
 

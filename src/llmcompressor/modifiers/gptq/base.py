@@ -73,8 +73,8 @@ class GPTQModifier(QuantizationMixin):
         asymmetric: solve for what the original Linear does with the original inputs, given the
             inputs it gets in the compressed model. Costs a second forward. ``None``: where it
             measures better, which is unless all weights become integers of 8 bits.
-        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; C / T is added
-            to it, of C columns and T tokens.
+        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; at least
+            C / T, of C columns and T tokens.
         refinements: rounds of coordinate descent after the sweep, in which every column is
             decided again, given all the others (arXiv:2309.01885); below 8 bits.
         refit_scales: fit the scales of integer groups and channels to the codes at the end.

@@ -44,8 +44,8 @@ class SparseGPTModifier(OneShotPruningModifier):
             paper.
         asymmetric: solve for what the original Linear does with the original inputs, given the
             inputs it gets in the pruned model. Costs a second forward, and helps at 2:4.
-        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; C / T is added
-            to it, of C columns and T tokens.
+        asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; at least
+            C / T, of C columns and T tokens.
 
     Example::
 
