@@ -123,6 +123,17 @@ def said() -> Iterator[list[str]]:
     logger.remove(sink)
 
 
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    """What is logged as a warning."""
+    from llmcompressor.logger import logger
+
+    heard: list[str] = []
+    sink = logger.add(lambda text: heard.append(str(text)), level="WARNING", format="{message}")
+    yield heard
+    logger.remove(sink)
+
+
 def pytest_collection_finish() -> None:
     """Take what is imported and collected out of the search for garbage: it is there to stay.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the tests of this folder import their shared helper, and hear what is logged."""
+"""Lets the tests of this folder import their shared helper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_training as tiny
 
 from llmcompressor.core import CompressionSession, create_session
-from llmcompressor.logger import logger
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +26,3 @@ def session() -> Iterator[CompressionSession]:
 def nothing_seen() -> None:
     tiny.Recorder.seen.clear()
     tiny.Recorder.begun.clear()
-
-
-@pytest.fixture
-def warned() -> Iterator[list[str]]:
-    """What was logged as a warning."""
-    heard: list[str] = []
-    sink = logger.add(lambda text: heard.append(str(text)), level="WARNING", format="{message}")
-    yield heard
-    logger.remove(sink)

@@ -99,7 +99,11 @@ def _patch_changes(
     try:
         fresh = type(current).from_dict(copy.deepcopy(plain))
     except Exception as error:  # configuration classes may be anybody's code
-        logger.debug(f"The original config.json is kept as it is: {error}")
+        logger.warning(
+            f"config.json is kept as it was, since {type(current).__name__} cannot read it again "
+            f"({error!r:.200}). What was changed in memory, such as a number of experts, is not "
+            "in it."
+        )
         return
     _patch_level(config, current, fresh)
 

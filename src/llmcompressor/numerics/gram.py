@@ -75,7 +75,7 @@ def add_upper_product(gram_CC: Tensor, input_TC: Tensor) -> None:
     """
     input_TC = input_TC.detach()
     if input_TC.device.type == "cpu":
-        _add_block_rows(gram_CC, input_TC)
+        _add_by_rows(gram_CC, input_TC, input_TC, upper=True)
     elif input_TC.device.type == "cuda" and input_TC.dtype in (torch.float16, torch.bfloat16):
         gram_CC += torch.mm(input_TC.T, input_TC, out_dtype=torch.float32)
     else:
@@ -92,21 +92,26 @@ def mirror_upper_(gram_CC: Tensor) -> Tensor:
     return gram_CC
 
 
-def _add_block_rows(gram_CC: Tensor, input_TC: Tensor) -> None:
-    """Block rows, each from its diagonal block on.
+def _add_by_rows(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: bool) -> None:
+    """Add ``LᵀR`` by block rows; with ``upper``, each from its diagonal block on.
 
     Operands that came from bfloat16 may be multiplied as bfloat16: nothing is lost, the sums are
     float32, and processors that have such products take them at up to four times the rate.
     """
-    with _products_of(input_TC.dtype, gram_CC.dtype):
-        for part_TC in torch.split(input_TC, _WIDE_TOKENS):
-            wide_TC = part_TC.to(gram_CC.dtype)
+    lefts, rights = (torch.split(one, _WIDE_TOKENS) for one in (left_TC, right_TC))
+    with _products_of(left_TC.dtype, total_CC.dtype):
+        for left, right in zip(lefts, rights, strict=True):
+            wide_TC = left.to(total_CC.dtype)
+            other_TC = wide_TC if right_TC is left_TC else right.to(total_CC.dtype)
 
-            def add(span: tuple[int, int], wide_TC: Tensor = wide_TC) -> None:
+            def add(
+                span: tuple[int, int], wide_TC: Tensor = wide_TC, other_TC: Tensor = other_TC
+            ) -> None:
                 lo, hi = span
-                gram_CC[lo:hi, lo:].addmm_(wide_TC[:, lo:hi].T, wide_TC[:, lo:])
+                first = lo if upper else 0
+                total_CC[lo:hi, first:].addmm_(wide_TC[:, lo:hi].T, other_TC[:, first:])
 
-            each_on_one_thread(add, _spans(wide_TC.shape[1]))
+            each_on_one_thread(add, _spans(len(total_CC)))
 
 
 def _spans(columns: int) -> list[tuple[int, int]]:
@@ -140,28 +145,11 @@ def add_cross_product(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor)
             Y.
     """
     if input_TC.device.type == "cpu":
-        _add_by_rows(cross_CC, input_TC, difference_TC)
+        _add_by_rows(cross_CC, input_TC, difference_TC, upper=False)
     elif input_TC.device.type == "cuda" and input_TC.dtype in (torch.float16, torch.bfloat16):
         cross_CC += torch.mm(input_TC.T, difference_TC, out_dtype=torch.float32)
     else:
         cross_CC.addmm_(input_TC.to(cross_CC.dtype).T, difference_TC.to(cross_CC.dtype))
-
-
-def _add_by_rows(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor) -> None:
-    """Rows of the cross product by parts, the operands as in :func:`_add_block_rows`."""
-    both = (torch.split(one, _WIDE_TOKENS) for one in (input_TC, difference_TC))
-    parts = zip(*both, strict=True)
-    with _products_of(input_TC.dtype, cross_CC.dtype):
-        for own_TC, changed_TC in parts:
-            wide_TC, change_TC = own_TC.to(cross_CC.dtype), changed_TC.to(cross_CC.dtype)
-
-            def add(
-                span: tuple[int, int], wide_TC: Tensor = wide_TC, change_TC: Tensor = change_TC
-            ) -> None:
-                lo, hi = span
-                cross_CC[lo:hi].addmm_(wide_TC[:, lo:hi].T, change_TC)
-
-            each_on_one_thread(add, _spans(len(cross_CC)))
 
 
 class TokenBuffer:
