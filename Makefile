@@ -27,6 +27,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Many tests start processes: each would compile the package again, and pytest all tests.
+unit: export PYTHONDONTWRITEBYTECODE :=
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n logical --dist worksteal -m "$(TESTS)"
 
