@@ -7,6 +7,7 @@ import copy
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,6 +16,7 @@ from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import load_calibration
 from llmcompressor.errors import DatasetError
 
+FIRST = {"shuffle_calibration_samples": False}
 WORDS = ["import os", "def f(x):", "return x + 1", "class A:", "for i in range(3):"]
 
 
@@ -85,6 +87,38 @@ def test_tokenized_data_needs_no_tokenizer(batches, data):
     assert batch["input_ids"].dtype == torch.long
 
 
+def test_what_a_tokenizer_returns_is_data(batches, tokenizer):
+    """A mapping of columns: not taken for splits by the names of its columns."""
+    expected = batches([{"input_ids": ids} for ids in tokenizer(WORDS)["input_ids"]])
+    for given in (tokenizer(WORDS), dict(tokenizer(WORDS))):
+        got = batches(given, processor=None)
+        assert [row["input_ids"].tolist() for row in got] == [
+            row["input_ids"].tolist() for row in expected
+        ]
+    padded = tokenizer(WORDS, padding=True, return_tensors="pt")
+    assert len(batches(padded, processor=None)) == len(WORDS)
+    for single in (tokenizer("import os"), tokenizer("import os", return_tensors="np")):
+        (batch,) = batches(single, processor=None)
+        assert batch["input_ids"][0].tolist() == tokenizer("import os")["input_ids"]
+
+
+def test_columns_of_text_are_data(texts):
+    assert texts({"text": ["a", "b"]}, **FIRST) == ["a", "b"]
+    assert texts({"text": "ab"}) == ["ab"]
+    splits = {"text": datasets.Dataset.from_dict({"text": ["a"]})}
+    assert texts(datasets.DatasetDict(splits)) == ["a"]
+    with pytest.raises(DatasetError, match="text has 2, prompt has 1"):
+        texts({"text": ["a", "b"], "prompt": ["a"]})
+
+
+def test_a_data_frame_is_data(texts):
+    frame = pandas.DataFrame({"body": ["a", None, "c"], "n": [1, 2, 3]}, index=[7, 8, 9])
+    assert texts(frame[:1], text_column="body") == ["a"]
+    assert texts(frame, text_column="body", **FIRST) == ["a", "c"]
+    with pytest.raises(DatasetError, match=r"data frame cannot be read.*to_dict"):
+        texts(pandas.DataFrame({"text": ["a", 3.5]}))
+
+
 def test_columns_that_are_no_input_are_left_out(batches):
     row = {"input_ids": [5, 6], "text": "a", "idx": 3, "labels": [5, 6], "loss_mask": [0, 1]}
     (batch,) = batches([row], processor=None)
@@ -119,6 +153,7 @@ def test_a_mask_of_another_length_is_refused(batches):
         ([{"input_ids": [1.5, 2.5]}], "no sequence of whole numbers"),
         (object(), "has no rows"),
         ([{"text": 7}], "has a int for its text"),
+        (pandas.Series(["a", "b"], index=[7, 8]), r"is a Series, and its sample \d cannot be read"),
     ],
 )
 def test_data_that_cannot_be_used(batches, data, message):

@@ -87,6 +87,30 @@ def test_the_text_column_is_named(texts):
     assert texts([{"body": "a = 1", "title": "t"}], text_column="body") == ["a = 1"]
 
 
+def test_the_named_column_goes_before_text(texts):
+    assert texts([{"text": "b = 2", "body": "a = 1"}], text_column="body") == ["a = 1"]
+
+
+@pytest.mark.parametrize("row", [{"text": "a", "body": "b"}, {"messages": MESSAGES, "body": "b"}])
+def test_a_column_that_is_not_there_is_an_error_whatever_else_there_is(texts, row):
+    with pytest.raises(DatasetError, match=r"no column 'bodi'; it has body.*Did you mean body"):
+        texts([row], text_column="bodi")
+
+
+def test_rows_that_came_tokenized_need_no_column(batches):
+    (batch,) = batches([{"input_ids": [7, 8]}], text_column="body", processor=None)
+    assert batch["input_ids"].tolist() == [[7, 8]]
+
+
+def test_text_that_a_function_makes_goes_before_the_named_column(texts, logged):
+    rows = [{"text": "a", "body": "b"}] * 2
+    join = {"preprocessing_func": lambda row: {"text": row["text"] + row["body"]}}
+    assert texts(rows, text_column="body", **join) == ["ab"] * 2
+    assert sum("text_column='body' is not used" in line for line in logged) == 1
+    through = {"preprocessing_func": lambda row: {**row, "body": row["body"] + "c"}}
+    assert texts(rows, text_column="body", **through) == ["bc"] * 2
+
+
 def test_a_function_makes_the_text(texts, tmp_path):
     rows = [{"q": "a", "a": "b"}]
     assert texts(rows, preprocessing_func=lambda row: {"text": row["q"] + row["a"]}) == ["ab"]

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 import llmcompressor
 import llmcompressor.checkpoint.shards
-from llmcompressor import active_session, oneshot, plan, reset_session
+from llmcompressor import active_session, model_free_ptq, oneshot, plan, reset_session
 from llmcompressor.errors import (
     ArgumentError,
     CheckpointError,
@@ -265,6 +265,10 @@ CASES = [
         ("num_calibraton_samples", "num_calibration_samples"),
     ),
     Case("unknown argument", lambda _: {"frobnicate": 1}, ArgumentError, ("frobnicate", "Remove")),
+    Case(
+        "an output_dir that is no path", lambda _: {"output_dir": 5}, ArgumentError, ("5", "path")
+    ),
+    Case("a log_dir that is no path", lambda _: {"log_dir": 5}, ArgumentError, ("log_dir", "path")),
     Case("misspelt output_dir", lambda _: {"outptu_dir": "x"}, ArgumentError, ("output_dir",)),
     Case(
         "a pipeline that reads no data",
@@ -353,6 +357,17 @@ CASES = [
         },
         DatasetError,
         ("label", "score", "text", "preprocessing_func"),
+        reaches_model=True,
+    ),
+    Case(
+        "a misspelt text_column",
+        lambda _: {
+            "dataset": [{"text": "a", "body": "b"}],
+            "text_column": "bodi",
+            "tokenizer": PICO,
+        },
+        DatasetError,
+        ("bodi", "body", "text", "Did you mean"),
         reaches_model=True,
     ),
     Case(
@@ -596,6 +611,41 @@ def test_a_modifier_serves_again_after_a_failure(place: Place) -> None:
     oneshot(**{**good, "recipe": modifier})
     assert (place.output / "model.safetensors").is_file()
     assert active_session().lifecycle.recipe == Recipe.from_modifiers(modifier)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"dataset": None}, {"dataset": None, "recipe": STATIC}, {"output_dir": 5}, {"stage": "prune"}],
+    ids=str,
+)
+def test_a_dry_run_lists_what_a_run_refuses(wrong: dict[str, Any], place: Place) -> None:
+    arguments = {**place.correct(), **wrong}
+    with pytest.raises(InputError) as caught:
+        oneshot(**arguments)
+    found = oneshot(**arguments, dry_run=True)
+    assert not found.ok
+    assert [(one.message, one.remedy) for one in found.problems] == [
+        (caught.value.problem, caught.value.remedy)
+    ]
+    assert found.problems == plan(**arguments, measure=False).problems
+
+
+def test_a_dry_run_says_things_once(place: Place, warned: list[str]) -> None:
+    oneshot(**{**place.correct(), "recipe": []}, dry_run=True)
+    assert len(warned) == len(set(warned)) == 1
+    with pytest.raises(ArgumentError, match="dry_run"):
+        oneshot(**place.correct(), dry_run="perhaps")
+
+
+def test_a_target_that_matches_nothing_of_a_checkpoint_without_a_class(place: Place) -> None:
+    """The advice of recipes, a field of theirs, would be none here."""
+    groups = {"g": {"targets": ["re:.*q_porj"], "weights": {"num_bits": 8, "strategy": "channel"}}}
+    with pytest.raises(TargetError) as caught:
+        model_free_ptq(place.model, place.output, config=groups)
+    check_message(caught.value, ("re:.*q_porj", "q_proj"))
+    assert "allow_unmatched" not in str(caught.value)
+    with pytest.raises(ArgumentError, match="save_directory"):
+        model_free_ptq(place.model, 5, "FP8_DYNAMIC")
 
 
 @pytest.mark.parametrize("in_memory", [False, True])

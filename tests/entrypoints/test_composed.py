@@ -55,8 +55,15 @@ CASES = {
     ),
     "two grids": Case(TWO_GRIDS, [2, 1]),
     "two grids, one calibration": Case(TWO_GRIDS, [2], "sequential"),
-    "three, all with data": Case(ALL_THREE, [1, 2, 1]),
-    "three, the last two from one calibration": Case(ALL_THREE, [1, 2], "sequential"),
+    "three, the last two from one calibration": Case(ALL_THREE, [1, 2]),
+    "pruned and solved, what is left of each module at once": Case(
+        """
+modifiers:
+  SparseGPTModifier: {sparsity: 0.5, mask_structure: "2:4", targets: Linear, ignore: [lm_head]}
+  GPTQModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head]}
+""",
+        [2],
+    ),
     "scaled and rounded": Case(
         """
 modifiers:
@@ -92,7 +99,7 @@ modifiers:
     scheme: W8A16
     kv_cache_scheme: {num_bits: 8, type: float, strategy: tensor, dynamic: false}
 """,
-        [1, 1, 1, 1],
+        [1, 1, 1],
     ),
 }
 

@@ -15,7 +15,14 @@ from safetensors.torch import load_file
 from training_cases import Breaker, Freezer, WeightHalver, arguments
 
 from llmcompressor import run_stages, train, verify
-from llmcompressor.errors import ArgumentError, InputError, OutputError, RecipeError
+from llmcompressor.errors import (
+    ArgumentError,
+    CheckpointError,
+    DatasetError,
+    InputError,
+    OutputError,
+    RecipeError,
+)
 
 RECIPE = """
 args: {scheme: FP8_DYNAMIC}
@@ -122,12 +129,69 @@ quant_stage:
   a_modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}}
 fine_stage: {a_modifiers: {Freezer: {}}}
 """
+QUANT_TWICE = """
+stages:
+  first:
+    run_type: oneshot
+    modifiers: {GPTQModifier: {targets: ["re:.*self_attn.*"], scheme: W8A16}}
+  second:
+    run_type: oneshot
+    modifiers: {QuantizationModifier: {targets: ["re:.*mlp.*"], scheme: FP8_DYNAMIC}}
+"""
+QUANT_TRAINED = """
+fine_stage:
+  run_type: train
+  a_modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}}
+halving_stage: {a_modifiers: {WeightHalver: {}}}
+"""
+ROTATED = """
+turn_stage: {{a_modifiers: {{{0}}}}}
+quant_stage:
+  a_modifiers: {{QuantizationModifier: {{targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}}}}
+"""
+AT_RUN_TIME = """{config_groups: {v: {type: hadamard, apply: [
+  {targets: [Linear], ignore: [lm_head], location: input},
+  {targets: [Linear], ignore: [lm_head], location: weight_input, inverse: true}]}}}"""
+DISTILL = """
+halving_stage: {a_modifiers: {WeightHalver: {}}}
+fine_stage: {a_modifiers: {OutputDistillationModifier: {}}}
+"""
+GPTQ_LAST = """
+halving_stage: {a_modifiers: {WeightHalver: {}}}
+quant_stage: {a_modifiers: {GPTQModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head]}}}
+"""
 
 
 @pytest.mark.parametrize(
     ("recipe", "changes", "error", "words"),
     [
-        (QUANT_FIRST, {}, RecipeError, ("'fine'", "'quant'", "last")),
+        (QUANT_FIRST, {}, RecipeError, ("'fine'", "'quant'", "quantized", "last")),
+        (QUANT_TWICE, {}, RecipeError, ("'first'", "'second'", "quantized", "into one stage")),
+        (QUANT_TRAINED, {}, RecipeError, ("'fine'", "'halving'", "last stage alone")),
+        (
+            ROTATED.format("QuIPModifier: {}"),
+            {},
+            RecipeError,
+            ("'turn'", "'quant'", "rotates", "into one stage"),
+        ),
+        (
+            ROTATED.format("SpinQuantModifier: {rotations: [R1, R4]}"),
+            {},
+            RecipeError,
+            ("'turn'", "'quant'", "rotates", "into one stage"),
+        ),
+        (
+            ROTATED.format(f"SpinQuantModifier: {{transform_config: {AT_RUN_TIME}}}"),
+            {},
+            RecipeError,
+            ("'turn'", "'quant'", "rotates"),
+        ),
+        (DISTILL, {}, ArgumentError, ("'fine'", "no teacher", "distill_teacher=")),
+        (DISTILL, {"distill_teacher": "./none"}, CheckpointError, ("./none", "teacher")),
+        (DISTILL, {"distill_teacher": 3}, InputError, ("distill_teacher",)),
+        (GPTQ_LAST, {"dataset": None}, DatasetError, ("GPTQModifier needs calibration data",)),
+        (GPTQ_LAST, {"dataset": "./none.jsonl"}, DatasetError, ("./none.jsonl",)),
+        (RECIPE, {"eval_strategy": "steps"}, DatasetError, ("nothing to evaluate on",)),
         (
             "train_stage: {a_modifiers: {WeightHalver: {}}}",
             {},
@@ -164,6 +228,18 @@ def test_one_error_before_the_first_stage(
     assert forwards == []
     assert list(tmp_path.iterdir()) == []
     assert WeightHalver.run_types == {"oneshot"}
+
+
+def test_rotations_that_are_multiplied_in_are_no_bar(llama_folder: Path, tmp_path: Path) -> None:
+    recipe = ROTATED.format("SpinQuantModifier: {rotations: [R1, R2]}")
+    _stages(llama_folder, tmp_path / "out", recipe)
+    assert verify(tmp_path / "out" / "stage_quant").ok
+
+
+def test_a_stage_before_may_be_the_teacher(llama_folder: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "out" / "stage_halving"
+    _stages(llama_folder, tmp_path / "out", DISTILL, distill_teacher=str(teacher), max_steps=1)
+    assert (tmp_path / "out" / "stage_fine" / "trainer_state.json").is_file()
 
 
 def test_a_folder_with_other_files_is_left_alone(llama_folder: Path, tmp_path: Path) -> None:

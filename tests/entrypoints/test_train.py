@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 from training_cases import QUANTIZE, Freezer, arguments
 
 from llmcompressor import active_session, create_session, train, verify
+from llmcompressor.entrypoints.training_folder import opened_folder
 from llmcompressor.modifiers import factory
 from llmcompressor.recipe import Recipe
 
@@ -238,3 +239,51 @@ def test_checkpoints_stay_for_who_asked_for_them(llama_folder: Path, tmp_path: P
     train(str(llama_folder), QUANTIZE, **longer)
     state = json.loads((tmp_path / "longer" / "trainer_state.json").read_text())
     assert state["global_step"] == 6
+
+
+def test_the_best_checkpoint_is_named_where_it_is(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = small.token_rows(samples=8, length=12)
+    given: dict[str, Any] = {
+        "dataset": rows,
+        "splits": {"train": "train[:6]", "eval": "train[6:]"},
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+    }
+    output = tmp_path / "out"
+    train(str(llama_folder), None, **arguments(output, **given))
+    best = _best(output / "trainer_state.json")
+    assert best is not None
+    assert best.parent == output
+    assert best.is_dir()
+    assert _best(best / "trainer_state.json") == best
+    told: list[str] = []
+    monkeypatch.setattr(
+        transformers.trainer.logger, "warning", lambda text, *_, **__: told.append(text)
+    )
+    longer = arguments(tmp_path / "longer", **given) | {"max_steps": 6}
+    train(str(llama_folder), None, resume_from_checkpoint=str(output / "checkpoint-4"), **longer)
+    assert not [text for text in told if "does not exist" in text]
+    found = _best(tmp_path / "longer" / "trainer_state.json")
+    assert found in (best, tmp_path / "longer" / "checkpoint-6"), "of both trainings"
+
+
+def test_a_best_checkpoint_that_is_not_kept_is_not_named(tmp_path: Path) -> None:
+    with opened_folder(tmp_path / "out", {}, resume="auto", is_main=True) as folder:
+        state = {"best_model_checkpoint": str(folder.training / "checkpoint-2"), "epoch": 1.0}
+        (folder.training / "checkpoint-2").mkdir()
+        (folder.training / "trainer_state.json").write_text(json.dumps(state))
+        folder.mark_written()
+        folder.publish(replace=False, keep_checkpoints=False)
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text()) == {
+        "best_model_checkpoint": None,
+        "epoch": 1.0,
+    }
+
+
+def _best(state_file: Path) -> Path | None:
+    named = json.loads(state_file.read_text())["best_model_checkpoint"]
+    return None if named is None else Path(named)

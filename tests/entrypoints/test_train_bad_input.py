@@ -124,6 +124,11 @@ CASES: dict[str, Case] = {
         DatasetError,
         ("eval_strategy", "splits"),
     ),
+    "nothing but what is trained on to evaluate on": (
+        {"eval_strategy": "steps", "eval_steps": 1},
+        DatasetError,
+        ("eval_strategy", "'validation'", "dataset={"),
+    ),
     "nothing to resume": ({"resume_from_checkpoint": True}, OutputError, ("nothing to resume",)),
     "no such checkpoint": (
         {"resume_from_checkpoint": "./checkpoint-7"},

@@ -60,6 +60,22 @@ def test_without_usable_classes_the_outermost_lists_are_the_blocks(declared) -> 
     assert list(find_blocks(model).values()) == ["body.layers.0", "body.layers.1", "body.layers.2"]
 
 
+class Embeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(8, 4), nn.LayerNorm(4)
+
+
+def test_embeddings_are_a_block_only_where_they_are_repeated() -> None:
+    """A head may share their weight, and is there before any block."""
+    model = Model(2)
+    model.body.embeddings = Embeddings()
+    model._no_split_modules = ["Embeddings", "Layer"]
+    assert list(find_blocks(model).values()) == ["body.layers.0", "body.layers.1"]
+    model.body.layers.append(Embeddings())
+    assert list(find_blocks(model).values())[2:] == ["body.layers.2"]
+
+
 def test_a_list_inside_a_block_is_no_block() -> None:
     model = Model(2, Listed)
     assert list(find_blocks(model).values()) == ["body.layers.0", "body.layers.1"]

@@ -83,14 +83,23 @@ def test_the_model_is_as_before() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_weights_are_not_needed() -> None:
-    model = small.build("llama")
+@pytest.mark.parametrize("name", ["llama", "deepseek"])
+def test_values_of_the_blocks_are_not_needed(name: str) -> None:
+    """Those that are read with a block's weights: its parameters, and the bias of its router."""
+    model = small.build(name)
+    expected = links_of(model)
+    biases = 0
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for key, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(parameter.to("meta"))
-    assert links_of(model) == [LINKS["llama"]]
+                module._parameters[key] = nn.Parameter(parameter.to("meta"))
+        for key in module._buffers.keys() & {"e_score_correction_bias"}:
+            module._buffers[key] = module._buffers[key].to("meta")
+            biases += 1
+    assert bool(biases) == (name == "deepseek")
+    assert links_of(model) == expected
     assert all(parameter.is_meta for parameter in model.parameters())
+    assert sum(buffer.is_meta for buffer in model.buffers()) == biases
 
 
 @pytest.mark.parametrize("name", [*LINKS, "deepseek"])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.errors import TargetError
 from llmcompressor.modifiers import awq as old_path
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
@@ -175,6 +176,12 @@ def test_without_a_modifier_that_quantizes_it_is_refused() -> None:
 def test_nothing_quantized_in_its_mappings_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to work for"):
         tiny.run(tiny.llama(), AWQModifier(), rounding(ignore=["re:.*layers.*"]))
+
+
+def test_values_of_grouped_heads_alone_are_refused_with_the_reason() -> None:
+    mapping = AWQMapping("re:.*v_proj$", ["re:.*o_proj$"])
+    with pytest.raises(TargetError, match=r"None of the mappings.*v_proj has .* rows and .*o_proj"):
+        tiny.run(tiny.llama(), AWQModifier(mappings=[mapping]), rounding())
 
 
 def test_one_scale_for_a_whole_weight_has_no_groups_to_compare() -> None:

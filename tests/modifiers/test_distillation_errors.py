@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +15,11 @@ import tiny_llama as tiny
 import torch
 from torch import Tensor, nn
 
+from llmcompressor.args import ModelArguments
 from llmcompressor.core import CompressionSession, callbacks, create_session
 from llmcompressor.errors import InputError, RecipeError, TargetError
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
+from llmcompressor.training import SessionManagerMixIn
 
 LAYERS = r"re:.*layers\.\d+$"
 
@@ -73,7 +78,13 @@ def refusal(session: CompressionSession, student: Any, teacher: Any, **fields: A
 def test_no_teacher(session: CompressionSession) -> None:
     told = refusal(session, tiny.llama(), None)
     assert "no teacher" in told
-    assert "distill_teacher=" in told
+    named = set(re.findall(r"(\w+)=\.\.\.", told))
+    assert named == {"distill_teacher", "teacher", "teacher_model"}
+    assert "train distill_teacher=" in told
+    assert "distill_teacher" in {field.name for field in dataclasses.fields(ModelArguments)}
+    assert "SessionManagerMixIn teacher=" in told
+    assert "teacher" in inspect.signature(SessionManagerMixIn).parameters
+    assert "teacher_model" in inspect.signature(CompressionSession.initialize).parameters
 
 
 def test_a_teacher_that_is_none(session: CompressionSession) -> None:

@@ -324,6 +324,27 @@ def test_a_module_that_saw_no_token_is_rounded_and_recorded(warned: list[str]) -
     json.dumps(modifier.report(), allow_nan=False)
 
 
+def mute(model: Any) -> Any:
+    """``model`` with a branch that is always zero: the last Linear of it gets zeros alone."""
+    model.model.layers[1].mlp.up_proj.weight.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_a_module_that_gets_zeros_alone_is_rounded_and_recorded(
+    asymmetric: bool, warned: list[str]
+) -> None:
+    modifier, name = gptq(asymmetric=asymmetric), "model.layers.1.mlp.down_proj"
+    model = tiny.run(mute(tiny.llama()), modifier)
+    assert modifier.records[name] == SolveRecord(8 * 2 * 24, 0.0, None)
+    assert [line for line in warned if "zero in every calibration token" in line and name in line]
+    nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
+    rounded = tiny.run(mute(tiny.llama()), nearest)
+    weight = model.get_submodule(name).weight
+    assert bool(weight.any())
+    assert torch.equal(weight, rounded.get_submodule(name).weight)
+
+
 # ------------------------------------------------------------------ observers and scales
 
 

@@ -204,11 +204,27 @@ def test_dead_columns_become_zero_and_disturb_nothing() -> None:
     assert bool(torch.isfinite(solution.weights[0]).all())
 
 
-def test_inputs_that_are_all_zero_are_no_failure() -> None:
-    one = replace(problem(GROUP), gram_CC=torch.zeros(C, C))
-    (solution,) = solve([one], OPTIONS)
-    assert solution.dampening == 0.01
-    assert not solution.weights[0].any()
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("twin", [False, True])
+def test_with_inputs_that_are_all_zero_weights_are_rounded_to_nearest(
+    twin: bool, batched: bool
+) -> None:
+    """Whatever they become is right on these tokens; zeros would be wrong on all others."""
+    good = problem(GROUP, GROUP, twin=twin, seed=1)
+    idle = problem(GROUP, GROUP, twin=twin)
+    nothing_CC = torch.zeros(C, C)
+    idle = replace(idle, gram_CC=nothing_CC, cross_CC=nothing_CC if twin else None)
+    options = replace(OPTIONS, ridge=0.03, batched=batched)
+    first, found, last = solve([good, idle, good], options)
+    assert (found.is_idle, found.dampening, found.loss) == (True, None, 0.0)
+    for weight_RC, parameters, rounded_RC in zip(
+        idle.weights, idle.parameters, found.weights, strict=True
+    ):
+        assert torch.equal(rounded_RC, parameters.round(weight_RC))
+    (alone,) = solve([good], options)
+    for neighbour in (first, last):
+        assert not neighbour.is_idle
+        alike(neighbour, alone)
 
 
 @pytest.mark.parametrize("twin", [False, True])

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from llmcompressor.core import Event, EventType, State, callbacks, create_session
-from llmcompressor.errors import CheckpointError, LifecycleError, NonFiniteError, TargetError
+from llmcompressor.errors import (
+    CheckpointError,
+    LifecycleError,
+    NonFiniteError,
+    RecipeError,
+    TargetError,
+)
 from llmcompressor.modifiers.factory import ModifierFactory
 from llmcompressor.modifiers.pruning import (
     ConstantPruningModifier,
@@ -139,12 +145,24 @@ def test_sparsity_after_each_step_is_the_formula(name, arguments, formula, start
     )
     loop = Loop(small_model(), modifier, steps_per_epoch=steps_per_epoch).run(start + 11)
     for step, found in loop.after:
-        if step <= start:
+        if step < start:
             assert found == dict.fromkeys(ROUNDED, 0.0)
             continue
         t = min(1.0, (step - start) / 8)
         assert modifier.sparsity_at(step / unit) == pytest.approx(formula(t), abs=1e-12)
         assert found == expected(modifier, step / unit), step
+
+
+def test_a_start_between_two_steps_counts_after_the_first_one_behind_it():
+    modifier = gradual(
+        update_scheduler="linear", init_sparsity=0.1, final_sparsity=0.7, start=0.2, end=0.4
+    )
+    loop = Loop(small_model(), modifier, steps_per_epoch=12).run(6)
+    formula = [0.0, 0.0, 0.25, 0.5, 0.7, 0.7]  # after steps 1, 2 (0.167 epochs), 3 (0.25), …
+    assert [found["2.weight"] for _, found in loop.after] == [
+        zeros_of(sparsity, 128) / 128 for sparsity in formula
+    ]
+    assert modifier.ended
 
 
 @pytest.mark.parametrize("steps_per_epoch", [None, 5])
@@ -175,18 +193,18 @@ def test_a_start_between_two_updates_prunes_at_once():
     loop = Loop(small_model(), modifier).run(10)
     for step, found in loop.after:
         last = max([at for at in (2, 4, 8, 9) if at <= step], default=None)
-        is_there = last is not None and step > 2
-        assert found == (expected(modifier, last) if is_there else dict.fromkeys(ROUNDED, 0.0))
+        nothing = dict.fromkeys(ROUNDED, 0.0)
+        assert found == (nothing if last is None else expected(modifier, last))
 
 
 def test_a_window_without_length_prunes_once():
     loop = Loop(small_model(), gradual(start=2, end=2)).run(4)
-    assert [found["2.weight"] for _, found in loop.after] == [0.0, 0.0, 0.75, 0.75]
+    assert [found["2.weight"] for _, found in loop.after] == [0.0, 0.75, 0.75, 0.75]
 
 
 def test_a_window_between_two_steps_is_not_missed():
     loop = Loop(small_model(), gradual(start=1.25, end=1.75)).run(4)
-    assert [found["2.weight"] for _, found in loop.after] == [0.0, 0.0, 0.75, 0.75]
+    assert [found["2.weight"] for _, found in loop.after] == [0.0, 0.75, 0.75, 0.75]
 
 
 # ---- masks hold
@@ -343,9 +361,25 @@ def test_weights_that_grow_back_are_told_of(warned):
 
 
 def test_a_training_that_is_over_too_soon_is_told_of(warned):
-    Loop(small_model(), [gradual(end=100), gradual(start=50, end=60)]).run(3)
+    recipe = [gradual(end=100), gradual(start=50, end=60), gradual(start=3, end=6)]
+    Loop(small_model(), recipe).run(3)
     assert "did not come to its end (100)" in warned[0]
     assert "did nothing: the training ended before its start (50)" in warned[1]
+    assert "did not come to its end (6)" in warned[2], "its first masks came with the last step"
+    assert "at a sparsity of 0.1 instead of 0.75" in warned[2]
+    assert not recipe[2].started
+
+
+def test_the_end_may_come_with_the_last_step_of_all(warned):
+    """Where nobody sends the end of the batch, too."""
+    modifier = gradual(end=1)
+    with create_session() as session:
+        session.initialize(recipe=modifier, model=small_model())
+        callbacks.batch_start()
+        callbacks.optim_post_step()
+        session.finalize()
+    assert modifier.report()["0"]["sparsity"] == 0.75
+    assert warned == []
 
 
 def test_the_end_of_the_run_zeroes_weights_that_were_loaded_since():
@@ -380,10 +414,12 @@ def test_constant_without_zeros_is_told_of(warned):
 
 @pytest.mark.parametrize("structure", ["unstructured", "2:4"])
 @pytest.mark.parametrize("cut", [1, 4, 9])
+@pytest.mark.parametrize("start", [0, 4])
 @pytest.mark.parametrize("together", [False, True])
-def test_a_resumed_training_is_the_same_bit_by_bit(structure, cut, together):
+def test_a_resumed_training_is_the_same_bit_by_bit(structure, cut, start, together):
+    """A cut after step 4 falls on the step that reaches the later of the two starts."""
     changes: dict[str, Any] = {
-        "mask_structure": structure, "final_sparsity": 0.5, "update": 2, "end": 7,
+        "mask_structure": structure, "final_sparsity": 0.5, "update": 2, "start": start, "end": 7,
         "apply_globally": together,
     }  # fmt: skip
     whole = Loop(small_model(), gradual(**changes), optimizer="momentum").run(12)
@@ -504,10 +540,17 @@ def test_names_of_the_recipe():
     fields = {"targets": "Linear", "init_sparsity": 0, "final_sparsity": 0.5, "end": 1}
     for name in ("MagnitudePruningModifier", "GradualPruningModifier"):
         assert type(ModifierFactory.create(name, **fields)) is GradualPruningModifier
-    constant = ModifierFactory.create("ConstantPruningModifier", targets="Linear", start=-1)
+    constant = ModifierFactory.create("ConstantPruningModifier", targets="Linear", start=None)
     assert type(constant) is ConstantPruningModifier
     assert constant.start == 0
     assert constant.run_types == GradualPruningModifier.run_types == {"train"}
+
+
+@pytest.mark.parametrize("name", ["MagnitudePruningModifier", "ConstantPruningModifier"])
+def test_a_start_before_the_training_is_refused(name):
+    fields = {"init_sparsity": 0, "final_sparsity": 0.5, "end": 1} if name[0] == "M" else {}
+    with pytest.raises(RecipeError, match=rf"{name}.*start is -1.*begins at 0.*Leave it out"):
+        ModifierFactory.create(name, targets="Linear", start=-1, **fields)
 
 
 def test_before_it_is_initialized():

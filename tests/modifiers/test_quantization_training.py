@@ -114,9 +114,9 @@ def test_what_is_left_computes_what_fake_quantization_did(name: str, learned: bo
     assert not any("log_step" in one for one in left)
 
 
-def _plain(model: Any) -> Any:
+def _plain(model: Any, **shape: Any) -> Any:
     """The model with its present weights, without any quantization."""
-    twin: Any = tiny.llama()
+    twin: Any = tiny.llama(**shape)
     twin.load_state_dict(model.state_dict(), strict=False)
     return twin
 
@@ -430,6 +430,29 @@ def test_a_training_that_never_comes_to_the_start_leaves_the_model_alone(warned:
     session.finalize()
     assert tiny.traces(model) == {}
     assert "has not come to its start" in warned[0]
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_the_state_of_a_step_before_the_start_undoes_it(learned: bool, warned: list[str]) -> None:
+    """As when the best model of a training is that of an early step."""
+    data = tiny.batches(number=3, tokens=8)
+    model = tiny.llama(num_hidden_layers=1)
+    modifier = aware(scheme="FP8", start=2, learned_scales=learned)
+    session = loop.begin(model, modifier, resumes=True)
+    optimizer = loop.optimizer_of(model)
+    loop.train(session, model, optimizer, data[:1])
+    early = copy.deepcopy([session.lifecycle.state_dict(), model.state_dict()])
+    loop.train(session, model, optimizer, data[1:])
+    rounded = tiny.logits(model, data[:1])
+    session.lifecycle.load_state_dict(early[0])
+    model.load_state_dict(early[1])
+    plain = tiny.logits(_plain(model, num_hidden_layers=1), data[:1])
+    assert torch.equal(tiny.logits(model, data[:1]), plain)
+    assert not torch.equal(rounded, plain)
+    session.finalize()
+    assert tiny.traces(model) == {}
+    assert torch.equal(tiny.logits(model, data[:1]), plain)
+    assert "has not come to its start" in warned[-1]
 
 
 def test_learned_parameters_do_nothing_before_the_start() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +27,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from llmcompressor import plan, verify
 from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import NormMapping, QuIPModifier, SpinQuantModifier
@@ -39,6 +43,15 @@ EVERY_FORM = [
     for name in ALL
     for kind in ("hadamard", "random-hadamard", "random-matrix")
 ]
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What is logged, in order."""
+    texts: list[str] = []
+    sink = logger.add(lambda message: texts.append(str(message)), level="INFO")
+    yield texts
+    logger.remove(sink)
 
 
 def lively(model: Any) -> Any:
@@ -262,6 +275,45 @@ def test_keys_alone_are_not_quantized_where_queries_are_rotated() -> None:
     cache: Any = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
     with pytest.raises(TargetError, match="Leave R3 out"):
         run(llama(), SpinQuantModifier(rotations=["R3"]), QuantizationModifier(**cache))
+
+
+INT8: Any = {"targets": "Linear", "scheme": "W8A8", "ignore": ["lm_head"]}
+STATES: Any = {
+    "config_groups": {
+        "group_0": {
+            "targets": ["LlamaAttention"],
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        }
+    }
+}
+
+
+@pytest.mark.parametrize(("fields", "severity"), [(INT8, "note"), (STATES, "error")])
+def test_it_is_known_before_whether_servers_may_leave_out_r3(
+    fields: Any, severity: str, tmp_path: Path, logged: list[str]
+) -> None:
+    lively(llama()).save_pretrained(tmp_path / "source")
+
+    def recipe() -> list[Modifier]:
+        return [SpinQuantModifier(rotations=["R3"]), QuantizationModifier(**fields)]
+
+    said = plan(tmp_path / "source", recipe=recipe()).serving
+    assert {str(one.severity) for one in said if one.rule == "S73"} == {severity}
+    run(str(tmp_path / "source"), *recipe(), output_dir=tmp_path / "model")
+    begun = next(index for index, text in enumerate(logged) if "1 of 2" in text)
+    assert any("S73" in text for text in logged[:begun]) == (severity == "error")
+    assert verify(tmp_path / "model").ok == (severity == "note")
+
+
+def test_nothing_is_said_of_rotations_that_were_not_done() -> None:
+    model = llama()
+    with pytest.raises(TargetError):
+        run(
+            model,
+            SpinQuantModifier(rotations=["R3"]),
+            QuantizationModifier(**{**INT8, "targets": "Conv2d"}),
+        )
+    assert getattr(model, "transform_config", None) is None
 
 
 def test_rotations_come_first() -> None:

@@ -414,6 +414,19 @@ def test_what_cannot_be_factorized_is_chosen_by_score(warned: list[str]) -> None
     assert found.dampening == 0.01
 
 
+@pytest.mark.parametrize("modifier", MODIFIERS)
+def test_a_module_that_gets_zeros_alone_is_pruned_by_magnitude(
+    modifier: type, warned: list[str]
+) -> None:
+    model, name = tiny.llama(), "model.layers.1.mlp.down_proj"
+    model.model.layers[1].mlp.up_proj.weight.data.zero_()
+    before = model.get_submodule(name).weight.detach().clone()
+    tiny.run(model, modifier(**PAIRS))
+    rank = before.abs().unflatten(1, (-1, 4)).argsort(dim=-1).argsort(dim=-1).flatten(1)
+    assert torch.equal(model.get_submodule(name).weight, before * (rank >= 2))
+    assert [line for line in warned if name in line and "by magnitude" in line]
+
+
 def test_equal_shapes_are_solved_in_one_batch_as_if_alone() -> None:
     torch.manual_seed(0)
     sparsity = Sparsity((Share(8, 0.5), Share(4, 0.25)))

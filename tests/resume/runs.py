@@ -69,7 +69,7 @@ def cache() -> list[Any]:
 
 
 def sparse() -> list[Any]:
-    """A pass that only looks, a pass that prunes, and one that quantizes what was pruned."""
+    """A pass that only looks, and one that prunes and quantizes what was pruned."""
     return [
         SparseGPTModifier(
             sparsity=0.5,

@@ -29,7 +29,7 @@ BOUNDARIES = [
 OTHERS = [
     *((recipe, "torn", number) for recipe in ("rtn", "gptq") for number in (1, 3)),
     *((recipe, "appended", number) for recipe in ("one_pass", "cache") for number in (2, 3)),
-    *(("sparse", "append", number) for number in (2, 4, 7, 10, 13)),
+    *(("sparse", "append", number) for number in (2, 4, 5, 7, 9)),
     ("gptq", "write", 9),
     ("gptq", "write", 30),
 ]

@@ -115,6 +115,37 @@ def test_tied_weights_are_found_if_one_of_them_is_quantized() -> None:
     check_tied(model, {"head": preset_scheme("W8A8")})
 
 
+class Reused(nn.Module):
+    """A head that is the embedding, and two Linears that are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 32)
+        self.head = nn.Linear(32, 8, bias=False)
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head.weight = self.embed.weight
+        self.second.weight = self.first.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+@pytest.mark.parametrize("names", [["head"], ["first"], ["first", "second", "head"]])
+def test_the_way_out_of_a_shared_weight_is_one(names: list[str]) -> None:
+    """Whoever does what the error says does not get it again."""
+    model = Reused()
+    schemes = dict.fromkeys(names, preset_scheme("W8A8"))
+    with pytest.raises(TargetError) as caught:
+        check_tied(model, schemes)
+    if "tie_word_embeddings=False" in caught.value.remedy:
+        model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    else:
+        ignored = caught.value.remedy.partition("(")[2].rstrip(").").split(", ")
+        schemes = {name: one for name, one in schemes.items() if name not in ignored}
+    check_tied(model, schemes)
+    assert ("tie_word_embeddings" in caught.value.remedy) == (names == ["head"])
+
+
 def test_a_set_in_two_schemes_is_told_with_its_members(warned: list[str]) -> None:
     four, eight = preset_scheme("W4A16"), preset_scheme("W8A16")
     joined = [("x.q_proj", "x.k_proj", "x.v_proj"), ("x.gate_proj", "x.up_proj")]

@@ -105,6 +105,28 @@ def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, whole, step):
     assert modifier._starts == 0, "on_start belongs to the run that was killed"
 
 
+def test_masks_of_the_step_that_reaches_the_start_survive(tmp_path):
+    """They are there before the modifier has started, which it does with the next batch."""
+    prune = """
+        modifiers:
+          MagnitudePruningModifier:
+            {targets: Linear, init_sparsity: 0.25, final_sparsity: 0.5, start: 0.75, end: 1.5}
+        """
+    uninterrupted = trainer_of(tmp_path / "whole", recipe=prune, optim="sgd", learning_rate=0.1)
+    uninterrupted.train()
+    killed_at(trainer_of(tmp_path / "killed", recipe=prune, optim="sgd", learning_rate=0.1), 3)
+    saved = torch.load(tmp_path / "killed" / "checkpoint-3" / SESSION_FILE, weights_only=True)
+    [record] = saved["modifiers"]
+    assert "started" not in record["phases"]
+    assert record["state"]["sparsity"] == 0.25
+    resumed = trainer_of(tmp_path / "killed", recipe=prune, optim="sgd", learning_rate=0.1)
+    resumed.train(resume_from_checkpoint=True)
+    expected = weights(uninterrupted)
+    assert (expected["model.layers.0.mlp.down_proj.weight"] == 0).float().mean() == 0.5
+    for name, found in weights(resumed).items():
+        assert torch.equal(found, expected[name]), name
+
+
 def test_a_resumed_run_logs_what_the_whole_one_did(tmp_path, whole):
     killed_at(trainer_of(tmp_path), 4)
     resumed = trainer_of(tmp_path)

@@ -342,6 +342,11 @@ def bias_of_integers(sample: Sample) -> None:
     sample.tensors[f"{UP}.bias"] = torch.zeros(INNER, dtype=torch.int8)
 
 
+@fault("S35", "lm_head")
+def bias_of_the_inputs(sample: Sample) -> None:
+    sample.tensors["lm_head.bias"] = torch.zeros(HIDDEN + 1, dtype=torch.bfloat16)
+
+
 @fault("S36", f"{LAYER}.self_attn.qkv_proj", base="phi3")
 def blocks_across_shards(sample: Sample) -> None:
     sample.config |= {"num_attention_heads": 4, "num_key_value_heads": 1}
@@ -647,6 +652,40 @@ def rotation_of_keys(sample: Sample) -> None:
     _transform(sample, location="k_cache", targets=["LlamaAttention"])
 
 
+def _turned(sample: Sample, **keys: object) -> None:
+    both = [
+        {"targets": ["re:.*self_attn$"], "location": location, "inverse": False}
+        for location in ("q_attn", "k_cache")
+    ]
+    both[1] |= keys
+    scheme = {"type": "hadamard", "apply": both, "head_dim": 32}
+    sample.settings["transform_config"] = {"config_groups": {"R3": scheme}}
+
+
+@fault("S73", "R3", severity=NOTE)
+def rotation_of_queries_and_keys(sample: Sample) -> None:
+    """Left out, it changes nothing: q Q (k Q)^T is q k^T."""
+    _turned(sample)
+
+
+@fault("S73", "R3")
+def keys_are_turned_otherwise(sample: Sample) -> None:
+    _turned(sample, inverse=True)
+
+
+@fault("S73", "R3", base="cache")
+def turned_keys_are_cached(sample: Sample) -> None:
+    _turned(sample)
+
+
+@fault("S73", "R3")
+def turned_keys_are_quantized(sample: Sample) -> None:
+    _turned(sample)
+    inputs = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": inputs}
+    sample.groups["group_1"] = attention
+
+
 @fault("S74", "R", base="qwen3_moe", also="S76")
 def rotation_of_experts(sample: Sample) -> None:
     _transform(sample)
@@ -667,6 +706,16 @@ def rotation_without_its_matrix(sample: Sample) -> None:
 def rotation_in_transformers(sample: Sample) -> None:
     _transform(sample)
     _matrices(sample)
+
+
+@fault(
+    "S77",
+    "transform_config",
+    base="cache",
+    deployment=Deployment(tp=(1,), server="transformers"),
+)
+def turned_keys_in_transformers(sample: Sample) -> None:
+    _turned(sample)
 
 
 # ---------------------------------------------------------------------- transformers (T1 to T6)
@@ -695,6 +744,19 @@ def head_is_ignored_by_class(sample: Sample) -> None:
 @fault("T6", f"{LAYER}.mlp.experts", base="NVFP4-moe", deployment=Deployment(server="transformers"))
 def global_scales_of_experts(sample: Sample) -> None:
     """Nothing is spoilt: transformers loses these scales."""
+
+
+@fault("T6", f"{LAYER}.mlp.experts", base="qwen3_moe", deployment=Deployment(server="transformers"))
+def experts_that_are_looked_for_in_stacks(sample: Sample) -> None:
+    sample.config["model_type"] = "gpt_oss"
+
+
+@fault("T6", f"{LAYER}.feed_forward.experts", deployment=Deployment(server="transformers"))
+def experts_that_are_looked_for_one_by_one(sample: Sample) -> None:
+    sample.config["model_type"] = "llama4_text"
+    for own, shape in {"gate_up_proj": (HIDDEN, 2 * INNER), "down_proj": (INNER, HIDDEN)}.items():
+        stack = torch.zeros(2, *shape, dtype=torch.bfloat16)
+        sample.tensors[f"{LAYER}.feed_forward.experts.{own}"] = stack
 
 
 @fault("L1", "model.embed_tokens", base="embedding", deployment=Deployment(server="transformers"))
@@ -727,6 +789,11 @@ def encoder_that_generate_calls(sample: Sample) -> None:
 @fault("L2", DOWN, deployment=Deployment(server="transformers"))
 def packed_weights_of_another_type(sample: Sample) -> None:
     sample.config["model_type"] = "recurrent_gemma"
+
+
+@fault("L4", DOWN, base="NVFP4", deployment=Deployment(server="transformers"))
+def model_in_float32(sample: Sample) -> None:
+    sample.config["dtype"] = "float32"
 
 
 # ------------------------------------------------------------------------------ SGLang (G1 to G7)
@@ -882,7 +949,7 @@ def code_is_not_a_number(sample: Sample) -> None:
 # -------------------------------------------------------------------- against the original (R)
 
 
-@fault("R1", "model.norm.weight", compared=True)
+@fault("R1", "model.norm.weight", compared=True, also="S70")
 def norm_is_lost(sample: Sample) -> None:
     sample.drop("model.norm.")
 

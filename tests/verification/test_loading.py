@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from small_models import VOCABULARY
 from torch.nn import Linear
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -24,11 +26,14 @@ from transformers import (
     PreTrainedModel,
     T5Config,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from llmcompressor import oneshot, reset_session, verify
 from llmcompressor.entrypoints.model_free import model_free_ptq
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification.initialization import named_weights
+from llmcompressor.verification.rules.transformers import IN_STACKS
 
 WHOLE = ["Linear", "re:.*embed_tokens"]
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": VOCABULARY}
@@ -174,6 +179,142 @@ def test_experts_that_are_said_to_be_restored_are(
         assert not is_restored
     else:
         assert (distance < 0.3) == is_restored
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("preset", "runs"),
+    [
+        ("NVFP4A16", False),
+        ("MXFP4A16", False),
+        ("MXFP8A16", False),
+        ("FP8_DYNAMIC", True),
+        ("W4A16", True),
+        ("W8A8", True),
+    ],
+)
+def test_what_is_said_to_run_runs(preset: str, runs: bool, dtype: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**CONFIGS["llama"].to_dict(), "hidden_size": 128})
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(
+        tmp_path / "source"
+    )
+    recipe = QuantizationModifier(targets="Linear", scheme=preset, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=tmp_path / "source", recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+
+    report = verify(tmp_path / "model", serve="transformers")
+    said = {one.module for one in report.findings if one.rule == "L4"}
+    assert len(said) == (0 if runs else 7)
+    assert verify(tmp_path / "model").ok  # a limit of transformers alone
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    if runs:
+        assert logits(loaded).isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            logits(loaded)
+    assert verify(tmp_path / "model", serve="transformers", dtype="bfloat16").ok
+    assert (
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16))
+        .isfinite()
+        .all()
+    )
+
+
+def mixture(name: str, folder: Path, dtype: torch.dtype) -> Path:
+    sizes = {
+        **TOKENS,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "max_position_embeddings": 64,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), dtype=dtype)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "ignored", "is_read"),
+    [
+        ("gpt_oss", INT4, (), False),
+        ("gpt_oss", INT4, ("re:.*experts.*",), True),
+        ("granitemoe", INT4, (), False),
+        ("llama4_text", INT8, (), True),
+        ("llama4_text", NVFP4, (), True),
+        ("llama4_text", INT8, ("re:.*experts.*",), False),
+        ("mixtral", INT4, (), True),
+        ("mixtral", INT4, ("re:.*experts.*",), True),
+    ],
+)
+def test_mixtures_that_are_said_to_be_read_are(
+    name: str, scheme: dict[str, Any], ignored: tuple[str, ...], is_read: bool, tmp_path: Path
+) -> None:
+    source = mixture(name, tmp_path / "source", torch.bfloat16)
+    recipe = QuantizationModifier(
+        config_groups={"group_0": {"targets": ["Linear"], "weights": scheme}},
+        ignore=["lm_head", *ignored],
+    )
+    reset_session()
+    made = oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    errors = [
+        one.rule
+        for one in verify(tmp_path / "model", serve="transformers").findings
+        if one.severity == "error"
+    ]
+    assert errors == ([] if is_read else ["T6"])
+    assert verify(tmp_path / "model").ok
+    expected = logits(made).float()
+    loaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")).float()
+    assert (float((loaded - expected).norm() / expected.norm()) < 0.01) == is_read
+
+
+PER_EXPERT = "experts.*."
+NOT_OF_TEXT = ("_audio", "_vision", "_vision_model")
+
+
+def test_the_table_of_stacks_is_that_of_transformers() -> None:
+    """Families with stacks of experts, and without an entry that would make them."""
+    models = Path(transformers.__file__).parent / "models"
+    stacked = {
+        path.parent.name
+        for path in models.glob("*/modeling_*.py")
+        if "self.gate_up_proj = nn.Parameter(" in path.read_text(encoding="utf-8")
+    }
+    families: dict[str, list[str]] = {}
+    for name in CONFIG_MAPPING:
+        family = CONFIG_MAPPING[name].__module__.split(".")[-2]
+        if family in stacked:
+            families.setdefault(family, []).append(name)
+    unread = {
+        name
+        for names in families.values()
+        if not any(PER_EXPERT in source for each in names for source in sources(each))
+        for name in names
+        if not name.endswith(NOT_OF_TEXT)
+    }
+    text = {name for name in unread if not CONFIG_MAPPING[name].sub_configs}
+    assert text - {"llama4_text"} == IN_STACKS
+    assert "Llama4TextExperts" in MODULES_TO_PATCH_FOR_QUANTIZATION
+    assert len(MODULES_TO_PATCH_FOR_QUANTIZATION) == 1
+
+
+def sources(model_type: str) -> list[str]:
+    entries = get_checkpoint_conversion_mapping(model_type) or ()
+    return [source for entry in entries for source in entry.source_patterns]
 
 
 ONE = {"num_hidden_layers": 1}

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from bases import MADE
-from checkpoint_samples import Sample, dense, made, sparse
+from checkpoint_samples import HIDDEN, INNER, Sample, dense, made, sparse
 from faults import FAULTS, Fault
 
 from llmcompressor.errors import ArgumentError
@@ -150,3 +151,52 @@ def test_sizes_of_layers_and_of_other_models(tmp_path: Path) -> None:
     found = check_serving(sample.config, sample.headers(tmp_path))
     named = [one.module for one in found if one.rule == "C3"]
     assert named == ["vision_config.num_attention_heads"]
+
+
+def rules(sample: Sample, folder: Path, **facts: object) -> set[str]:
+    found = check_serving(
+        sample.config, sample.headers(folder), deployment=Deployment(tp=(1,), **facts)
+    )
+    return {one.rule for one in found}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "length", "fits"),
+    [("gpt2", INNER, True), ("gpt2", HIDDEN, False), ("x", HIDDEN, True), ("x", INNER, False)],
+)
+def test_a_bias_is_as_long_as_there_are_outputs(
+    model_type: str, length: int, fits: bool, tmp_path: Path
+) -> None:
+    """GPT-2 holds the weights of its Conv1D [in, out]; a Linear holds [out, in]."""
+    name = "transformer.h.0.mlp.c_fc"
+    tensors = {f"{name}.weight": torch.zeros(HIDDEN, INNER), f"{name}.bias": torch.zeros(length)}
+    sample = Sample({"model_type": model_type}, tensors)
+    assert ("S35" in rules(sample, tmp_path)) == (not fits)
+
+
+@pytest.mark.parametrize(("length", "fits"), [(INNER, True), (HIDDEN, False)])
+def test_codes_lie_in_rows_of_outputs(length: int, fits: bool, tmp_path: Path) -> None:
+    sample = made({"transformer.h.0.mlp.c_fc": (INNER, HIDDEN)}, model_type="gpt2")
+    sample.tensors["transformer.h.0.mlp.c_fc.bias"] = torch.zeros(length)
+    assert ("S35" in rules(sample, tmp_path)) == (not fits)
+
+
+def test_without_a_stated_dtype_that_of_the_weights_counts(tmp_path: Path) -> None:
+    sample = made(dense(), "NVFP4")
+    del sample.config["dtype"]
+    assert "L4" not in rules(sample, tmp_path)
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        sample.tensors[name] = sample.tensors[name].half()
+    assert "L4" in rules(sample, tmp_path)
+    assert "L4" not in rules(sample, tmp_path, dtype="bfloat16")
+
+
+def test_rotations_that_transformers_leaves_out_are_its_own_limit(tmp_path: Path) -> None:
+    sample = made(dense(), "W8A8")
+    online = {"targets": ["re:.*down_proj$"], "location": "input"}
+    sample.settings["transform_config"] = {
+        "config_groups": {"R4": {"type": "hadamard", "apply": [online]}}
+    }
+    assert severity(sample, tmp_path, "S77") == {Severity.WARNING}
+    assert severity(sample, tmp_path, "S77", server="transformers") == {Severity.ERROR}
+    assert severity(sample, tmp_path, "S77", server="vllm") == set()

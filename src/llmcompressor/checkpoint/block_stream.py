@@ -89,7 +89,11 @@ class BlockStream:
             self._entries.setdefault(self._block_of(entry.name), []).append(entry)
         self.stage = 0
         self._inside: list[str] = []
-        self._intact = self._find_intact()
+        try:
+            self._intact = self._find_intact()
+        except BaseException:
+            self.close()
+            raise
         self._done = {(stage, block) for stage, block in self._intact}
 
     # ------------------------------------------------------------------ for pipelines
@@ -222,8 +226,12 @@ class BlockStream:
         self._writer.write(stored | extras, partial(self._commit, block, report))
 
     def _commit(self, block: str, report: Mapping[str, Any], digest: str) -> None:
-        source = self._weights.digests.get(block, "") if self.stage == 0 else ""
-        self._workspace.journal.add(BlockEntry(block, digest, source, report, self.stage))
+        source, files = "", dict[str, str]()
+        if self.stage == 0:
+            source = self._weights.digests.get(block, "")
+            files = dict(self._weights.files.get(block, {}))
+        entry = BlockEntry(block, digest, source, report, self.stage, files)
+        self._workspace.journal.add(entry)
 
     def _put_scratch(
         self, stage: int, block: str, modules: Collection[Module] | None = None
@@ -280,8 +288,8 @@ class BlockStream:
             kept = self._scratch.digest(stage, block) if stage < self._last else written[block]
             if kept == entry.digest:
                 intact.add((stage, block))
-            if stage == 0 and entry.source:
-                self._weights.expect(block, entry.source)
+            if stage == 0 and entry.source:  # blocks of two sources would make no model
+                self._weights.confirm(block, entry.source, entry.files)
         damaged = sorted({block or "the rest" for _, block in set(entries) - intact})
         if damaged:
             logger.warning(f"{', '.join(damaged)}: damaged on the disk, and done again.")

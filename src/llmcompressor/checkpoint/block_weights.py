@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class BlockWeights:
         device: where weights go.
         reads_ahead: whether :meth:`read_ahead` does anything.
         digests: block → hash of its tensors as they were read.
+        files: block → file that it was read from → what that looked like before.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class BlockWeights:
         self._names[REST] = blueprint.tensors_of(None, blocks)
         self._reader = TensorReader(blueprint.source.tensors)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        self._ahead: dict[str, Future[tuple[dict[str, Tensor], str]]] = {}
+        self._ahead: dict[str, Future[_Read]] = {}
         self.reads_ahead = True
         self.digests: dict[str, str] = {}
+        self.files: dict[str, Mapping[str, str]] = {}
+        self._rest: Mapping[str, str] = {}
 
     @property
     def blocks(self) -> Sequence[str]:
@@ -71,6 +75,12 @@ class BlockWeights:
         """Bytes of a block's tensors in the checkpoint."""
         headers = self._blueprint.source.tensors
         return sum(headers[name].nbytes for name in self._names[block])
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """What was read so far: block, or tensor that lies in none → hash."""
+        blocks = {block: digest for block, digest in self.digests.items() if block != REST}
+        return {**self._rest, **blocks}
 
     def load_rest(self) -> None:
         """Load what lies in no block, and find out which embeddings are tied."""
@@ -87,9 +97,9 @@ class BlockWeights:
         headers = self._blueprint.source.tensors
         with progress(sum(map(len, self._names.values())), "Checking weights") as advance:
             for block in self._names:
-                digest = xxhash.xxh3_128()
+                hashes = _Hashes()
                 for name in self._names[block]:
-                    tensor = self._reader.read(name, digest)
+                    tensor = hashes.read(self._reader, name)
                     if tensor.is_floating_point() and not is_finite(tensor):
                         raise NonFiniteError(
                             f"The weight {name} in {headers[name].file} holds NaN or infinity. "
@@ -97,7 +107,7 @@ class BlockWeights:
                             "get it anew."
                         )
                     advance(1)
-                self.digests[block] = digest.hexdigest()
+                self.digests[block] = hashes.together
 
     def load(self, block: str) -> None:
         """Read a block's tensors and put them into the model.
@@ -107,24 +117,31 @@ class BlockWeights:
             NonFiniteError: a tensor holds NaN or infinity.
         """
         future = self._ahead.pop(block, None)
-        tensors, digest = future.result() if future is not None else self._read(block)
-        self.expect(block, digest)
-        self.put(tensors, self._blueprint.names)
+        read = future.result() if future is not None else self._read(block)
+        self._expect(block, read.hashes.together)
+        self.files[block] = read.files
+        if block == REST:
+            self._rest = read.hashes.by_name
+        self.put(read.tensors, self._blueprint.names)
         self.settle(block)
         self._check(block)
 
-    def expect(self, block: str, digest: str) -> None:
-        """Say what hash the tensors of a block have.
+    def confirm(self, block: str, digest: str, files: Mapping[str, str]) -> None:
+        """Compare a block with what an earlier run has read of it.
+
+        It is read where somebody may have changed its files since, and nobody has read it yet.
+
+        Args:
+            block: its name.
+            digest: the hash of its tensors then.
+            files: what its files looked like then.
 
         Raises:
-            CheckpointError: it is another one than was read or expected before.
+            CheckpointError: the hash is another one now, or a file cannot be read.
         """
-        if self.digests.setdefault(block, digest) != digest:
-            raise CheckpointError(
-                f"The weights of {block or 'the model'} are not what they were when this run "
-                "began.",
-                'Restore them, or throw the progress away with resume="never" (--resume never).',
-            )
+        if block not in self.digests and files != self._reader.stamps(self._names[block]):
+            self.digests[block] = self._read(block).hashes.together
+        self._expect(block, digest)
 
     def read_ahead(self, block: str) -> None:
         """Begin to read a block on a thread; :meth:`load` will find it read."""
@@ -153,10 +170,18 @@ class BlockWeights:
 
     # ------------------------------------------------------------------ helpers
 
-    def _read(self, block: str) -> tuple[dict[str, Tensor], str]:
-        digest = xxhash.xxh3_128()
-        tensors = {name: self._reader.read(name, digest) for name in self._names[block]}
-        return tensors, digest.hexdigest()
+    def _read(self, block: str) -> _Read:
+        names, hashes = self._names[block], _Hashes()
+        files = self._reader.stamps(names)  # before the data: what is written meanwhile shows
+        return _Read({name: hashes.read(self._reader, name) for name in names}, hashes, files)
+
+    def _expect(self, block: str, digest: str) -> None:
+        if self.digests.setdefault(block, digest) != digest:
+            raise CheckpointError(
+                f"The weights of {block or 'the model'} are not what they were when this run "
+                "began.",
+                'Restore them, or throw the progress away with resume="never" (--resume never).',
+            )
 
     @torch.no_grad()
     def put(self, tensors: Mapping[str, Tensor], names: Mapping[str, LoadedName]) -> None:
@@ -256,6 +281,35 @@ class BlockWeights:
             for name, _ in self._model.named_modules()
             if not (inside and f"{name}.".startswith(inside))
         ]
+
+
+class _Hashes:
+    """Hashes of tensors as they are read."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, str] = {}
+
+    def read(self, reader: TensorReader, name: str) -> Tensor:
+        """Read a tensor, and keep its hash."""
+        digest = xxhash.xxh3_128()
+        tensor = reader.read(name, digest)
+        self.by_name[name] = digest.hexdigest()
+        return tensor
+
+    @property
+    def together(self) -> str:
+        """One hash for all of them."""
+        lines = [f"{name} {digest}" for name, digest in self.by_name.items()]
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A block that was read, and is not in the model yet."""
+
+    tensors: dict[str, Tensor]
+    hashes: _Hashes
+    files: Mapping[str, str]
 
 
 def _is_empty(module: Module, name: str) -> bool:

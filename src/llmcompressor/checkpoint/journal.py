@@ -37,6 +37,7 @@ class BlockEntry:
         source: hash of its tensors as they were read.
         report: what the modifiers recorded of its modules, by modifier.
         stage: which of several passes over the model wrote it; the last one writes the output.
+        files: file that its tensors were read from → what it looked like then.
     """
 
     block: str
@@ -44,6 +45,7 @@ class BlockEntry:
     source: str
     report: Mapping[str, Any] = field(default_factory=dict)
     stage: int = 0
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 class Journal:

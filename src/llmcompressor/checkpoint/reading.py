@@ -9,7 +9,8 @@ where a read raises an error that names it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,27 @@ class TensorReader:
             return tensor[slice(*header.rows)].contiguous()
         return tensor
 
+    def stamps(self, names: Iterable[str]) -> dict[str, str]:
+        """File of some tensors → what changes when somebody writes to it or replaces it.
+
+        It is that of the open file, which is the one that is read.
+
+        Raises:
+            CheckpointError: a file cannot be opened.
+        """
+        found: dict[str, str] = {}
+        for header in map(self._headers.__getitem__, names):
+            if header.file.name not in found:
+                with _one_clear_error(header.file):
+                    status = os.fstat(self._descriptor(header.file))
+                times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+                found[header.file.name] = f"{status.st_size} {status.st_ino} {times}"
+        return found
+
     def open_all(self) -> None:
         """Open every file now: it can be read from then on, whatever becomes of its name."""
         for header in self._headers.values():
-            if header.file not in self._files:
-                self._files[header.file] = os.open(header.file, os.O_RDONLY)
+            self._descriptor(header.file)
 
     def __del__(self) -> None:
         self.close()
@@ -115,16 +132,14 @@ class TensorReader:
             os.close(descriptor)
         self._files.clear()
 
+    def _descriptor(self, file: Path) -> int:
+        if file not in self._files:
+            self._files[file] = os.open(file, os.O_RDONLY)
+        return self._files[file]
+
     def _read_into(self, header: TensorHeader, view: memoryview, done: int) -> int:
-        try:
-            if header.file not in self._files:
-                self._files[header.file] = os.open(header.file, os.O_RDONLY)
-            count = os.preadv(self._files[header.file], [view], header.offset + done)
-        except OSError as error:
-            raise CheckpointError(
-                f"The file {header.file} cannot be read: {error.strerror or error}.",
-                "Check the disk; what is finished is kept, and the same call continues.",
-            ) from error
+        with _one_clear_error(header.file):
+            count = os.preadv(self._descriptor(header.file), [view], header.offset + done)
         if count == 0:
             raise CheckpointError(
                 f"The file {header.file} has become shorter while it was read.",
@@ -141,3 +156,14 @@ class TensorReader:
                 "Convert the checkpoint.",
             )
         return DTYPES[header.dtype]
+
+
+@contextmanager
+def _one_clear_error(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"The file {file} cannot be read: {error.strerror or error}.",
+            "Check the disk; what is finished is kept, and the same call continues.",
+        ) from error

@@ -251,9 +251,10 @@ def _not_a_directory(path: Path) -> CheckpointError:
     siblings = [sibling.name for sibling in parent.iterdir()] if parent.is_dir() else []
     folders = [name for name in siblings if (parent / name / CONFIG).is_file()]
     remedy = did_you_mean(path.name, folders) if folders else ""
+    near = remedy if remedy.startswith("Did you mean") else ""  # what else lies there is no help
     return CheckpointError(
         f"The model folder {path} does not exist.",
-        remedy or "Give an existing folder or the id of a model on the hub.",
+        near or "Give an existing folder or the id of a model on the hub.",
     )
 
 

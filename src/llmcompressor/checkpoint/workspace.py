@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from llmcompressor.checkpoint.journal import Journal, differences
 from llmcompressor.checkpoint.staging import disk_errors, put_in_place, remove_at_once, work_folder
-from llmcompressor.errors import OutputError
+from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
 
 __all__ = ["Workspace", "is_being_published", "opened", "was_published"]
@@ -76,7 +76,12 @@ class Workspace:
         self._lock.close()
 
     def abandon(self) -> None:
-        """Throw the progress away: what there is is of no use, or quickly made again."""
+        """Throw the progress away: nobody can go on from it."""
+        if self.journal.entries:
+            logger.warning(
+                f"{self.folder} is removed: the same call would fail again, and no other one could "
+                "go on from what is finished."
+            )
         self.journal.entries.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -110,6 +115,7 @@ def opened(
         )
     with disk_errors(target):
         created = not folder.exists()
+        _check_kinds(folder)
         folder.mkdir(parents=True, exist_ok=True)
         lock = _locked(folder, target)
         if resume == "never":
@@ -120,10 +126,13 @@ def opened(
             _compare(workspace, fingerprint)
             is_mine = True
             yield workspace
-        except BaseException:
+        except BaseException as error:
             lock.close()
             if is_mine and folder.exists() and _has_progress(folder):
-                logger.warning(f"What is finished is kept in {folder}: the same call continues.")
+                mended = " once that is mended" if isinstance(error, InputError) else ""
+                logger.warning(
+                    f"What is finished is kept in {folder}: the same call continues{mended}."
+                )
             elif created:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -154,6 +163,18 @@ def _is_ready(folder: Path) -> bool:
         return False  # a damaged journal; the run itself says so
 
 
+def _check_kinds(folder: Path) -> None:
+    """Refuse a working folder in which a file stands for a folder, or the other way round."""
+    folders = [folder, folder / _FILES, folder / _SCRATCH]
+    for path in (*folders, folder / _JOURNAL, folder / _LOCK):
+        if path.exists() and path.is_dir() != (path in folders):
+            found, wanted = ("file", "folder") if path in folders else ("folder", "file")
+            raise OutputError(
+                f"{path} is a {found}, and the {wanted} of that name is part of a run's progress.",
+                f"Remove {folder}, or choose another output directory.",
+            )
+
+
 def _has_progress(folder: Path) -> bool:
     journal = folder / _JOURNAL
     return _is_ready(folder) or (journal.is_file() and bool(Journal(journal).entries))
@@ -168,8 +189,9 @@ def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
     if differing:
         raise OutputError(
             f"{workspace.folder} holds the progress of another run: {_listed(differing)}.",
-            "Repeat the call that was broken off, choose another output directory, or pass "
-            'resume="never" (--resume never) to throw that progress away.',
+            "Repeat the call that was broken off, with the model and the data that it had, choose "
+            'another output directory, or pass resume="never" (--resume never) to throw that '
+            "progress away.",
         )
     logger.info(f"Continuing the run in {workspace.folder}.")
     if workspace.target in workspace.folder.parents and workspace.journal.is_ready:

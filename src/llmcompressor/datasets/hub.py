@@ -13,7 +13,15 @@ from datasets import Dataset, IterableDataset
 from llmcompressor.datasets.rows import Row, Stream
 from llmcompressor.errors import DatasetError
 
-__all__ = ["HubRows", "HubStream", "load_hub", "load_saved", "quiet", "rows_of_table"]
+__all__ = [
+    "HubRows",
+    "HubStream",
+    "load_hub",
+    "load_saved",
+    "quiet",
+    "rows_of_frame",
+    "rows_of_table",
+]
 
 
 class HubRows:
@@ -38,6 +46,16 @@ class HubRows:
 def rows_of_table(table: Any) -> HubRows:
     """Rows of an Arrow table whose metadata describes images or audio."""
     return HubRows(Dataset(datasets.table.InMemoryTable(table)))
+
+
+def rows_of_frame(frame: Any) -> HubRows:
+    """Rows of a pandas data frame; what it lacks (NaN) is ``None``."""
+    try:
+        return HubRows(Dataset.from_pandas(frame, preserve_index=False))
+    except Exception as error:  # values of several types in one column, and so on
+        raise DatasetError(
+            f"The data frame cannot be read: {error}.", 'Give frame.to_dict("records") instead.'
+        ) from error
 
 
 class HubStream(Stream):

@@ -11,7 +11,9 @@ from typing import Any
 
 from llmcompressor.datasets.chat import ChatRenderer, is_chat, turns
 from llmcompressor.datasets.rows import Row
+from llmcompressor.datasets.samples import MAIN_INPUTS
 from llmcompressor.errors import DatasetError, did_you_mean
+from llmcompressor.logger import logger
 
 __all__ = ["RowPreparer", "load_function"]
 
@@ -54,7 +56,8 @@ class RowPreparer:
     Args:
         function: the user's function from a row to columns that are added to it, or ``None``.
         template: a registered data set's own, which replaces the row; used without a function.
-        text_column: the column that holds the text, if there is no ``text``.
+        text_column: the column that holds the text.  What ``function`` or ``template`` makes the
+            column ``text`` of goes before it.
         remove_columns: columns to drop.
         chat: renders conversations.
     """
@@ -73,14 +76,15 @@ class RowPreparer:
         self._text_column = text_column
         self._remove = frozenset(remove_columns or ())
         self._chat = chat
+        self._has_warned = False
 
     def __call__(self, row: Row, where: str) -> Row:
         """One row, prepared; the given one is not changed."""
-        row = self._preprocessed(row, where)
+        given, row = row, self._preprocessed(row, where)
         for name in self._remove & row.keys():
             del row[name]
-        if "text" not in row and self._text_column in row:
-            row["text"] = row.pop(self._text_column)
+        if self._text_column != "text":
+            self._name_text(row, where, is_made=_is_text_made(row, given))
         if "text" not in row:
             chats = [name for name in _CHATS if is_chat(row.get(name))]
             if chats:
@@ -89,20 +93,35 @@ class RowPreparer:
             row["text"] = self._chat(turns(row["text"]))
         return row
 
+    def _name_text(self, row: Row, where: str, *, is_made: bool) -> None:
+        """Make the column that the user named ``text``; rows that came tokenized need none."""
+        if is_made:
+            if not self._has_warned:
+                logger.warning(
+                    f"text_column={self._text_column!r} is not used: what prepares the rows makes "
+                    "their text itself."
+                )
+            self._has_warned = True
+        elif self._text_column in row:
+            row["text"] = row.pop(self._text_column)
+        elif not MAIN_INPUTS & row.keys():
+            raise DatasetError(
+                f"{where} has no column {self._text_column!r}; it has {_columns(row)}.",
+                did_you_mean(self._text_column, row) or "Give rows that have it.",
+            )
+
     def check_columns(self, row: Row, usable: Iterable[str], where: str) -> None:
         """Raise an error that says which columns there are, if none of them is usable."""
         if any(row.get(name) is not None for name in usable) or "text" in row:
             return
-        columns = ", ".join(sorted(row)) or "no columns at all"
         texts = sorted(name for name, value in row.items() if isinstance(value, str))
-        if self._text_column != "text":
-            problem = f"{where} has no column {self._text_column!r}; it has {columns}."
-            raise DatasetError(problem, did_you_mean(self._text_column, row))
         remedy = "Make text or input_ids of them with a preprocessing_func."
         if texts:
             named = " or ".join(f"text_column={name!r}" for name in texts[:3])
             remedy = f"Name the column of the text: {named}."
-        raise DatasetError(f"{where} has neither text nor input_ids; it has {columns}.", remedy)
+        raise DatasetError(
+            f"{where} has neither text nor input_ids; it has {_columns(row)}.", remedy
+        )
 
     def _preprocessed(self, row: Row, where: str) -> Row:
         try:
@@ -122,6 +141,17 @@ class RowPreparer:
             raise DatasetError(
                 f"{where} cannot be preprocessed: {error!r}.", "Check the preprocessing_func."
             ) from error
+
+
+def _columns(row: Row) -> str:
+    return ", ".join(sorted(row)) or "no columns at all"
+
+
+def _is_text_made(row: Row, given: Row) -> bool:
+    """Whether the text of a prepared row is not the one that it came with."""
+    if "text" not in row or "text" not in given:
+        return "text" in row
+    return isinstance(row["text"], str) and row["text"] != given["text"]
 
 
 def _merged(row: Row, made: Any) -> Row:

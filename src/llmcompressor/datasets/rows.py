@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from llmcompressor.errors import DatasetError
 
-__all__ = ["Chain", "Items", "Row", "Rows", "Slice", "Stream", "as_row"]
+__all__ = ["Chain", "Columns", "Items", "Row", "Rows", "Slice", "Stream", "as_row"]
 
 Row: TypeAlias = dict[str, Any]
 
@@ -63,7 +63,47 @@ class Items:
 
     def fetch(self, indices: Sequence[int]) -> list[Row]:
         """The items at ``indices`` as rows."""
-        return [as_row(self._items[index], index) for index in indices]
+        return [as_row(self._item(index), index) for index in indices]
+
+    def _item(self, index: int) -> Any:
+        try:
+            return self._items[index]
+        except DatasetError:
+            raise
+        except Exception as error:
+            raise DatasetError(
+                f"The data is a {type(self._items).__name__}, and its sample {index} cannot be "
+                f"read: {error!r}.",
+                "Give a Dataset, a list of rows, or anything that is indexed by a sample's number.",
+            ) from error
+
+
+class Columns:
+    """Rows of a mapping from column to values, as a tokenizer makes it of several texts.
+
+    >>> Columns({"text": ["a", "b"], "prompt": ["", "b"]}).fetch([1])
+    [{'text': 'b', 'prompt': 'b'}]
+    """
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self._columns = dict(columns)
+        lengths = {name: len(values) for name, values in self._columns.items()}
+        if len(set(lengths.values())) > 1:
+            each = ", ".join(f"{name} has {count}" for name, count in lengths.items())
+            raise DatasetError(
+                f"The columns of the data differ in length: {each}.",
+                "Give each column one value for every sample.",
+            )
+        self._count = max(lengths.values(), default=0)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def fetch(self, indices: Sequence[int]) -> list[Row]:
+        """The values at ``indices`` of all columns."""
+        return [
+            {name: values[index] for name, values in self._columns.items()} for index in indices
+        ]
 
 
 class Slice:

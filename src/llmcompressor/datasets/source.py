@@ -13,7 +13,8 @@ from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import table
 from llmcompressor.datasets.files import is_saved_dataset, read_path
 from llmcompressor.datasets.formats import KINDS, kind_of
-from llmcompressor.datasets.rows import Items, Rows, Stream
+from llmcompressor.datasets.rows import Columns, Items, Rows, Stream
+from llmcompressor.datasets.samples import MAIN_INPUTS
 from llmcompressor.datasets.splits import cut, parse_split, pick_split, split_for
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
@@ -34,8 +35,12 @@ _ADAPTERS = (
     ("datasets", "Dataset", "llmcompressor.datasets.hub:HubRows"),
     ("datasets", "IterableDataset", "llmcompressor.datasets.hub:HubStream"),
     ("torch.utils.data", "IterableDataset", "llmcompressor.datasets.rows:Stream"),
+    ("pandas", "DataFrame", "llmcompressor.datasets.hub:rows_of_frame"),
 )
 """Classes by package and name → what makes rows of their objects, imported when there is one."""
+
+_COLUMNS = MAIN_INPUTS | {"conversations", "messages", "text"}
+"""A mapping with one of these for a key holds columns; any other holds splits."""
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -188,7 +193,9 @@ def _load_hub(
 
 
 def _rows_of_object(data: Any, split: str | None) -> Rows | Stream:
-    """Rows of data in memory; a dict is splits by name."""
+    """Rows of data in memory; a mapping is splits by name, or columns."""
+    if isinstance(data, Mapping) and _has_columns(data):
+        return cut(Items([dict(data)]) if _is_one_row(data) else Columns(data), split)
     if isinstance(data, Mapping):
         splits = {str(name): rows_of(value, None) for name, value in data.items()}
         return pick_split(splits, split, "The given data")
@@ -196,6 +203,22 @@ def _rows_of_object(data: Any, split: str | None) -> Rows | Stream:
     if split and own and parse_split(split)[0].name != own.partition("[")[0]:
         logger.warning(f"The given data is the split {own!r}; splits={split!r} only cuts it.")
     return rows_of(data, split)
+
+
+def _has_columns(data: Mapping[str, Any]) -> bool:
+    """Whether a mapping holds columns, and not the rows of a split that has such a name."""
+    found = [data[name] for name in _COLUMNS & data.keys()]
+    return bool(found) and not any(hasattr(each, "column_names") for each in found)
+
+
+def _is_one_row(data: Mapping[str, Any]) -> bool:
+    """Whether it is a single text, or what a tokenizer makes of one."""
+    first = next(iter(data.get("input_ids", ())), None)
+    return isinstance(data.get("text"), str) or isinstance(first, int) or _is_scalar(first)
+
+
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "ndim", None) == 0
 
 
 def rows_of(data: Any, split: str | None = None) -> Rows | Stream:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last step of a run: what was written is read again, before it gets its name."""
+"""Before a run, what readers would refuse of its output; after it, the files are read again."""
 
 from __future__ import annotations
 
@@ -7,19 +7,32 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.nn import Module
+from transformers import PreTrainedModel
+
 from llmcompressor.checkpoint.output_layout import Stored
+from llmcompressor.checkpoint.prediction import predict
+from llmcompressor.checkpoint.save import planned_config
+from llmcompressor.core.state import State
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
-from llmcompressor.verification import TensorInfo, check_serving
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.schemes.assign import listed
+from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.check import verify_files
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.report import merged
 
-__all__ = ["check_written", "warn_unservable"]
+__all__ = ["check_written", "warn_unservable", "warn_unservable_model"]
 
 _MOST_SHOWN = 5
 _OF_VALUES = {"S27", "S72"}
 """Rules of servers that are about values: no recipe asks for breaking them."""
+_REMEDIES = {
+    "L2": "Ignore these modules, take a scheme whose codes keep the name weight (W8A8, "
+    "FP8_DYNAMIC), or serve it with vLLM."
+}
+"""What the user of a recipe can do, where the rule itself can only speak of a checkpoint."""
 
 
 def check_written(folder: Path) -> dict[str, Any]:
@@ -64,17 +77,58 @@ def check_written(folder: Path) -> dict[str, Any]:
 def warn_unservable(config: Mapping[str, Any], stored: Iterable[Stored]) -> None:
     """Say before the work what servers would refuse, or run wrong, of its output.
 
+    What transformers alone cannot read is among it. Such a checkpoint is sound, but it is what most
+    people read theirs with first, and the reason is in none of the errors that they would get.
+
     Args:
         config: the ``config.json`` that will be written.
         stored: the tensors that will be.
     """
     headers = {one.name: TensorInfo(one.dtype, one.shape) for one in stored}
-    errors = [one for one in check_serving(config, headers) if one.severity is Severity.ERROR]
+    errors = _errors(config, headers)
     for one in merged(errors):
         logger.warning(
             f"{one.first.server} would not serve this ({one.first.rule}). "
             f"{_said([one.first])}" + (f" ({len(one.modules)} modules)" if one.modules[1:] else "")
         )
+    alone = Deployment("transformers")
+    limits = [one for one in _errors(config, headers, alone) if one not in errors]
+    for one in merged(limits):
+        remedy = _REMEDIES.get(one.first.rule, one.first.remedy)
+        logger.warning(
+            f"transformers would not load or run this ({one.first.rule}). "
+            f"{listed(one.modules)}: {one.first.message} {remedy}".strip()
+        )
+
+
+def warn_unservable_model(
+    model: Module, modifiers: Iterable[Modifier], state: State, source: str | None, *, packed: bool
+) -> None:
+    """The same for a model that is in memory.
+
+    Args:
+        model: the model; only of transformers' classes is it known what will be written.
+        modifiers: what will be done, initialized.
+        state: of the session.
+        source: the folder of the original.
+        packed: weights are packed, not written dense.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    planned = [one for modifier in modifiers for one in modifier.planned(state)]
+    prediction = predict(model, planned, {}, save_compressed=packed)
+    folder = None if source is None else Path(source)
+    config = planned_config(model, folder, prediction, compressed=packed)
+    warn_unservable(config, prediction.stored)
+
+
+def _errors(
+    config: Mapping[str, Any],
+    headers: Mapping[str, TensorInfo],
+    deployment: Deployment | None = None,
+) -> list[Finding]:
+    found = check_serving(config, headers, deployment=deployment)
+    return [one for one in found if one.severity is Severity.ERROR]
 
 
 def _said(findings: list[Finding]) -> str:

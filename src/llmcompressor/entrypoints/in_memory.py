@@ -20,7 +20,7 @@ from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoin
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
-from llmcompressor.entrypoints.checking import check_written
+from llmcompressor.entrypoints.checking import check_written, warn_unservable_model
 from llmcompressor.entrypoints.job import Job, compression_report, report_of, undone_on_error
 from llmcompressor.entrypoints.task import EXPERTS, Task
 from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
@@ -135,6 +135,14 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
         calib_data=batches,
         copy_data=False,
     )
+    if job.output_dir is not None and job.run_args.verify:
+        warn_unservable_model(
+            model,
+            session.lifecycle.recipe.modifiers,
+            session.state,
+            job.source,
+            packed=job.model_args.save_compressed,
+        )
     if job.recipe.modifiers:
         _run_pipelines(job, model, batches, session)
     session.finalize()

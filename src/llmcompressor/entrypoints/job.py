@@ -17,6 +17,7 @@ from llmcompressor.datasets.source import Source, open_source
 from llmcompressor.entrypoints.task import (
     Records,
     Task,
+    as_path,
     compression_report,
     report_of,
     undone_on_error,
@@ -43,7 +44,7 @@ class Job(Task):
         **arguments: Any,
     ) -> None:
         super().__init__("oneshot", output_dir, (), arguments, also_known=("log_dir",))
-        self.log_dir = log_dir
+        self.log_dir = as_path("log_dir", log_dir)
         self._check_data_needed()
         self._check_pipeline()
 
@@ -128,5 +129,7 @@ def _is_tokenized(data: Any) -> bool:
     names = getattr(data, "column_names", None)
     if isinstance(names, list):
         return "input_ids" in names
+    if isinstance(data, Mapping):
+        return "input_ids" in data
     first = data[0] if isinstance(data, list) and data else None
     return isinstance(first, Mapping) and "input_ids" in first

@@ -21,10 +21,17 @@ from llmcompressor.checkpoint.source import SourceInfo, inspect_source, is_hub_i
 from llmcompressor.checkpoint.tree_model import TreeModel, build_tree
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.streamed import run_blueprint
+from llmcompressor.entrypoints.task import as_path
 from llmcompressor.entrypoints.transposed import refuse_transposed
 from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.matching import matches, matches_name, near_matches, unmatched
+from llmcompressor.modeling.matching import (
+    check_targets,
+    matches,
+    matches_name,
+    near_matches,
+    unmatched,
+)
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.assign import is_empty, listed
@@ -92,7 +99,7 @@ def model_free_ptq(
     resolved = modifier.resolve_quantization_config()
     _check_needs_no_data(modifier, resolved)
     job = Job(
-        Path(save_directory),
+        as_path("save_directory", save_directory),
         None,
         model=os.fspath(model_stub),
         recipe=modifier,
@@ -104,6 +111,8 @@ def model_free_ptq(
     )
     source = _inspect(os.fspath(model_stub))
     blueprint = _blueprint(source, resolved)
+    # Again by the modifier, whose advice is a field of recipes; here nobody can set it.
+    check_targets(blueprint.model, resolved.targets)
     fields["ignore"] = _ignored(blueprint.model, resolved)
     refuse_transposed(source, blueprint.model, fields["ignore"], resolved.targets)
     job.recipe = Recipe.from_modifiers(QuantizationModifier(**fields))

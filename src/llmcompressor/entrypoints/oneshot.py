@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from llmcompressor.args import RunArguments, parse_arguments
 from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.plan import plan_from_arguments
@@ -44,7 +45,7 @@ def oneshot(
         The compressed model, ready to run; its ``save_pretrained`` writes compressed
         checkpoints. Where it was read from a checkpoint and written to another one, its blocks
         are read from there when they are first looked at. With ``dry_run=True`` the
-        :class:`~llmcompressor.planning.result.Plan`.
+        :class:`~llmcompressor.planning.result.Plan`; what would be refused is in its ``problems``.
 
     Raises:
         InputError: one of many things that the user can mend; the message says which and how.
@@ -64,6 +65,8 @@ def oneshot(
         )
     """
     given = {"model": model, "recipe": recipe, "dataset": dataset, **arguments}
+    if _is_dry(given):  # a plan makes the checks itself, and goes on where a run ends
+        return plan_from_arguments({"output_dir": output_dir, "log_dir": log_dir, **given})
     return Oneshot(output_dir=output_dir, log_dir=log_dir, **given)()
 
 
@@ -89,6 +92,12 @@ class Oneshot(Job):
             if checkpoint is not None:
                 return run_streamed(self, checkpoint, source)
             return run_in_memory(self, source)
+
+
+def _is_dry(arguments: Mapping[str, Any]) -> bool:
+    own = {name: value for name, value in arguments.items() if name == "dry_run"}
+    args: RunArguments = parse_arguments(own, RunArguments)[0]
+    return args.dry_run
 
 
 @contextmanager

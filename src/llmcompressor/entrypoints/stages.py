@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,14 @@ from llmcompressor.core.session_functions import active_session
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.oneshot import oneshot
 from llmcompressor.entrypoints.task import check_run_types
-from llmcompressor.entrypoints.teacher import load_possibly_compressed
+from llmcompressor.entrypoints.teacher import check_teacher, load_possibly_compressed
 from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import NOT_OF_TRAINING, Training
 from llmcompressor.errors import ArgumentError, OutputError, RecipeError
 from llmcompressor.logger import logger
+from llmcompressor.modifiers.distillation import OutputDistillationModifier
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.modifiers.rotation.base import RotationModifier
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe, Stage
 
@@ -51,6 +54,9 @@ _ONESHOT = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
 _TRAIN = (*_ONESHOT, TrainingArguments)
 _OF_THE_WHOLE = ("dry_run", "model", "recipe", "recipe_args", "resume_from_checkpoint", "stage")
 _FOR_THE_FIRST = ("config_name", "model_revision")
+_QUANTIZED, _ROTATED = "has quantized", "rotates at run time"
+_MULTIPLIED_IN = {"R1", "R2"}
+"""Rotations of which nothing is left in the forward."""
 _NOT_RECORDED = (
     "loggers",
     "log_dir",
@@ -108,9 +114,9 @@ def run_stages(
         stage.follow(before, model)
         stage.is_finished = record.is_finished(stage, overwrite=bool(given.get("overwrite")))
         before = stage
-    for stage in plan:
+    for place, stage in enumerate(plan):
         if not stage.is_finished:
-            stage.check(model)
+            stage.check(model, plan[:place])
     return _run(plan, record, model)
 
 
@@ -121,7 +127,7 @@ class _Stage:
         self.name = stage.name
         self.kind = stage.run_type or _only_kind(stage)
         check_run_types(stage, self.kind)
-        self.quantizes = any(isinstance(one, QuantizationMixin) for one in stage.modifiers)
+        self.bars_others = _bars_others(stage)
         self.recipe = Recipe([stage], args=whole.args)
         self.folder = root / f"stage_{stage.name}"
         self.is_finished = False
@@ -153,7 +159,7 @@ class _Stage:
         """Of what this stage and those before it are made of."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.record, sort_keys=True).encode())
 
-    def check(self, model: Any) -> None:
+    def check(self, model: Any, before: Sequence[_Stage]) -> None:
         """Read and check the arguments, with the first stage's model for the one that is not yet.
 
         Raises:
@@ -161,9 +167,23 @@ class _Stage:
         """
         arguments = {**self.arguments, "model": model, "recipe": self.recipe}
         if self.kind == "train":
-            Training(self.folder, **arguments)
+            self._check_teacher(Training(self.folder, **arguments), before)
         else:
-            Job(self.folder, **arguments)
+            Job(self.folder, **arguments).open_data()
+
+    def _check_teacher(self, task: Training, before: Sequence[_Stage]) -> None:
+        """Refuse a training that has no teacher and needs one, or one that is not there."""
+        teacher: Any = task.model_args.distill_teacher
+        if teacher is not None:
+            written = [one.folder.resolve() for one in before]
+            if not (isinstance(teacher, str) and Path(teacher).resolve() in written):
+                check_teacher(teacher)
+        elif any(isinstance(one, OutputDistillationModifier) for one in self.recipe.modifiers):
+            raise ArgumentError(
+                f"OutputDistillationModifier, in the stage {self.name!r} of the recipe, has no "
+                "teacher to learn from.",
+                "Give distill_teacher=... (--distill-teacher).",
+            )
 
     def run(self) -> Any:
         """Do it; returns the model."""
@@ -273,16 +293,42 @@ def _check_whole(given: Mapping[str, Any]) -> None:
 
 
 def _check_order(plan: list[_Stage]) -> None:
-    """A quantized checkpoint cannot be trained."""
+    """No run begins with a checkpoint that is quantized or has rotations at run time."""
     for place, stage in enumerate(plan):
-        before = next((one for one in plan[:place] if one.quantizes), None)
-        if stage.kind == "train" and before is not None:
-            raise RecipeError(
-                f"The stage {stage.name!r} of the recipe trains what the stage {before.name!r} has "
-                "quantized, and the weights of a quantized checkpoint cannot be trained.",
+        before = next((one for one in plan[:place] if one.bars_others), None)
+        if before is None:
+            continue
+        does = "trains" if stage.kind == "train" else "works on"
+        remedy = "Let the last stage alone quantize, or rotate at run time."
+        if all(before.kind in type(one).run_types for one in stage.recipe.modifiers):
+            remedy = "Put the modifiers of both into one stage, in this order."
+        elif stage.kind == "train" and before.bars_others == _QUANTIZED:
+            remedy = (
                 "Put the stage that quantizes last, or train with fake quantization: the "
-                "QuantizationModifier in the stage that trains.",
+                "QuantizationModifier in the stage that trains."
             )
+        raise RecipeError(
+            f"The stage {stage.name!r} of the recipe {does} what the stage {before.name!r} "
+            f"{before.bars_others}, and no run can begin with such a checkpoint.",
+            remedy,
+        )
+
+
+def _bars_others(stage: Stage) -> str | None:
+    """What a stage does to a model that no other can begin with; ``None``: nothing of the kind."""
+    if any(isinstance(one, QuantizationMixin) for one in stage.modifiers):
+        return _QUANTIZED
+    return _ROTATED if any(map(_rotates_online, stage.modifiers)) else None
+
+
+def _rotates_online(modifier: Modifier) -> bool:
+    """Whether rotations stay in the forward, which ``config.json`` has to say."""
+    if not isinstance(modifier, RotationModifier):
+        return False
+    config: Any = getattr(modifier, "transform_config", None)
+    if config is not None:
+        return any(args.is_online() for one in config.config_groups.values() for args in one.apply)
+    return not set(getattr(modifier, "rotations", ())) <= _MULTIPLIED_IN
 
 
 def _only_kind(stage: Stage) -> Any:

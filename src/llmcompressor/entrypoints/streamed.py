@@ -45,7 +45,13 @@ from llmcompressor.entrypoints.job import (
 )
 from llmcompressor.entrypoints.limits import Limits
 from llmcompressor.entrypoints.task import EXPERTS
-from llmcompressor.errors import NonFiniteError
+from llmcompressor.errors import (
+    ArgumentError,
+    DatasetError,
+    NonFiniteError,
+    RecipeError,
+    TargetError,
+)
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_large_at_once
 from llmcompressor.modeling.blocks import find_blocks
@@ -55,6 +61,9 @@ from llmcompressor.pipelines.mixtures import dense_mixtures, meant_mixtures, war
 from llmcompressor.pipelines.passes import BY_BLOCK, passes_of, run_passes
 
 __all__ = ["run_blueprint", "run_streamed", "streamable"]
+
+_IN_THE_CALL = (ArgumentError, DatasetError, NonFiniteError, RecipeError, TargetError)
+"""What the same call runs into again, while another call would not go on from its progress."""
 
 
 def streamable(job: Job) -> SourceInfo | None:
@@ -205,29 +214,38 @@ class _Run:
         layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
         passes = passes_of(self._modifiers, job.pipeline())
         with opened(job.output_dir, self._fingerprint(), resume=job.run_args.resume) as workspace:
-            stream = BlockStream(
-                self.blueprint,
-                self.weights,
-                prediction,
-                layout,
-                workspace,
-                self._report,
-                stages=len(passes),
-                compressed=job.model_args.save_compressed,
-            )
             try:
-                self._fill(stream, passes)
-                if workspace.is_published:
-                    workspace.remove()
-                else:
-                    self._publish(stream, workspace, prediction, layout)
-                self._hand_over(stream)
-            except NonFiniteError:
-                if self.batches is None:
-                    workspace.abandon()  # it takes less time to make again than to explain
+                self._work(workspace, prediction, layout, passes)
+            except _IN_THE_CALL:
+                workspace.abandon()
                 raise
-            finally:
-                stream.close()
+
+    def _work(
+        self,
+        workspace: Workspace,
+        prediction: Prediction,
+        layout: OutputLayout,
+        passes: Sequence[Sequence[Modifier]],
+    ) -> None:
+        stream = BlockStream(
+            self.blueprint,
+            self.weights,
+            prediction,
+            layout,
+            workspace,
+            self._report,
+            stages=len(passes),
+            compressed=self.job.model_args.save_compressed,
+        )
+        try:
+            self._fill(stream, passes)
+            if workspace.is_published:
+                workspace.remove()
+            else:
+                self._publish(stream, workspace, prediction, layout)
+            self._hand_over(stream)
+        finally:
+            stream.close()
 
     def _fill(self, stream: BlockStream, passes: Sequence[Sequence[Modifier]]) -> None:
         state = self.session.state
@@ -301,7 +319,7 @@ class _Run:
     def _fingerprint(self) -> dict[str, Any]:
         job = self.job
         processor = job.model_args.processor
-        return fingerprint_of(
+        prints = fingerprint_of(
             self.blueprint.source,
             recipe=self.session.get_serialized_recipe(),
             batches=self.batches,
@@ -317,3 +335,4 @@ class _Run:
                 else type(processor).__name__,
             },
         )
+        return prints | {"weights": self.weights.fingerprint}

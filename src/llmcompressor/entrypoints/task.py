@@ -7,6 +7,7 @@ recipe was given is refused here, and not found out about at the end of a run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,7 @@ from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.checkpoint.staging import check_output_dir
 from llmcompressor.checkpoint.workspace import is_being_published
 from llmcompressor.core.session import CompressionSession
-from llmcompressor.errors import RecipeError
+from llmcompressor.errors import ArgumentError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe
@@ -37,6 +38,7 @@ __all__ = [
     "EXPERTS",
     "Records",
     "Task",
+    "as_path",
     "check_run_types",
     "compression_report",
     "report_of",
@@ -116,9 +118,9 @@ class Task:
         return _unused(recipe)
 
     def _check_output(self, output_dir: str | Path | None) -> Path | None:
-        if output_dir is None:
+        target = as_path("output_dir", output_dir)
+        if target is None:
             return None
-        target = Path(output_dir)
         if self.recipe_args.stage:
             target /= self.recipe_args.stage
         return check_output_dir(
@@ -188,6 +190,21 @@ class Task:
     def _is_ready_data(self) -> bool:
         """Whether the data needs no processor."""
         return False
+
+
+def as_path(argument: str, given: Any) -> Path | None:
+    """A path that a user gave, or ``None``.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str | os.PathLike):
+        raise ArgumentError(
+            f"The argument {argument!r} cannot be {given!r}.", "Give the path of a folder."
+        )
+    return Path(given)
 
 
 def check_run_types(stage: Stage, run_type: RunType) -> None:

@@ -15,7 +15,7 @@ from llmcompressor.checkpoint.load import check_complete, loading_error, model_c
 from llmcompressor.checkpoint.source import is_hub_id, quantization_method
 from llmcompressor.errors import CheckpointError
 
-__all__ = ["load_possibly_compressed", "load_teacher"]
+__all__ = ["check_teacher", "load_possibly_compressed", "load_teacher"]
 
 
 def load_teacher(args: ModelArguments, device: torch.device | str | None) -> Module | None:
@@ -35,22 +35,32 @@ def load_teacher(args: ModelArguments, device: torch.device | str | None) -> Mod
     given = args.distill_teacher
     if given is None:
         return None
+    check_teacher(given)
     if isinstance(given, Module):
         given.eval()
         return given
+    path = Path(given).expanduser()
+    teacher = load_possibly_compressed(str(path) if path.exists() else str(given), args)
+    teacher.eval().requires_grad_(requires_grad=False)
+    found: Module = teacher if device is None else teacher.to(device)
+    return found
+
+
+def check_teacher(given: Any) -> None:
+    """Refuse what cannot be a teacher; nothing is read.
+
+    Raises:
+        CheckpointError: it is no model and names none, or its folder is not there.
+    """
+    if isinstance(given, Module):
+        return
     if not isinstance(given, str | Path):
         raise CheckpointError(
             f"The teacher is a {type(given).__name__}.",
             "Pass a folder, the id of a model on the hub, or a loaded model as distill_teacher.",
         )
-    path = Path(given).expanduser()
-    place = str(path) if path.exists() else str(given)
-    if not path.exists() and not is_hub_id(given):
+    if not Path(given).expanduser().exists() and not is_hub_id(given):
         raise CheckpointError(f"There is no folder {given} with a teacher.", "Check the path.")
-    teacher = load_possibly_compressed(place, args)
-    teacher.eval().requires_grad_(requires_grad=False)
-    found: Module = teacher if device is None else teacher.to(device)
-    return found
 
 
 def load_possibly_compressed(place: str, args: ModelArguments) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
@@ -21,7 +22,9 @@ from llmcompressor.errors import ArgumentError, DatasetError
 
 __all__ = ["TrainingData"]
 
+_TRAIN = "train"
 _EVAL_ROLES = ("eval", "validation", "test")
+_NOTHING_TO_EVALUATE = "There is nothing to evaluate on: eval_strategy or do_eval is set"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class TrainingData:
         self._eval: _Role | None = None
         if evaluates:
             split = _eval_split(args.splits)
+            _refuse_the_same_data(args, split)
             self._eval = _opened(replace(args, splits=split, max_train_samples=None))
 
     def check_steps(self, max_steps: int) -> None:
@@ -97,7 +101,7 @@ class TrainingData:
 
 def _train_split(splits: Any) -> Any:
     """The user's split for training, where others stand beside it for other uses."""
-    return splits["train"] if isinstance(splits, Mapping) and "train" in splits else splits
+    return splits[_TRAIN] if isinstance(splits, Mapping) and _TRAIN in splits else splits
 
 
 def _eval_split(splits: Any) -> str:
@@ -111,11 +115,37 @@ def _eval_split(splits: Any) -> str:
         found = [one for one in splits if parse_split(one)[0].name in _EVAL_ROLES]
     if not found:
         raise DatasetError(
-            "There is nothing to evaluate on: eval_strategy or do_eval is set, and splits names "
-            "no split for it.",
+            f"{_NOTHING_TO_EVALUATE}, and splits names no split for it.",
             "Name both, as in splits={'train': 'train', 'eval': 'validation'}.",
         )
     return str(found[0])
+
+
+def _refuse_the_same_data(args: DatasetArguments, split: str) -> None:
+    """Refuse data without splits of which nothing is cut off to evaluate on.
+
+    Of such data every split is the whole, whatever its name; ``train`` may be meant.
+    """
+    parts = parse_split(split)
+    if _has_splits(args) or any(not part.whole or part.name == _TRAIN for part in parts):
+        return
+    raise DatasetError(
+        f"{_NOTHING_TO_EVALUATE}, and the data has no split {split!r}.",
+        "Give both in dataset, as in dataset={'train': ..., 'validation': ...}, or cut some of it "
+        "off, as in splits={'train': 'train[100:]', 'eval': 'train[:100]'}.",
+    )
+
+
+def _has_splits(args: DatasetArguments) -> bool:
+    """Whether the data is opened by the names of splits, and so says itself which are missing."""
+    data = args.dataset
+    if isinstance(data, Mapping):  # by split, or else by column
+        return bool({_TRAIN, *_EVAL_ROLES} & set(data))
+    if data is not None and not isinstance(data, str):
+        return False
+    # Where save_to_disk wrote several data sets, there is a dataset_dict.json instead.
+    folder = Path(args.dataset_path or str(data)).expanduser()
+    return not (folder / "state.json").is_file()
 
 
 def _opened(args: DatasetArguments) -> _Role:

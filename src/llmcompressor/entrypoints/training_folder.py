@@ -15,6 +15,7 @@ output its name.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ __all__ = ["TrainingFolder", "checkpoint_to_resume", "opened_folder"]
 STATE_FILE = "trainer_state.json"
 _TRAINING = "training"
 _CHECKPOINT = "checkpoint-"
+_BEST = "best_model_checkpoint"
 
 
 class TrainingFolder:
@@ -97,8 +99,24 @@ class TrainingFolder:
             return
         for path in sorted(self.training.iterdir()):
             if keep_checkpoints or not path.name.startswith(_CHECKPOINT):
+                state = path if path.name == STATE_FILE else path / STATE_FILE
+                self._mend_best(state, workspace.target if keep_checkpoints else None)
                 path.rename(workspace.files / path.name)
         workspace.publish(replace=replace)
+
+    def _mend_best(self, file: Path, output: Path | None) -> None:
+        """Have a trainer's state name the best checkpoint where it will be; nowhere if it goes."""
+        if not file.is_file():
+            return
+        state = json.loads(file.read_text(encoding="utf-8"))
+        best = state.get(_BEST)
+        if best is None or Path(best).parent != self.training:
+            return  # there is none, or it is one of the training that this one extends
+        state[_BEST] = None if output is None else str(output / Path(best).name)
+        new = file.with_suffix(".new")
+        # As transformers writes it.
+        new.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        new.replace(file)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import Source, open_source
-from llmcompressor.errors import ArgumentError, DatasetError
+from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.evaluation.stdlib_text import held_out_texts
 from llmcompressor.evaluation.windows import Window, tokenize
 
@@ -58,7 +58,8 @@ def documents_of(
             "The argument dataset is a DataLoader, whose batches cannot be cut into windows.",
             "Give the data set itself.",
         )
-    return _tokens(_templated(opened, args, tokenizer), tokenizer, text_column)
+    column = text_column if opened.owner is None else "text"  # which its template makes
+    return _tokens(_templated(opened, args, tokenizer), tokenizer, column)
 
 
 def _templated(
@@ -105,11 +106,11 @@ def _real_tokens(row: Mapping[str, Any]) -> Window:
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
-    for name in (column, "text"):
-        if isinstance(row.get(name), str):
-            return str(row[name])
+    if isinstance(row.get(column), str):
+        return str(row[column])
+    texts = [name for name, value in row.items() if isinstance(value, str)]
     raise DatasetError(
         f"The data has no text column {column!r} and no `input_ids`; "
         f"its columns are {', '.join(sorted(row))}.",
-        "Name the column with `text_column`.",
+        f"Name the column with `text_column`. {did_you_mean(column, texts)}".rstrip(),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from torch.nn import Module, ModuleDict, ModuleList
+from torch.nn import Embedding, Module, ModuleDict, ModuleList
 
 from llmcompressor.errors import TargetError, did_you_mean
 from llmcompressor.modeling.matching import match_named_modules
@@ -21,8 +21,8 @@ def find_blocks(model: Module, targets: Sequence[str] | None = None) -> dict[Mod
     Args:
         model: any module.
         targets: class names, module names or ``re:`` patterns; by default the classes that
-            transformers keeps together (``_no_split_modules``), else the outermost lists of
-            layers.
+            transformers keeps together (``_no_split_modules``) but for a model's embeddings,
+            else the outermost lists of layers.
 
     Raises:
         TargetError: ``targets`` are given and match nothing, or one lies inside another.
@@ -48,9 +48,21 @@ def _outermost(model: Module, class_names: Collection[str]) -> Iterator[tuple[Mo
     for name, module in named_modules(model):
         if name.startswith(inside) and inside:
             continue
-        if type(module).__name__ in class_names and any(True for _ in module.children()):
+        if type(module).__name__ not in class_names or not any(True for _ in module.children()):
+            continue
+        if _is_repeated(name) or not _embeds(module):
             inside = (*inside, f"{name}.")
             yield module, name
+
+
+def _is_repeated(name: str) -> bool:
+    """Whether a module is an entry of a list, or a part of one."""
+    return any(part.isdecimal() for part in name.split("."))
+
+
+def _embeds(module: Module) -> bool:
+    """Whether it has an embedding of its own, whose weight a head may share."""
+    return any(isinstance(part, Embedding) for part in module.children())
 
 
 def _listed_layers(model: Module) -> Iterator[tuple[Module, str]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import Linear, Module
@@ -140,7 +140,8 @@ def _listed_sets(
     checker = _Checker(model, probes)
     found = []
     for smooth, readers in (pair for one in present for pair in _matched(model, one, ())):
-        if _is_grouped(smooth, readers):
+        if reason := _grouped(smooth, readers):
+            logger.debug(f"Not smoothed: {reason}.")
             continue
         fits = checker.check(smooth[0], readers)
         if fits is None:
@@ -181,33 +182,62 @@ def named_sets(
 
     Raises:
         TargetError: a mapping matches nothing, its smooth module is not one or cannot be scaled,
-            it would change what the model computes, or a module stands in two of them.
+            it would change what the model computes, a module stands in two of them, or none of
+            them can be smoothed.
     """
     checker = _Checker(model, probes_of(model, batches))
     found: list[SmoothSet] = []
     taken: dict[str, str] = {}
-    for smooth_target, balance_targets in names:
-        missing = unmatched(model, (smooth_target, *balance_targets))
-        if missing:
-            raise TargetError(
-                f"The mapping {smooth_target!r} -> {list(balance_targets)} matches nothing: no "
-                f"module of {type(model).__name__} is called {missing[0]!r}.",
-                "Correct it, or leave mappings out: they are then found from the model.",
-            )
-        for smooth, readers in _matched(model, (smooth_target, balance_targets), ignore):
+    left_out = []
+    for names_of_one in names:
+        _refuse_unmatched(model, names_of_one)
+        before, reason = len(found), "all that it matches is to be ignored"
+        for smooth, readers in _matched(model, names_of_one, ignore):
             _refuse_taken(smooth[0], readers, taken)
-            if _is_grouped(smooth, readers):
+            if grouped := _grouped(smooth, readers):
+                reason = grouped
                 continue
-            offset = checker.check(smooth[0], readers)
-            if offset is None:
-                raise TargetError(
-                    f"Smoothing {smooth[0]} -> {', '.join(readers)} would change what the model "
-                    "computes: its output is read elsewhere too, or reaches them otherwise.",
-                    "Name all modules that read it, or leave mappings out: they are then found "
-                    "from the model.",
-                )
-            found.append(SmoothSet(smooth[0], smooth[1], readers, offset))
+            found.append(
+                SmoothSet(smooth[0], smooth[1], readers, _offset(checker, smooth[0], readers))
+            )
+        if len(found) == before:
+            left_out.append(f"{_written(names_of_one)}: {reason}")
+    if left_out and not found:
+        raise TargetError(
+            f"None of the mappings can be smoothed in {type(model).__name__}. "
+            f"{'. '.join(left_out)}.",
+            "Name others, or leave mappings out: they are then found from the model.",
+        )
+    for one in left_out:
+        logger.info(f"A mapping is not smoothed. {one}.")
     return found
+
+
+def _written(names: Names) -> str:
+    return f"{names[0]!r} -> {list(names[1])}"
+
+
+def _refuse_unmatched(model: Module, names: Names) -> None:
+    missing = unmatched(model, (names[0], *names[1]))
+    if missing:
+        raise TargetError(
+            f"The mapping {_written(names)} matches nothing: no module of {type(model).__name__} "
+            f"is called {missing[0]!r}.",
+            "Correct it, or leave mappings out: they are then found from the model.",
+        )
+
+
+def _offset(checker: _Checker, smooth: str, readers: Iterable[str]) -> float:
+    """The offset of a set that has to be one."""
+    offset = checker.check(smooth, readers)
+    if offset is None:
+        raise TargetError(
+            f"Smoothing {smooth} -> {', '.join(readers)} would change what the model computes: "
+            "its output is read elsewhere too, or reaches them otherwise.",
+            "Name all modules that read it, or leave mappings out: they are then found from the "
+            "model.",
+        )
+    return offset
 
 
 def _refuse_taken(smooth: str, readers: Mapping[str, Module], taken: dict[str, str]) -> None:
@@ -224,12 +254,11 @@ def _matched(
     model: Module, names: Names, ignore: Sequence[str]
 ) -> Iterable[tuple[tuple[str, Module], dict[str, Module]]]:
     """Smooth module and readers of each place where the names match."""
-    smooth_target, balance_targets = names
-    for first, *others in match_modules_set(model, [smooth_target, *balance_targets], ignore):
+    for first, *others in match_modules_set(model, [names[0], *names[1]], ignore):
         if len(first) > 1:
             raise TargetError(
-                f"The mapping {smooth_target!r} -> {list(balance_targets)} has more than one "
-                f"module to smooth in one place: {', '.join(name for name, _ in first[:4])}.",
+                f"The mapping {_written(names)} has more than one module to smooth in one place: "
+                f"{', '.join(name for name, _ in first[:4])}.",
                 "Make its target match one of them.",
             )
         readers = {name: module for pairs in others for name, module in pairs}
@@ -243,14 +272,17 @@ def _matched(
         yield first[0], readers
 
 
-def _is_grouped(smooth: tuple[str, Module], readers: Mapping[str, Module]) -> bool:
-    """Whether several columns read one row: values of grouped heads, which are not smoothed."""
-    first: Any = next(iter(readers.values()))
+def _grouped(smooth: tuple[str, Module], readers: Mapping[str, Module]) -> str | None:
+    """That several columns read one row, if so: values of grouped heads, which are not smoothed."""
+    name, first = next(iter(readers.items()))
+    columns = cast(Linear, first).in_features
     rows = getattr(smooth[1], "out_features", None)
-    if rows is None or rows >= first.in_features:
-        return False
-    logger.debug(f"{smooth[0]} has fewer rows than its readers have columns: not smoothed.")
-    return True
+    if rows is None or rows >= columns:
+        return None
+    return (
+        f"{smooth[0]} has {rows} rows and {name} {columns} columns: where heads share keys and "
+        "values, several columns read one row, and one scale cannot serve them all"
+    )
 
 
 class _Checker:

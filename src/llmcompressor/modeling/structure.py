@@ -228,11 +228,32 @@ class BlockProbe:
         }
         try:
             self._block.eval()
-            with torch.no_grad(), swapped(stand_ins):
+            with torch.no_grad(), swapped(stand_ins), self._filled_buffers():
                 yield
         finally:
             for module, was_training in training:
                 module.training = was_training
+
+    @contextlib.contextmanager
+    def _filled_buffers(self) -> Iterator[None]:
+        """Stand-ins for buffers that are read with the block's weights: a router's bias, say."""
+        unread = [
+            (module, name, buffer)
+            for module in self._modules.values()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_meta
+        ]
+        try:
+            for module, name, buffer in unread:
+                module._buffers[name] = (
+                    self._stand_in(buffer)
+                    if buffer.is_floating_point()
+                    else torch.zeros_like(buffer, device=self._device)
+                )
+            yield
+        finally:
+            for module, name, buffer in unread:
+                module._buffers[name] = buffer
 
     def _stand_in(self, parameter: Tensor) -> Tensor:
         """Random values of a parameter's shape; a matrix has one per diagonal, and no more."""

@@ -127,6 +127,8 @@ class Modifier(HooksMixin):
         needs_later: names of modifier classes one of which has to come later in a recipe.
         rewrites_inputs: what it makes of the model changes what others would collect of it in the
             same pass, so that they have to come in a later one.
+        joins: names of modifier classes in whose pass it works if it stands behind them, module
+            by module, though each needs data.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -136,6 +138,7 @@ class Modifier(HooksMixin):
     must_precede: ClassVar[frozenset[str]] = frozenset()
     needs_later: ClassVar[frozenset[str]] = frozenset()
     rewrites_inputs: ClassVar[bool] = False
+    joins: ClassVar[frozenset[str]] = frozenset()
 
     index: int | None = None
     group: str | None = None

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch.nn import Module
 
+from llmcompressor.errors import CheckpointError
 from llmcompressor.modeling.call_order import CallOrder, watch_calls
 from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modifiers.modifier import Modifier
@@ -57,6 +59,9 @@ def watch_calibrated(
         batches: a cut of the first one is run.
         owners: as :func:`owners_of` finds them.
         blocks: inputs are shared within one block, not between them.
+
+    Raises:
+        CheckpointError: the model's forward writes to its own weights.
     """
     names = {module: name for name, module in model.named_modules() if module in owners}
     region = {inner: name for block, name in blocks.items() for inner in block.modules()}
@@ -68,7 +73,7 @@ def watch_calibrated(
         for linear in stage.linears
         if linear in names
     }
-    with hollow_weights(model), every_expert_called(model):
+    with hollow_weights(model), every_expert_called(model), _weights_unchanged(model):
         order = watch_calls(
             lambda: batches.run(small_batch(batches[0])),
             names,
@@ -78,3 +83,30 @@ def watch_calibrated(
     # Each modifier watches the first of its own.
     order = order.split(lambda module: (tuple(owners[module]), stages.get(module)))
     return Calibrated(names, order, stages)
+
+
+@contextmanager
+def _weights_unchanged(model: Module) -> Iterator[None]:
+    """Refuse a model whose forward writes to its weights, as RWKV's does to rescale them.
+
+    What is calibrated would not be what it goes on with. Weights that are not loaded are zeros
+    that torch lets nobody write to.
+    """
+    before = {parameter: parameter._version for parameter in model.parameters()}
+    try:
+        yield
+    except RuntimeError as error:
+        if "single memory location" not in str(error):
+            raise
+        raise _writes_to_weights(model) from error
+    if any(parameter._version != version for parameter, version in before.items()):
+        raise _writes_to_weights(model)
+
+
+def _writes_to_weights(model: Module) -> CheckpointError:
+    return CheckpointError(
+        f"The forward of {type(model).__name__} writes to its own weights: they can neither be "
+        "calibrated as they are nor saved as it leaves them.",
+        "Turn that off in config.json (RWKV: rescale_every 0), or take a recipe without "
+        "calibration.",
+    )

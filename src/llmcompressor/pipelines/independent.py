@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.logger import logger
+from llmcompressor.pipelines.passes import joined
 from llmcompressor.pipelines.registry import PIPELINES, infer_pipeline
 from llmcompressor.recipe import Recipe
 
@@ -21,9 +22,10 @@ __all__ = ["IndependentPipeline"]
 
 
 class IndependentPipeline:
-    """Runs each modifier of the recipe alone, in recipe order.
+    """Runs the modifiers of the recipe one by one, in recipe order.
 
-    All modifiers were initialized before; while one runs, the session's recipe holds only it.
+    One that joins those before it runs with them. All modifiers were initialized before; while
+    some run, the session's recipe holds only these.
     """
 
     def __call__(
@@ -36,14 +38,18 @@ class IndependentPipeline:
         lifecycle = active_session().lifecycle
         whole = lifecycle.recipe
         try:
-            for position, modifier in enumerate(whole.modifiers, start=1):
-                name = infer_pipeline([modifier])
-                logger.info(
-                    f"{type(modifier).__name__} ({position} of {len(whole.modifiers)}): "
-                    f"{name} pipeline."
-                )
-                lifecycle.recipe = Recipe.from_modifiers(modifier)
-                for _ in range(2 if modifier.surveys_first else 1):
-                    PIPELINES.load(name)()(model, dataloader, dataset_args)
+            done = 0
+            for modifiers in joined(whole.modifiers):
+                name = infer_pipeline(modifiers)
+                for modifier in modifiers:
+                    done += 1
+                    logger.info(
+                        f"{type(modifier).__name__} ({done} of {len(whole.modifiers)}): "
+                        f"{name} pipeline."
+                    )
+                for some in ([one for one in modifiers if one.surveys_first], modifiers):
+                    if some:
+                        lifecycle.recipe = Recipe.from_modifiers(list(some))
+                        PIPELINES.load(name)()(model, dataloader, dataset_args)
         finally:
             lifecycle.recipe = whole

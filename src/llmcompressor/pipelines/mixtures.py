@@ -22,7 +22,7 @@ from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.schemes.assign import listed
 
-__all__ = ["dense_mixtures", "meant_mixtures", "warn_unread"]
+__all__ = ["dense_mixtures", "meant_mixtures", "pattern_of", "warn_unread"]
 
 
 def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture]:
@@ -57,7 +57,7 @@ def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture
             f"The experts of {listed(one.name for one in unseen)} are stored in stacks that cannot "
             f"be taken apart: {unseen[0].problem}. The recipe's targets mean them, and they would "
             "stay as they are.",
-            f"Ignore them: ignore=['re:{_pattern(unseen)}'].",
+            f"Ignore them: ignore=['re:{pattern_of(unseen)}'].",
         )
     return meant
 
@@ -111,7 +111,7 @@ def _linears(mixture: Mixture, names: Mapping[str, str]) -> Iterator[str]:
             yield f"{mixture.name}.{number}.{own}"
 
 
-def _pattern(mixtures: Sequence[Mixture]) -> str:
-    """A pattern of all of them: what their names end with, where that is the same."""
+def pattern_of(mixtures: Sequence[Mixture]) -> str:
+    """A pattern of what lies in them: what their names end with, where that is the same."""
     last = {mixture.name.rpartition(".")[2] for mixture in mixtures}
     return rf".*\.{next(iter(last))}\..*" if len(last) == 1 else r".*experts.*"

@@ -2,9 +2,10 @@
 """A recipe in as few passes over the model as its modifiers allow, block by block.
 
 A modifier that needs data wants to see what those before it have made of the whole model, so that
-each begins a pass of its own. Those that need none join a neighbour's pass: what stands before
-the modifier that needs data is done when a block is entered, what stands behind it when the block
-is left. One that wants to see all layers before it begins has a pass more in front.
+each begins a pass of its own, unless it takes up each module where one before it has left it: GPTQ
+quantizes what SparseGPT has just pruned. Those that need no data join a neighbour's pass: what
+stands before the modifier that needs data is done when a block is entered, what stands behind it
+when the block is left. One that wants to see all layers before it begins has a pass more in front.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from llmcompressor.recipe import Recipe
 if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
 
-__all__ = ["BY_BLOCK", "passes_of", "run_passes", "stretches_of"]
+__all__ = ["BY_BLOCK", "joined", "passes_of", "run_passes", "stretches_of"]
 
 BY_BLOCK = frozenset({"independent", "sequential", "layer_sequential", "datafree"})
 """The pipelines that need only one block at a time."""
@@ -41,11 +42,31 @@ def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifie
     for modifier in modifiers:
         needs = modifier.requires_calibration_data
         taken = any(one.requires_calibration_data for one in passes[-1])
-        apart = pipeline == "independent" or any(one.rewrites_inputs for one in passes[-1])
+        alone = pipeline == "independent" and not _joins(modifier, passes[-1])
+        apart = alone or any(one.rewrites_inputs for one in passes[-1])
         if needs and taken and apart:
             passes.append([])
         passes[-1].append(modifier)
     return [each for one in passes for each in (_survey_of(one), one) if each or each is one]
+
+
+def joined(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
+    """The modifiers one by one, those that join others together with them."""
+    groups: list[list[Modifier]] = []
+    for modifier in modifiers:
+        if groups and _joins(modifier, groups[-1]):
+            groups[-1].append(modifier)
+        else:
+            groups.append([modifier])
+    return groups
+
+
+def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
+    """Whether it takes up each module where those of ``others`` that need data have left it."""
+    needing = [one for one in others if one.requires_calibration_data]
+    return bool(needing) and all(
+        modifier.joins & {base.__name__ for base in type(one).__mro__} for one in needing
+    )
 
 
 def _survey_of(modifiers: Sequence[Modifier]) -> list[Modifier]:

@@ -109,6 +109,10 @@ class AwareTraining:
         self.weights.register()
         for one in self._each():
             one.register()
+        self.watch()
+
+    def watch(self) -> None:
+        """Have forwards come by the modules of learned scales, which have their parameters."""
         for module in self._learning:
             self._hook(module)
 

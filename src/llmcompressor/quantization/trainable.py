@@ -122,8 +122,8 @@ class TrainableMixin(QuantizationMixin):
                 self._finish_training(state)
             elif self._saw_training:
                 logger.warning(
-                    f"{type(self).__name__} has not come to its start ({self.start:g}): nothing "
-                    "is quantized."
+                    f"{type(self).__name__} has not come to its start ({self.start or 0:g}): "
+                    "nothing is quantized."
                 )
         finally:
             if self._aware is not None:
@@ -169,11 +169,22 @@ class TrainableMixin(QuantizationMixin):
         return self._aware.state_dict() if self._aware is not None and self._is_aware else {}
 
     def load_state_dict(self, state: State, saved: Mapping[str, Any]) -> None:
-        """Go on with fake quantization where it was."""
+        """Go on with fake quantization where it was, or where it had not begun."""
         if saved:
             if self._aware is None:
                 self._aware = self._make_aware()
             self._aware.load_state_dict(state, saved)
+        elif self._aware is not None and self._is_aware:
+            self._begin_anew(self._aware)
+
+    def _begin_anew(self, aware: AwareTraining) -> None:
+        """Back to a step before the start; the parameters of learned scales stay on the model."""
+        self.remove_hooks()
+        aware.clear()
+        self._aware = None
+        if self.learned_scales:
+            self._aware = self._make_aware()
+            self._aware.watch()
 
     def figures(self, state: State) -> dict[str, float]:
         """The ranges of the activations whose scales are static."""

@@ -161,12 +161,39 @@ def check_tied(model: Module, schemes: Schemes) -> None:
     Raises:
         TargetError: names the modules.
     """
-    for names in tied_weights(model, schemes):
-        raise TargetError(
-            f"{' and '.join(names)} share one weight, and "
-            f"{' and '.join(name for name in names if name in schemes)} is to be quantized.",
-            "Pass tie_word_embeddings=False to give each its own weight, or ignore it.",
-        )
+    sets = tied_weights(model, schemes)
+    if not sets:
+        return
+    names = sets[0]
+    meant = [name for name in names if name in schemes]
+    more = len(sets) - 1
+    problem = (
+        f"{' and '.join(names)} share one weight, and {' and '.join(meant)} "
+        f"{'is' if len(meant) == 1 else 'are'} to be quantized."
+    )
+    if more:
+        problem += f" So it is with {more} more {'set' if more == 1 else 'sets'} of modules."
+    raise TargetError(problem, _way_out(model, schemes, sets))
+
+
+def _way_out(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> str:
+    """Untie where that helps: it gives the output head a weight of its own, and nothing else."""
+    head = next((name for name, module in named_modules(model) if module is _head(model)), None)
+    left = [[name for name in names if name != head] for names in sets]
+    if all(len(names) < 2 or not schemes.keys() & set(names) for names in left):
+        return "Pass tie_word_embeddings=False to give each its own weight, or ignore it."
+    meant = listed(name for names in sets for name in names if name in schemes)
+    return f"Nothing gives each a weight of its own: add all of them to ignore ({meant})."
+
+
+def _head(model: Module) -> Module | None:
+    """The output embedding of a model that says which one it is."""
+    getter = getattr(model, "get_output_embeddings", None)
+    try:
+        found = getter() if callable(getter) else None
+    except (AttributeError, NotImplementedError):  # of a class whose part has the head
+        return None
+    return found if isinstance(found, Module) else None
 
 
 def warn_mixed_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> None:

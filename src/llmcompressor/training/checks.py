@@ -3,30 +3,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmcompressor.errors import ArgumentError, RecipeError
+from torch.nn import Module
+
+from llmcompressor.errors import ArgumentError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.pipelines.mixtures import meant_mixtures, pattern_of
+from llmcompressor.schemes.assign import listed
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["check_can_train", "check_trainer", "warn_of_other_epochs", "warn_of_schedules"]
+__all__ = [
+    "check_can_train",
+    "check_experts",
+    "check_trainer",
+    "warn_of_other_epochs",
+    "warn_of_schedules",
+]
 
 
 def check_can_train(modifiers: Iterable[Modifier]) -> None:
-    """Refuse modifiers that have nothing to do in a training.
+    """Refuse modifiers that have nothing to do in a training, or whose schedule makes no sense.
 
     Raises:
         RecipeError: names them.
     """
+    modifiers = list(modifiers)
     useless = [type(each).__name__ for each in modifiers if "train" not in each.run_types]
     if useless:
         raise RecipeError(
             f"{', '.join(dict.fromkeys(useless))} cannot be applied while training.",
             "Apply it with oneshot, or give it a stage with run_type: oneshot.",
+        )
+    for each in modifiers:
+        if each.update is not None and each.update <= 0:
+            raise RecipeError(
+                f"update of {type(each).__name__} is {each.update:g}: the distance between two "
+                "updates is above 0.",
+                "Leave it out to update at every step.",
+            )
+
+
+def check_experts(model: Module, modifiers: Sequence[Modifier]) -> None:
+    """Refuse recipes whose targets mean experts: in a training they lie in stacks, not in Linears.
+
+    Raises:
+        TargetError: names the mixtures.
+    """
+    mixtures = meant_mixtures(model, modifiers)
+    if mixtures:
+        names = listed(one.name for one in mixtures)
+        raise TargetError(
+            f"The experts of {names} lie in stacks while the model is trained. The recipe's "
+            "targets mean them, and they would stay as they are.",
+            f"Ignore them: ignore=['re:{pattern_of(mixtures)}']; oneshot compresses experts.",
         )
 
 

@@ -20,6 +20,7 @@ from llmcompressor.recipe import Recipe
 from llmcompressor.training.checkpoints import SESSION_FILE, read_session, step_of
 from llmcompressor.training.checks import (
     check_can_train,
+    check_experts,
     warn_of_other_epochs,
     warn_of_schedules,
 )
@@ -90,6 +91,7 @@ class SessionDriver:
     def begin(self, model: Module, optimizer: Any) -> None:
         """Initialize the session: the modifiers match their targets and add their parameters."""
         session, inputs = self.session, self._inputs
+        check_experts(model, self._modifiers())
         loggers = session.state.loggers if inputs.loggers is None else inputs.loggers
         if inputs.recipe is not None or session.lifecycle.finalized:
             session.reset()  # what an earlier run left

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from transformers import PreTrainedModel
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
 
+from llmcompressor.checkpoint.save import modify_save_pretrained
 from llmcompressor.core import active_session
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
@@ -122,7 +124,8 @@ class SessionManagerMixIn(_Base):
 
         Returns:
             What the other base returns; its metrics also have the model's number of parameters,
-            its sparsity and how much of it is quantized.
+            its sparsity and how much of it is quantized. The model, and so ``save_model``, saves
+            itself compressed from here on.
 
         Raises:
             CheckpointError: there is no complete checkpoint, or it has no session.
@@ -139,7 +142,11 @@ class SessionManagerMixIn(_Base):
             raise
         finally:
             self._driver, self._weights_to_load = None, None
-        figures = summary(self.accelerator.unwrap_model(self.model))
+        model = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, PreTrainedModel) and driver.session.lifecycle.recipe.modifiers:
+            # from here on, for save_model too; checkpoints of the training hold what is trained
+            modify_save_pretrained(model, recipe=driver.session.get_serialized_recipe())
+        figures = summary(model)
         output.metrics.update(figures)
         if self.is_world_process_zero():
             logger.info(

@@ -9,6 +9,7 @@ __all__ = [
     "DataTrainingArguments",
     "TextGenerationDataset",
     "TrainingArguments",
+    "apply",
     "oneshot",
     "train",
 ]
@@ -17,6 +18,7 @@ _HOMES = {
     "DataTrainingArguments": "llmcompressor.args:DatasetArguments",
     "TextGenerationDataset": "llmcompressor.datasets:TextGenerationDataset",
     "TrainingArguments": "llmcompressor.args:TrainingArguments",
+    "apply": "llmcompressor.entrypoints.stages:run_stages",
     "oneshot": "llmcompressor.entrypoints.oneshot:oneshot",
     "train": "llmcompressor.entrypoints.train:train",
 }

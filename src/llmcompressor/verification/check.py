@@ -22,7 +22,13 @@ from llmcompressor.verification.report import VerificationReport
 from llmcompressor.verification.rules.base import View
 from llmcompressor.verification.scheme import Scheme, settings_of
 from llmcompressor.verification.serving import check_view
-from llmcompressor.verification.values import check_codes, check_plain, check_scales
+from llmcompressor.verification.ties import check_tie
+from llmcompressor.verification.values import (
+    check_codes,
+    check_plain,
+    check_scales,
+    unexplained,
+)
 
 __all__ = ["verify_files"]
 
@@ -80,7 +86,7 @@ def _verify(
 ) -> VerificationReport:
     headers = {name: info for name, info in files.headers.items() if name not in files.broken}
     view = View(files.config, headers, files.read, deployment)
-    findings = [*files.findings, *check_view(view)]
+    findings = [*files.findings, *check_view(view), *check_tie(files)]
     done = list(_read_all(files, view, original, workers))
     for one in done:
         findings += one.findings
@@ -159,14 +165,17 @@ def _read(
         done.findings += check_scales(files, entry)
         codes = _codes(files, view, entry, scheme)
         if codes is not None:
-            done.findings += check_codes(codes)
+            suspected = check_codes(codes)
             if original is not None:
                 found, done.error = original.compare_codes(codes, done.used)
+                error = None if found or done.error is None else done.error.relative
+                suspected = unexplained(suspected, error)
                 done.findings += found
+            done.findings += suspected
         elif original is not None:
             # what cannot be decoded has findings already; its original is accounted for
-            source = original.find(f"{entry.name}.weight", (entry.rows or 0, 0))
-            done.used |= {source.name} if source is not None else set()
+            sources = original.find(f"{entry.name}.weight", (entry.rows or 0, 0))
+            done.used |= {source.name for source in sources}
     for own in entry.own:
         name = f"{entry.name}.{own}" if entry.name else own
         if entry.is_quantized and own != "bias":

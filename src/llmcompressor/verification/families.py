@@ -47,6 +47,7 @@ class Family:
         drops_scales: suffixes of unknown scales are dropped without a word (S19).
         is_mla: attention caches a latent, so the scales of keys and values do nothing (S55).
         draft: pattern of the draft layers' modules (S61).
+        transposed: own names of modules whose dense weight is ``[in, out]`` (S35).
     """
 
     types: tuple[str, ...]
@@ -61,6 +62,7 @@ class Family:
     drops_scales: bool = False
     is_mla: bool = False
     draft: str = r"(?:model\.)?mtp\."
+    transposed: tuple[str, ...] = ()
 
 
 _SHARED_GATE = r"(?:.*\.)?shared_expert_gate"
@@ -81,6 +83,8 @@ _TYPES_LIKE_LLAMA = (
     "olmo2",
     "seed_oss",
 )
+_TYPES_WITH_CONV1D = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
+_CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
 FAMILIES: tuple[Family, ...] = (
     Family(_TYPES_LIKE_LLAMA),
     Family(("phi3",), fused={}),
@@ -140,6 +144,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(("jamba", "mamba", "mamba2", "bloom", "opt"), quantizes_head=False),
     Family(("mistral3",), drops_scales=True),
+    Family(_TYPES_WITH_CONV1D, transposed=_CONV1D),
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.types}
 _LIKE_LLAMA = FAMILIES[0]

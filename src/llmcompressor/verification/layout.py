@@ -25,8 +25,10 @@ PLAIN_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 FLOATS = PLAIN_FLOATS | {"F8_E4M3"}
 EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<own>\w+)$")
 _EMBEDDING = re.compile(
-    r"(?:.*\.)?(?:embed_tokens\w*|wte|wpe|\w*embeddings?|\w+_embed|tok_embeddings|embed_in"
-    r"|embed_positions|relative_attention_bias|shared)"
+    r"(?:.*\.)?(?:(?:\w+_)?embed_tokens\w*(?:\.\d+)?|wte|wpe|\w*embeddings?|\w+_embed|tok_embeddings|embed_in"
+    r"|embed_(?:positions|audio_tokens|text_tokens|speaker|char|global|timestep)|relative_attention_bias"
+    r"|\w+_embeds_layer|(?:row|column)_embedder|(?:rel_)?pos_emb|segment_emb|shared"
+    r"|position_embedding_table)|transformer\.w"
 )
 _HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)")
 _GATE = re.compile(r"(?:.*\.)?(?:gate|router|router\.(?:layer|classifier|proj))")

@@ -15,8 +15,10 @@ from torch import Tensor
 from llmcompressor.verification.decode import CHUNK, Codes, Part
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.files import DTYPES, Files, tensor_chunks
-from llmcompressor.verification.layout import EXPERT, PLAIN_FLOATS
+from llmcompressor.verification.layout import PLAIN_FLOATS
 from llmcompressor.verification.scheme import Args
+from llmcompressor.verification.stacks import USUAL, ExpertRows, Source, sources_in, stacks_of
+from llmcompressor.verification.ties import compare_tie, equal, same_tensor
 
 __all__ = ["TITLES", "Reference", "WeightError", "Work"]
 
@@ -39,8 +41,7 @@ _QPARAM = re.compile(
 )
 _STACK = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<own>gate_up_proj|down_proj)$")
 _PREFIXES = ("model.", "language_model.", "transformer.")
-_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_OTHER_NAMES = {usual: short for short, usual in _NAMES.items()}
+_OTHER_NAMES = {usual: short for short, usual in USUAL.items()}
 _MODIFIER = re.compile(r"\b([A-Z]\w*Modifier)\b")
 _SIDE_FILES = (
     "generation_config.json",
@@ -57,7 +58,7 @@ _FREE_KEYS = frozenset(
         "architectures",
         "dtype",
         "quantization_config",
-        "tie_word_embeddings",
+        "tie_word_embeddings",  # R5
         "torch_dtype",
         "transformers_version",
         "use_cache",
@@ -112,23 +113,6 @@ class WeightError:
     cosine: float
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where the original of a weight is.
-
-    Attributes:
-        name: the tensor.
-        expert: the index within a stack, ``None`` if the tensor is the weight itself.
-        half: which half of a stack's matrix: 0, 1 or ``None``.
-        turned: the stack holds [columns, rows].
-    """
-
-    name: str
-    expert: int | None = None
-    half: int | None = None
-    turned: bool = False
-
-
 @dataclass
 class _Sums:
     """Sums over a weight, from which its error follows."""
@@ -154,12 +138,13 @@ class Reference:
         self.files = files
         self.checkpoint = checkpoint
         self.work = work_of(checkpoint)
+        self._experts = ExpertRows(files)
         self._by_tail: dict[str, list[str]] = {}
         for name in files.places:
             self._by_tail.setdefault(_tail(name), []).append(name)
 
-    def find(self, name: str, shape: Sequence[int] | None = None) -> _Source | None:
-        """Where the original of a tensor is.
+    def find(self, name: str, shape: Sequence[int] | None = None) -> list[Source]:
+        """Where the original of a tensor may be; more than one way only within a stack.
 
         Args:
             name: the tensor's name in the checkpoint, for a module's weight ``….weight``.
@@ -167,51 +152,40 @@ class Reference:
         """
         for candidate in _candidates(name):
             if candidate in self.files.places:
-                return _Source(candidate)
-        match = EXPERT.match(name.removesuffix(".weight"))
-        if match is not None and name.endswith(".weight"):
-            return self._in_stack(match["experts"], int(match["index"]), match["own"], shape)
-        near = self._by_tail.get(_tail(name), [])
-        return _Source(near[0]) if len(near) == 1 else None
+                return [Source(candidate)]
+        stacks = list(stacks_of(name)) if shape is not None else []
+        for stack in stacks:
+            found = stack if stack in self.files.places else self._near(stack)
+            if found is not None and shape is not None:
+                return sources_in(self.files, found, name, shape, self.files.config)
+        near = None if stacks and name.endswith(".weight") else self._near(name)
+        return [] if near is None else [Source(near)]
 
-    def _in_stack(
-        self, experts: str, index: int, own: str, shape: Sequence[int] | None
-    ) -> _Source | None:
-        own = _NAMES.get(own, own)
-        is_down = own == "down_proj"
-        name = f"{experts}.{'down_proj' if is_down else 'gate_up_proj'}"
-        found = next((each for each in _candidates(name) if each in self.files.places), None)
+    def _near(self, name: str) -> str | None:
+        """The one tensor of the original whose name differs in its prefixes alone."""
         near = self._by_tail.get(_tail(name), [])
-        found = found or (near[0] if len(near) == 1 else None)
-        if found is None or shape is None:
-            return None
-        stacked = self.files.places[found].info.shape
-        rows = shape[0] * (1 if is_down else 2)
-        if len(stacked) != 3 or index >= stacked[0]:
-            return None
-        half = None if is_down else int(own == "up_proj")
-        return _Source(found, index, half, turned=tuple(stacked[1:]) != (rows, shape[1]))
+        return near[0] if len(near) == 1 else None
 
-    def rows(self, source: _Source, start: int, stop: int) -> Tensor:
+    def _nearest(self, sources: list[Source], start: int, ours: Tensor) -> Source | None:
+        """The source that some rows are nearest to."""
+        if len(sources) < 2:
+            return sources[0] if sources else None
+
+        def distance(source: Source) -> float:
+            theirs = self.rows(source, start, start + len(ours)).float()
+            return float(torch.linalg.vector_norm(ours - theirs))
+
+        return min(sources, key=distance)
+
+    def rows(self, source: Source, start: int, stop: int) -> Tensor:
         """Rows of the original of a weight."""
         if source.expert is None:
             return self.files.read(source.name, start, stop)
-        _, first, second = self.files.places[source.name].info.shape
-        rows = second if source.turned else first
-        shift = 0 if source.half is None else source.half * (rows // 2)
-        if not source.turned:
-            base = source.expert * first + shift
-            return self.files.read(source.name, base + start, base + stop, flat=True)
-        matrix = self.files.read(source.name, source.expert, source.expert + 1)[0]
-        return matrix[:, shift + start : shift + stop].T
+        return self._experts.read(source, start, stop)
 
-    def shape(self, source: _Source) -> tuple[int, ...]:
+    def shape(self, source: Source) -> tuple[int, ...]:
         """The shape of the original of a weight."""
-        shape = self.files.places[source.name].info.shape
-        if source.expert is None:
-            return shape
-        rows, columns = (shape[2], shape[1]) if source.turned else (shape[1], shape[2])
-        return (rows if source.half is None else rows // 2, columns)
+        return source.shape(self.files.places[source.name].info.shape)
 
     def compare_codes(
         self, codes: Codes, used: set[str]
@@ -223,7 +197,7 @@ class Reference:
             used: takes the names of tensors of the original that were found.
         """
         name = codes.entry.name
-        source = self.find(f"{name}.weight", (codes.rows, codes.columns)) or self._tied(name)
+        source = self._source_of(codes) or self._tied(name)
         if source is None or source.name in self.files.broken:
             return [_finding("R2", name, "The original has no such weight.", _AGAIN)], None
         used.add(source.name)
@@ -242,19 +216,26 @@ class Reference:
                 _bound(sums, part, original, codes.args, unit)
         return list(self._judge(name, codes.args, sums)), _error(name, sums)
 
-    def _roundoff(self, source: _Source, codes: Codes) -> float:
+    def _source_of(self, codes: Codes) -> Source | None:
+        sources = self.find(f"{codes.entry.name}.weight", (codes.rows, codes.columns))
+        first = next(codes.parts(), None) if len(sources) > 1 else None
+        if first is None:
+            return sources[0] if sources else None
+        return self._nearest(sources, first.start, (first.units * first.scale).flatten(1))
+
+    def _roundoff(self, source: Source, codes: Codes) -> float:
         """The relative error of one rounding in the dtype that was calculated in."""
         names = [self.files.places[source.name].info.dtype, codes.entry.own["weight_scale"].dtype]
         units = (torch.finfo(DTYPES[name]).eps / 2 for name in names if name in PLAIN_FLOATS)
         return max(units, default=0.0)
 
-    def _tied(self, name: str) -> _Source | None:
+    def _tied(self, name: str) -> Source | None:
         """The input embedding, for a head that the original does not hold."""
         if not name.endswith(("lm_head", "embed_out")):
             return None
         for each, place in self.files.places.items():
             if each.endswith(("embed_tokens.weight", "wte.weight")) and len(place.info.shape) == 2:
-                return _Source(each)
+                return Source(each)
         return None
 
     def _judge(self, name: str, args: Args, sums: _Sums) -> Iterator[Finding]:
@@ -289,11 +270,13 @@ class Reference:
     def compare_plain(self, name: str, used: set[str]) -> list[Finding]:
         """A tensor that is not quantized against its original."""
         place = self.checkpoint.places[name]
-        if _QPARAM.match(name) and place.info.numel <= 1 << 16 and self.find(name) is None:
+        if _QPARAM.match(name) and place.info.numel <= 1 << 16 and not self.find(name):
             return []
-        source = self.find(name, place.info.shape)
-        if source is None:
-            return self._from_single_experts(name, used) or self._added(name)
+        sources = self.find(name, place.info.shape)
+        if not sources:
+            found = self._from_single_experts(name, used)
+            return self._added(name) if found is None else found
+        source = sources[0]
         used.add(source.name)
         if source.name in self.files.broken or name in self.checkpoint.broken:
             return []
@@ -302,17 +285,19 @@ class Reference:
             said = f"Its shape is {list(place.info.shape)} and was {list(shape)}."
             return [_finding("R4", name, said, _COPY)]
         if source.expert is not None:
-            equal = _equal(self.checkpoint.read(name), self.rows(source, 0, place.info.shape[0]))
+            ours = self.checkpoint.read(name)
+            # one of an expert's own, so that it may be compared in each way
+            same = any(equal(ours, self.rows(each, 0, len(ours))) for each in sources)
         else:
-            equal = all(
-                _equal(ours, theirs)
+            same = all(
+                equal(ours, theirs)
                 for ours, theirs in zip(
                     tensor_chunks(self.checkpoint, name, CHUNK),
                     tensor_chunks(self.files, source.name, CHUNK),
                     strict=True,
                 )
             )
-        return [] if equal else [self._changed(name)]
+        return [] if same else [self._changed(name)]
 
     def _changed(self, name: str) -> Finding:
         meant = self.work in (Work.MOVED, Work.UNKNOWN)
@@ -327,7 +312,7 @@ class Reference:
     def _added(self, name: str) -> list[Finding]:
         tied = self._tied(name.rpartition(".")[0])
         if tied is not None:
-            same = _same_tensor(self.checkpoint, name, self.files, tied.name)
+            same = same_tensor(self.checkpoint, name, self.files, tied.name)
             return [] if same else [self._changed(name)]
         said = "The original has no such tensor."
         return [_finding("R2", name, said, "Check where it comes from.", Severity.WARNING)]
@@ -342,18 +327,19 @@ class Reference:
         for index in range(shape[0]):
             pieces = []
             for own in owns:
-                source = self.find(f"{match['experts']}.{index}.{own}.weight")
-                if source is None:
+                sources = self.find(f"{match['experts']}.{index}.{own}.weight")
+                if not sources:
                     return None
-                used.add(source.name)
-                pieces.append(self.files.read(source.name))
+                used.add(sources[0].name)
+                pieces.append(self.files.read(sources[0].name))
             ours = self.checkpoint.read(name, index, index + 1)[0]
-            if not _equal(ours, torch.cat(pieces)):
+            if not equal(ours, torch.cat(pieces)):
                 return [self._changed(name)]
         return []
 
     def missing(self, used: set[str]) -> Iterator[Finding]:
         """R1 and R5: what of the original was not found in the checkpoint."""
+        yield from compare_tie(self.checkpoint, self.files)
         for name in self.files.places:
             if name in used or _RECOMPUTED.match(name):
                 continue
@@ -382,7 +368,7 @@ class Reference:
             if other != name and self.files.places[other].info == info and len(info.shape) > 1
         )
         return next(
-            (other for other in alike if _same_tensor(self.files, name, self.files, other)), None
+            (other for other in alike if same_tensor(self.files, name, self.files, other)), None
         )
 
     def beside(self) -> Iterator[Finding]:
@@ -420,25 +406,9 @@ def _candidates(name: str) -> Iterator[str]:
     yield name
     parent, _, own = name.rpartition(".")
     base, _, last = parent.rpartition(".")
-    other = _NAMES.get(last) or _OTHER_NAMES.get(last)
+    other = USUAL.get(last) or _OTHER_NAMES.get(last)
     if other is not None:
         yield f"{base}.{other}.{own}"
-
-
-def _equal(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors are the same, in the dtype of the first."""
-    if ours.dtype != theirs.dtype:
-        theirs = theirs.to(ours.dtype)
-    same = torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-    return same or torch.equal(ours, theirs)
-
-
-def _same_tensor(files: Files, name: str, others: Files, other: str) -> bool:
-    first, second = files.places[name].info, others.places[other].info
-    if first.shape != second.shape or {name} & files.broken or {other} & others.broken:
-        return False
-    pairs = zip(tensor_chunks(files, name, CHUNK), tensor_chunks(others, other, CHUNK), strict=True)
-    return all(_equal(ours, theirs) for ours, theirs in pairs)
 
 
 def _add(sums: _Sums, part: Part, original: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import frexp
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.files import Files, tensor_chunks
 from llmcompressor.verification.layout import PLAIN_FLOATS, Entry
 
-__all__ = ["TITLES", "check_codes", "check_plain", "check_scales"]
+__all__ = ["TITLES", "check_codes", "check_plain", "check_scales", "unexplained"]
 
 TITLES = {
     "S27": "integers are offset by half their range",
@@ -33,6 +34,10 @@ _FEW = 8
 _CHUNK = 1 << 22
 _SAMPLE_ROWS = 16
 _OUTER = 0.65
+_LEAST_FIT = 0.5
+_TINY = 1e-9
+_NEVER = "All of its codes are equal: they were never written."
+_LEAST_ZERO = "All of its zero points are the least code: they were never calculated."
 _EXPONENTS = {
     torch.float16: (torch.int16, 0x7C00),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -127,10 +132,23 @@ def check_codes(codes: Codes) -> list[Finding]:
         _check_used(say, codes, scale, seen)
     zero = None if codes.args.symmetric else codes.zero_points()
     if zero is not None:
-        _check_zero_points(say, codes, zero)
+        _check_zero_points(say, codes, zero, seen)
     if codes.stored == "weight_packed" and codes.args.kind == "int":
         _check_packing(say, codes)
     return say.findings
+
+
+def unexplained(findings: list[Finding], error: float | None) -> list[Finding]:
+    """What is left of findings about codes once they were compared with the original.
+
+    Args:
+        findings: of :func:`check_codes`.
+        error: the relative error of the decoded weight, ``None`` if it is not as it should be.
+    """
+    if error is None or error > _LEAST_FIT:
+        return findings
+    # codes that decode to the original were written, however odd they look
+    return [one for one in findings if one.rule != "V4" and one.message != _LEAST_ZERO]
 
 
 class _Pass:
@@ -148,6 +166,11 @@ class _Pass:
         self.out_of_range = 0
         self.largest = torch.zeros(codes.rows)
         self._first: int | None = None
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether every bit of the codes is zero, as in a buffer that nobody wrote to."""
+        return self.is_constant and self._first == 0
 
     def look(self, raw: Tensor, start: int) -> None:
         """Take in some rows."""
@@ -183,26 +206,57 @@ def _say_of_codes(say: _Say, codes: Codes, seen: _Pass) -> None:
         say("V6", f"Its weight has {seen.not_a_number} codes that mean NaN.")
     if seen.out_of_range:
         say("V2", f"Its weight has {seen.out_of_range} codes beyond {codes.args.bits} bits.")
-    if seen.is_constant and codes.rows * codes.columns > 1 and not _is_zero(codes):
-        say("V4", "All of its codes are equal: they were never written.")
-        return
-    if seen.rows_unwritten and codes.args.symmetric:
+    if seen.is_constant and codes.rows * codes.columns > 1:
+        _say_of_one_code(say, codes, seen)
+    elif seen.rows_unwritten and codes.args.symmetric:
+        _say_of_blank_rows(say, codes, seen.rows_unwritten)
+
+
+def _say_of_one_code(say: _Say, codes: Codes, seen: _Pass) -> None:
+    """V4, where all codes are equal.
+
+    So are those of a weight that is one number, and its scales are equal too. A buffer that nobody
+    wrote to holds zero, and the scales beside it are those of a weight that varies, or untouched.
+    """
+    scale = codes.own("weight_scale")
+    is_even = scale is None or _is_constant(scale)
+    is_zero = not any(bool(part.units.any()) for part in codes.parts())
+    first = 0.0 if scale is None or not scale.numel() else float(scale.reshape(-1)[0].float())
+    is_unset = seen.is_blank and scale is not None and _is_unset(scale, first, is_zero)
+    if is_unset or (not is_even and (is_zero or seen.is_blank)):
+        say("V4", _NEVER)
+    elif not is_zero:
+        what = "its weight is one number" if is_even else "each group of it is one number"
         say(
             "V4",
-            f"Some of its rows hold zero words, such as row {seen.rows_unwritten[0]}: they were "
-            "never written.",
+            f"All of its codes are equal: {what}, or they were never written.",
+            "Compare it with the original by --reference.",
+            Severity.WARNING,
         )
 
 
-def _is_zero(codes: Codes) -> bool:
-    """Whether codes that are all equal may be those of a weight of zeros.
-
-    They then stand for zero, and their scales are all the least there is.
-    """
+def _say_of_blank_rows(say: _Say, codes: Codes, rows: list[int]) -> None:
+    """V4, where all bits of some rows are zero: so they are in a row of one negative number."""
     scale = codes.own("weight_scale")
-    if scale is not None and not _is_constant(scale):
-        return False
-    return all(not bool(part.units.any()) for part in codes.parts())
+    if scale is not None and scale.ndim == 2 and scale.shape[1] > 1:
+        rows = [row for row in rows if not _is_constant(scale[row])]
+    if rows:
+        say(
+            "V4",
+            f"Some of its rows hold zero words, such as row {rows[0]}: they were never written.",
+        )
+
+
+def _is_unset(scale: Tensor, first: float, is_zero: bool) -> bool:
+    """Whether equal scales beside codes of zero bits are none that a weight gave.
+
+    They are an untouched buffer; or the codes mean zero, there is one scale for all, and it is
+    neither tiny nor one of the powers of two that stand in for a scale of zero.
+    """
+    if scale.dtype is torch.uint8:
+        return first == 127
+    is_substitute = frexp(first)[0] == 0.5 or first < _TINY
+    return first == 1 or (is_zero and scale.numel() == 1 and not is_substitute)
 
 
 def _check_untouched(say: _Say, codes: Codes, scale: Tensor, seen: _Pass) -> None:
@@ -260,14 +314,14 @@ def _check_used(say: _Say, codes: Codes, scale: Tensor, seen: _Pass) -> None:
         )
 
 
-def _check_zero_points(say: _Say, codes: Codes, zero: Tensor) -> None:
+def _check_zero_points(say: _Say, codes: Codes, zero: Tensor, seen: _Pass) -> None:
     """V2."""
     limit = 2 ** (codes.args.bits - 1)
     wide = zero.to(torch.int16) if zero.dtype is torch.int8 else zero
     if zero.dtype is torch.int8 and bool(((wide >= limit) | (wide < -limit)).any()):
         say("V2", f"Its zero points are not all within {codes.args.bits} bits.")
-    elif zero.numel() >= _FEW and bool((wide == -limit).all()):
-        say("V2", "All of its zero points are the least code: they were never calculated.")
+    elif zero.numel() >= _FEW and not seen.is_constant and bool((wide == -limit).all()):
+        say("V2", _LEAST_ZERO)
 
 
 def _check_packing(say: _Say, codes: Codes) -> None:

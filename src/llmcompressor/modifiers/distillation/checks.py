@@ -19,12 +19,13 @@ def teacher_of(state: State) -> Module:
     if teacher is None:
         raise ArgumentError(
             "OutputDistillationModifier has no teacher to learn from.",
-            "Give train teacher=... (or distill_teacher=...), session.initialize teacher_model=...",
+            "Give train distill_teacher=... (--distill-teacher), a Trainer with the "
+            "SessionManagerMixIn teacher=..., session.initialize teacher_model=...",
         )
     if not isinstance(teacher, Module):
         raise ArgumentError(
             f"The teacher is a {type(teacher).__name__} and not a model.",
-            "Load it first; only train takes a name.",
+            "Load it first; only the distill_teacher of train may be a name.",
         )
     if teacher is state.model:
         raise ArgumentError(

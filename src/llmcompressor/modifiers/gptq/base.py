@@ -52,8 +52,9 @@ class SolveRecord:
     Attributes:
         tokens: how many calibration tokens its statistics counted.
         loss: of the modules solved together with it; ``None`` if no token reached it.
-        dampening: the fraction that made the factorization succeed; ``None`` when none did and
-            the weight was rounded to nearest.
+        dampening: the fraction that made the factorization succeed; ``None`` when the weight was
+            rounded to nearest: no token reached it, its inputs were all zero (then ``loss`` is 0),
+            or none made it succeed.
     """
 
     tokens: int
@@ -86,6 +87,8 @@ class GPTQModifier(QuantizationMixin):
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+
+    joins: ClassVar[frozenset[str]] = frozenset({"OneShotPruningModifier"})
 
     block_size: int = Field(default=128, ge=1)
     dampening_frac: float = Field(default=0.01, ge=0.0, le=10.0)
@@ -318,10 +321,16 @@ class GPTQModifier(QuantizationMixin):
             self.keep(module, found, rounded=True)
             tokens = self._tokens.pop(module)
             self._records[name] = SolveRecord(tokens, solution.loss, solution.dampening)
-            self._report(name, solution.dampening)
+            self._report(name, solution)
 
-    def _report(self, name: str, dampening: float | None) -> None:
-        if dampening is None:
+    def _report(self, name: str, solution: Solution) -> None:
+        dampening = solution.dampening
+        if solution.is_idle:
+            logger.warning(
+                f"{name}: its inputs were zero in every calibration token; its weight is rounded "
+                "to nearest."
+            )
+        elif dampening is None:
             logger.warning(
                 f"{name}: the Hessian could not be factorized at any dampening; its weight is "
                 "rounded to nearest."

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
@@ -101,15 +101,28 @@ class Solution:
     """The dampening that worked; ``None`` when nothing did and weights were rounded to nearest."""
     scales: list[Tensor] | None = None
     """What the scales became, ``[R_i, G]`` in their own dtype; ``None`` where they stay."""
+    is_idle: bool = False
+    """Whether the input was zero in every token, which is why weights were rounded to nearest."""
 
 
 def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
-    """Solve ``problems``; those of one kind that are small go in one batch."""
-    solutions: dict[int, Solution] = {}
-    alone = [[index] for index in range(len(problems))]
-    for batch in _batches(problems) if options.batched else alone:
-        found = _solve_batch([problems[index] for index in batch], options)
-        solutions.update(zip(batch, found, strict=True))
+    """Solve ``problems``; those of one kind that are small go in one batch.
+
+    Where every input is zero, all weights do equally well on these tokens, and none of them says
+    what the weight has to be on others: it is rounded to nearest.
+    """
+    idle = [bool(dead_columns(problem.gram_CC).all()) for problem in problems]
+    solutions = {
+        index: replace(_rounded(problem), is_idle=True)
+        for index, problem in enumerate(problems)
+        if idle[index]
+    }
+    places = [index for index in range(len(problems)) if not idle[index]]
+    lively = [problems[index] for index in places]
+    alone = [[number] for number in range(len(lively))]
+    for batch in _batches(lively) if options.batched else alone:
+        found = _solve_batch([lively[number] for number in batch], options)
+        solutions.update(zip([places[number] for number in batch], found, strict=True))
     return [solutions[index] for index in range(len(problems))]
 
 
@@ -131,7 +144,7 @@ def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution
 
 
 def _rounded(problem: Problem) -> Solution:
-    """Round to nearest: what is left when nothing can be factorized."""
+    """Round to nearest: what is left when nothing can be factorized, or all inputs are zero."""
     pairs = zip(problem.weights, problem.parameters, strict=True)
     weights = [parameters.round(weight).float() for weight, parameters in pairs]
     original_RC = torch.cat([weight.float() for weight in problem.weights])

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
+from torch.nn import Module
 
 from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.state import State
@@ -24,7 +25,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.matching import as_targets
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.pruning.masked_weights import MaskedWeights
-from llmcompressor.modifiers.pruning.targets import Place, find_places
+from llmcompressor.modifiers.pruning.targets import Place, find_places, means_class
 
 __all__ = ["MaskingModifier"]
 
@@ -67,8 +68,12 @@ class MaskingModifier(Modifier):
     @field_validator("start")
     @classmethod
     def _start_somewhere(cls, start: float | None) -> float:
-        # -1 and nothing at all both mean: from the beginning.
-        return max(0.0, start or 0.0)
+        if start is not None and start < 0:
+            raise RecipeError(
+                f"start is {start:g}: a training begins at 0",
+                "Leave it out to start with the first batch.",
+            )
+        return start or 0.0
 
     @model_validator(mode="after")
     def _check_window(self) -> Self:
@@ -95,6 +100,10 @@ class MaskingModifier(Modifier):
             raise LifecycleError(f"{type(self).__name__} has no weights: it is not initialized.")
         return self._weights
 
+    def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
+        """Whether a target means it by its class; a stack's own name means the stack."""
+        return means_class(name, module, self.targets, self.ignore)
+
     # ---- the course of a training
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
@@ -114,13 +123,17 @@ class MaskingModifier(Modifier):
             self.weights.apply()
 
     def on_update(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Choose masks when it is time to."""
+        """Choose masks when it is time to; let go of them at the end."""
+        self.choose_if_due(event)
+        if self.ended and not self.holds_on:
+            self.weights.drop()
+
+    def choose_if_due(self, event: Event) -> None:
+        """Choose masks if no step is under way and it is time to."""
         if event.type_ in _BETWEEN_STEPS and self.is_due(event.current_index):
             self.choose(event.current_index)
             self._index = event.current_index
             self._reached = self.weights.sparsity()
-        if self.ended and not self.holds_on:
-            self.weights.drop()
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Zero what is masked, note how sparse each parameter is, and let go of the masks."""

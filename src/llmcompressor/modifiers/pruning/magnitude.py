@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from llmcompressor.core.events import Event, EventType
+from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
@@ -34,9 +34,10 @@ _ROUNDING = 1e-9
 class MagnitudePruningModifier(MaskingModifier):
     """Prunes by magnitude, by degrees, while the model is trained.
 
-    Masks are chosen when the first batch begins, after the step that reaches a multiple of
-    ``update``, and after the one that reaches ``end``. So after a step the sparsity is that of
-    the schedule at the last index at which it was due. Masks only grow.
+    Masks are chosen after the step that reaches ``start`` (where that is the beginning, when the
+    first batch begins), after those that reach a multiple of ``update``, and after the one that
+    reaches ``end``. So after a step the sparsity is that of the schedule at the last index at
+    which it was due. Masks only grow.
 
     Attributes:
         init_sparsity: the share of zeros at ``start``.
@@ -129,6 +130,16 @@ class MagnitudePruningModifier(MaskingModifier):
             )
         return True
 
+    def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Also choose masks, from the step on that reaches ``start``.
+
+        A modifier starts with the batch behind that step; the sparsity after it is the formula's
+        already.
+        """
+        super().on_event(state, event, **kwargs)
+        if not self.ended and event.current_index >= (self.start or 0.0):
+            self.choose_if_due(event)
+
     def sparsity_at(self, index: float) -> float:
         """The share of zeros that the schedule asks for at ``index``."""
         return self.schedule(index)
@@ -148,15 +159,16 @@ class MagnitudePruningModifier(MaskingModifier):
         """Mask as many weights as the schedule asks for."""
         self.weights.grow(self.structure, self.sparsity_at(index), together=self.apply_globally)
 
-    def on_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Say so if the training is over before the schedule is."""
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        """Also say so if the training is over before the schedule is."""
         reached = self._index
-        if event.type_ is EventType.FINALIZE and reached is not None:
+        if reached is not None and self.end is not None and reached < self.end:
             logger.warning(
                 f"{type(self).__name__} did not come to its end ({self.end:g}): the training "
                 f"ended before, at a sparsity of {self.sparsity_at(reached):.4g} instead of "
                 f"{self.final_sparsity:g}."
             )
+        return super().on_finalize(state, **kwargs)
 
     @property
     def holds_on(self) -> bool:

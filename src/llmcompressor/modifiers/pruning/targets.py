@@ -28,7 +28,7 @@ from llmcompressor.modeling.matching import (
 )
 from llmcompressor.names import named_modules
 
-__all__ = ["Place", "find_places", "listed"]
+__all__ = ["Place", "find_places", "listed", "means_class"]
 
 ALL = "__ALL__"
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
@@ -76,6 +76,27 @@ class Place:
     def record(self) -> str:
         """The name that reports know it by: the module's, if it is its weight."""
         return self.name.removesuffix(".weight")
+
+
+def means_class(
+    name: str,
+    module: Module,
+    targets: str | Iterable[str],
+    ignore: str | Iterable[str] | None = None,
+) -> bool:
+    """Whether targets mean a module by its class, were one called ``name`` in the model.
+
+    Args:
+        name: of a module that is stored otherwise at present.
+        module: a stand-in for it.
+        targets: as in :func:`find_places`.
+        ignore: the same.
+    """
+    if any(matches(name, module, entry) for entry in as_targets(ignore)):
+        return False
+    return any(
+        target == ALL_PRUNABLE or matches_class(module, target) for target in as_targets(targets)
+    )
 
 
 def find_places(

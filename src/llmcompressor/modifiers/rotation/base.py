@@ -20,7 +20,13 @@ from llmcompressor.errors import RecipeError, TargetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.flow import probe_inputs
 from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.modifiers.rotation.online import ONLINE_DTYPE, has_online, is_readable
+from llmcompressor.modifiers.rotation.online import (
+    ONLINE_DTYPE,
+    add_schemes,
+    drop_schemes,
+    has_online,
+    is_readable,
+)
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.hadamard import has_hadamard, random_orthogonal, usable_block_sizes
@@ -98,9 +104,20 @@ class RotationModifier(Modifier):
         staying = {one.scheme for one in self._plan.online if one.location in _TURNING}
         if staying:
             logger.warning(
-                f"{', '.join(sorted(staying)[:4])} stay in the forward: readers of the checkpoint "
-                "have to apply transform_config, and transformers alone does not."
+                f"{', '.join(sorted(staying)[:4])} stay in the forward, which readers of the "
+                "checkpoint have to apply: vLLM does; transformers drops transform_config, and its "
+                "outputs are wrong."
             )
+        # Whether servers may leave these out depends on the schemes of attention, which are checked
+        # against them before the work; the others would be missed there without their matrices.
+        turned_alike = {one.scheme for one in self._plan.online} - staying
+        add_schemes(model, {name: self._plan.schemes[name] for name in turned_alike})
+        return True
+
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        """Nothing is said of rotations that were not done."""
+        if self._plan is not None and self._moved is None:
+            drop_schemes(state.model, self._plan.schemes)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ is scaled by one reader and not by another.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,15 @@ from torch.nn import Module, Parameter
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.quantization.attach import tap_attention
 
-__all__ = ["add_schemes", "attach", "has_online", "is_readable", "share", "stored_weight"]
+__all__ = [
+    "add_schemes",
+    "attach",
+    "drop_schemes",
+    "has_online",
+    "is_readable",
+    "share",
+    "stored_weight",
+]
 
 ONLINE_DTYPE = torch.float32
 """In which rotations at run time are computed and stored: signs are exact in it."""
@@ -132,8 +140,24 @@ def has_online(module: Module) -> bool:
     return any(isinstance(child, HadamardTransform) for child in module.children())
 
 
-def add_schemes(model: Any, schemes: dict[str, TransformScheme]) -> None:
-    """Have the transforms written in the model's configuration, beside those that it has."""
+def add_schemes(model: Any, schemes: Mapping[str, TransformScheme]) -> None:
+    """Have transforms written in the model's configuration, beside those that it has."""
+    _write(model, {**_written(model), **schemes})
+
+
+def drop_schemes(model: Any, names: Iterable[str]) -> None:
+    """Take transforms back that :func:`add_schemes` has announced."""
+    gone = set(names)
+    _write(model, {name: one for name, one in _written(model).items() if name not in gone})
+
+
+def _written(model: Any) -> dict[str, TransformScheme]:
     config = getattr(model, "transform_config", None)
-    before = dict(config.config_groups) if config is not None else {}
-    model.transform_config = TransformConfig(config_groups={**before, **schemes})
+    return dict(config.config_groups) if config is not None else {}
+
+
+def _write(model: Any, schemes: dict[str, TransformScheme]) -> None:
+    if schemes:
+        model.transform_config = TransformConfig(config_groups=schemes)
+    elif getattr(model, "transform_config", None) is not None:
+        model.transform_config = None

@@ -234,9 +234,8 @@ class OneShotPruningModifier(Modifier):
     ) -> None:
         """Prune those of ``modules`` that are this modifier's, or note what inputs they have."""
         mine = self._mine(modules)
+        state.fitted.update(module for module in mine if self.fits_original(module))
         self._take(mine)
-        if self.twin_streams:
-            state.fitted.update(mine)
 
     @torch.no_grad()
     def _take(self, mine: Sequence[Module]) -> None:
@@ -260,7 +259,10 @@ class OneShotPruningModifier(Modifier):
             if self._group is None and self.sparsity_of(module) == 0:  # nothing to make up for
                 self._record(module, tokens=tokens, loss=0.0, dampening=None)
             elif tokens == 0:
-                self._starve(module)
+                self._prune_blindly(module, "saw no calibration token", tokens=0, loss=None)
+            elif not bool(self.mean_square(self._statistics[self._leader(module)]).any()):
+                why = "got inputs that were zero in every calibration token"
+                self._prune_blindly(module, why, tokens=tokens, loss=0.0)
             else:
                 wanted.append(module)
         self.prune(wanted)
@@ -283,6 +285,10 @@ class OneShotPruningModifier(Modifier):
     def reference_of(self, module: Module, tensor: Tensor, state: State) -> Tensor | None:
         """What ``module`` gets in the original model, if that is wanted."""
         return None
+
+    def fits_original(self, module: Module) -> bool:
+        """Whether its outputs are fitted to those of the original model, for its own inputs."""
+        return False
 
     # ------------------------------------------------------------------ after
 
@@ -376,14 +382,14 @@ class OneShotPruningModifier(Modifier):
 
         return collect
 
-    def _starve(self, module: Module) -> None:
-        """No token reached ``module``: it is pruned by magnitude, and that is recorded."""
+    def _prune_blindly(self, module: Module, why: str, *, tokens: int, loss: float | None) -> None:
+        """Inputs say nothing of ``module``: it is pruned by magnitude, and that is recorded."""
         name = self._layers.names[module]
-        logger.warning(f"{name} saw no calibration token; it is pruned by magnitude.")
+        logger.warning(f"{name} {why}; it is pruned by magnitude.")
         weight_RC = matrix_of(module)
         score_RC = wanda_score(weight_RC, weight_RC.new_ones(weight_RC.shape[1]).float())
         kept_RC = wanda_keeps(score_RC, self.sparsity_of(module), self._group)
-        self.put(module, weight_RC * kept_RC, tokens=0, loss=None, dampening=None)
+        self.put(module, weight_RC * kept_RC, tokens=tokens, loss=loss, dampening=None)
 
     def put(
         self,

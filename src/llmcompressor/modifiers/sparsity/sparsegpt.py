@@ -43,7 +43,8 @@ class SparseGPTModifier(OneShotPruningModifier):
         refinements: rounds in which the choice of weights is improved; 0 is the sweep of the
             paper.
         asymmetric: solve for what the original Linear does with the original inputs, given the
-            inputs it gets in the pruned model. Costs a second forward, and helps at 2:4.
+            inputs it gets in the pruned model. Costs a second forward, and helps at 2:4. By
+            default where GPTQ, in the same pass, asks for that forward anyway.
         asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; at least
             C / T, of C columns and T tokens.
 
@@ -57,19 +58,19 @@ class SparseGPTModifier(OneShotPruningModifier):
     preserve_sparsity_mask: bool = False
     offload_hessians: bool = False
     refinements: int = Field(default=8, ge=0, le=1000)
-    asymmetric: bool = False
+    asymmetric: bool | None = None
     asymmetric_ridge: float = Field(default=0.05, gt=0.0, le=10.0)
 
     @property
     def twin_streams(self) -> bool:
         """Asymmetric calibration compares the inputs of two streams."""
-        return self.asymmetric and not self._is_surveying
+        return bool(self.asymmetric) and not self._is_surveying
 
     def effort(self, modules: Sequence[Module]) -> Effort:
         """Second moments, and a few factorizations and solutions for all that get one input."""
         return effort_of(
             [matrix_shape(module) for module in modules],
-            twin=self.asymmetric,
+            twin=bool(self.asymmetric),
             refinements=self.refinements,
         )
 
@@ -83,8 +84,13 @@ class SparseGPTModifier(OneShotPruningModifier):
         return statistics.gram.diagonal() / statistics.tokens
 
     def reference_of(self, module: Module, tensor: Tensor, state: State) -> Tensor | None:
-        """What ``module`` gets in the original model."""
-        return aligned_reference(module, tensor, state)
+        """What ``module`` gets in the original model, if that is run."""
+        return None if self.asymmetric is False else aligned_reference(module, tensor, state)
+
+    def fits_original(self, module: Module) -> bool:
+        """Where the inputs of both models were seen."""
+        found = self._statistics.get(self._leader(module))
+        return found is not None and found.cross is not None
 
     def prune(self, modules: Sequence[Module]) -> None:
         """Solve modules with one input together, and inputs of one shape in one batch."""
@@ -94,7 +100,7 @@ class SparseGPTModifier(OneShotPruningModifier):
         options = Options(
             self.block_size,
             self.dampening_frac,
-            self.asymmetric_ridge if self.asymmetric else None,
+            self.asymmetric_ridge,
             refinements=self.refinements,
             preserve=self.preserve_sparsity_mask,
         )

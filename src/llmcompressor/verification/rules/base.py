@@ -38,6 +38,7 @@ __all__ = [
 CONFIG, HEADERS, TENSORS, DEPLOYMENT = "config", "headers", "tensors", "deployment"
 VERSIONS = {"vllm": "0.33", "transformers": "5.17", "sglang": "0.5"}
 """The releases whose rules these are; a rule that holds for others as well says so itself."""
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,15 @@ class View:
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype in which the model is to run."""
+        """The dtype in which the model is to run: of its weights, if nothing says which."""
         own = self.config.get("dtype") or self.config.get("torch_dtype") or self.text.get("dtype")
-        return self.deployment.plain_dtype or str(own or "bfloat16").removeprefix("torch.")
+        own = own or self._stored_dtype
+        return self.deployment.plain_dtype or str(own).removeprefix("torch.")
+
+    @property
+    def _stored_dtype(self) -> str:
+        stored = (entry.own["weight"].dtype for entry in self.matrices if entry.form == "dense")
+        return _DTYPES.get(next(stored, ""), "bfloat16")
 
     def choice(self, entry: Entry, server: str = "vllm") -> Choice:
         """What a server makes of a module."""
@@ -257,6 +264,11 @@ class View:
         if entry.kind == "head":
             return not self.family.quantizes_head
         return any(pattern.fullmatch(entry.name) for pattern in self._plain_patterns)
+
+    def is_transposed(self, entry: Entry) -> bool:
+        """Whether a module's weight is stored ``[in, out]``; codes are ``[out, in]`` always."""
+        is_named = entry.form == "dense" and entry.last in self.family.transposed
+        return is_named and entry.kind == "linear"
 
     @cached_property
     def _plain_patterns(self) -> list[re.Pattern[str]]:

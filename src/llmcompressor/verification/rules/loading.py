@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers 5.17 reads of a model before its weights are unpacked (L1 to L3).
+"""What transformers 5.17 makes of packed weights, before they are unpacked and after (L1 to L4).
 
 After it has filled a model, transformers passes over every module to initialize what the file did
 not hold. What is loaded is not touched, but many model classes name ``module.weight`` to see that,
@@ -7,6 +7,10 @@ and a packed module has no such tensor until the first forward: the load ends in
 ``AttributeError``. Codes that are stored under the name ``weight`` (8 bits) are not concerned.
 
 That first forward has to be the whole model's, and ``generate`` calls an encoder by itself (L3).
+
+What it unpacks weights to is left to compressed-tensors: the dtype of their scales, and bfloat16
+where scales are exponents or themselves 8-bit floats. Their inputs have the model's dtype, and
+another one ends in a ``RuntimeError`` (L4).
 """
 
 from __future__ import annotations
@@ -17,10 +21,14 @@ from collections.abc import Iterator
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.initialization import named_weights
 from llmcompressor.verification.rules.base import Problem, Rule, View
+from llmcompressor.verification.rules.transformers import experts_are_linears
 
 __all__ = ["RULES"]
 
 _ENCODER = re.compile(r"(?:.*\.)?encoder\.")
+_TO_BFLOAT16 = frozenset({"nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"})
+"""Formats that are unpacked to bfloat16, whatever the model's dtype is."""
+_ANEW = 'Compress the model in bfloat16, with precision="bfloat16" (--precision bfloat16)'
 
 
 def embeddings_are_unpacked(view: View) -> Iterator[Problem]:
@@ -66,6 +74,26 @@ def encoders_are_unpacked(view: View) -> Iterator[Problem]:
             )
 
 
+def dtypes_meet(view: View) -> Iterator[Problem]:
+    """L4."""
+    if view.dtype == "bfloat16":
+        return
+    as_linears = experts_are_linears(view)
+    # what is renamed while it loads, as experts and their gates are, keeps the dtype of the file
+    is_kept = view.mixtures and not as_linears
+    remedy = f"{_ANEW}." if is_kept else f"Load it with dtype=torch.bfloat16. Or: {_ANEW}."
+    for entry, scheme in view.coded():
+        if entry.is_expert and not as_linears:
+            continue  # in stacks, whose products take inputs of another dtype
+        if scheme.format in _TO_BFLOAT16:
+            yield Problem(
+                entry.name,
+                f"transformers unpacks {scheme.format} to bfloat16, and the model computes in "
+                f"{view.dtype}: the first forward fails.",
+                remedy,
+            )
+
+
 RULES = (
     Rule(
         "L1",
@@ -87,5 +115,12 @@ RULES = (
         encoders_are_unpacked,
         server="transformers",
         severity=Severity.WARNING,
+    ),
+    Rule(
+        "L4",
+        "what is unpacked to bfloat16 runs in it",
+        dtypes_meet,
+        server="transformers",
+        is_limit=True,
     ),
 )

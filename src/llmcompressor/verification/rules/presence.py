@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
@@ -18,8 +19,32 @@ __all__ = ["RULES"]
 _LAYER = re.compile(r"(?P<stack>(?:.*\.)?(?:layers|h|blocks|block))\.(?P<index>\d+)\.(?P<rest>.+)$")
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
 _MOST_SHOWN = 4
+_REMOVE = "Remove the tensor."
 _COPY = "Copy them from the original model."
 _TOWERS = re.compile(r"vision|visual|audio|mtp|draft|eagle|speech|encoder")
+# The layers of the language model itself, whatever holds them.
+_MAIN = re.compile(
+    r"(?:(?:model|language_model|text_model|transformer|gpt_neox|backbone|decoder|rwkv)\.)*"
+    r"(?:layers|h|blocks|block)"
+)
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_DECODER_LAYERS = ("decoder_layers", "num_decoder_layers", "decoder_num_layers")
+_ENCODERS = (*_DECODER_LAYERS, "encoder_layers", "num_encoder_layers")
+_ANNOUNCES = re.compile(r"nextn|mtp|n_predict|draft")
+_DRAFT = re.compile(
+    r"eh_proj|enorm|hnorm|shared_head|embed_tokens|(?:token|hidden)_layernorm|input_proj|mtp|draft"
+)
+_FIRST_NORM = "word_embeddings_layernorm"
+# Norms follow what they norm, or the last one is an option that is off.
+_NO_LAST_NORM = frozenset(["bert", "marian", "openai-gpt", "opt", "roberta", "xlm", "xlnet"])
+_QPARAM = re.compile(
+    r"(?:weight|input|output|[qkv]|[qkv]_proj)_"
+    r"(?:packed|scale|scale_inv|zero_point|global_scale|shape|g_idx)"
+)
+# Buffers that are calculated anew, and the bias of a head that is tied.
+_KNOWN_LOOSE = re.compile(
+    r"(?:.*\.)?(?:rotary_emb\.\w+|inv_freq|position_ids|embed_scale|final_logits_bias)"
+)
 _HIDDEN_IN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_a_proj")
 _HIDDEN_OUT = ("o_proj", "down_proj")
 # Where hidden sizes are those of the configuration for every module of these names.
@@ -45,33 +70,91 @@ _PLAIN_TYPES = frozenset(
 )
 
 
-def layers_are_complete(view: View) -> Iterator[Problem]:
-    """S70: a layer that lacks what its like have, and layers that are not there at all."""
+def _stacks(view: View) -> dict[str, dict[int, set[str]]]:
+    """Path of a stack of layers → index of a layer → what it holds: modules, and loose tensors."""
     stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name, entry in view.entries.items():
         if entry.last in view.transforms:
             continue  # one of the layers that share it holds it
-        match = _LAYER.match(name)
-        if match is not None and not _TOWERS.search(match["stack"]):
-            rest = _EXPERTS.sub(".experts.", f".{match['rest']}.")
-            stacks[match["stack"]][int(match["index"])].add(rest.strip("."))
-    count = view.size("num_hidden_layers")
+        loose = [own for own in entry.own if own != "weight" and not _QPARAM.fullmatch(own)]
+        for each in (name, *(f"{name}.{own}" for own in loose)):
+            match = _LAYER.match(each)
+            if match is not None and not _TOWERS.search(match["stack"]):
+                rest = _EXPERTS.sub(".experts.", f".{match['rest']}.")
+                stacks[match["stack"]][int(match["index"])].add(rest.strip("."))
+    return stacks
+
+
+def layers_are_complete(view: View) -> Iterator[Problem]:
+    """S70: a layer that lacks what its like have, and layers that are not there at all."""
+    stacks = _stacks(view)
     for stack, layers in stacks.items():
-        # a layer further on is a draft layer, whatever it holds
-        real = {index: own for index, own in layers.items() if not _is_draft(index, count)}
+        counts = _counts(view, stack)
+        real = _real(view, stack, layers)
         yield from _incomplete(view, stack, real)
-        if count is not None and len(stacks) == 1:
+        if counts and len(stacks) == 1 and len(real) < min(counts):
+            count = min(counts)
             lacking = count - len(real)
-            if lacking:
-                # the first of them are enough, and a wrong count may be any number
-                missing = (str(index) for index in itertools.count() if index not in layers)
-                shown = ", ".join(itertools.islice(missing, min(lacking, _MOST_SHOWN)))
-                more = f" and {lacking - _MOST_SHOWN} more" if lacking > _MOST_SHOWN else ""
-                yield Problem(stack, f"It lacks the layers {shown}{more} of {count}.", _COPY)
+            # the first of them are enough, and a wrong count may be any number
+            missing = (str(index) for index in itertools.count() if index not in layers)
+            shown = ", ".join(itertools.islice(missing, min(lacking, _MOST_SHOWN)))
+            more = f" and {lacking - _MOST_SHOWN} more" if lacking > _MOST_SHOWN else ""
+            yield Problem(stack, f"It lacks the layers {shown}{more} of {count}.", _COPY)
 
 
-def _is_draft(index: int, count: int | None) -> bool:
-    return count is not None and index >= count
+def _counts(view: View, stack: str) -> set[int]:
+    """The numbers of layers that the configuration may mean by what it says of a stack."""
+    is_second = "decoder" in stack and any(key in view.text for key in _ENCODERS)
+    keys = _DECODER_LAYERS if is_second else _LAYERS
+    return {count for count in map(view.size, keys) if count is not None}
+
+
+def _is_draft(view: View, stack: str, index: int, own: set[str]) -> bool:
+    """Whether a layer further on than the configuration counts is one that drafts tokens.
+
+    The configuration announces such layers, or they hold what no ordinary layer does.
+    """
+    count = max(_counts(view, stack), default=None)
+    if count is None or index < count:
+        return False
+    return index < count + _announced(view) or any(map(_DRAFT.search, own))
+
+
+def _real(view: View, stack: str, layers: dict[int, set[str]]) -> dict[int, set[str]]:
+    """Without the draft layers."""
+    return {index: own for index, own in layers.items() if not _is_draft(view, stack, index, own)}
+
+
+def _announced(view: View) -> int:
+    """How many draft layers the configuration announces at most."""
+    values = [
+        value
+        for holder in (view.text, view.config)
+        for key, value in holder.items()
+        if _ANNOUNCES.search(key) and value
+    ]
+    counts = (value if _is_number(value) else sys.maxsize for value in values)
+    return max(counts, default=0)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def layers_are_counted(view: View) -> Iterator[Problem]:
+    """C2: no layer beyond those that the configuration counts."""
+    for stack, layers in _stacks(view).items():
+        counts = _counts(view, stack)
+        if not counts or not _MAIN.fullmatch(stack):
+            continue
+        count = max(counts)
+        beyond = sorted(index for index in _real(view, stack, layers) if index >= count)
+        if beyond:
+            yield Problem(
+                stack,
+                f"It holds the layers {joined(map(str, beyond))}, and config.json counts {count}.",
+                "Correct the count, or remove the layers.",
+            )
 
 
 def _incomplete(view: View, stack: str, layers: dict[int, set[str]]) -> Iterator[Problem]:
@@ -83,12 +166,15 @@ def _incomplete(view: View, stack: str, layers: dict[int, set[str]]) -> Iterator
         if kinds[frozenset(own)] > 1 or not fuller:
             continue
         lacking = sorted(min(fuller, key=len) - own)
+        having = sum(set(lacking) <= other for other in layers.values())
+        # one layer against one: a bias may be too many there as well as missing here
+        is_unclear = having < 2 and all(each.rpartition(".")[0] in own for each in lacking)
         yield Problem(
             f"{stack}.{index}",
             f"It lacks {joined(lacking)}, which other layers have.",
             _COPY,
             # layers of other architectures may differ by intention
-            None if _is_plain_type(view) else Severity.WARNING,
+            None if _is_plain_type(view) and not is_unclear else Severity.WARNING,
         )
 
 
@@ -100,6 +186,38 @@ def all_is_there(view: View) -> Iterator[Problem]:
     """S70."""
     yield from layers_are_complete(view)
     yield from _ends(view)
+    yield from _last_norms(view)
+
+
+def _is_norm(entry: Entry) -> bool:
+    weight = entry.own.get("weight")
+    return weight is not None and len(weight.shape) == 1
+
+
+def _last_norms(view: View) -> Iterator[Problem]:
+    """The norm behind the last layer, where layers have norms of their own."""
+    is_plain = _is_plain_type(view)
+    if not (is_plain or _is_decoder(view)) or view.text.get("model_type") in _NO_LAST_NORM:
+        return
+    norms = [entry.name for entry in view.entries.values() if _is_norm(entry)]
+    for stack in _stacks(view):
+        within = any(name.startswith(f"{stack}.") for name in norms)
+        parent = stack.rpartition(".")[0]
+        beside = {name for name in norms if name.rpartition(".")[0] == parent} - {
+            f"{parent}.{_FIRST_NORM}".lstrip(".")
+        }
+        if _MAIN.fullmatch(stack) and within and not beside:
+            yield Problem(
+                f"{parent}.norm".lstrip(".") if is_plain else parent,
+                "The layers have norms, and behind the last of them there is none.",
+                _COPY,
+                # others may be built without one
+                None if is_plain else Severity.WARNING,
+            )
+
+
+def _is_decoder(view: View) -> bool:
+    return any("CausalLM" in str(name) for name in view.config.get("architectures") or ())
 
 
 def _ends(view: View) -> Iterator[Problem]:
@@ -107,13 +225,23 @@ def _ends(view: View) -> Iterator[Problem]:
     kinds = {entry.kind for entry in view.matrices}
     if not view.matrices or view.text.get("vocab_size") is None:
         return
-    is_decoder = any("CausalLM" in str(name) for name in view.config.get("architectures") or ())
+    is_decoder = _is_decoder(view)
     if "embedding" not in kinds and is_decoder:
         yield Problem("", "The file holds no embedding.", _COPY)
-    if "head" not in kinds and is_decoder and not view.is_tied and _says_untied(view):
+    has_head = "head" in kinds or _has_other_head(view)
+    if not has_head and is_decoder and not view.is_tied and _says_untied(view):
         yield Problem(
             "lm_head", "The file holds no output head, and embeddings are not tied.", _COPY
         )
+
+
+def _has_other_head(view: View) -> bool:
+    """Whether a matrix outside of the layers has a row for each token, whatever it is called."""
+    rows = view.size("vocab_size")
+    return any(
+        entry.rows == rows and entry.kind == "linear" and not _LAYER.match(entry.name)
+        for entry in view.matrices
+    )
 
 
 def _says_untied(view: View) -> bool:
@@ -124,11 +252,68 @@ def nothing_is_strange(view: View) -> Iterator[Problem]:
     """S71."""
     for one in view.misfits:
         if one.what == "extra" and one.own not in KNOWN:
-            yield Problem(one.entry.name, one.sentence, "Remove the tensor.")
+            yield Problem(one.entry.name, one.sentence, _REMOVE)
+    yield from _loose(view)
+    for stack, layers in _stacks(view).items():
+        if _MAIN.fullmatch(stack):
+            yield from _only_in_one(view, stack, _real(view, stack, layers))
+
+
+def _loose(view: View) -> Iterator[Problem]:
+    """Tensors outside of the layers that no known part of a decoder explains.
+
+    An original may hold such a tensor, so it is an error only for a server that refuses it; and
+    architectures that are not known may have some of their own.
+    """
+    severity = None if view.deployment.server == "vllm" else Severity.WARNING
+    severity = severity if _is_plain_type(view) else Severity.NOTE
+    for stack in _stacks(view):
+        parent = stack.rpartition(".")[0]
+        if not _MAIN.fullmatch(stack):
+            continue
+        holders = {parent}
+        if view.text is view.config and _is_decoder(view):  # no towers, no classifier
+            holders |= {parent[: match.start()] for match in re.finditer(r"\.|^", parent)}
+        for entry in view.entries.values():
+            if not holders & {entry.parent, entry.name}:
+                continue
+            for name in _unexplained(view, entry, is_parent=entry.name in holders):
+                said = "Neither the layers nor what stands beside them explains this tensor."
+                yield Problem(name, said, _REMOVE, severity)
+
+
+def _unexplained(view: View, entry: Entry, *, is_parent: bool) -> Iterator[str]:
+    for own in entry.own:
+        name = f"{entry.name}.{own}" if entry.name else own
+        if _TOWERS.search(name) or _QPARAM.fullmatch(own) or _KNOWN_LOOSE.fullmatch(name):
+            continue
+        if own not in ("weight", "bias"):
+            # a parameter by itself; modules other than the plain ones may have any
+            strange = is_parent or _is_plain_type(view)
+        else:
+            is_known = entry.kind in ("embedding", "head") or _is_norm(entry)
+            strange = _is_plain_type(view) and not is_known and entry.last not in view.transforms
+        if strange:
+            yield name
+
+
+def _only_in_one(view: View, stack: str, layers: dict[int, set[str]]) -> Iterator[Problem]:
+    """What one layer has beyond what all others, which are alike, have."""
+    kinds = Counter(frozenset(own) for own in layers.values())
+    if len(kinds) != 2 or min(kinds.values()) > 1 or len(layers) < 3:
+        return
+    usual, odd = (kind for kind, _ in kinds.most_common())
+    for index, own in layers.items():
+        # the first or the last layer of some architectures has what serves all
+        may_differ = index in (min(layers), max(layers)) and not _is_plain_type(view)
+        if own == odd and usual < odd and not may_differ:
+            said = f"It has {joined(sorted(odd - usual))}, which no other layer has."
+            yield Problem(f"{stack}.{index}", said, _REMOVE, Severity.WARNING)
 
 
 def sizes_are_those_of_the_config(view: View) -> Iterator[Problem]:
     """C2."""
+    yield from layers_are_counted(view)
     if not _is_plain_type(view):
         return
     for entry in view.matrices:
@@ -142,11 +327,18 @@ def sizes_are_those_of_the_config(view: View) -> Iterator[Problem]:
         yield from _wrong_size(view, entry, columns)
 
 
+def _is_in_layers(entry: Entry) -> bool:
+    match = _LAYER.match(entry.name)
+    return match is not None and _MAIN.fullmatch(match["stack"]) is not None
+
+
 def _wrong_size(view: View, entry: Entry, columns: int | None) -> Iterator[Problem]:
     hidden, vocabulary = view.size("hidden_size"), view.size("vocab_size")
     rows = inner = None
     if entry.kind == "head" or entry.last == "embed_tokens":
         rows, inner = vocabulary, hidden
+    elif not _is_in_layers(entry):
+        return
     elif entry.last in _HIDDEN_IN:
         inner = hidden
     elif entry.last in _HIDDEN_OUT:

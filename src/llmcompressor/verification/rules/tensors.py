@@ -228,17 +228,21 @@ def blocks_are_128(view: View) -> Iterator[Problem]:
 
 
 def bias_is_plain(view: View) -> Iterator[Problem]:
-    """S35."""
+    """S35: a bias has one value for each output."""
     for entry in view.entries.values():
         bias = entry.own.get("bias")
         if bias is None:
             continue
         if bias.dtype not in PLAIN_FLOATS:
             yield Problem(entry.name, f"Its bias is stored as {bias.dtype}.", "Keep biases floats.")
-        elif entry.rows is not None and bias.shape != (entry.rows,):
+            continue
+        is_turned = view.is_transposed(entry)
+        outputs = entry.own["weight"].shape[1] if is_turned else entry.rows
+        if outputs is not None and bias.shape != (outputs,):
             yield Problem(
                 entry.name,
-                f"Its bias has the shape {list(bias.shape)} and its weight {entry.rows} rows.",
+                f"Its bias has the shape {list(bias.shape)} and its weight {outputs} "
+                f"{'columns, which are its outputs' if is_turned else 'rows'}.",
                 _COMPRESS,
             )
 

@@ -12,9 +12,31 @@ from llmcompressor.verification.rules.base import CONFIG, Problem, Rule, View, j
 from llmcompressor.verification.rules.config import raw_groups
 from llmcompressor.verification.scheme import Args, Group, Scheme
 
-__all__ = ["RULES"]
+__all__ = ["IN_STACKS", "RULES", "experts_are_linears"]
 
 _GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
+IN_STACKS = frozenset(
+    {
+        "diffusion_gemma_text",
+        "gemma4_text",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "hy_v4",
+        "inkling_text",
+        "mistral4",
+        "openai_privacy_filter",
+        "qwen3_vl_moe_text",
+        "step3p5",
+        "zaya",
+    }
+)
+"""Values of ``model_type`` for which transformers has no table that makes stacks of experts."""
+_AS_LINEARS = frozenset({"llama4", "llama4_text"})
+"""Values of ``model_type`` whose stacks are replaced by Linears where anything is quantized."""
+_STACK = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?:gate_up_proj|down_proj)$")
 
 
 def keys_are_known(view: View) -> Iterator[Problem]:
@@ -108,8 +130,48 @@ def _guessed(view: View) -> Group | None:
     return None
 
 
+def _types(view: View) -> set[str]:
+    return {str(holder.get("model_type") or "") for holder in (view.config, view.text)}
+
+
+def experts_are_linears(view: View) -> bool:
+    """Whether transformers makes Linears of quantized experts, instead of unpacking them."""
+    return bool(_types(view) & _AS_LINEARS)
+
+
 def experts_are_restored(view: View) -> Iterator[Problem]:
     """T6."""
+    if experts_are_linears(view):
+        yield from _left_in_stacks(view)
+    elif _types(view) & IN_STACKS:
+        yield from _taken_apart(view)
+    else:
+        yield from _merged(view)
+
+
+def _left_in_stacks(view: View) -> Iterator[Problem]:
+    found = [_STACK.match(name) for name in view.headers] if view.settings else []
+    for path in sorted({match["experts"] for match in found if match is not None}):
+        yield Problem(
+            path,
+            "Its experts lie in stacks, and transformers looks for them one by one where anything "
+            "is quantized: they are random there.",
+            "Quantize the experts too, or serve it with vLLM.",
+        )
+
+
+def _taken_apart(view: View) -> Iterator[Problem]:
+    for path in view.mixtures:
+        yield Problem(
+            path,
+            "Its experts are stored one by one, and transformers has no table for them and looks "
+            "for their stacks: they are random there.",
+            "Ignore the experts, or serve it with vLLM.",
+        )
+
+
+def _merged(view: View) -> Iterator[Problem]:
+    """The families whose experts transformers unpacks one by one and puts into stacks."""
     for path, experts in view.mixtures.items():
         entry = next(iter(next(iter(experts.values())).values()))
         guessed = _guessed(view)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.resolve import compiled
 from llmcompressor.verification.rules.base import CONFIG, DEPLOYMENT, Problem, Rule, View, joined
@@ -67,14 +68,66 @@ def transforms_are_read(view: View) -> Iterator[Problem]:
         if unknown:
             yield Problem(name, f"It has keys that are refused: {joined(unknown)}.", "Remove them.")
         location = str(one.get("location"))
-        if location in _CACHE:
-            reached = _reached(view, one)
-            what = "raises for Linear modules" if reached else "is never applied, silently"
+        if location in _CACHE and _reached(view, one):
             yield Problem(
                 name,
-                f"The location {location} {what}.",
+                f"The location {location} raises for Linear modules.",
                 "Leave the rotation of queries and keys out.",
             )
+    yield from _never_applied(view)
+
+
+def _never_applied(view: View) -> Iterator[Problem]:
+    """Queries and keys that are turned in the forward; all servers leave them as they are."""
+    missed = _missed(view)
+    for name, raw in _transforms(view):
+        places = [str(one.get("location")) for one in _of_cache(raw) if not _reached(view, one)]
+        if name in missed:
+            yield Problem(
+                name,
+                f"Its locations ({joined(places)}) are never applied, silently: {missed[name]}.",
+                "Leave the rotation of queries and keys out.",
+            )
+        elif places:
+            yield Problem(
+                name,
+                f"Its locations ({joined(places)}) are never applied. That changes nothing: "
+                "queries and keys are turned alike, and keys are not quantized.",
+                "Leave the rotation of queries and keys out.",
+                Severity.NOTE,
+            )
+
+
+def _missed(view: View) -> dict[str, str]:
+    """Transforms of queries and keys without which outputs are others, each with the reason."""
+    found = {}
+    for name, raw in _transforms(view):
+        turned = [one for one in _of_cache(raw) if not _reached(view, one)]
+        if turned and (raw.get("randomize") or not _are_alike(turned)):
+            found[name] = "queries and keys are not turned alike, so outputs are wrong"
+        elif turned and _keys_are_quantized(view):
+            found[name] = "keys are quantized with the scales of turned ones"
+    return found
+
+
+def _of_cache(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    applied = raw.get("apply")
+    each = applied if isinstance(applied, list) else ()
+    return [one for one in each if isinstance(one, Mapping) and one.get("location") in _CACHE]
+
+
+def _are_alike(turned: list[Mapping[str, Any]]) -> bool:
+    """Whether q and k have the same matrix at the same places, so that q k^T is what it was."""
+    forms = [[one.get(key) or None for key in ("targets", "ignore", "inverse")] for one in turned]
+    both = sorted(str(one.get("location")) for one in turned) == sorted(_CACHE)
+    return both and forms[0] == forms[1]
+
+
+def _keys_are_quantized(view: View) -> bool:
+    attention = (group.scheme for group in view.groups if group.scheme.weights is None)
+    return bool(view.settings.get("kv_cache_scheme")) or any(
+        scheme.inputs is not None for scheme in attention
+    )
 
 
 def transforms_reach_linears(view: View) -> Iterator[Problem]:
@@ -173,9 +226,18 @@ def transformers_applies_none(view: View) -> Iterator[Problem]:
     if online:
         yield Problem(
             "transform_config",
-            f"transformers does not apply {joined(dict.fromkeys(online))}: what it computes is "
-            "wrong.",
-            "Serve it with vLLM, or fuse the transforms into the weights.",
+            "transformers drops transform_config, and its outputs are wrong: the weights are "
+            f"rotated for {joined(dict.fromkeys(online))}, which it does not apply.",
+            "Serve it with vLLM, which applies it, or use rotations that are multiplied into the "
+            "weights alone (R1, R2).",
+        )
+    missed = _missed(view)
+    if missed:
+        yield Problem(
+            "transform_config",
+            "transformers drops transform_config, and does not turn queries and keys "
+            f"({joined(missed)}): {next(iter(missed.values()))}.",
+            "Leave the rotation of queries and keys out.",
         )
 
 

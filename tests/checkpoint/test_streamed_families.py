@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families whose weights are tied or written to in ways of their own, from a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
+
+from llmcompressor import oneshot
+from llmcompressor.errors import CheckpointError
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+}
+HEADS = ["re:lm_head.*", "re:cls.*", "decoder", "re:head.*"]
+IDS = torch.arange(3, 35)[None]
+
+
+def data() -> list[dict[str, list[int]]]:
+    return [{"input_ids": list(range(first, first + 24))} for first in range(3, 9)]
+
+
+def roberta() -> PreTrainedModel:
+    return RobertaForMaskedLM(RobertaConfig(**SIZES))
+
+
+def bert() -> PreTrainedModel:
+    return BertLMHeadModel(BertConfig(**SIZES, is_decoder=True))
+
+
+def modern_bert() -> PreTrainedModel:
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    return ModernBertForMaskedLM(ModernBertConfig(**SIZES, **tokens))
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.eval()(IDS).logits
+    return found
+
+
+@pytest.mark.parametrize("needs_data", [False, True])
+@pytest.mark.parametrize("build", [roberta, bert, modern_bert])
+def test_a_tied_masked_lm_head(build: Any, needs_data: bool, tmp_path: Path) -> None:
+    """As transformers reads it, it computes what the same recipe makes of the model in memory."""
+    torch.manual_seed(0)
+    model = build()
+    assert len(find_blocks(model)) == 2
+    model.save_pretrained(tmp_path / "model")
+    original = logits(model)
+
+    def made(source: Any, output: str) -> Any:
+        kind = GPTQModifier if needs_data else QuantizationModifier
+        return oneshot(
+            model=source,
+            recipe=kind(targets="Linear", scheme="W8A16", ignore=HEADS),
+            dataset=data() if needs_data else None,
+            output_dir=str(tmp_path / output),
+            # transformers' own ModernBERT cannot be built over codes
+            save_compressed=build is not modern_bert,
+        )
+
+    returned = logits(made(str(tmp_path / "model"), "streamed"))
+    made(model, "in_memory")
+    read = [logits(type(model).from_pretrained(tmp_path / n)) for n in ("streamed", "in_memory")]
+    assert torch.equal(read[0], read[1])
+    torch.testing.assert_close(returned, read[0])
+    assert not torch.equal(read[0], original)
+    assert (read[0] - original).norm() < 0.01 * original.norm()
+
+
+@pytest.fixture
+def rescaling(tmp_path: Path) -> Path:
+    """Its forward divides weights of every second block by two, where they are."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 128}
+    config = RwkvConfig(**sizes, num_hidden_layers=4, vocab_size=128, rescale_every=2)
+    RwkvForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_forward_that_writes_to_weights_is_refused_with_a_remedy_that_helps(
+    rescaling: Path, tmp_path: Path
+) -> None:
+    def run() -> None:
+        oneshot(
+            model=str(rescaling),
+            recipe=GPTQModifier(targets="Linear", scheme="W8A16", ignore=["head"]),
+            dataset=data(),
+            output_dir=str(tmp_path / "output"),
+            save_compressed=False,
+        )
+
+    with pytest.raises(CheckpointError, match="RwkvForCausalLM writes to its own weights") as found:
+        run()
+    assert "rescale_every 0" in str(found.value)
+    model = RwkvForCausalLM.from_pretrained(rescaling)
+    with pytest.raises(CheckpointError, match="RwkvForCausalLM writes to its own weights"):
+        oneshot(
+            model=model,
+            recipe=GPTQModifier(targets="Linear", scheme="W8A16", ignore=["head"]),
+            dataset=data(),
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+    original = logits(RwkvForCausalLM.from_pretrained(rescaling))
+    config = rescaling / "config.json"
+    text = config.read_text()
+    config.write_text(text.replace('"rescale_every": 2', '"rescale_every": 0'))
+    assert config.read_text() != text
+    run()
+    written = logits(RwkvForCausalLM.from_pretrained(tmp_path / "output"))
+    assert (written - original).norm() < 0.01 * original.norm()
