@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-import sys
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import get_rank_partition, load_calibration, sampling
@@ -158,29 +160,25 @@ class TestRanks:
         assert sorted(together) == list(range(20))
 
     def test_real_processes_compare_their_data(self, tmp_path):
-        code = """
-import sys, torch.distributed as dist
-from llmcompressor.args import DatasetArguments
-from llmcompressor.datasets import load_calibration
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-rows = [[i, i] for i in range(10)]
-options = dict(num_calibration_samples=6, shuffle_calibration_samples=False)
-def ids(data):
-    loader = load_calibration(DatasetArguments(dataset=data, **options))
-    return [int(batch["input_ids"][0, 0]) for batch in loader]
-print(ids(rows), ids(rows[5 * rank : 5 * rank + 5]), flush=True)
-dist.destroy_process_group()
-"""
-        import subprocess
+        context = multiprocessing.get_context("forkserver")
+        with ProcessPoolExecutor(2, context) as workers:
+            places = [(rank, str(tmp_path / "store")) for rank in range(2)]
+            out = list(workers.map(_ids_of_a_rank, places, timeout=120))
+        assert out == [([0, 1, 2], [0, 1, 2]), ([3, 4, 5], [5, 6, 7])]
 
-        workers = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(rank), str(tmp_path / "store")],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        out = [worker.communicate(timeout=120)[0].strip() for worker in workers]
-        assert out == ["[0, 1, 2] [0, 1, 2]", "[3, 4, 5] [5, 6, 7]"]
+
+def _ids_of_a_rank(place: tuple[int, str]) -> tuple[list[int], list[int]]:
+    """What one of two processes gets of data that both have, and of data of its own."""
+    rank, store = place
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    rows = [[i, i] for i in range(10)]
+
+    def ids(data: list[list[int]]) -> list[int]:
+        options = {"num_calibration_samples": 6, "shuffle_calibration_samples": False}
+        loader = load_calibration(DatasetArguments(dataset=data, **options))
+        return [int(batch["input_ids"][0, 0]) for batch in loader]
+
+    try:
+        return ids(rows), ids(rows[5 * rank : 5 * rank + 5])
+    finally:
+        dist.destroy_process_group()
