@@ -104,6 +104,7 @@ _HOLES = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_large_tensors_between_small_ones_leave_no_holes() -> None:
     def given_back(when: str) -> int:

@@ -8,6 +8,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,6 +25,7 @@ def test_the_reader_imports_nothing_of_this_package() -> None:
     assert not [name for name in names if name.startswith("llmcompressor")]
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_writes_the_likeliest_tokens() -> None:
     request = {"prompt": PROMPT, "tokens": 4, "checkpoints": {"pico": str(PICO)}}
     process = subprocess.run(

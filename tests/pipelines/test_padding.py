@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -85,12 +86,15 @@ def _gptq(**fields: Any) -> GPTQModifier:
 def test_gptq_writes_the_same_weights(
     name: str, asymmetric: bool, pipeline: str, side: str
 ) -> None:
-    plain, padded = (
-        _calibrated(_build(name), _text(one), _gptq(asymmetric=asymmetric), pipeline)
-        for one in ("none", side)
-    )
+    plain = _of_text(name, asymmetric, pipeline, "none")
+    padded = _of_text(name, asymmetric, pipeline, side)
     for one, other in zip(plain, padded, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@functools.cache
+def _of_text(name: str, asymmetric: bool, pipeline: str, side: str) -> list[Tensor]:
+    return _calibrated(_build(name), _text(side), _gptq(asymmetric=asymmetric), pipeline)
 
 
 @pytest.mark.parametrize(
@@ -100,13 +104,15 @@ def test_gptq_writes_the_same_weights(
 def test_both_masks_of_an_encoder_decoder_are_respected(
     pipeline: str, source: str, target: str
 ) -> None:
-    fields: dict[str, Any] = {"asymmetric": pipeline != "basic"}
-    plain, padded = (
-        _calibrated(_build("t5"), batches, _gptq(**fields), pipeline)
-        for batches in (_pairs("none", "none"), _pairs(source, target))
-    )
+    plain, padded = _of_pairs(pipeline, "none", "none"), _of_pairs(pipeline, source, target)
     for one, other in zip(plain, padded, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@functools.cache
+def _of_pairs(pipeline: str, source: str, target: str) -> list[Tensor]:
+    modifier = _gptq(asymmetric=pipeline != "basic")
+    return _calibrated(_build("t5"), _pairs(source, target), modifier, pipeline)
 
 
 @pytest.mark.parametrize("pipeline", ["basic", "sequential", "layer_sequential"])

@@ -56,7 +56,7 @@ CASES = {
     # q_a q_b kv_a kv_b o, three dense blocks, the experts of the others and their shared one
     "deepseek-v3": (published.DEEPSEEK_V3, 671_026_419_200, 5 * 61 + 3 * 3 + 3 * 257 * 58),
 }
-SLOW = ("deepseek-v3", "qwen3-30b-a3b")
+SLOW = ("deepseek-v3", "llama-3-70b", "mixtral-8x7b", "qwen3-30b-a3b")
 
 
 @pytest.mark.parametrize(

@@ -80,17 +80,24 @@ def source_files(library: Path | None = None) -> list[SourceFile]:
     """
     root = library or Path(sysconfig.get_paths()["stdlib"])
     files = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if relative.parts[0] not in _EXCLUDED:
-            name = relative.as_posix()
-            files.append(SourceFile(name, path, is_held_out(name)))
+    for path in _sources(root):
+        name = path.relative_to(root).as_posix()
+        files.append(SourceFile(name, path, is_held_out(name)))
     if not files:
         raise DatasetError(
             f"{root} holds no source of the standard library.",
             "Use a Python that has it, or give a text of your own.",
         )
     return files
+
+
+def _sources(root: Path) -> list[Path]:
+    """Every module, sorted; what is excluded may hold far more files, and is not looked into."""
+    found = list(root.glob("*.py"))
+    for folder in root.iterdir() if root.is_dir() else ():
+        if folder.is_dir() and not folder.is_symlink() and folder.name not in _EXCLUDED:
+            found.extend(folder.rglob("*.py"))
+    return sorted(found)
 
 
 def calibration_texts(library: Path | None = None) -> list[str]:
