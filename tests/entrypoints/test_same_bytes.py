@@ -69,6 +69,7 @@ def test_two_runs_write_the_same_bytes(name: str, here: Path, pico: Path, tmp_pa
     assert report["verification"]["ok"]
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_bytes(here: Path, pico: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ,

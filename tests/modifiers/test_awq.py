@@ -66,6 +66,7 @@ def test_the_model_computes_what_it_did(loss: Any, dtype: torch.dtype) -> None:
     assert tiny.traces(model) == {}
 
 
+@pytest.mark.slow
 def test_it_undoes_planted_outliers(pico: Path) -> None:
     data = planted.text(pico)
     calibration, held_out = data[:6], data[6:]

@@ -52,6 +52,7 @@ def test_it_beats_rounding_at_four_bits(pico: Path) -> None:
     assert loss < 0.94
 
 
+@pytest.mark.slow
 def test_three_bits_move_further(pico: Path) -> None:
     original = embedded.model(pico)
     distances = []

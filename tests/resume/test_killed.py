@@ -51,7 +51,7 @@ def test_killed_at_a_boundary(
 
 
 @pytest.mark.parametrize("recipe", ["rtn", "gptq", "two"])
-@pytest.mark.parametrize("moments", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(
     recipe: str, moments: int, model: Path, tmp_path: Path, expected: Expected
 ) -> None:

@@ -286,6 +286,7 @@ PER_EXPERT = "experts.*."
 NOT_OF_TEXT = ("_audio", "_vision", "_vision_model")
 
 
+@pytest.mark.slow
 def test_the_table_of_stacks_is_that_of_transformers() -> None:
     """Families with stacks of experts, and without an entry that would make them."""
     models = Path(transformers.__file__).parent / "models"
