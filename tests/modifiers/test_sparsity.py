@@ -402,7 +402,7 @@ def test_a_head_that_is_the_embedding_is_left_alone() -> None:
 def test_what_cannot_be_factorized_is_chosen_by_score(warned: list[str]) -> None:
     weight_RC, gram_CC = torch.randn(8, 16), torch.eye(16) - 2 * torch.ones(16, 16)
     sparsity = Sparsity((Share(8, 0.5),), NofM(2, 4))
-    options = Options(128, 0.01, None, refinements=8, preserve=False)
+    options = Options(128, 0.01, 0.05, refinements=8, preserve=False)
     for one in (options, replace(options, refinements=0)):
         (found,) = solve([Problem([weight_RC], sparsity, gram_CC, None, 1)], one)
         assert found.dampening is None

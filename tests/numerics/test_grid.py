@@ -45,6 +45,12 @@ def members(grid: Grid) -> list[float]:
     return result
 
 
+def test_a_matrix_is_divided_by_several_scales_at_once():
+    x, scale = torch.randn(4, 8).bfloat16(), torch.rand(3, 4, 1) + 0.5
+    expected = torch.stack([Grid.quotients(x, one) for one in scale])
+    assert torch.equal(Grid.quotients(x, scale), expected)
+
+
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_rounds_as_readers_round_it(grid, dtype):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing 4-bit floats, against compressed-tensors."""
+"""Rounding to 4-bit floats and packing them, against compressed-tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 
-from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.grid import Grid, float_layout
 from llmcompressor.numerics.packing import pack_e2m1
 
 
@@ -17,8 +17,24 @@ def test_bytes_equal_those_of_compressed_tensors(dtype: torch.dtype) -> None:
     noise = torch.randn(33, 64, generator=generator) * 4
     edges = torch.tensor([0.0, -0.0, 0.5, -0.5, 1, 1.5, 2, 3, 4, 6, -6, 99, -99, 0.25, 5, -5])
     values = Grid("float", 4).round(torch.cat([noise.flatten(), edges]).reshape(-1, 16).to(dtype))
-    packed = pack_e2m1(values)
+    packed = pack_e2m1(values.clone())
     assert packed.dtype is torch.uint8
     assert torch.equal(packed, pack_fp4_to_uint8(values + 0.0))  # a zero without a sign
     decoded = unpack_fp4_from_uint8(packed, *values.shape)
     assert torch.equal(decoded.to(dtype), values)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_rounds_as_the_grid_does_beside_every_tie(dtype: torch.dtype) -> None:
+    grid, layout = Grid("float", 4), float_layout(dtype)
+    ties = torch.tensor([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0], dtype=dtype)
+    bits = ties.view(layout.integer)[:, None] + torch.arange(-2, 3).to(layout.integer)
+    near = bits.clamp(min=0).view(dtype).clamp(max=6.0)
+    x = torch.cat([near, -near], -1)
+    expected = pack_fp4_to_uint8(grid.round(x).float() + 0.0)
+    assert torch.equal(pack_e2m1(x.clone()), expected)
+
+
+def test_rounds_random_numbers_as_the_grid_does() -> None:
+    x = (torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)) * 3).clamp(-6, 6)
+    assert torch.equal(pack_e2m1(x.clone()), pack_fp4_to_uint8(Grid("float", 4).round(x) + 0.0))

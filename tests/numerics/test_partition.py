@@ -77,6 +77,17 @@ def test_extremes_of_narrow_floats_are_those_of_wide_ones(partition, dtype, shif
         assert torch.equal(narrow.float(), wide)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("partition", PARTITIONS, ids=str)
+def test_magnitudes_are_the_greater_of_the_extremes(partition, dtype):
+    matrix = torch.randn(2, 6, 8).to(dtype)
+    matrix[0, 0, :4] = torch.tensor([0.0, -0.0, 1.0, -torch.inf])
+    low, high = partition.extremes(matrix)
+    assert torch.equal(partition.magnitudes(matrix), torch.maximum(-low, high))
+    matrix[1, 3, 2] = torch.nan
+    assert partition.magnitudes(matrix).isnan().sum() == 1
+
+
 @pytest.mark.parametrize("bits", [0x7FC0, 0x7F81, -0x40, -0x7F], ids=hex)
 def test_extremes_of_narrow_floats_tell_nan(bits):
     matrix = torch.randn(4, 8).bfloat16()

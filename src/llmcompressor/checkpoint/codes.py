@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from llmcompressor.numerics.grid import Grid
@@ -56,14 +57,13 @@ def codes_of(
         offset = None if zero is None else _scales(zero, span, R, partition)
         return convert(partition.apply(grid.limit, matrix_RC[first:last], cell, offset))
 
-    top = work(spans[0])
-    stored = top.new_empty((R, *top.shape[1:]))
-    stored[: spans[0][1]] = top
+    row = convert(torch.zeros(1, C))
+    stored = row.new_empty((R, *row.shape[1:]))
 
     def store(span: tuple[int, int]) -> None:
         stored[span[0] : span[1]] = work(span)
 
-    each_on_one_thread(store, spans[1:])
+    each_on_one_thread(store, spans)
     return stored
 
 

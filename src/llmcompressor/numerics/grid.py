@@ -147,7 +147,9 @@ class Grid:
     def quotients(x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
         """A new tensor x / scale + zero: where x lies between the codes, also beyond the ends."""
         # given in one dtype: a division of two dtypes takes a CPU ten times as long
-        quotients = torch.div(x.to(torch.result_type(x, scale)), scale)
+        wide = x.to(torch.result_type(x, scale))
+        is_own = wide is not x and _fits(scale, x)
+        quotients = wide.div_(scale) if is_own else torch.div(wide, scale)
         if zero is not None:
             quotients.add_(zero.to(x.dtype))
         return quotients
@@ -194,6 +196,14 @@ class Grid:
             return _round_to_float_(x, mantissa=3, smallest=2.0**-6, largest=256.0)
         x.add_(0.0)  # readers take the sign of -0.0 to be 0; what rounds to zero keeps its sign
         return _round_to_float_(x, mantissa=1, smallest=1.0, largest=4.0)
+
+
+def _fits(scale: Tensor, x: Tensor) -> bool:
+    """Whether ``scale`` broadcasts to ``x`` and not both to something larger."""
+    behind = x.shape[x.ndim - scale.ndim :] if scale.ndim <= x.ndim else ()
+    return len(behind) == scale.ndim and all(
+        own in (1, of) for own, of in zip(scale.shape, behind, strict=True)
+    )
 
 
 def _round_to_float_(x: Tensor, *, mantissa: int, smallest: float, largest: float) -> Tensor:

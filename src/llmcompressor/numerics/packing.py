@@ -19,31 +19,47 @@ import torch
 from torch import Tensor
 
 from llmcompressor.errors import InputError
+from llmcompressor.numerics.grid import Grid
 
 __all__ = ["can_pack", "pack_e2m1", "pack_integers"]
 
 _WORD = 32
 _NIBBLE, _OFFSET = 4, 0x88
+_SIGN = 8
+_ONE_AND_A_HALF = 1.5
 
 
-def pack_e2m1(values_RC: Tensor) -> Tensor:
-    """Values of the e2m1 grid as bytes.
+def pack_e2m1(x_RC: Tensor) -> Tensor:
+    """The codes of the members of the e2m1 grid nearest to each x, ties to even, as bytes.
+
+    A code is round(2|x|) up to a magnitude of 2, round(|x|) + 2 up to 4, and round(|x| / 2) + 4 up
+    to 6: everywhere the least of the three. Added to 1.5 * 2^(23 - k), a float32 is rounded to
+    multiples of 2^-k, half to even, and how many of them it has stands in its lowest byte.
 
     Args:
-        values_RC: members of the grid, any floating dtype, ``[R, C]`` with C even.
+        x_RC: from -6 to 6, any floating dtype, ``[R, C]`` with C even. Its elements may be lost.
 
     Returns:
         uint8 ``[R, C / 2]``.
 
-    >>> pack_e2m1(torch.tensor([[0.5, -6.0, 3.0, 0.0]])).tolist()
-    [[241, 5]]
+    >>> pack_e2m1(torch.tensor([[0.5, -6.0, 2.5, 2.6]])).tolist()
+    [[241, 84]]
     """
-    half_RC = (values_RC * 2).to(torch.int8)  # whole numbers, and small ones are quick
-    magnitude_RC = half_RC.abs()
-    # n up to 4, then n / 2 + 2 up to 8, then 7: the lowest of the three lines, at every member.
-    code_RC = torch.minimum(magnitude_RC, (magnitude_RC >> 1) + 2).clamp_(max=7)
-    code_RC |= (half_RC >> 4) & 8
+    if x_RC.dtype is torch.float64:
+        x_RC = Grid("float", 4).round_(x_RC)
+    x_RC = x_RC.to(torch.float32)
+    sum_RC = x_RC + _ONE_AND_A_HALF * 2.0**22
+    half_RC = _lowest_byte(sum_RC)
+    whole_RC = _lowest_byte(torch.add(x_RC, _ONE_AND_A_HALF * 2.0**23, out=sum_RC))
+    double_RC = _lowest_byte(x_RC.add_(_ONE_AND_A_HALF * 2.0**24))
+    code_RC = torch.minimum(half_RC.abs(), whole_RC.abs_().add_(2), out=whole_RC)
+    code_RC = torch.minimum(code_RC, double_RC.abs_().add_(4), out=code_RC)
+    code_RC |= half_RC.bitwise_right_shift_(4).bitwise_and_(_SIGN)
     return _pair_up(code_RC)
+
+
+def _lowest_byte(x: Tensor) -> Tensor:
+    return x.view(torch.int32).to(torch.int8)
 
 
 def can_pack(columns: int, bits: int) -> bool:

@@ -26,12 +26,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from llmcompressor.errors import InputError
+from llmcompressor.numerics.extremes import extremes_of_cells, magnitudes_of_cells
 from llmcompressor.numerics.grid import Grid
 
 __all__ = ["Partition", "dequantize_matrix", "fake_quantize_matrix", "quantize_matrix"]
-
-_SIGN = -(2**15)
-"""The sign bit of 16-bit floats."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,25 @@ class Partition:
         """
         R, C = matrix.shape[-2:]
         if self.divides(R, C):
-            least, greatest = _extremes(self._split(matrix, 0.0))
+            least, greatest = extremes_of_cells(self._split(matrix, 0.0))
         else:
             least = self._split(matrix, torch.inf).amin((-3, -1))
             greatest = self._split(matrix, -torch.inf).amax((-3, -1))
         shape = (*matrix.shape[:-2], *self.shape(R, C))
         return least.reshape(shape), greatest.reshape(shape)
+
+    def magnitudes(self, matrix: Tensor) -> Tensor:
+        """The largest absolute value of each cell: all of its extremes that symmetric scales need.
+
+        Args:
+            matrix: [..., R, C], not empty, floating dtype.
+
+        Returns:
+            Of the scale's shape (after leading dimensions) and the matrix's dtype; NaN where a
+            cell holds one.
+        """
+        found = magnitudes_of_cells(self._split(matrix, 0.0))
+        return found.reshape(*matrix.shape[:-2], *self.shape(*matrix.shape[-2:]))
 
     def expand(self, scale: Tensor, R: int, C: int) -> Tensor:
         """The scale of each element.
@@ -198,29 +209,6 @@ class Partition:
         scale_Y1X1, zero_Y1X1 = per_cell
         assert scale_Y1X1 is not None
         return function(self._split(matrix, 0.0), scale_Y1X1, zero_Y1X1).reshape(matrix.shape)
-
-
-def _extremes(split: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest element over the dimensions -3 and -1.
-
-    A CPU finds the greatest of 16-bit integers in half the time that it takes for 16-bit floats.
-    Bits of floats, read as integers, rise with the float where its sign bit is 0, and those are all
-    above those where it is 1: so the greatest integer is the greatest float unless every float is
-    negative. With signs turned the same holds for the least. Cells of one sign are looked at again;
-    NaN lies beyond infinity.
-    """
-    dims = (-3, -1)
-    if split.device.type != "cpu" or split.dtype not in (torch.bfloat16, torch.float16):
-        return split.amin(dims), split.amax(dims)
-    bits = split.view(torch.int16)
-    greatest = bits.amax(dims).view(split.dtype)
-    least = ((bits ^ _SIGN).amax(dims) ^ _SIGN).view(split.dtype)
-    cells = split.transpose(-3, -2)
-    for found, extreme in ((greatest, torch.amax), (least, torch.amin)):
-        wrong = found.signbit() if extreme is torch.amax else ~found.signbit()
-        if bool(wrong.any()):  # one cell of 16 in 2^15
-            found[wrong] = extreme(cells[wrong], (-2, -1))
-    return least, greatest
 
 
 def quantize_matrix(

@@ -50,17 +50,27 @@ class Canonical:
         matrix: [R, C], not empty.
         partition: its cells; one scale for each.
         scale_shape: the shape in which the scales are stored.
+        symmetric: whether its scales depend on magnitudes alone.
     """
 
     matrix: Tensor
     partition: Partition
     scale_shape: tuple[int, ...]
+    symmetric: bool = False
 
     @cached_property
     def extremes(self) -> Range:
         """Least and greatest element of each cell."""
         minimum, maximum = self.partition.extremes(self.matrix)
         return Range(minimum.reshape(self.scale_shape), maximum.reshape(self.scale_shape))
+
+    @property
+    def widest(self) -> Range:
+        """A range of the same scales as :attr:`extremes`, sooner found where it is symmetric."""
+        if not self.symmetric:
+            return self.extremes
+        maximum = self.partition.magnitudes(self.matrix).reshape(self.scale_shape)
+        return Range(-maximum, maximum)
 
     @cached_property
     def values(self) -> Tensor:
@@ -89,7 +99,8 @@ def canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
     x = x.to(parameter_dtype(x.dtype))
     if base_name == "weight":
         matrix, partition = x.flatten(1), partition_of(args)
-        return Canonical(matrix, partition, partition.shape(*matrix.shape))
+        shape = partition.shape(*matrix.shape)
+        return Canonical(matrix, partition, shape, bool(args.symmetric))
     if base_name in ACTIVATIONS:
         return _activation(x.reshape(-1, x.shape[-1]), base_name, args)
     if base_name in ATTENTION_STATES:

@@ -32,8 +32,9 @@ class Options:
 
     block_size: int
     dampening: float
-    ridge: float | None
-    """Of asymmetric calibration, as a fraction of the mean diagonal; ``None`` without it."""
+    ridge: float
+    """Of asymmetric calibration, as a fraction of the mean diagonal; used where there is a cross
+    product."""
     refinements: int
     """Rounds of splitting; 0 for the sweep of the paper."""
     preserve: bool
@@ -97,7 +98,7 @@ def _pruned(problems: Sequence[Problem], options: Options) -> list[Solution]:
     gram_CC = _stack([problem.gram_CC for problem in problems])
     weight_RC = _stack([torch.cat([w.float() for w in one.weights]) for one in problems])
     gone_RC = weight_RC == 0 if options.preserve else None
-    if options.ridge is not None and problems[0].cross_CC is not None:
+    if problems[0].cross_CC is not None:
         cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
         ridge = ridge_for(options.ridge, gram_CC, [problem.tokens for problem in problems])
         weight_RC = corrected_weight_with_raise(weight_RC, gram_CC, cross_CC, ridge, steps=steps)
