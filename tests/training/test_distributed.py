@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes train as one does; ``distributed_run.py`` is what they run."""
+"""Several processes train as one does.
+
+They run ``distributed_run.py`` by torchrun, with their own trainer, and ``sharded_run.py``, which
+calls ``train``.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +17,24 @@ from typing import Any
 
 import distributed_run
 import pytest
+import sharded_run
+import tiny_training as tiny
 import torch
+from safetensors.torch import load_file
+from torch import multiprocessing
 
 SCRIPT = Path(distributed_run.__file__)
+
+
+def launcher(processes: int) -> list[str]:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 
 
 def run(folder: Path, *, processes: int, batch: int, **settings: Any) -> list[dict[str, Any]]:
     """What each process wrote, by rank."""
     folder.mkdir(exist_ok=True)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    launcher += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command = [sys.executable, *(launcher if processes > 1 or "fsdp" in settings else [])]
+    command = [sys.executable, *launcher(processes)]
     ended = subprocess.run(
         [*command, str(SCRIPT), str(folder), str(batch), json.dumps(settings)],
         capture_output=True,
@@ -35,6 +47,7 @@ def run(folder: Path, *, processes: int, batch: int, **settings: Any) -> list[di
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path):
     """Rows with different numbers of targets, two micro-batches per step, a term in the loss."""
     (tmp_path / "alone").mkdir()
@@ -53,20 +66,70 @@ def test_two_processes_train_as_one_does(tmp_path):
     assert any(name.endswith("extra_scale") for name in pair[0]["weights"])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="accelerate shards on devices only")
-def test_sharded_processes_train_as_one_does(tmp_path):
-    """On one device the sharding is one of one: everything is wrapped, and nothing is split."""
-    processes = min(2, torch.cuda.device_count())
-    [alone] = run(tmp_path / "alone", processes=1, batch=4, use_cpu=False)
-    sharded = run(
-        tmp_path / "sharded",
-        processes=processes,
-        batch=4 // processes,
-        use_cpu=False,
-        fsdp=True,
-        fsdp_config={"version": 2, "reshard_after_forward": True},
+def sharded(folder: Path, name: str, *, processes: int, **settings: Any) -> None:
+    """Train under FSDP to a checkpoint."""
+    given = {"output_dir": str(folder / name), **sharded_run.FSDP, **settings}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    multiprocessing.start_processes(
+        sharded_run.as_rank,
+        args=(processes, port, str(folder), given),
+        nprocs=processes,
+        start_method="forkserver",
     )
-    assert {each["strategy"] for each in sharded} == {"fsdp"}
-    assert sharded[0]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
-    assert sharded[0]["events"] == alone["events"]
+
+
+def losses(folder: Path) -> list[float]:
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [each["loss"] for each in log if "loss" in each]
+
+
+def assert_alike(one: Path, other: Path) -> None:
+    """The same zeros, and codes that differ where rounding tips them over."""
+    weights, others = (load_file(each / "model.safetensors") for each in (one, other))
+    assert weights.keys() == others.keys()
+    codes = [name for name, each in weights.items() if each.dtype is torch.int8]
+    assert len(codes) == 14
+    for name in codes:
+        zeros = [each[name] == 0 for each in (weights, others)]  # some are masked, some rounded
+        assert (zeros[0] != zeros[1]).float().mean() < 0.02, name
+        assert (weights[name] != others[name]).float().mean() < 0.15, name
+        assert (weights[name] == 0).float().mean() >= 0.5, name
+    assert losses(one) == pytest.approx(losses(other), rel=1e-3)
+
+
+@pytest.fixture
+def dense(tmp_path):
+    """A folder with the tiny model."""
+    tiny.tiny_model().save_pretrained(tmp_path / "dense")
+    return tmp_path
+
+
+def test_sharded_processes_train_as_one_does(dense):
+    """The whole of ``train`` under FSDP, by accelerate, with a teacher and checkpoints."""
+    sharded_run.main(dense, 1, {"output_dir": str(dense / "alone"), "use_cpu": True})
+    sharded(dense, "sharded", processes=2, use_cpu=True, ddp_backend="gloo")
+    assert_alike(dense / "alone", dense / "sharded")
+
+
+@pytest.mark.slow
+def test_a_sharded_training_goes_on_where_it_was_killed(dense):
+    settings = {"processes": 2, "use_cpu": True, "ddp_backend": "gloo"}
+    sharded(dense, "whole", **settings)
+    with pytest.raises(multiprocessing.ProcessExitedException):
+        sharded(dense, "killed", **settings, quit_after=5)
+    assert not (dense / "killed").exists()
+    sharded(dense, "killed", **settings)
+    ways = [load_file(dense / name / "model.safetensors") for name in ("whole", "killed")]
+    for name, tensor in ways[0].items():
+        assert torch.equal(tensor, ways[1][name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs an accelerator")
+def test_sharded_devices_train_as_one_does(dense):
+    """On one device the sharding is one of one: everything is wrapped, and nothing is split."""
+    sharded_run.main(dense, 1, {"output_dir": str(dense / "alone")})
+    sharded(dense, "sharded", processes=min(2, torch.cuda.device_count()))
+    assert_alike(dense / "alone", dense / "sharded")

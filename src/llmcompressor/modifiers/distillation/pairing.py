@@ -11,6 +11,7 @@ from torch.nn import Embedding, Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.matching import match_named_modules, near_matches
 
 __all__ = ["Pair", "Target", "check_widths", "output_width", "pair_modules"]
@@ -74,8 +75,7 @@ def _matched(model: Module, target: str, role: str) -> list[tuple[str, Module]]:
 
 
 def _head(model: Module, role: str) -> tuple[str, Module]:
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
+    head = embeddings(model)[1]
     for name, module in model.named_modules():
         if head is not None and module is head:
             return name, module
@@ -132,8 +132,7 @@ def check_widths(student: Module, teacher: Module, pairs: Sequence[Pair]) -> Non
 
 
 def _is_head(model: Module, module: Module) -> bool:
-    find = getattr(model, "get_output_embeddings", None)
-    return find is not None and find() is module
+    return embeddings(model)[1] is module
 
 
 def _text_config(model: Module) -> Any:
