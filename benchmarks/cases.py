@@ -173,6 +173,7 @@ def _planted() -> list[Case]:
     # No QuIP: its rotations are online, and transformers, which measures here, leaves them out.
     cases = []
     spin = {"SpinQuantModifier": {"rotations": ["R1", "R2"], "transform_type": "hadamard"}}
+    learned = {"SpinQuantModifier": {**spin["SpinQuantModifier"], "learnable": True}}
     for name, scheme in (("W8A8", preset("W8A8")), ("W4A16", preset("W4A16"))):
         cases += [
             Case(f"planted, {name}", label, recipe, data=data, model="planted")
@@ -181,6 +182,7 @@ def _planted() -> list[Case]:
                 ("SmoothQuant", SMOOTH | rounded(scheme), True),
                 ("AWQ", AWQ | rounded(scheme), True),
                 ("SpinQuant", spin | rounded(scheme), False),
+                ("SpinQuant, learned", learned | rounded(scheme), True),
             )
             if not (name == "W8A8" and label == "AWQ")
             and not (name == "W4A16" and label == "SmoothQuant")
@@ -188,7 +190,24 @@ def _planted() -> list[Case]:
     return cases
 
 
-CASES = _weights() + _activations() + _sparsity() + _planted()
+def _second() -> list[Case]:
+    """What GPTQ does beyond the sweep, on a model of another architecture (``second.py``)."""
+    return [
+        Case(f"second model, {setting}", name, recipe, data=data, model="second")
+        for setting, scheme in EMBEDDED
+        for name, recipe, data in (
+            ("round-to-nearest", rounded(scheme), False),
+            ("mse observer", rounded(scheme, weight_observer="mse"), False),
+            ("GPTQ, one forward", solved(scheme, asymmetric=False), True),
+            ("GPTQ, as it comes", solved(scheme), True),
+            ("GPTQ, scales not fitted", solved(scheme, refit_scales=False), True),
+            ("GPTQ, mse observer", solved(scheme, weight_observer="mse"), True),
+            ("AWQ", AWQ | rounded(scheme), True),
+        )
+    ]
+
+
+CASES = _weights() + _activations() + _sparsity() + _planted() + _second()
 
 # In a setting, what must be below what, and by which share of the other at the most.
 BETTER: list[tuple[str, str, str, float]] = [
@@ -219,6 +238,15 @@ BETTER: list[tuple[str, str, str, float]] = [
     ("planted, W8A8", "SpinQuant", "round-to-nearest", 1.0),
     ("planted, W4A16", "AWQ", "round-to-nearest", 1.0),
     ("planted, W4A16", "SpinQuant", "round-to-nearest", 1.0),
+    ("planted, W4A16", "SpinQuant, learned", "SpinQuant", 1.0),
+    *(
+        (f"second model, {setting}", better, worse, 1.0)
+        for setting, _ in EMBEDDED
+        for better, worse in (
+            ("GPTQ, as it comes", "round-to-nearest"),
+            ("GPTQ, mse observer", "round-to-nearest"),
+        )
+    ),
 ]
 # What a mean must not exceed, in nats per token.
 LIMITS = {

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second trained model, of another architecture: what is found on one may be its own.
+
+    benchmarks/second.py [--steps 600]
+
+A Qwen3 (norms on queries and keys, heads wider than the hidden size divided by their number) of
+three layers, trained from random blocks on the text and with the tokens, embeddings included, of
+the embedded model.  Written to ``benchmarks/.models/second``; a seed makes it the same again on
+the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import time
+from pathlib import Path
+
+from models import MODELS, PICO, TOKENIZER_FILES
+from text import WINDOW, windows
+
+STEPS, BATCH, RATE, WARMUP = 600, 8, 3e-3, 50
+FOLDER = MODELS / "second"
+
+
+def untrained():
+    """The model before its training, in float32."""
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+
+    embedded = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32)
+    own = embedded.config
+    config = Qwen3Config(
+        vocab_size=own.vocab_size,
+        hidden_size=own.hidden_size,
+        intermediate_size=640,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=own.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=own.bos_token_id,
+        eos_token_id=own.eos_token_id,
+        dtype=torch.bfloat16,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).float()
+    embeddings = embedded.get_input_embeddings().weight.data
+    model.get_input_embeddings().weight.data.copy_(embeddings)
+    return model
+
+
+def trained(steps: int):
+    """The model after so many steps of ``BATCH`` windows each; warm-up, then a cosine."""
+    import torch  # noqa: PLC0415
+
+    from llmcompressor.evaluation.stdlib_text import calibration_texts  # noqa: PLC0415
+
+    model = untrained().train()
+    tokens = torch.tensor(windows(calibration_texts()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(step / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / steps)),
+    )
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
+    began = time.perf_counter()
+    for step in range(steps):
+        rows = order[torch.arange(step * BATCH, (step + 1) * BATCH) % len(order)]
+        loss = model(tokens[rows], labels=tokens[rows]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 100 == 99:
+            seconds = time.perf_counter() - began
+            print(f"{step + 1} of {steps}: {loss.item():.3f}, {seconds:.0f} s", flush=True)
+    return model
+
+
+def second(steps: int = STEPS) -> Path:
+    """The trained model's folder, made if it is not there."""
+    import torch  # noqa: PLC0415
+
+    if not FOLDER.exists():
+        model = trained(steps).to(torch.bfloat16)
+        made = FOLDER.with_name("second.partial")
+        model.save_pretrained(made)
+        for name in TOKENIZER_FILES:
+            shutil.copy(PICO / name, made)
+        made.rename(FOLDER)
+    return FOLDER
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    given = parser.parse_args()
+    MODELS.mkdir(exist_ok=True)
+    tokens = given.steps * BATCH * WINDOW
+    print(f"{second(given.steps)}: trained on {tokens} tokens")
+
+
+if __name__ == "__main__":
+    main()
