@@ -53,3 +53,13 @@ def test_a_configuration_that_cannot_be_read_again_is_kept_with_a_warning(
     assert written(model, tmp_path)["rms_norm_eps"] == before
     assert len(warned) == 1
     assert "LlamaConfig cannot read it again (KeyError('depth'))" in warned[0]
+
+
+def test_lists_are_written_and_what_no_file_can_hold_is_not(tmp_path: Path) -> None:
+    model = llama()
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
+    model.config.eos_token_id = [2, 3]
+    model.config.odd = {"of": object()}
+    config = written(model, tmp_path)
+    assert config["eos_token_id"] == [2, 3]
+    assert "odd" not in config

@@ -209,8 +209,21 @@ def test_the_users_data_is_not_changed(batches):
 
 class TestDataLoader:
     def test_it_is_passed_through(self):
+        loader = DataLoader([{"pixel_values": torch.rand(2)} for _ in range(3)], shuffle=False)  # type: ignore[arg-type]
+        found = load_calibration(DatasetArguments(dataset=loader))
+        assert [one["pixel_values"].tolist() for one in found] == [
+            one["pixel_values"].tolist() for one in loader
+        ]
+
+    def test_a_matrix_is_token_ids(self):
+        loader = DataLoader(list(torch.arange(6).view(3, 2)), batch_size=3)  # type: ignore[arg-type]
+        [batch] = load_calibration(DatasetArguments(dataset=loader))
+        assert batch["input_ids"].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+    def test_tuples_have_no_names(self):
         loader = DataLoader(TensorDataset(torch.arange(6).view(3, 2)))
-        assert load_calibration(DatasetArguments(dataset=loader)) is loader
+        with pytest.raises(DatasetError, match="of type list"):
+            list(load_calibration(DatasetArguments(dataset=loader)))
 
     def test_it_gives_the_same_batches_when_checked(self):
         rows = [{"input_ids": torch.tensor([i, i + 1])} for i in range(5)]

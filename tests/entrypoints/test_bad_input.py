@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 import llmcompressor
 import llmcompressor.checkpoint.shards
@@ -672,3 +672,21 @@ def test_a_cache_whose_shape_the_configuration_does_not_tell(
     found = plan(given, CACHE, small.token_rows(2), measure=False)
     assert any("num_key_value_heads" in str(one) for one in found.problems)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("name", ["falcon", "gpt_neox", "gptj", "mpt"])
+def test_a_cache_that_is_not_found(name: str, tmp_path: Path) -> None:
+    """The model has a cache; its attention is not of the form that readers look for."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes["vocab_size"] = small.VOCABULARY
+    others = {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 64, "rotary_dim": 8}
+    config = AutoConfig.for_model(name, **sizes, **others, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config)
+    before = small.fingerprint(model)
+    with pytest.raises(TargetError) as caught:
+        oneshot(model, CACHE, small.token_rows(2), output_dir=tmp_path / "out")
+    check_message(
+        caught.value, ("kv_cache_scheme", "past_key_values", "k_proj", "--kv-cache-dtype")
+    )
+    assert small.fingerprint(model) == before
+    assert not list(tmp_path.iterdir())

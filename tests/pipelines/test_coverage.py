@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.errors import ArgumentError
-from llmcompressor.logger import logger
 
 PIPELINES = ["basic", "sequential", "layer_sequential", "independent"]
 ROUTED = 4
@@ -32,14 +30,6 @@ class Routed(LlamaMLP):
         rows = self.few(x.flatten(0, 1)[:ROUTED])
         output: Tensor = super().forward(x) + rows.sum() * 0
         return output
-
-
-@pytest.fixture
-def warned() -> Iterator[list[str]]:
-    heard: list[str] = []
-    sink = logger.add(lambda text: heard.append(str(text)), level="WARNING", format="{message}")
-    yield heard
-    logger.remove(sink)
 
 
 def routed_llama() -> Any:

@@ -13,12 +13,15 @@ from torch.nn import Linear
 from llmcompressor.checkpoint.compress import QuantizedModule, compress
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.numerics.partition import fake_quantize_matrix
+from llmcompressor.numerics.scales import global_scale_from_amax
+from llmcompressor.observers import Observer
 from llmcompressor.quantization.parameters import (
     WeightParameters,
+    follows_extremes,
     observe_weight,
     weight_amax,
 )
-from llmcompressor.schemes.bridge import grid_of, partition_of
+from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_of
 from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
 
 NAMES = [name for name, preset in PRESETS.items() if preset.weights is not None]
@@ -63,6 +66,23 @@ def test_what_the_file_decodes_to_is_what_is_in_memory(name: str, dtype: torch.d
     reader = BaseCompressor.get_value_from_registry(scheme.format)
     decoded_RC = reader.decompress(packed, scheme)["weight"]
     assert torch.equal(decoded_RC.to(dtype), rounded_RC)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_short_way_finds_what_the_observer_finds(name: str, dtype: torch.dtype) -> None:
+    weight_RC, args = weight(dtype), arguments(name)
+    args = args.model_copy(update={"observer": "memoryless_minmax"})
+    observer = Observer.load_from_registry("memoryless_minmax", base_name="weight", args=args)
+    assert follows_extremes(args)
+    shared = global_scale_from_amax(weight_amax(weight_RC)) if needs_global_scale(args) else None
+    scale, zero_point = observer.observe(weight_RC).qparams(shared, dtype=dtype)
+    found = observe_weight(weight_RC, args)
+    assert torch.equal(found.scale, scale)
+    assert torch.equal(found.zero_point, zero_point)
+    weight_RC[3, 3] = torch.inf
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        observe_weight(weight_RC, args)
 
 
 @pytest.mark.parametrize("name", NAMES)

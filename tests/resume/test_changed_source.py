@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import journal
+from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.checkpoint.reading import TensorReader
 from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.logger import logger
@@ -176,3 +177,24 @@ def test_the_hint_does_not_promise_too_much(halfway: Callable[[str], Path]) -> N
     finally:
         logger.remove(handle)
     assert "the same call continues once that is mended" in "".join(said)
+
+
+def test_a_source_that_is_changed_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "model")
+    release = BlockWeights.release
+
+    def changing(self: BlockWeights, block: str) -> None:
+        if block == FIRST:
+            change(tmp_path / "model", f"{LAST}.mlp.up_proj.weight")
+        release(self, block)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockWeights, "release", changing)
+        with pytest.raises(CheckpointError, match="while this run reads it"):
+            call("rtn", tmp_path)
+    assert not (tmp_path / "output").exists()
+    call("rtn", tmp_path, resume="must")  # what it had read is the same still
+    call("rtn", tmp_path, "whole")
+    assert tree(tmp_path / "output") == tree(tmp_path / "whole")

@@ -11,7 +11,6 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import nn
 
 from llmcompressor.errors import TargetError
-from llmcompressor.logger import logger
 from llmcompressor.schemes.checks import (
     check_divisible,
     check_schemes,
@@ -28,14 +27,6 @@ from llmcompressor.schemes.resolve import resolve_schemes
 
 def linears(**columns: int) -> nn.ModuleDict:
     return nn.ModuleDict({name: nn.Linear(size, 32, bias=False) for name, size in columns.items()})
-
-
-@pytest.fixture
-def warned() -> list[str]:
-    lines: list[str] = []
-    handle = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    logger.remove(handle)
 
 
 def schemes_of(model: nn.Module, **fields: Any) -> dict[str, QuantizationScheme]:

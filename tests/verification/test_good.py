@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models as small
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, MiniMaxConfig
 
 from llmcompressor import verify
 from llmcompressor.modifiers.gptq import GPTQModifier
@@ -68,6 +71,31 @@ def test_a_quantized_cache(llama_folder: Path, compressed: Run) -> None:
     folder = compressed(llama_folder, recipe("FP8_DYNAMIC", kv_cache_scheme=KV_CACHE))
     report = verify(folder, llama_folder, tp=1)
     assert not worse_than_notes(report)
+
+
+def test_a_cache_beside_linear_attention(compressed: Run, tmp_path: Path) -> None:
+    """The layers of linear attention have none, and pass through calibration as they are."""
+    torch.manual_seed(0)
+    config = MiniMaxConfig(
+        vocab_size=small.VOCABULARY,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        num_local_experts=4,
+        block_size=8,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "source")
+    folder = compressed(tmp_path / "source", recipe("FP8_DYNAMIC", kv_cache_scheme=KV_CACHE))
+    assert not worse_than_notes(verify(folder, tp=1))
+    scales = [name for name in load_file(folder / "model.safetensors") if name.endswith("k_scale")]
+    assert scales == ["model.layers.1.self_attn.k_scale"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded(small.probe(), use_cache=True).logits.isfinite().all()
 
 
 def test_two_schemes_in_one_model(llama_folder: Path, compressed: Run) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from small_models import VOCABULARY
 from torch.nn import Linear
 from transformers import (
@@ -19,6 +20,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     CompressedTensorsConfig,
+    CTRLConfig,
     FalconConfig,
     LlamaConfig,
     MambaConfig,
@@ -29,7 +31,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
-from llmcompressor import oneshot, reset_session, verify
+from llmcompressor import oneshot, plan, reset_session, verify
 from llmcompressor.entrypoints.model_free import model_free_ptq
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification.initialization import named_weights
@@ -222,7 +224,30 @@ def test_what_is_said_to_run_runs(preset: str, runs: bool, dtype: str, tmp_path:
     )
 
 
-def mixture(name: str, folder: Path, dtype: torch.dtype) -> Path:
+@pytest.mark.parametrize("scheme", [INT4, FP8])
+def test_a_buffer_that_is_cast_anew_stays_float32(scheme: dict[str, Any], tmp_path: Path) -> None:
+    """What compressed-tensors holds keeps its dtype, whatever the model assigns to it."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "dff": 128, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    config = CTRLConfig(vocab_size=VOCABULARY, **sizes, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    group = {"targets": ["Linear"], "weights": scheme}
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+
+    report = verify(tmp_path / "model", serve="transformers")
+    said = {(one.rule, one.module) for one in report.findings if one.severity == "error"}
+    assert said == {("L4", "transformer.pos_encoding")}
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+    assert verify(tmp_path / "model", serve="transformers", dtype="float32").ok
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert logits(loaded).isfinite().all()
+
+
+def mixture(name: str, folder: Path, dtype: torch.dtype, **more: Any) -> Path:
     sizes = {
         **TOKENS,
         "hidden_size": 64,
@@ -236,6 +261,7 @@ def mixture(name: str, folder: Path, dtype: torch.dtype) -> Path:
         "num_experts_per_tok": 1,
         "interleave_moe_layer_step": 1,
         "max_position_embeddings": 64,
+        **more,
     }
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), dtype=dtype)
@@ -280,6 +306,32 @@ def test_mixtures_that_are_said_to_be_read_are(
     expected = logits(made).float()
     loaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")).float()
     assert (float((loaded - expected).norm() / expected.norm()) < 0.01) == is_read
+
+
+def with_draft_layer(source: Path) -> None:
+    """Let a mixture have one more layer, which its configuration announces for drafts."""
+    tensors = load_file(source / "model.safetensors")
+    layer, draft = "model.layers.0.", "model.layers.1."
+    for name in [name for name in tensors if name.startswith(layer)]:
+        tensors[name.replace(layer, draft)] = tensors[name].clone()
+    tensors[f"{draft}eh_proj.weight"] = torch.zeros(64, 128, dtype=torch.bfloat16)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+
+
+def test_a_mixture_with_a_draft_layer_is_read(tmp_path: Path) -> None:
+    more = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1}
+    more |= {"moe_intermediate_size": 64, "first_k_dense_replace": 0}
+    source = mixture("glm4_moe", tmp_path / "source", torch.bfloat16, **more)
+    with_draft_layer(source)
+    recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
+    reset_session()
+    assert plan(source, recipe).ok
+    made = oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    assert verify(tmp_path / "model", serve="transformers").ok
+    expected = logits(made).float()
+    loaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")).float()
+    assert float((loaded - expected).norm() / expected.norm()) < 0.01
 
 
 PER_EXPERT = "experts.*."

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_samples import HIDDEN, INNER, VOCABULARY, Sample, dense, made
+from checkpoint_samples import HIDDEN, INNER, VOCABULARY, Sample, dense, made, sparse
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmcompressor.verification import Deployment, Severity, TensorInfo, check_serving
@@ -50,7 +50,8 @@ def test_a_whole_llama_has_no_finding() -> None:
 def test_the_last_norm_is_needed_where_layers_have_norms() -> None:
     sample = llama()
     sample.drop("model.norm.")
-    assert found(sample) == {("S70", "model.norm", ERROR)}
+    for server in (None, "vllm", "transformers", "sglang"):
+        assert found(sample, server) == {("S70", "model.norm", ERROR)}
     # an architecture that may be built without one
     sample.config["model_type"] = "something_else"
     assert found(sample) == {("S70", "model", WARNING)}
@@ -86,6 +87,55 @@ def test_a_draft_layer_shows_by_what_it_holds() -> None:
     sample.tensors["model.layers.2.eh_proj.weight"] = projection
     sample.settings["ignore"].append("model.layers.2.eh_proj")
     assert not found(sample)
+
+
+STACKS = {"gate_up_proj": (HIDDEN, 2 * INNER), "down_proj": (INNER, HIDDEN)}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "block", "broken"),
+    [
+        ("deepseek_v3", "mlp", []),
+        ("gpt_oss", "mlp", [0, 1]),  # looked for in stacks
+        ("llama4_text", "feed_forward", []),  # looked for one by one
+    ],
+)
+def test_experts_of_a_draft_layer_are_not_looked_for(
+    model_type: str, block: str, broken: list[int]
+) -> None:
+    """transformers loads no draft layer, so plain experts there are no loss."""
+    sample = made(sparse(block), model_type=model_type, num_nextn_predict_layers=1)
+    path = f"model.layers.2.{block}.experts"
+    shapes = {f"0.{own}_proj.weight": (HIDDEN, HIDDEN) for own in ("gate", "up", "down")}
+    for own, shape in (STACKS if model_type == "llama4_text" else shapes).items():
+        sample.tensors[f"{path}.{own}"] = torch.zeros(shape, dtype=torch.bfloat16)
+    said = {module for rule, module, _ in found(sample, "transformers") if rule == "T6"}
+    assert said == {f"model.layers.{index}.{block}.experts" for index in broken}
+    sample.config["num_hidden_layers"] = 3
+    said = {module for rule, module, _ in found(sample, "transformers") if rule == "T6"}
+    assert path in said
+
+
+CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 1, "num_nextn_predict_layers": 1},
+        {"layer_types": ["full_attention", "linear_attention"]},
+    ],
+)
+def test_layers_without_keys_and_values_need_no_scales(config: dict[str, Any]) -> None:
+    """Neither a draft layer nor one of linear attention is calibrated."""
+    sample = llama(**config)
+    sample.settings["kv_cache_scheme"] = CACHE
+    for own in ("k_scale", "v_scale"):
+        name = f"model.layers.0.self_attn.{own}"
+        sample.tensors[name] = torch.tensor([0.5], dtype=torch.bfloat16)
+    assert not {one for one in found(sample) if one[0] == "S54"}
+    sample.config |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    assert ("S54", "model.layers.1.self_attn", ERROR) in found(sample)
 
 
 def test_the_layers_of_a_decoder_are_counted_by_themselves() -> None:
@@ -197,7 +247,7 @@ def small(embedding: str, layers: str, **config: Any) -> Sample:
 
 
 def test_an_embedding_of_one_letter_is_no_linear() -> None:
-    config = {"architectures": ["CTRLLMHeadModel"], "model_type": "ctrl"}
+    config = {"architectures": ["CTRLLMHeadModel"], "model_type": "ctrl", "dtype": "float32"}
     assert not found(small("transformer.w", "transformer.h", **config))
     # the same matrix within a layer is a Linear that the configuration quantizes
     wrong = found(small("transformer.h.0.w", "transformer.h", **config))

@@ -65,6 +65,7 @@ class BlockWeights:
         self.digests: dict[str, str] = {}
         self.files: dict[str, Mapping[str, str]] = {}
         self._rest: Mapping[str, str] = {}
+        self._stamps: dict[str, str] = {}
 
     @property
     def blocks(self) -> Sequence[str]:
@@ -113,11 +114,14 @@ class BlockWeights:
         """Read a block's tensors and put them into the model.
 
         Raises:
-            CheckpointError: a file cannot be read, or the block is not complete.
+            CheckpointError: a file cannot be read, was written to meanwhile, or the block is not
+                complete.
             NonFiniteError: a tensor holds NaN or infinity.
         """
         future = self._ahead.pop(block, None)
         read = future.result() if future is not None else self._read(block)
+        if block not in self.digests:  # nothing else tells that its weights are those of the rest
+            self._expect_untouched(read.files)
         self._expect(block, read.hashes.together)
         self.files[block] = read.files
         if block == REST:
@@ -174,6 +178,16 @@ class BlockWeights:
         names, hashes = self._names[block], _Hashes()
         files = self._reader.stamps(names)  # before the data: what is written meanwhile shows
         return _Read({name: hashes.read(self._reader, name) for name in names}, hashes, files)
+
+    def _expect_untouched(self, files: Mapping[str, str]) -> None:
+        """Expect files to look as they did when this run read from them first."""
+        for file, stamp in files.items():
+            if self._stamps.setdefault(file, stamp) != stamp:
+                raise CheckpointError(
+                    f"{file} was written to or replaced while this run reads it.",
+                    "Start the same call again when the file is as it is to be: what is finished "
+                    "is compared with it, and kept where nothing is another.",
+                )
 
     def _expect(self, block: str, digest: str) -> None:
         if self.digests.setdefault(block, digest) != digest:

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import xxhash
 from torch import Tensor
 
 from llmcompressor.checkpoint.output_layout import OutputLayout
-from llmcompressor.checkpoint.reading import bytes_of, dtype_name
+from llmcompressor.checkpoint.reading import DTYPES, bytes_of, dtype_name
 from llmcompressor.errors import CheckpointError, OutputError
 
 __all__ = ["BlockWriter"]
@@ -63,7 +64,10 @@ class BlockWriter:
             commit: called with their hash once they are durable, on the writer's thread.
         """
         self._raise_failure()
-        on_host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+        on_host = {
+            name: self._as_planned(name, tensor.detach().to("cpu").contiguous())
+            for name, tensor in tensors.items()
+        }
         for name, tensor in on_host.items():
             self._check_expected(name, tensor)
         self._jobs.put(_Job(on_host, commit))
@@ -134,6 +138,20 @@ class BlockWriter:
             raise self._failure
 
     # ------------------------------------------------------------------ files
+
+    def _as_planned(self, name: str, tensor: Tensor) -> Tensor:
+        """``tensor`` in the float dtype that was planned, where no value is changed by that.
+
+        Some routers turn their own weights into float32 when they are called.
+        """
+        place = self._layout.places.get(name)
+        if place is None or not tensor.is_floating_point() or tensor.element_size() == 1:
+            return tensor
+        planned = DTYPES.get(place.stored.dtype)
+        if planned is None or planned == tensor.dtype or not planned.is_floating_point:
+            return tensor
+        narrow = tensor.to(planned)
+        return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
 
     def _check_expected(self, name: str, tensor: Tensor) -> None:
         place = self._layout.places.get(name)

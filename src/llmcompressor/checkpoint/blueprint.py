@@ -202,7 +202,13 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
     if not model.can_generate():
         return
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(str(folder))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"The file {folder / 'generation_config.json'} cannot be read ({error!s:.200}).",
+                "Restore it, or remove it: the model's configuration says the rest.",
+            ) from error
     else:
         model.generation_config = GenerationConfig.from_model_config(model.config)
 

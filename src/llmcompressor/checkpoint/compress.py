@@ -293,7 +293,7 @@ def _converter(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], T
     weights = scheme.weights
     grid = grid_of(weights)
     if scheme.format in _FP4_FORMATS:
-        return lambda quotients: pack_e2m1(grid.round_(quotients))
+        return pack_e2m1
     if scheme.format in _PLAIN_FORMATS:
         dtype = weights.pytorch_dtype()
         if grid.kind == "float":

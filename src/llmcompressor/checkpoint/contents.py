@@ -83,10 +83,28 @@ def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) 
     can_tie = key_out in (getattr(model, "_tied_weights_keys", None) or {})
     if first is second:
         return True if can_tie else None
+    if _is_shared_elsewhere(model, second, key_out):
+        return None  # with a decoder's embedding, say, which is not the model's input
     has_bias = getattr(outputs, "bias", None) is not None
-    known = not (first.is_meta or second.is_meta)
-    equal = known and first.shape == second.shape and torch.equal(first, second)
-    if can_tie and equal and not has_bias and {key_in, key_out} <= set(plain):
-        plain[key_out] = plain[key_in]
-        return True
-    return False
+    return can_tie and not has_bias and _made_one(plain, key_in, key_out)
+
+
+def _made_one(plain: dict[str, Tensor], first: str, second: str) -> bool:
+    """Make one of two tensors that are equal; whether they are.
+
+    They are those of the state: a model's own may be spread over processes, and this one is alone
+    here.
+    """
+    if not {first, second} <= set(plain):
+        return False
+    one, other = plain[first], plain[second]
+    if one.is_meta or other.is_meta or one.shape != other.shape or not torch.equal(one, other):
+        return False
+    plain[second] = one
+    return True
+
+
+def _is_shared_elsewhere(model: PreTrainedModel, parameter: Tensor, own: str) -> bool:
+    """Whether a parameter has another name than its own."""
+    every = model.named_parameters(remove_duplicate=False)
+    return any(one is parameter and name != own for name, one in every)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,17 @@ __all__ = ["copy_side_files", "extra_ignore", "extra_tensors", "load_tensors", "
 
 _RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\.")
+_LAYER = re.compile(r"^((?:.*\.)?(?:layers?|h|blocks?))\.(\d+)\.")
+_TOWER = re.compile(r"vis|audio|speech")
+_LAYER_COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+)
 _COPIED_SUFFIXES = {
     ".json",
     ".jinja",
@@ -51,7 +63,7 @@ def extra_tensors(
 
     Returns:
         The names, in the source's order. Caches that readers compute themselves, and tensors of
-        experts that were removed from the model, are not among them.
+        experts and layers that were removed from the model, are not among them.
     """
     candidates = [name for name in source if name not in written]
     owned = owned_by_model(model, candidates, state)
@@ -59,8 +71,14 @@ def extra_tensors(
     expert_lists = {
         match.group(1) for match in (_EXPERT.match(name) for name in written) if match is not None
     }
+    found = [match.group(1) for match in map(_LAYER.match, written) if match is not None]
+    layers = {stack for stack in found if not _TOWER.search(stack)}
+    count = _layer_count(source)
     extras = []
     for name in candidates:
+        layer = _LAYER.match(name)
+        if layer is not None and layer.group(1) in layers and int(layer.group(2)) < count:
+            continue  # one beyond them drafts tokens
         expert = _EXPERT.match(name)
         if not (
             name in owned
@@ -70,6 +88,21 @@ def extra_tensors(
         ):
             extras.append(name)
     return extras
+
+
+def _layer_count(source: Mapping[str, TensorHeader]) -> int:
+    """How many layers the source's language model has by its configuration; 0 if it does not say.
+
+    Other parts have counts of their own, and a draft layer may lie below those.
+    """
+    header = next(iter(source.values()), None)
+    file = None if header is None else header.file.parent / "config.json"
+    if file is None or not file.is_file():
+        return 0
+    config = json.loads(file.read_text(encoding="utf-8"))
+    text = config.get("text_config")
+    counts = [(text if isinstance(text, dict) else config).get(key) for key in _LAYER_COUNTS]
+    return max((one for one in counts if isinstance(one, int)), default=0)
 
 
 def extra_ignore(extras: Sequence[str], written: set[str], quantized: Sequence[str]) -> list[str]:

@@ -9,10 +9,10 @@ partition of the module tree.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -69,7 +69,11 @@ class _Transforms:
         """What a tensor is renamed to, and the pattern by which it is merged or split."""
         if self._tells_numbers:
             return self._renamed(key, convert=convert)
-        form, numbers = _form_of(key)
+        owner, dot, own = key.rpartition(".")
+        if own.isdigit():
+            owner, dot, own = key, "", ""
+        form, numbers = _form_of(owner)
+        form += dot + own
         if (form, convert) not in self._known:
             self._known[form, convert] = self._renamed(form, convert=convert)
         renamed, pattern = self._known[form, convert]
@@ -94,7 +98,7 @@ class _Transforms:
         renamed, pattern = rename_source_key(key, self.renamings, converters, reverse=self.reverse)
         return str(renamed), pattern
 
-    @cached_property
+    @functools.cached_property
     def _tells_numbers(self) -> bool:
         """Whether the number of a layer or an expert may decide what it is renamed to."""
         return any(
@@ -108,6 +112,7 @@ class _Transforms:
         )
 
 
+@functools.lru_cache(maxsize=2**17)  # a module has several tensors, and each is asked for often
 def _form_of(key: str) -> tuple[str, dict[str, str]]:
     """A name with other numbers, the same for all layers and experts, and what they stand for.
 

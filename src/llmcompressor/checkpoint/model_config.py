@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llmcompressor.logger import logger
@@ -17,6 +18,8 @@ __all__ = ["checkpoint_config", "json_text", "write_json"]
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_MODELS = "transformers.models."
+_PLAIN = (bool, int, float, str, list, tuple, dict)
 _RUN_TIME = {
     *_QUANTIZATION_KEYS,
     *_DTYPE_KEYS,
@@ -55,6 +58,7 @@ def checkpoint_config(
     else:
         config = copy.deepcopy(original)
         _patch_changes(config, model.config, original)
+        _patch_class(config, model)
     if model.config.model_type:  # no class of this name is known otherwise
         config.setdefault("architectures", [type(model).__name__])
     for holder in (config, config.get("text_config")):
@@ -118,9 +122,34 @@ def _patch_level(
         if isinstance(now, PretrainedConfig):
             if isinstance(before, PretrainedConfig) and isinstance(config.get(key), dict):
                 _patch_level(config[key], now, before)
-        elif isinstance(now, bool | int | float | str) and now != before:
+        elif isinstance(now, _PLAIN) and _is_json(now) and _text(now) != _text(before):
             logger.info(f"config.json: {key} becomes {now} (was {before}).")
-            config[key] = now
+            config[key] = json.loads(_text(now))
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a file can hold ``value``; what holds dtypes or configurations is left as it was."""
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _text(value: Any) -> str:
+    """Equal for what a file would hold alike, as lists and tuples."""
+    return json.dumps(value, default=repr)
+
+
+def _patch_class(config: dict[str, Any], model: PreTrainedModel) -> None:
+    """Name the model's class where it is another one of transformers' than the file names."""
+    known = [name for name in config.get("architectures") or () if hasattr(transformers, name)]
+    # the nearest one: a wrapper's class may be made of it
+    every = (kind for kind in type(model).__mro__ if kind.__module__.startswith(_MODELS))
+    own = next((kind.__name__ for kind in every), None)
+    if known and own is not None and own not in known and hasattr(transformers, own):
+        logger.info(f"config.json: architectures becomes {own} (was {', '.join(known)}).")
+        config["architectures"] = [own]
 
 
 def _patch_dtype(config: dict[str, Any], dtype: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from compressed_tensors.quantization import QuantizationStatus
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from llmcompressor.checkpoint.compress import (
     QuantizedModule,
@@ -468,11 +468,24 @@ def _write_side_files(
             copy_processor_files(elsewhere, folder)
         else:
             processor.save_pretrained(folder)
-    if not (folder / "generation_config.json").exists() and model.can_generate():
+    if model.can_generate() and _generates_otherwise(model, folder):
         model.generation_config.to_json_file(folder / "generation_config.json")
     recipe = options.recipe() if callable(options.recipe) else options.recipe
     if recipe:
         (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+
+
+def _generates_otherwise(model: PreTrainedModel, folder: Path) -> bool:
+    """Whether the model's settings for generation are not those of the file that was copied."""
+    if not (folder / "generation_config.json").exists():
+        return True
+    copied = GenerationConfig.from_pretrained(str(folder)).to_diff_dict()
+    own = model.generation_config.to_diff_dict()
+    return any(
+        own.get(key) != copied.get(key)
+        for key in own.keys() | copied.keys()
+        if key != "transformers_version" and not key.startswith("_")
+    )
 
 
 def _has_processor(folder: Path) -> bool:

@@ -63,7 +63,7 @@ def load_calibration(
     """
     if is_loader(args.dataset):
         loader: DataLoader[Any] = args.dataset
-        return loader if vocab_size is None else CheckedLoader(loader, vocab_size)
+        return CheckedLoader(loader, vocab_size)
     source = source or open_source(args, processor=processor)
     if source is None:
         logger.info("No calibration data was given.")

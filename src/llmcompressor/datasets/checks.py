@@ -47,10 +47,10 @@ class CheckedLoader(DataLoader[Any]):
 
     Args:
         loader: the user's; it makes the batches, and is not changed.
-        vocab_size: rows of the model's embedding.
+        vocab_size: rows of the model's embedding; ``None`` if it has none.
     """
 
-    def __init__(self, loader: DataLoader[Any], vocab_size: int) -> None:
+    def __init__(self, loader: DataLoader[Any], vocab_size: int | None) -> None:
         # The loader's own settings (batch_size, dataset, ...) are seen through this object.
         self.__dict__.update(loader.__dict__)
         self._loader, self._vocab_size = loader, vocab_size
@@ -58,15 +58,18 @@ class CheckedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The user's batches."""
         for number, batch in enumerate(self._loader):
-            self._check(batch, number)
-            yield batch
+            named = _named(batch)
+            self._check(named, number)
+            yield named
 
     def __len__(self) -> int:
         return len(self._loader)
 
-    def _check(self, batch: Any, number: int) -> None:
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-        if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or not ids.numel():
+    def _check(self, batch: Mapping[str, Any], number: int) -> None:
+        ids = batch.get("input_ids")
+        if self._vocab_size is None or not isinstance(ids, torch.Tensor):
+            return
+        if ids.is_floating_point() or not ids.numel():
             return
         outside = (ids < 0) | (ids >= self._vocab_size)
         if bool(outside.any()):
@@ -77,3 +80,16 @@ class CheckedLoader(DataLoader[Any]):
                 f"{self._vocab_size - 1}.",
                 "Tokenize with the model's own tokenizer.",
             )
+
+
+def _named(batch: Any) -> Mapping[str, Any]:
+    """A batch by the names of the model's inputs; a matrix of whole numbers is token ids."""
+    if isinstance(batch, Mapping):
+        return batch
+    if isinstance(batch, torch.Tensor) and batch.ndim == 2 and not batch.is_floating_point():
+        return {"input_ids": batch}
+    raise DatasetError(
+        f"The DataLoader's batches are of type {type(batch).__name__}, so it is not known which "
+        "input of the model is which.",
+        "Have it give dictionaries, such as {'input_ids': ..., 'attention_mask': ...}.",
+    )

@@ -91,7 +91,7 @@ class Task:
             *classes,
             also_known=("output_dir", *also_known),
         )
-        self.model_args: ModelArguments = parsed[0]
+        self.model_args: ModelArguments = _uncompiled(parsed[0])
         self.dataset_args: DatasetArguments = parsed[1]
         self.recipe_args: RecipeArguments = parsed[2]
         self.run_args: RunArguments = parsed[3]
@@ -287,3 +287,9 @@ def undone_on_error(session: CompressionSession) -> Iterator[None]:
     except BaseException:
         session.reset()
         raise
+
+
+def _uncompiled(args: ModelArguments) -> ModelArguments:
+    """With what torch.compile has wrapped as the model: the wrapper names all parameters anew."""
+    inner = getattr(args.model, "_orig_mod", None)
+    return args if inner is None else replace(args, model=inner)

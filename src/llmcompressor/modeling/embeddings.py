@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 __all__ = ["embeddings", "untie_embeddings"]
 
 
-def embeddings(model: PreTrainedModel) -> tuple[Module | None, Module | None]:
+def embeddings(model: Module) -> tuple[Module | None, Module | None]:
     """The modules of the input and of the output embeddings, ``None`` where there are none."""
     found: list[Module | None] = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):

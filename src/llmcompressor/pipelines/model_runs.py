@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.modeling.quantized_mark import marked_quantized
+
 __all__ = [
     "calibration_mode",
     "model_device",
@@ -29,6 +31,8 @@ _PROBE_TOKENS = 8
 def calibration_mode(model: Module) -> Iterator[None]:
     """Evaluation mode, no gradients, no generation cache, fake quantization off; restored after.
 
+    The forward is that of a quantized model, which some models run in another way.
+
     Modules that an earlier modifier has quantized run on the weights it left, and their
     activations are not rounded: what is measured is the error of the weights alone.
     """
@@ -42,7 +46,7 @@ def calibration_mode(model: Module) -> Iterator[None]:
             config.use_cache = False
         for module in quantized:
             module.quantization_enabled = False  # type: ignore[assignment]
-        with torch.no_grad():
+        with torch.no_grad(), marked_quantized(model):
             yield
     finally:
         for module, was_training in training:

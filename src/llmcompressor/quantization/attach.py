@@ -24,7 +24,6 @@ from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
     QuantizationStatus,
-    is_cached_attention_module,
 )
 from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
@@ -35,6 +34,7 @@ from llmcompressor.errors import TargetError
 from llmcompressor.names import named_modules
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.quantization.portable import make_cache_portable, make_forward_portable
+from llmcompressor.schemes.attention import is_cached_attention
 
 __all__ = [
     "attach_attention",
@@ -97,9 +97,7 @@ def attach_linear(
 
 def cached_attention_modules(model: Module) -> dict[Module, str]:
     """The attention modules that keep a cache of keys and values."""
-    return {
-        module: name for name, module in named_modules(model) if is_cached_attention_module(module)
-    }
+    return {module: name for name, module in named_modules(model) if is_cached_attention(module)}
 
 
 def check_states(model: Any) -> None:

@@ -19,6 +19,7 @@ from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets, is_expert
 from llmcompressor.modeling.matching import check_targets
+from llmcompressor.modeling.quantized_mark import mark_quantized
 from llmcompressor.modifiers.modifier import Granularity, Modifier, PlannedModule
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.finite import is_finite
@@ -45,6 +46,7 @@ from llmcompressor.quantization.parameters import (
     weight_of,
 )
 from llmcompressor.schemes.assign import is_empty, listed, scheme_for
+from llmcompressor.schemes.attention import CACHED_ATTENTION
 from llmcompressor.schemes.bridge import needs_global_scale
 from llmcompressor.schemes.checks import check_schemes
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
@@ -213,9 +215,10 @@ class QuantizationMixin(Modifier):
     def _add_caches(self, attention: Mapping[Module, str]) -> None:
         if not attention:
             raise TargetError(
-                "kv_cache_scheme is set, but no attention module of this model keeps a cache of "
-                "keys and values.",
-                "Leave kv_cache_scheme out.",
+                "kv_cache_scheme is set, but this model has no attention module of the form that "
+                f"readers know: {CACHED_ATTENTION}.",
+                "Leave kv_cache_scheme out. A server may quantize the cache by itself, without "
+                "calibrated scales, as vLLM does with --kv-cache-dtype fp8.",
             )
         for module, name in attention.items():
             if module not in self._attention:
@@ -434,13 +437,18 @@ class QuantizationMixin(Modifier):
         logger.info(f"{type(self).__name__}: {len(self._schemes)} modules quantized.")
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Take the marks off modules that were not finished: the run was broken off."""
+        """Take the marks off modules that were not finished: the run was broken off.
+
+        A model that has finished ones is run as a quantized one from here on.
+        """
         attention = self._attention
         for module in (*self._schemes, *attention):
             if getattr(module, "quantization_status", None) is None:
                 module.__dict__.pop("quantization_scheme", None)
                 if module in attention:
                     untap_attention(state.model, module)
+        if self._finished:
+            mark_quantized(state.model)
         return True
 
     # ------------------------------------------------------------------ helpers

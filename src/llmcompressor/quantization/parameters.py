@@ -11,6 +11,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.errors import NonFiniteError
+from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.gptq import ColumnScales
 from llmcompressor.numerics.partition import dequantize_matrix, quantize_matrix
 from llmcompressor.numerics.scales import (
@@ -20,7 +22,7 @@ from llmcompressor.numerics.scales import (
     scales_from_range,
 )
 from llmcompressor.observers.base import OBSERVERS, Observer, RangeObserver, stored_scale
-from llmcompressor.observers.canonical import canonical
+from llmcompressor.observers.canonical import Range, canonical
 from llmcompressor.schemes.bridge import (
     default_observer,
     grid_of,
@@ -41,6 +43,9 @@ __all__ = [
     "weight_amax",
     "weight_of",
 ]
+
+_FROM_EXTREMES = ("observe", "measure", "qparams")
+"""What an observer must not do in a way of its own."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,18 @@ def observe_weight(
         args: how to quantize it.
         global_scale: of the fused set that it belongs to; its own if ``None``.
         importance_C: mean square of the inputs per column, for observers that weigh errors.
+
+    Raises:
+        NonFiniteError: the weight holds NaN or infinity, or a scale does not fit its dtype.
     """
+    if follows_extremes(args):
+        found = canonical(weight_RC.detach(), "weight", args).widest
+        if not all(map(is_finite, found)):
+            raise NonFiniteError("NaN or infinity in the weight that was observed.")
+        parameters = _of_range(found, weight_RC, args, global_scale)
+        if not is_finite(parameters.scale):
+            raise NonFiniteError(f"A scale of the weight does not fit {parameters.scale.dtype}.")
+        return parameters
     name = default_observer(args, "weight")
     assert name is not None, "weights are never quantized dynamically"
     observer = Observer.load_from_registry(name, base_name="weight", args=args)
@@ -175,7 +191,7 @@ def follows_extremes(args: QuantizationArgs) -> bool:
     return (
         isinstance(observer, type)
         and issubclass(observer, RangeObserver)
-        and observer.measure is RangeObserver.measure
+        and all(getattr(observer, one) is getattr(RangeObserver, one) for one in _FROM_EXTREMES)
     )
 
 
@@ -193,12 +209,18 @@ def extreme_parameters(
         global_scale: of the fused set that it belongs to; its own if ``None``.
     """
     weight_RC = weight_RC.detach()
+    return _of_range(canonical(weight_RC, "weight", args).widest, weight_RC, args, global_scale)
+
+
+def _of_range(
+    found: Range, weight_RC: Tensor, args: QuantizationArgs, global_scale: Tensor | None
+) -> WeightParameters:
+    """The parameters of a weight whose values lie within ``found``."""
     if needs_global_scale(args) and global_scale is None:
-        global_scale = global_scale_from_amax(weight_amax(weight_RC))
-    minimum, maximum = canonical(weight_RC, "weight", args).extremes
+        amax = torch.maximum(-found.minimum.amin(), found.maximum.amax())
+        global_scale = global_scale_from_amax(amax.float())
     scale, zero_point = scales_from_range(
-        minimum,
-        maximum,
+        *found,
         grid_of(args),
         scale_format=scale_format_of(args),
         global_scale=global_scale,

@@ -28,7 +28,6 @@ from compressed_tensors.offload import disable_onloading
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
-    is_cached_attention_module,
 )
 from compressed_tensors.utils.match import is_match, is_narrow_match, match_name, match_targets
 from torch.nn import Embedding, Linear, Module
@@ -36,8 +35,17 @@ from torch.nn import Embedding, Linear, Module
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.names import Forms, named_modules
+from llmcompressor.schemes.attention import is_cached_attention
 
-__all__ = ["assign_schemes", "is_empty", "is_router", "listed", "scheme_for", "weight_of"]
+__all__ = [
+    "assign_schemes",
+    "is_empty",
+    "is_router",
+    "listed",
+    "output_head",
+    "scheme_for",
+    "weight_of",
+]
 
 _ROUTER = re.compile(r"(?:.*\.)?(?:gate|router|router\..+|shared_expert_gate)")
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
@@ -155,7 +163,7 @@ class _Walk:
         self.modules = dict(named_modules(self.model))
         embeddings = (each for each in self.modules.values() if isinstance(each, Embedding))
         self._embedded = {id(weight_of(each)) for each in embeddings}
-        self._head = _output_head(self.model)
+        self._head = output_head(self.model)
 
     def run(self) -> _Walk:
         forms = Forms([*self.by_target, *self.ignore])
@@ -192,7 +200,7 @@ class _Walk:
         for_inputs = scheme.input_activations is not None and scheme.weights is None
         return (
             for_inputs
-            and is_cached_attention_module(module)
+            and is_cached_attention(module)
             and is_narrow_match(self.model, scheme.targets, name, module)
         )
 
@@ -217,7 +225,8 @@ class _Walk:
         self.schemes[name] = scheme
 
 
-def _output_head(model: Module) -> Module | None:
+def output_head(model: Module) -> Module | None:
+    """The output embedding of a model that says which one it is."""
     getter = getattr(model, "get_output_embeddings", None)
     with contextlib.suppress(AttributeError, NotImplementedError):
         head = getter() if callable(getter) else None

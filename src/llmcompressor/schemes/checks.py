@@ -11,7 +11,7 @@ from torch.nn import Embedding, Linear, Module
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.names import named_modules
-from llmcompressor.schemes.assign import listed, weight_of
+from llmcompressor.schemes.assign import listed, output_head, weight_of
 from llmcompressor.schemes.presets import format_of
 
 __all__ = [
@@ -178,22 +178,13 @@ def check_tied(model: Module, schemes: Schemes) -> None:
 
 def _way_out(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> str:
     """Untie where that helps: it gives the output head a weight of its own, and nothing else."""
-    head = next((name for name, module in named_modules(model) if module is _head(model)), None)
+    own = output_head(model)
+    head = next((name for name, module in named_modules(model) if module is own), None)
     left = [[name for name in names if name != head] for names in sets]
     if all(len(names) < 2 or not schemes.keys() & set(names) for names in left):
         return "Pass tie_word_embeddings=False to give each its own weight, or ignore it."
     meant = listed(name for names in sets for name in names if name in schemes)
     return f"Nothing gives each a weight of its own: add all of them to ignore ({meant})."
-
-
-def _head(model: Module) -> Module | None:
-    """The output embedding of a model that says which one it is."""
-    getter = getattr(model, "get_output_embeddings", None)
-    try:
-        found = getter() if callable(getter) else None
-    except (AttributeError, NotImplementedError):  # of a class whose part has the head
-        return None
-    return found if isinstance(found, Module) else None
 
 
 def warn_mixed_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> None:

@@ -302,7 +302,7 @@ class GPTQModifier(QuantizationMixin):
     def _starve(self, module: Module) -> None:
         """No token reached ``module``: its weight is rounded to nearest, and that is recorded."""
         name = self._names[module]
-        logger.warning(f"{name} saw no calibration token; its weight is rounded to nearest.")
+        logger.warning(f"{name} was given no calibration token; its weight is rounded to nearest.")
         self.keep(module, self.observe(module))
         self._records[name] = SolveRecord(0, None, None)
 

@@ -42,6 +42,7 @@ from llmcompressor.modifiers.rotation.targets import short_targets
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.quantization.attach import cached_attention_modules, check_states
+from llmcompressor.schemes.attention import CACHED_ATTENTION
 
 __all__ = ["SpinQuantModifier"]
 
@@ -206,7 +207,8 @@ class SpinQuantModifier(RotationModifier):
             attention = {one: name for one, name in attention.items() if one in wanted}
         if not attention:
             raise TargetError(
-                "No attention module of this model keeps a cache of keys, which R3 rotates.",
+                "R3 rotates cached keys, and this model has no attention module of the form that "
+                f"readers know: {CACHED_ATTENTION}.",
                 "Leave R3 out of rotations.",
             )
         return attention

@@ -120,7 +120,7 @@ def scales_are_there(view: View) -> Iterator[Problem]:
     if args is None or not args.is_static:
         return
     for path in view.attentions:
-        if "mtp" in path:
+        if "mtp" in path or view.is_draft(path):
             continue
         missing = [own for own in ("k_scale", "v_scale") if not _has_scale(view, path, own)]
         if missing:

@@ -38,6 +38,7 @@ __all__ = [
 CONFIG, HEADERS, TENSORS, DEPLOYMENT = "config", "headers", "tensors", "deployment"
 VERSIONS = {"vllm": "0.33", "transformers": "5.17", "sglang": "0.5"}
 """The releases whose rules these are; a rule that holds for others as well says so itself."""
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -265,6 +266,13 @@ class View:
             return not self.family.quantizes_head
         return any(pattern.fullmatch(entry.name) for pattern in self._plain_patterns)
 
+    def is_draft(self, name: str) -> bool:
+        """Whether a module or tensor lies in a draft layer, which transformers does not load."""
+        if self.family.draft and re.match(self.family.draft, name):
+            return True
+        layer, count = _LAYER.match(name), self.size("num_hidden_layers")
+        return layer is not None and count is not None and int(layer[1]) >= count
+
     def is_transposed(self, entry: Entry) -> bool:
         """Whether a module's weight is stored ``[in, out]``; codes are ``[out, in]`` always."""
         is_named = entry.form == "dense" and entry.last in self.family.transposed
@@ -369,7 +377,14 @@ class View:
             for entry in self.matrices
             if entry.last in ("k_proj", "qkv_proj") and "vision" not in entry.name
         }
-        return sorted(parents)
+        return sorted(path for path in parents if not self._is_linear_attention(path))
+
+    def _is_linear_attention(self, path: str) -> bool:
+        """Whether the configuration says that a layer keeps one state, not keys and values."""
+        layer, types = _LAYER.match(path), self.text.get("layer_types")
+        if layer is None or not isinstance(types, list):
+            return False
+        return "linear_attention" in types[int(layer[1]) :][:1]
 
     @property
     def is_compressed_tensors(self) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from llmcompressor.verification.facts import Severity
@@ -12,8 +11,6 @@ from llmcompressor.verification.rules.base import Problem, Rule, View
 from llmcompressor.verification.scheme import Args
 
 __all__ = ["RULES"]
-
-_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 
 
 def _of_kind(view: View, kind: str) -> Iterator[Entry]:
@@ -130,7 +127,7 @@ def tied_embeddings_are_plain(view: View) -> Iterator[Problem]:
 
 def draft_layers(view: View) -> Iterator[Problem]:
     """S61."""
-    draft = [entry for entry in view.matrices if _is_draft(view, entry)]
+    draft = [entry for entry in view.matrices if view.is_draft(entry.name)]
     for entry in draft:
         choice = view.choice(entry)
         plain = view.is_plain(entry) or entry.kind != "linear"
@@ -148,13 +145,6 @@ def draft_layers(view: View) -> Iterator[Problem]:
             "Copy them from the original model.",
             Severity.WARNING,
         )
-
-
-def _is_draft(view: View, entry: Entry) -> bool:
-    if view.family.draft and re.match(view.family.draft, entry.name):
-        return True
-    layer, count = _LAYER.match(entry.name), view.size("num_hidden_layers")
-    return layer is not None and count is not None and int(layer[1]) >= count
 
 
 def _announced(view: View) -> int:

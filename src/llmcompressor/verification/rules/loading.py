@@ -10,7 +10,8 @@ That first forward has to be the whole model's, and ``generate`` calls an encode
 
 What it unpacks weights to is left to compressed-tensors: the dtype of their scales, and bfloat16
 where scales are exponents or themselves 8-bit floats. Their inputs have the model's dtype, and
-another one ends in a ``RuntimeError`` (L4).
+another one ends in a ``RuntimeError`` (L4). So does a buffer that the model casts to its own dtype
+by assigning it anew: compressed-tensors copies the values into the old one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ __all__ = ["RULES"]
 _ENCODER = re.compile(r"(?:.*\.)?encoder\.")
 _TO_BFLOAT16 = frozenset({"nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"})
 """Formats that are unpacked to bfloat16, whatever the model's dtype is."""
+_FLOAT32_BUFFERS = {"ctrl": "transformer.pos_encoding"}
+"""``model_type`` → a buffer that is made in float32, and cast in the forward by assignment."""
 _ANEW = 'Compress the model in bfloat16, with precision="bfloat16" (--precision bfloat16)'
 
 
@@ -76,6 +79,22 @@ def encoders_are_unpacked(view: View) -> Iterator[Problem]:
 
 def dtypes_meet(view: View) -> Iterator[Problem]:
     """L4."""
+    yield from _unpacked_to_bfloat16(view)
+    yield from _left_in_float32(view)
+
+
+def _left_in_float32(view: View) -> Iterator[Problem]:
+    buffer = _FLOAT32_BUFFERS.get(str(view.text.get("model_type") or ""))
+    if buffer and view.settings and view.dtype != "float32":
+        yield Problem(
+            buffer,
+            "It stays float32 where anything is quantized, and the model computes in "
+            f"{view.dtype}: the first forward fails.",
+            "Load it with dtype=torch.float32.",
+        )
+
+
+def _unpacked_to_bfloat16(view: View) -> Iterator[Problem]:
     if view.dtype == "bfloat16":
         return
     as_linears = experts_are_linears(view)
@@ -118,7 +137,7 @@ RULES = (
     ),
     Rule(
         "L4",
-        "what is unpacked to bfloat16 runs in it",
+        "weights and buffers have the dtype of the model",
         dtypes_meet,
         server="transformers",
         is_limit=True,

@@ -112,7 +112,8 @@ def _counts(view: View, stack: str) -> set[int]:
 def _is_draft(view: View, stack: str, index: int, own: set[str]) -> bool:
     """Whether a layer further on than the configuration counts is one that drafts tokens.
 
-    The configuration announces such layers, or they hold what no ordinary layer does.
+    The configuration announces such layers, or they hold what no ordinary layer does. (What is
+    merely not loaded, :meth:`View.is_draft` says: a count that is wrong is not found there.)
     """
     count = max(_counts(view, stack), default=None)
     if count is None or index < count:
@@ -359,6 +360,6 @@ RULES = (
         sizes_are_those_of_the_config,
         server="",
     ),
-    Rule("S70", "no module is missing", all_is_there),
+    Rule("S70", "no module is missing", all_is_there, server=""),
     Rule("S71", "no tensor is unexpected", nothing_is_strange),
 )

@@ -72,7 +72,7 @@ def status_is_compressed(view: View) -> Iterator[Problem]:
 def nothing_is_random(view: View) -> Iterator[Problem]:
     """T4: every module that is looked for compressed has its tensors."""
     for entry in view.matrices:
-        if entry.is_quantized or entry.is_expert or _is_free(view, entry):
+        if entry.is_quantized or entry.is_expert or view.is_draft(entry.name):
             continue
         group = view.choice(entry, "transformers").group
         if group is None or group.scheme.weights is None or group.scheme.format == "dense":
@@ -84,16 +84,6 @@ def nothing_is_random(view: View) -> Iterator[Problem]:
             f"transformers looks for its codes ({group.name}), and the file holds a plain weight.",
             "Add it to ignore.",
         )
-
-
-def _is_free(view: View, entry: Entry) -> bool:
-    """Tensors that the model class does not own are not looked for."""
-    draft = view.family.draft
-    if draft and re.match(draft, entry.name):
-        return True
-    count = view.size("num_hidden_layers")
-    layer = re.match(r"(?:.*\.)?layers\.(\d+)\.", entry.name)
-    return layer is not None and count is not None and int(layer[1]) >= count
 
 
 def _may_be_another_class(entry: Entry) -> bool:
@@ -151,7 +141,8 @@ def experts_are_restored(view: View) -> Iterator[Problem]:
 
 def _left_in_stacks(view: View) -> Iterator[Problem]:
     found = [_STACK.match(name) for name in view.headers] if view.settings else []
-    for path in sorted({match["experts"] for match in found if match is not None}):
+    paths = {match["experts"] for match in found if match is not None}
+    for path in sorted(path for path in paths if not view.is_draft(path)):
         yield Problem(
             path,
             "Its experts lie in stacks, and transformers looks for them one by one where anything "
@@ -160,8 +151,15 @@ def _left_in_stacks(view: View) -> Iterator[Problem]:
         )
 
 
+def _loaded(view: View) -> Iterator[tuple[str, Entry]]:
+    """Paths of the mixtures that transformers loads, with one projection of each."""
+    for path, experts in view.mixtures.items():
+        if not view.is_draft(path):
+            yield path, next(iter(next(iter(experts.values())).values()))
+
+
 def _taken_apart(view: View) -> Iterator[Problem]:
-    for path in view.mixtures:
+    for path, _ in _loaded(view):
         yield Problem(
             path,
             "Its experts are stored one by one, and transformers has no table for them and looks "
@@ -172,9 +170,8 @@ def _taken_apart(view: View) -> Iterator[Problem]:
 
 def _merged(view: View) -> Iterator[Problem]:
     """The families whose experts transformers unpacks one by one and puts into stacks."""
-    for path, experts in view.mixtures.items():
-        entry = next(iter(next(iter(experts.values())).values()))
-        guessed = _guessed(view)
+    guessed = _guessed(view)
+    for path, entry in _loaded(view):
         if not entry.is_quantized:
             yield from _dense_experts(path, guessed)
             continue

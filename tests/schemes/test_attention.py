@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention has a cache of keys and values, by what its code does."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from llmcompressor.schemes.attention import is_cached_attention
+from llmcompressor.schemes.resolve import resolve_schemes
+
+
+def wrapped(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+class FullAttention(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.k_proj = nn.Linear(4, 4)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    @wrapped
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Any:
+        return past_key_values.update(x, self.k_proj(x))
+
+
+class InheritingAttention(FullAttention):
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Any:
+        return super().forward(x, past_key_values)
+
+
+class HelpedAttention(FullAttention):
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Any:
+        return self.kept(x, past_key_values)
+
+    def kept(self, x: Tensor, past_key_values: Any) -> Any:
+        return [past_key_values.update(each, each) for each in x]
+
+
+class LinearAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_proj = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Any:
+        return past_key_values.set_state(self.k_proj(x))
+
+
+class CacheAttention(nn.Module):
+    """It has no projection of one of the names."""
+
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Any:
+        return past_key_values.update(x, x)
+
+
+@pytest.mark.parametrize(
+    ("module", "is_cached"),
+    [
+        (FullAttention(), True),
+        (InheritingAttention(), True),
+        (HelpedAttention(), True),
+        (LinearAttention(), False),
+        (CacheAttention(), False),
+        (nn.Linear(4, 4), False),
+    ],
+)
+def test_attention_with_a_cache_updates_it(module: nn.Module, is_cached: bool) -> None:
+    assert is_cached_attention(module) == is_cached
+
+
+@pytest.mark.parametrize(("layer", "is_cached"), [(0, False), (1, True), (2, True), (None, True)])
+def test_the_configuration_may_say_which_layers_are_linear(
+    layer: int | None, is_cached: bool
+) -> None:
+    config = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
+    assert is_cached_attention(FullAttention(config=config, layer_idx=layer)) == is_cached
+
+
+def test_a_target_that_names_both_reaches_attention_with_a_cache_alone() -> None:
+    states = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    resolved = resolve_schemes(
+        config_groups={"group_0": {"targets": ["re:.*attn$"], "input_activations": states}}
+    )
+    parts = nn.ModuleDict({"linear_attn": LinearAttention(), "attn": FullAttention()})
+    model = nn.ModuleDict({"layer": parts})
+    assert list(resolved.schemes_by_module(model)) == ["layer.attn"]
