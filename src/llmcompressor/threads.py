@@ -16,29 +16,73 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
 
-__all__ = ["each_on_one_thread", "each_span", "one_thread"]
+__all__ = ["each_on_one_thread", "each_span", "one_thread", "short_waits"]
 
 T = TypeVar("T")
 
 
+_allowed = 1
+"""Threads that a body of :func:`one_thread` may give pieces to."""
+
+
 @contextlib.contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """Run the body on one thread where ``device`` is the CPU; the number is restored after."""
-    threads = torch.get_num_threads()
+    """Run the body on one thread where ``device`` is the CPU; the number is restored after.
+
+    Pieces that the body hands to :func:`each_on_one_thread` go to as many threads as before.
+    """
+    global _allowed  # noqa: PLW0603 - torch's number, which it stands in for, is of the process too
+    threads, outer = torch.get_num_threads(), _allowed
     if device.type != "cpu" or threads == 1:
         yield
         return
     torch.set_num_threads(1)
+    _allowed = threads
     try:
         yield
     finally:
+        _allowed = outer
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def short_waits() -> Iterator[None]:
+    """Have torch's idle threads sleep soon, for as long as the body runs.
+
+    After each operation they wait for the next without sleeping, for milliseconds: time that pieces
+    on threads of their own, and other processes, do not get. libgomp cuts that short where more
+    threads stand ready than there are processors, so another team of them is made, which does
+    nothing. With two processors both busy an operation's start costs 0.05 ms more; GPTQ takes a
+    fifth less processor time, and with another process beside it an eighth less time.
+    """
+    if torch.get_num_threads() == 1:
+        yield
+        return
+    ready, over = threading.Event(), threading.Event()
+
+    def stand_by() -> None:
+        torch.ones(_LARGE).exp_()  # large enough for all threads, which are this one's from then on
+        ready.set()
+        over.wait()
+
+    idle = threading.Thread(target=stand_by, name="stand-by", daemon=True)
+    idle.start()
+    ready.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        idle.join()
+
+
+_LARGE = 2**18
 
 
 def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
@@ -50,7 +94,8 @@ def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
         work: must not depend on the order of the items.
         items: what to do; large ones first.
     """
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
+    threads = 1 if getattr(_here, "is_piece", False) else max(before, _allowed)
     if threads == 1 or len(items) < 2:
         with one_thread(torch.device("cpu")):
             for item in items:
@@ -65,12 +110,14 @@ def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
         begun = [_pool(threads).submit(alone, item) for item in items]
         wait(begun)  # also after an error: nothing is to be at work on what is given up
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
     for one in begun:
         one.result()
 
 
-def each_span(work: Callable[[slice], None], length: int, device: torch.device) -> None:
+def each_span(
+    work: Callable[[slice], None], length: int, device: torch.device, *, width: int = 256
+) -> None:
     """Do ``work`` for spans of a dimension whose elements do not see each other.
 
     On the CPU by parts that depend on ``length`` alone, each on one thread; elsewhere at once.
@@ -79,20 +126,25 @@ def each_span(work: Callable[[slice], None], length: int, device: torch.device) 
         work: told which elements.
         length: of the dimension.
         device: what the work runs on.
+        width: of a part; 256 rows or columns are enough for a product to run at full rate.
     """
     if device.type != "cpu":
         work(slice(None))
         return
-    each_on_one_thread(work, [slice(lo, lo + _SPAN) for lo in range(0, length, _SPAN)])
-
-
-_SPAN = 256
-"""Long enough for a product to run at the machine's rate."""
+    each_on_one_thread(work, [slice(lo, lo + width) for lo in range(0, length, width)])
 
 
 @functools.cache  # threads that are there already: starting them takes as long as a small matrix
 def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "one")
+    return ThreadPoolExecutor(threads, "one", initializer=_begin_pieces)
+
+
+_here = threading.local()
+
+
+def _begin_pieces() -> None:
+    """Of a thread that only does pieces: pieces of a piece are done at once."""
+    _here.is_piece = True
 
 
 if hasattr(os, "register_at_fork"):

@@ -33,6 +33,15 @@ def rounded(weight_RC: Tensor) -> Tensor:
     return fake_quantize_matrix(weight_RC, scale, zero, grid, partition)
 
 
+def rounded_within(weight_RC: Tensor, least_R: Tensor, greatest_R: Tensor) -> Tensor:
+    """The same for one group, between given ends."""
+    ends = least_R.unsqueeze(-1), greatest_R.unsqueeze(-1)
+    grid = Grid("int", 3, symmetric=False)
+    return fake_quantize_matrix(
+        weight_RC, *scales_from_range(*ends, grid), grid, Partition(1, GROUP)
+    )
+
+
 @pytest.fixture
 def inputs() -> Tensor:
     """Correlated, with one column in each group much larger than the others."""
@@ -125,7 +134,7 @@ def test_clipping_lowers_the_error_of_outputs(weights: list[Tensor], inputs: Ten
     weight = weights[0].clone()
     weight[:, 5::GROUP] *= 6  # outliers that meet small inputs
     gram = inputs.T @ inputs
-    bounds = clip_bounds(weight, gram, rounded, GROUP)
+    bounds = clip_bounds(weight, gram, rounded_within, GROUP)
     clamped = bounds.clamp(weight)
 
     def error(values: Tensor) -> float:
@@ -139,7 +148,7 @@ def test_every_sweep_lowers_the_error(weights: list[Tensor], inputs: Tensor) -> 
     gram = inputs.T @ inputs
     errors = []
     for sweeps in range(4):
-        bounds = clip_bounds(weights[0], gram, rounded, GROUP, sweeps=sweeps)
+        bounds = clip_bounds(weights[0], gram, rounded_within, GROUP, sweeps=sweeps)
         change = rounded(bounds.clamp(weights[0])) - weights[0]
         errors.append(((change @ gram) * change).sum(dim=1))
     for before, after in itertools.pairwise(errors):
@@ -147,21 +156,36 @@ def test_every_sweep_lowers_the_error(weights: list[Tensor], inputs: Tensor) -> 
     assert float(errors[2].sum()) < 0.9 * float(errors[0].sum())
 
 
-def test_one_group_gets_the_best_of_all_tried_ends(inputs: Tensor) -> None:
-    """Against a loop over rows and ends."""
+@pytest.mark.parametrize("sweeps", [1, 2])
+def test_one_group_gets_the_best_of_all_tried_ends(inputs: Tensor, sweeps: int) -> None:
+    """Against a loop over rows and ends: both ends first, then one of them."""
     weight = torch.randn(6, GROUP, generator=torch.Generator().manual_seed(4))
     gram = inputs.T[:GROUP] @ inputs[:, :GROUP]
-    bounds = clip_bounds(weight, gram, rounded, GROUP, sweeps=1)
-    fractions = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
-    tried = [(f, f) for f in fractions] + [(f, 1.0) for f in (0.9, 0.95)]
-    tried += [(1.0, f) for f in (0.9, 0.95)]
+    bounds = clip_bounds(weight, gram, rounded_within, GROUP, sweeps=sweeps)
+
+    def error(row: Tensor, low: float, high: float) -> float:
+        change = rounded(row.clamp(float(row.min()) * low, float(row.max()) * high)[None]) - row
+        return float(change @ gram @ change.T)
+
     for row, low, high in zip(weight, bounds.low_RN, bounds.high_RN, strict=True):
-        errors = []
-        for first, second in tried:
-            ends = float(row.min()) * first, float(row.max()) * second
-            change = rounded(row.clamp(*ends).unsqueeze(0)) - row
-            errors.append((float(change @ gram @ change.T), ends))
-        assert (float(low), float(high)) == pytest.approx(min(errors)[1])
+        tried = [(f, f) for f in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)]
+        best = min(tried, key=lambda ends: error(row, *ends))
+        if sweeps == 2:
+            steps = (0.9, 0.95, 1.05, 1.1)
+            tried = [best, *((min(best[0] * step, 1.0), best[1]) for step in steps)]
+            tried += [(best[0], min(best[1] * step, 1.0)) for step in steps]
+            best = min(tried, key=lambda ends: error(row, *ends))
+        expected = float(row.min()) * best[0], float(row.max()) * best[1]
+        assert (float(low), float(high)) == pytest.approx(expected)
+
+
+def test_rows_do_not_see_each_other(weights: list[Tensor], inputs: Tensor) -> None:
+    """However many are clipped together: rows are worked on by parts."""
+    gram, many = inputs.T @ inputs, torch.cat([weights[0]] * 13)
+    whole = clip_bounds(many, gram, rounded_within, GROUP)
+    alone = clip_bounds(weights[0], gram, rounded_within, GROUP)
+    for together, single in zip(whole, alone, strict=True):
+        torch.testing.assert_close(together, single.repeat(13, 1))
 
 
 def test_bounds_leave_what_lies_within_them() -> None:

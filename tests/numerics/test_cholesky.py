@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.cholesky import cholesky
+from llmcompressor.numerics.cholesky import FactoredSolver, cholesky, invert_lower_
 
 C = 40
 
@@ -100,3 +100,50 @@ def test_the_number_of_threads_does_not_show(columns: int) -> None:
     one_CC, *others = factors
     assert one_CC is not None
     assert all(other is not None and torch.equal(one_CC, other) for other in others)
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("smallest", [1, 7, 16, C, 512])
+@pytest.mark.parametrize("batch", [0, 3])
+def test_the_inverse_of_a_factor_takes_its_place(
+    dtype: torch.dtype, within: float, smallest: int, batch: int
+) -> None:
+    lower_CC = cholesky(positive(batch=batch, dtype=dtype))
+    assert lower_CC is not None
+    before_CC = lower_CC.clone()
+    inverse_CC = invert_lower_(lower_CC, smallest=smallest)
+    assert inverse_CC.data_ptr() == lower_CC.data_ptr()
+    assert torch.equal(inverse_CC, inverse_CC.tril())
+    eye_CC = torch.eye(C, dtype=dtype).expand(inverse_CC.shape)
+    assert torch.allclose(inverse_CC @ before_CC, eye_CC, atol=within)
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-3), (torch.float64, 1e-11)])
+@pytest.mark.parametrize("block", [1, 7, 16, C, 512])
+@pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_it_solves_as_lapack_does(
+    dtype: torch.dtype, within: float, block: int, batch: int, rows: int
+) -> None:
+    matrix_CC = positive(batch=batch, dtype=dtype)
+    lower_CC = cholesky(matrix_CC)
+    assert lower_CC is not None
+    right_CR = torch.randn(*matrix_CC.shape[:-1], rows, dtype=dtype)
+    expected_CR = torch.cholesky_solve(right_CR, lower_CC)
+    found_CR = FactoredSolver(lower_CC, block=block).solve_(right_CR.clone())
+    assert torch.allclose(found_CR, expected_CR, atol=within)
+
+
+@pytest.mark.usefixtures("_threads_restored")
+def test_the_number_of_threads_does_not_show_in_solutions() -> None:
+    lower_CC = cholesky(positive(600))
+    assert lower_CC is not None
+    right_CR = torch.randn(600, 700)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        solved_CR = FactoredSolver(lower_CC).solve_(right_CR.clone())
+        found.append((solved_CR, invert_lower_(lower_CC.clone())))
+    for other in found[1:]:
+        assert torch.equal(found[0][0], other[0])
+        assert torch.equal(found[0][1], other[1])

@@ -22,11 +22,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from llmcompressor.numerics.cholesky import cholesky
+from llmcompressor.numerics.cholesky import FactoredSolver, cholesky
 from llmcompressor.numerics.hessian import SingularHessianError, damp
+from llmcompressor.numerics.products import spread_matmul
 
 __all__ = ["corrected_weight", "corrected_weight_with_raise", "ridge_for"]
 
@@ -42,6 +42,7 @@ def ridge_for(ridge: float, gram_CC: Tensor, tokens: Sequence[int]) -> float | T
         gram_CC: ``[C, C]``, or ``[B, C, C]`` with B numbers of tokens.
         tokens: how many were counted, at least 1 each.
 
+    >>> import torch
     >>> ridge_for(0.05, torch.eye(4), [40]), ridge_for(0.05, torch.eye(4), [4000])
     (0.1, 0.05)
     """
@@ -66,6 +67,7 @@ def corrected_weight(
 
     With X = Y nothing is to be corrected:
 
+    >>> import torch
     >>> W, Y = torch.ones(1, 2), torch.eye(2)
     >>> corrected_weight(W, Y.T @ Y, Y.T @ (Y - Y), 0.01)
     tensor([[1., 1.]])
@@ -74,8 +76,8 @@ def corrected_weight(
     if lower_CC is None:
         raise SingularHessianError("The Gram matrix with its ridge is not positive definite.")
     # R right-hand sides instead of C: (G + λ)⁻¹ C Wᵀ, the product first.
-    change_CR = torch.cholesky_solve(cross_CC @ weight_RC.mT, lower_CC)
-    return weight_RC + change_CR.mT
+    change_CR = spread_matmul(cross_CC, weight_RC.mT)
+    return weight_RC + FactoredSolver(lower_CC).solve_(change_CR).mT
 
 
 def corrected_weight_with_raise(

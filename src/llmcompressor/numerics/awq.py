@@ -33,6 +33,10 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.products import MANY_ALIKE, matmul
+from llmcompressor.numerics.quadratic import QuadraticForm
+from llmcompressor.threads import each_span
+
 __all__ = [
     "Bounds",
     "Candidate",
@@ -40,6 +44,7 @@ __all__ = [
     "ErrorOf",
     "Readers",
     "Round",
+    "RoundWithin",
     "ScaleChoice",
     "candidates",
     "choose_scale",
@@ -50,17 +55,24 @@ __all__ = [
 
 Duo: TypeAlias = bool | Literal["both"]
 Round: TypeAlias = Callable[[Tensor], Tensor]
-"""From a weight to the same weight rounded to its grid, both ``[R, C]``."""
+"""From a weight to the same weight rounded to its grid in new memory, both float32 ``[R, C]``."""
+
+RoundWithin: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The same for one group, ``[R, g]``, by the least and the greatest value of each row, ``[R]``."""
 
 ErrorOf: TypeAlias = Callable[[Tensor], Sequence[float]]
 """From scales ``[K, C]`` to the error of each."""
 
 _FLOOR = 1e-4
 _TINY = 1e-6
-_FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
+_FRACTIONS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
 _STEPS = (0.9, 0.95, 1.05, 1.1)
-_AT_ONCE = 2**20
-"""Elements of the weights of several candidates that are rounded at once; small ones gain by it."""
+_AT_ONCE = 2**18
+"""Elements of the weights of several candidates that are rounded at once: they fit a core's cache,
+and few rows gain by it."""
+_JUDGED_ROWS = 256
+_CLIPPED_ROWS = 128
+"""Rows that one thread works on, so that all attempts at a group of them fit its cache."""
 
 
 class Candidate(NamedTuple):
@@ -174,22 +186,41 @@ def statistics_error(readers: Sequence[Readers]) -> ErrorOf:
         From scales ``[K, C]`` to ``sum_i tr(D_i G_i D_i^T)`` of each.
     """
 
-    def errors(scale_KC: Tensor, one: Readers) -> Tensor:
-        wide_RC = one.weight_RC.detach().float()
-        scaled_KRC = (wide_RC * scale_KC.unsqueeze(1)).to(one.weight_RC.dtype)
-        rounded_KRC = one.round_(scaled_KRC.flatten(0, 1)).float().reshape(scaled_KRC.shape)
-        change_KRC = rounded_KRC.div_(scale_KC.unsqueeze(1)).sub_(wide_RC)
-        return ((change_KRC @ one.gram_CC) * change_KRC).sum(dim=(1, 2))
-
     def error_of(scale_KC: Tensor) -> list[float]:
         total_K = torch.zeros(len(scale_KC), dtype=torch.float64)
         for one in readers:
-            at_once = max(1, _AT_ONCE // one.weight_RC.numel()) if one.by_rows else 1
-            parts = [errors(part_KC, one) for part_KC in torch.split(scale_KC, at_once)]
-            total_K += torch.cat(parts).double().cpu()
+            found: dict[int, Tensor] = {}
+            form = QuadraticForm(one.gram_CC)
+
+            def judge(
+                span: slice,
+                one: Readers = one,
+                form: QuadraticForm = form,
+                found: dict[int, Tensor] = found,
+            ) -> None:
+                found[span.start or 0] = _errors(one, form, span, scale_KC)
+
+            rows = len(one.weight_RC)
+            width = _JUDGED_ROWS if one.by_rows else rows
+            each_span(judge, rows, one.weight_RC.device, width=width)
+            for begin in sorted(found):
+                total_K += found[begin].cpu()
         return [float(total) for total in total_K]
 
     return error_of
+
+
+def _errors(one: Readers, form: QuadraticForm, rows: slice, scale_KC: Tensor) -> Tensor:
+    """``tr(D G D^T)`` of some rows for each scale, float64 ``[K]``."""
+    wide_RC = one.weight_RC[rows].detach().float()
+    at_once = max(1, _AT_ONCE // wide_RC.numel()) if one.by_rows else 1
+    errors = []
+    for part_KC in torch.split(scale_KC, at_once):
+        scaled_KRC = wide_RC * part_KC.unsqueeze(1)
+        rounded_KRC = one.round_(scaled_KRC.flatten(0, 1)).reshape(scaled_KRC.shape)
+        change_KRC = rounded_KRC.div_(part_KC.unsqueeze(1)).sub_(wide_RC)
+        errors.append(form(change_KRC.flatten(0, 1)).reshape(len(part_KC), -1).sum(dim=1))
+    return torch.cat(errors).double()
 
 
 def choose_scale(
@@ -229,34 +260,62 @@ class Bounds(NamedTuple):
 
 
 def clip_bounds(
-    weight_RC: Tensor, gram_CC: Tensor, round_: Round, group: int, *, sweeps: int = 2
+    weight_RC: Tensor, gram_CC: Tensor, round_: RoundWithin, group: int, *, sweeps: int = 2
 ) -> Bounds:
     """The ends of each group with the least output error, group by group.
+
+    The first sweep tries fractions of both ends at once, those after it move one end or the other.
 
     Args:
         weight_RC: any floating dtype; C is a multiple of ``group``.
         gram_CC: G of its inputs, float32.
-        round_: rounds one group of any number of rows, ``[R, g]``, each row by itself.
+        round_: rounds one group of any number of rows, ``[R, g]``, each row by itself, within
+            given ends.
         group: g, columns of a group.
         sweeps: how often all groups are decided; the error falls with each.
     """
     rows, columns = weight_RC.shape
-    weight_NRg = weight_RC.detach().reshape(rows, -1, group).transpose(0, 1)
-    least_NR = weight_NRg.float().amin(dim=-1).clamp(max=0)
-    greatest_NR = weight_NRg.float().amax(dim=-1).clamp(min=0)
+    shape = (rows, columns // group)
+    found = Bounds(
+        *(torch.empty(shape, dtype=torch.float32, device=weight_RC.device) for _ in range(2))
+    )
+
+    def clip(span: slice) -> None:
+        part = _clip_rows(weight_RC[span], gram_CC, round_, group, sweeps)
+        found.low_RN[span], found.high_RN[span] = part.low_RN, part.high_RN
+
+    each_span(clip, rows, weight_RC.device, width=_CLIPPED_ROWS)
+    return found
+
+
+def _clip_rows(
+    weight_RC: Tensor, gram_CC: Tensor, round_: RoundWithin, group: int, sweeps: int
+) -> Bounds:
+    """:func:`clip_bounds` of some rows: they do not see each other."""
+    rows, columns = weight_RC.shape
+    wide_RC = weight_RC.detach().float()
+    weight_NRg = wide_RC.reshape(rows, -1, group).transpose(0, 1).contiguous()
+    least_NR = weight_NRg.amin(dim=-1).clamp(max=0)
+    greatest_NR = weight_NRg.amax(dim=-1).clamp(min=0)
     low_NR, high_NR = torch.ones_like(least_NR), torch.ones_like(least_NR)
-    change_RC = torch.cat([round_(part_Rg).float() for part_Rg in weight_NRg], dim=1)
-    change_RC -= weight_RC.float()
-    for _ in range(sweeps):
+    whole = zip(weight_NRg, least_NR, greatest_NR, strict=True)
+    change_RC = torch.cat([round_(*one) for one in whole], dim=1).sub_(wide_RC)
+    for sweep in range(sweeps):
         for n, begin in enumerate(range(0, columns, group)):
             span = slice(begin, begin + group)
-            own_gg = gram_CC[span, span]
-            others_Rg = change_RC @ gram_CC[:, span] - change_RC[:, span] @ own_gg
-            low_KR, high_KR = _attempts(low_NR[n], high_NR[n])
+            own_gg = gram_CC[span, span].contiguous()
+            # G is symmetric, and its rows are dense
+            others_Rg = matmul(change_RC, gram_CC[span].T, fewest=MANY_ALIKE)
+            others_Rg -= change_RC[:, span] @ own_gg
+            low_KR, high_KR = (_first_attempts if sweep == 0 else _attempts)(low_NR[n], high_NR[n])
             change_KRg = _changes(
                 weight_NRg[n], round_, low_KR * least_NR[n], high_KR * greatest_NR[n]
             )
-            error_KR = ((change_KRg @ own_gg + 2 * others_Rg) * change_KRg).sum(dim=-1)
+            slope_KRg = matmul(change_KRg.flatten(0, 1), own_gg, fewest=MANY_ALIKE).reshape(
+                change_KRg.shape
+            )
+            slope_KRg.add_(others_Rg, alpha=2)
+            error_KR = slope_KRg.mul_(change_KRg).sum(dim=-1)
             best_1R = error_KR.nan_to_num(nan=torch.inf).argmin(dim=0, keepdim=True)
             low_NR[n] = low_KR.gather(0, best_1R)[0]
             high_NR[n] = high_KR.gather(0, best_1R)[0]
@@ -265,18 +324,22 @@ def clip_bounds(
     return Bounds((least_NR * low_NR).T, (greatest_NR * high_NR).T)
 
 
+def _first_attempts(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The fractions of both ends that are tried, the present ones first; ``[K, R]`` each."""
+    parts_K1 = low_R.new_tensor([1.0, *_FRACTIONS]).unsqueeze(-1)
+    return parts_K1 * low_R, parts_K1 * high_R
+
+
 def _attempts(low_R: Tensor, high_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The fractions that are tried beside the present ones, which come first; ``[K, R]`` each."""
-    same = torch.ones_like(low_R)
-    pairs = [(low_R, high_R), *((same * part, same * part) for part in _FRACTIONS)]
+    """The present fractions, and those with one of them moved; ``[K, R]`` each."""
+    pairs = [(low_R, high_R)]
     pairs += [((low_R * step).clamp(max=1), high_R) for step in _STEPS]
     pairs += [(low_R, (high_R * step).clamp(max=1)) for step in _STEPS]
     return torch.stack([low for low, _ in pairs]), torch.stack([high for _, high in pairs])
 
 
-def _changes(weight_Rg: Tensor, round_: Round, low_KR: Tensor, high_KR: Tensor) -> Tensor:
+def _changes(weight_Rg: Tensor, round_: RoundWithin, low_KR: Tensor, high_KR: Tensor) -> Tensor:
     """What rounding within each pair of ends changes in the weights of a group, ``[K, R, g]``."""
-    wide_Rg = weight_Rg.float()
-    clamped_KRg = wide_Rg.clamp(low_KR.unsqueeze(-1), high_KR.unsqueeze(-1)).to(weight_Rg.dtype)
-    rounded_KRg = round_(clamped_KRg.flatten(0, 1)).float().reshape(clamped_KRg.shape)
-    return rounded_KRg.sub_(wide_Rg)
+    clamped_KRg = weight_Rg.clamp(low_KR.unsqueeze(-1), high_KR.unsqueeze(-1))
+    rounded_JRg = round_(clamped_KRg.flatten(0, 1), low_KR.flatten(), high_KR.flatten())
+    return rounded_JRg.reshape(clamped_KRg.shape).sub_(weight_Rg)

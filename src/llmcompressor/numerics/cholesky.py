@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Cholesky factorization with one result for any number of threads.
+r"""Cholesky factorization, and what is done with the factor, alike for any number of threads.
 
 LAPACK splits the work by the number of threads, and rounds accordingly. Here only small diagonal
-blocks are left to it, on one thread; the rest are triangular solves and products, whose results do
-not depend on it. Right-looking, with K the columns of a panel (Golub & Van Loan, *Matrix
-Computations*, 4th ed., Alg. 4.2.4 in blocks):
+blocks are left to it, each on one thread; the rest are products of parts that depend on the shape
+alone (:mod:`llmcompressor.numerics.products`), which also run at a higher rate than triangular
+solves. Right-looking, with K the columns of a panel (Golub & Van Loan, *Matrix Computations*, 4th
+ed., Alg. 4.2.4 in blocks):
 
 .. math:: A_{11} = L_{11} L_{11}^\top, \quad L_{21} = A_{21} L_{11}^{-\top}, \quad
           A_{22} \leftarrow A_{22} - L_{21} L_{21}^\top .
+
+Only the lower triangle of A is read.
 """
 
 from __future__ import annotations
@@ -15,20 +18,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmcompressor.threads import one_thread
+from llmcompressor.numerics.products import MANY_ALIKE, matmul, spread_matmul, subtract_matmul_
+from llmcompressor.threads import each_span, one_thread
 
-__all__ = ["PANEL", "cholesky"]
+__all__ = ["PANEL", "FactoredSolver", "cholesky", "invert_lower_"]
 
-PANEL = 512
-"""Columns that are factorized at once."""
+PANEL = 128
+"""Columns that are factorized at once, on the CPU."""
+_WIDE_PANEL = 512
+"""The same elsewhere: there a step costs more than its arithmetic."""
 
 
-def cholesky(matrix_CC: Tensor, *, panel: int = PANEL, overwrite: bool = False) -> Tensor | None:
+def _panel_of(matrix_CC: Tensor) -> int:
+    return PANEL if matrix_CC.device.type == "cpu" else _WIDE_PANEL
+
+
+def cholesky(
+    matrix_CC: Tensor, *, panel: int | None = None, overwrite: bool = False
+) -> Tensor | None:
     """The lower triangular L with ``L Lᵀ = A``.
 
     Args:
         matrix_CC: A, symmetric, float32 or float64, ``[..., C, C]``.
-        panel: columns that are factorized at once.
+        panel: columns that are factorized at once; by default what suits the device.
         overwrite: use the memory of A for L; A is lost then, also if there is no L.
 
     Returns:
@@ -38,7 +50,7 @@ def cholesky(matrix_CC: Tensor, *, panel: int = PANEL, overwrite: bool = False) 
     tensor([[2., 0.],
             [1., 2.]])
     """
-    columns = matrix_CC.shape[-1]
+    columns, panel = matrix_CC.shape[-1], panel or _panel_of(matrix_CC)
     lower_CC = matrix_CC if overwrite else matrix_CC.clone()
     for lo in range(0, columns, panel):
         hi = min(lo + panel, columns)
@@ -47,12 +59,99 @@ def cholesky(matrix_CC: Tensor, *, panel: int = PANEL, overwrite: bool = False) 
         if bool((info != 0).any()):
             return None
         lower_CC[..., lo:hi, lo:hi] = corner_KK
-        if hi == columns:
-            break
-        below_MK = torch.linalg.solve_triangular(
-            corner_KK.mT, lower_CC[..., hi:, lo:hi], upper=True, left=False
-        )
-        lower_CC[..., hi:, lo:hi] = below_MK
-        lower_CC[..., hi:, hi:] -= below_MK @ below_MK.mT
+        if hi < columns:
+            _divide_rows_(lower_CC[..., hi:, lo:hi], corner_KK)
+            _subtract_square_(lower_CC[..., hi:, hi:], lower_CC[..., hi:, lo:hi].contiguous())
     lower_CC = lower_CC.tril_()
     return lower_CC if bool(torch.isfinite(lower_CC.sum())) else None
+
+
+def _divide_rows_(below_MK: Tensor, corner_KK: Tensor) -> None:
+    """``A₂₁ ← A₂₁ L₁₁⁻ᵀ``, by parts of the rows."""
+
+    def divide(span: slice) -> None:
+        part_SK = below_MK[..., span, :]
+        part_SK.copy_(torch.linalg.solve_triangular(corner_KK.mT, part_SK, upper=True, left=False))
+
+    each_span(divide, below_MK.shape[-2], below_MK.device)
+
+
+def _subtract_square_(rest_MM: Tensor, below_MK: Tensor) -> None:
+    """``A₂₂ ← A₂₂ − L₂₁ L₂₁ᵀ``, from the diagonal down."""
+
+    def subtract(span: slice) -> None:
+        lo = span.start or 0
+        subtract_matmul_(rest_MM[..., lo:, span], below_MK[..., lo:, :], below_MK[..., span, :].mT)
+
+    each_span(subtract, below_MK.shape[-2], below_MK.device)
+
+
+def invert_lower_(lower_CC: Tensor, *, smallest: int | None = None) -> Tensor:
+    """The inverse of a lower triangular matrix, in its place.
+
+    By halves: of ``[[A, 0], [B, D]]`` it is ``[[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]]``.
+
+    Args:
+        lower_CC: L, zero above its diagonal, float32 or float64, ``[..., C, C]``.
+        smallest: columns from which on it is left to LAPACK; by default what suits the device.
+
+    >>> invert_lower_(torch.tensor([[2.0, 0.0], [1.0, 1.0]]))
+    tensor([[ 0.5000,  0.0000],
+            [-0.5000,  1.0000]])
+    """
+    columns, smallest = lower_CC.shape[-1], smallest or _panel_of(lower_CC)
+    if columns <= smallest:
+        with one_thread(lower_CC.device):
+            eye_CC = torch.eye(columns, dtype=lower_CC.dtype, device=lower_CC.device)
+            inverse_CC = torch.linalg.solve_triangular(lower_CC, eye_CC, upper=False)
+        return lower_CC.copy_(inverse_CC)
+    half = -(-columns // (2 * smallest)) * smallest
+    first_KK = invert_lower_(lower_CC[..., :half, :half], smallest=smallest)
+    last_MM = invert_lower_(lower_CC[..., half:, half:], smallest=smallest)
+    below_MK = lower_CC[..., half:, :half]
+    spread_matmul(last_MM, spread_matmul(below_MK, first_KK), out=below_MK)
+    below_MK.neg_()
+    return lower_CC
+
+
+class FactoredSolver:
+    """Solves ``L Lᵀ X = B`` again and again for one L, by products of blocks.
+
+    The diagonal blocks are inverted once, and what lies beside them is laid out as it is read.
+
+    Args:
+        lower_CC: L, float32 or float64, ``[..., C, C]``; its memory is not kept.
+        block: columns of a diagonal block; by default what suits the device.
+    """
+
+    def __init__(self, lower_CC: Tensor, *, block: int | None = None) -> None:
+        columns, block = lower_CC.shape[-1], block or _panel_of(lower_CC)
+        self._spans = [(lo, min(lo + block, columns)) for lo in range(0, columns, block)]
+        self._corners = [
+            invert_lower_(lower_CC[..., lo:hi, lo:hi].contiguous()) for lo, hi in self._spans
+        ]
+        self._before = [lower_CC[..., lo:hi, :lo].contiguous() for lo, hi in self._spans]
+        self._after = [lower_CC[..., hi:, lo:hi].mT.contiguous() for lo, hi in self._spans]
+
+    def solve_(self, right_CR: Tensor) -> Tensor:
+        """``(L Lᵀ)⁻¹ B`` in the place of B, ``[..., C, R]``."""
+        each_span(
+            lambda span: self._solve_part_(right_CR[..., span]), right_CR.shape[-1], right_CR.device
+        )
+        return right_CR
+
+    def _solve_part_(self, right_CS: Tensor) -> None:
+        work_CS = right_CS.contiguous()
+        for (lo, hi), corner_KK, before_KC in zip(
+            self._spans, self._corners, self._before, strict=True
+        ):
+            part_KS = work_CS[..., lo:hi, :]
+            subtract_matmul_(part_KS, before_KC, work_CS[..., :lo, :], fewest=MANY_ALIKE)
+            part_KS.copy_(matmul(corner_KK, part_KS, fewest=MANY_ALIKE))
+        for (lo, hi), corner_KK, after_KC in zip(
+            reversed(self._spans), reversed(self._corners), reversed(self._after), strict=True
+        ):
+            part_KS = work_CS[..., lo:hi, :]
+            subtract_matmul_(part_KS, after_KC, work_CS[..., hi:, :], fewest=MANY_ALIKE)
+            part_KS.copy_(matmul(corner_KK.mT, part_KS, fewest=MANY_ALIKE))
+        right_CS.copy_(work_CS)

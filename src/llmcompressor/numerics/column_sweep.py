@@ -30,6 +30,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.products import subtract_matmul_
 from llmcompressor.threads import each_span, one_thread
 
 __all__ = [
@@ -102,9 +103,10 @@ def _sweep_block(
 
 def _subtract_by_rows(target_MR: Tensor, factor_KM: Tensor, error_KR: Tensor) -> None:
     """:func:`subtract_product` for many rows."""
+    factor_MK = factor_KM.contiguous().mT
 
     def subtract(span: slice) -> None:
-        subtract_product(target_MR[..., span], factor_KM, error_KR[..., span])
+        subtract_matmul_(target_MR[..., span], factor_MK, error_KR[..., span])
 
     each_span(subtract, target_MR.shape[-1], target_MR.device)
 
@@ -141,7 +143,4 @@ def subtract_product(target_MR: Tensor, factor_KM: Tensor, error_KR: Tensor) -> 
     """``target -= factorᵀ error``."""
     if target_MR.shape[-2] == 0:
         return
-    if target_MR.ndim == 2:
-        target_MR.addmm_(factor_KM.T, error_KR, alpha=-1)
-    else:
-        target_MR.sub_(factor_KM.mT @ error_KR)
+    subtract_matmul_(target_MR, factor_KM.mT, error_KR)

@@ -36,7 +36,8 @@ from llmcompressor.numerics.column_sweep import (
 )
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import ridge
-from llmcompressor.threads import each_span, one_thread
+from llmcompressor.numerics.products import spread_matmul
+from llmcompressor.threads import one_thread
 
 __all__ = ["ColumnScales", "GptqResult", "activation_order", "descend", "sweep"]
 
@@ -163,7 +164,7 @@ def descend(
     saved_R = rounded_CR.new_zeros(rounded_CR.shape[:-2] + rounded_CR.shape[-1:])
     for lo in range(0, columns, block):
         hi = min(lo + block, columns)
-        sums_BR = _products(hessian_CC[..., lo:hi, :], change_CR)
+        sums_BR = spread_matmul(hessian_CC[..., lo:hi, :], change_CR)
         sums_BR += added_1.unsqueeze(-1) * change_CR[..., lo:hi, :]
         moved_BR, decided_BR = torch.empty_like(sums_BR), torch.empty_like(sums_BR)
         with one_thread(rounded_CR.device):
@@ -182,17 +183,6 @@ def descend(
         sums_BR.addcmul_(moved_BR, curvature_C[..., lo:hi, None], value=0.5)
         saved_R += sums_BR.mul_(moved_BR).sum(dim=-2)
     return GptqResult(rows_first(rounded_CR, None), saved_R)
-
-
-def _products(hessian_BC: Tensor, change_CR: Tensor) -> Tensor:
-    """``H D`` of one block, by parts of the rows."""
-    sums_BR = change_CR.new_empty(hessian_BC.shape[:-1] + change_CR.shape[-1:])
-
-    def multiply(span: slice) -> None:
-        sums_BR[..., span] = hessian_BC @ change_CR[..., span]
-
-    each_span(multiply, change_CR.shape[-1], change_CR.device)
-    return sums_BR
 
 
 def _descend_block(

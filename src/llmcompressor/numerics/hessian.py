@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from llmcompressor.numerics.cholesky import cholesky
+from llmcompressor.numerics.cholesky import cholesky, invert_lower_
 
 __all__ = [
     "Damped",
@@ -93,6 +92,7 @@ def inverse_factor(damped_CC: Tensor) -> Tensor:
     Raises:
         SingularHessianError: if there is no Cholesky factor.
 
+    >>> import torch
     >>> H = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
     >>> U = inverse_factor(H)
     >>> torch.allclose(U.T @ U, torch.linalg.inv(H)), float(U[1, 0])
@@ -109,9 +109,7 @@ def _factor_of_reversed(reversed_CC: Tensor) -> Tensor:
             "The damped Hessian is not positive definite; more dampening is needed."
         )
     C = lower_CC.shape[-1]
-    inverse_CC = torch.zeros_like(lower_CC)
-    inverse_CC.diagonal(dim1=-2, dim2=-1).fill_(1)
-    torch.linalg.solve_triangular(lower_CC, inverse_CC, upper=False, out=inverse_CC)
+    inverse_CC = invert_lower_(lower_CC)
     return _reverse_(inverse_CC.view(*lower_CC.shape[:-2], C * C)).view(lower_CC.shape)
 
 

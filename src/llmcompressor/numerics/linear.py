@@ -17,6 +17,7 @@ import platform
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.products import MANY_ALIKE, matmul
 from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["is_slow", "wide_linear"]
@@ -73,8 +74,8 @@ def wide_linear(input_TC: Tensor, weight_RC: Tensor, bias_R: Tensor | None = Non
             bias: Tensor | None = bias,
         ) -> None:
             piece_TC = flat_TC[span].float()
-            product = piece_TC @ wide_CR if bias is None else torch.addmm(bias, piece_TC, wide_CR)
-            result_TR[span, part] = product
+            product = matmul(piece_TC, wide_CR, fewest=MANY_ALIKE)
+            result_TR[span, part] = product if bias is None else product.add_(bias)
 
         each_on_one_thread(multiply, spans)
     return result_TR.view(*input_TC.shape[:-1], rows)

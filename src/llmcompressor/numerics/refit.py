@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.gptq import ColumnScales
 from llmcompressor.numerics.hessian import ridge
+from llmcompressor.numerics.products import matmul
 from llmcompressor.threads import each_span
 
 __all__ = ["refit_scales"]
@@ -76,9 +77,10 @@ def _refit_group(
 ) -> Tensor:
     """Refit one group's scales in place, with its values and changes; how the loss has changed."""
     codes_RK = (found_RK / scale_R.unsqueeze(-1)).nan_to_num_()
-    change_RK, hessian_CK = change_RC[..., columns], hessian_CC[..., columns]
-    slope_RK = change_RC @ hessian_CK + added_1 * change_RK
-    bent_RK = codes_RK @ hessian_CK[..., columns, :] + added_1 * codes_RK
+    # H is symmetric, and its rows lie together
+    change_RK, hessian_CK = change_RC[..., columns], hessian_CC[..., columns, :].mT
+    slope_RK = matmul(change_RC, hessian_CK) + added_1 * change_RK
+    bent_RK = matmul(codes_RK, hessian_CK[..., columns, :]) + added_1 * codes_RK
     slope_R = (slope_RK * codes_RK).sum(-1)
     curvature_R = (bent_RK * codes_RK).sum(-1)
     new_R = (scale_R - (slope_R / curvature_R).nan_to_num_(0, 0, 0)).to(stored).float()

@@ -16,6 +16,7 @@ from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.pipelines.merging import merge_batches
 from llmcompressor.pipelines.model_runs import calibration_mode, model_inputs, token_mask
 from llmcompressor.pipelines.quick_linears import quick_linears
+from llmcompressor.threads import short_waits
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
@@ -115,7 +116,12 @@ def calibrating(
             "Pass dataset=...",
         )
     batches = CalibrationBatches(model, dataloader, use_loss_mask=use_loss_mask)
-    with calibration_mode(model), quick_linears(), _two_masks(model, batches, state):
+    with (
+        calibration_mode(model),
+        quick_linears(),
+        short_waits(),
+        _two_masks(model, batches, state),
+    ):
         try:
             yield batches
         finally:

@@ -39,6 +39,7 @@ __all__ = [
     "extreme_parameters",
     "follows_extremes",
     "observe_weight",
+    "range_parameters",
     "weighs_inputs",
     "weight_amax",
     "weight_of",
@@ -169,7 +170,7 @@ def observe_weight(
         found = canonical(weight_RC.detach(), "weight", args).widest
         if not all(map(is_finite, found)):
             raise NonFiniteError("NaN or infinity in the weight that was observed.")
-        parameters = _of_range(found, weight_RC, args, global_scale)
+        parameters = range_parameters(found, weight_RC, args, global_scale)
         if not is_finite(parameters.scale):
             raise NonFiniteError(f"A scale of the weight does not fit {parameters.scale.dtype}.")
         return parameters
@@ -209,13 +210,21 @@ def extreme_parameters(
         global_scale: of the fused set that it belongs to; its own if ``None``.
     """
     weight_RC = weight_RC.detach()
-    return _of_range(canonical(weight_RC, "weight", args).widest, weight_RC, args, global_scale)
+    found = canonical(weight_RC, "weight", args).widest
+    return range_parameters(found, weight_RC, args, global_scale)
 
 
-def _of_range(
+def range_parameters(
     found: Range, weight_RC: Tensor, args: QuantizationArgs, global_scale: Tensor | None
 ) -> WeightParameters:
-    """The parameters of a weight whose values lie within ``found``."""
+    """The parameters of a weight whose values lie within ``found``.
+
+    Args:
+        found: least and greatest value of each cell, in the shape of its scales.
+        weight_RC: says the dtype.
+        args: how to quantize it.
+        global_scale: of the fused set that it belongs to; its own if ``None``.
+    """
     if needs_global_scale(args) and global_scale is None:
         amax = torch.maximum(-found.minimum.amin(), found.maximum.amax())
         global_scale = global_scale_from_amax(amax.float())

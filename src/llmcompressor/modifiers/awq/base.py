@@ -7,6 +7,7 @@ Lin et al., arXiv:2306.00978; see :mod:`llmcompressor.numerics.awq` for the equa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -29,16 +30,25 @@ from llmcompressor.numerics.awq import (
     Bounds,
     Readers,
     Round,
+    RoundWithin,
     candidates,
     choose_scale,
     clip_bounds,
     statistics_error,
     weight_prominence,
 )
-from llmcompressor.numerics.scales import global_scale_from_amax
+from llmcompressor.numerics.scales import global_scale_from_amax, parameter_dtype
+from llmcompressor.observers.base import stored_scale
+from llmcompressor.observers.canonical import Range
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.quantization.parameters import extreme_parameters, weight_amax, weight_of
+from llmcompressor.quantization.parameters import (
+    WeightParameters,
+    extreme_parameters,
+    range_parameters,
+    weight_amax,
+    weight_of,
+)
 from llmcompressor.schemes.bridge import needs_global_scale, partition_of
 from llmcompressor.smoothing.base import SmoothingMixin
 
@@ -253,7 +263,7 @@ class AWQModifier(SmoothingMixin):
             gram_CC = gram_CC / scale_C / scale_C.unsqueeze(-1)
         group = _group_of(members[0]) or weight_RC.shape[-1]
         group = min(group, weight_RC.shape[-1])
-        found = clip_bounds(weight_RC, gram_CC, _rounding(members[0], weight_RC), group)
+        found = clip_bounds(weight_RC, gram_CC, _rounding_within(members[0], weight_RC), group)
         rows = [len(weight_of(module)) for module in members]
         parts = zip(torch.split(found.low_RN, rows), torch.split(found.high_RN, rows), strict=True)
         for module, (low_RN, high_RN) in zip(members, parts, strict=True):
@@ -287,24 +297,38 @@ def _weight_args(module: Module) -> QuantizationArgs | None:
     return None if scheme is None else scheme.weights
 
 
-def _rounding(module: Module, whole_RC: Tensor | None = None) -> Round:
-    """The rounding of a module's weight by the extremes of each cell.
+def _rounding(module: Module) -> Round:
+    """The rounding of a module's weight by the extremes of each cell, in float32.
 
-    Args:
-        module: says how.
-        whole_RC: parts of this weight are to be rounded; where it has a global scale, they share
-            it.
+    Scales are as they will be stored. Readers divide in the weight's own dtype: that decides a few
+    near ties otherwise, and takes several times as long.
     """
     args = _weight_args(module)
     assert args is not None
-    shared = None
-    if whole_RC is not None and needs_global_scale(args):
-        shared = global_scale_from_amax(weight_amax(whole_RC))
+    stored = parameter_dtype(weight_of(module).dtype)
 
     def rounded(weight_RC: Tensor) -> Tensor:
-        return extreme_parameters(weight_RC, args, shared).round(weight_RC)
+        return _round_wide(extreme_parameters(weight_RC, args), weight_RC, stored)
 
     return rounded
+
+
+def _rounding_within(module: Module, whole_RC: Tensor) -> RoundWithin:
+    """The same for groups of a weight, whose ends are known; they share its global scale."""
+    args = _weight_args(module)
+    assert args is not None
+    shared = global_scale_from_amax(weight_amax(whole_RC)) if needs_global_scale(args) else None
+    stored = parameter_dtype(weight_of(module).dtype)
+
+    def rounded(weight_RC: Tensor, least_R: Tensor, greatest_R: Tensor) -> Tensor:
+        ends = Range(least_R.unsqueeze(-1), greatest_R.unsqueeze(-1))
+        return _round_wide(range_parameters(ends, weight_RC, args, shared), weight_RC, stored)
+
+    return rounded
+
+
+def _round_wide(found: WeightParameters, weight_RC: Tensor, stored: torch.dtype) -> Tensor:
+    return replace(found, scale=stored_scale(found.scale, stored).float()).round(weight_RC)
 
 
 def _group_of(module: Module) -> int:

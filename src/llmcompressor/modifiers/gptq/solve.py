@@ -22,6 +22,7 @@ from llmcompressor.numerics.hessian import (
 from llmcompressor.numerics.refit import refit_scales
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.schemes.bridge import grid_of, partition_of
+from llmcompressor.threads import one_thread
 
 __all__ = ["Options", "Problem", "Solution", "solve"]
 
@@ -136,7 +137,8 @@ def _batches(problems: Sequence[Problem]) -> Iterator[list[int]]:
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
     try:
-        return _swept(problems, options)
+        with one_thread(problems[0].gram_CC.device):
+            return _swept(problems, options)
     except SingularHessianError:
         if len(problems) > 1:
             return [_solve_batch([problem], options)[0] for problem in problems]

@@ -19,6 +19,7 @@ from llmcompressor.numerics.hessian import (
 from llmcompressor.numerics.sparse_choice import Sparsity, keep_best
 from llmcompressor.numerics.sparse_fit import sparse_fit
 from llmcompressor.numerics.sparsegpt import SparseResult, sparse_sweep
+from llmcompressor.threads import one_thread
 
 __all__ = ["Options", "Problem", "Solution", "solve"]
 
@@ -85,7 +86,8 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
     try:
-        return _pruned(problems, options)
+        with one_thread(problems[0].gram_CC.device):
+            return _pruned(problems, options)
     except SingularHessianError:
         if len(problems) > 1:
             return [_solve_batch([problem], options)[0] for problem in problems]

@@ -19,6 +19,8 @@ from llmcompressor.numerics.wanda import wanda_keeps, wanda_score
 __all__ = ["WandaPruningModifier"]
 
 _VISITS = 12
+_PIECE = 256
+"""Tokens that are widened at once: few enough for a processor's cache, and for its allocator."""
 
 
 class _ColumnSquares:
@@ -32,7 +34,8 @@ class _ColumnSquares:
     def update(self, tokens_TC: Tensor, reference_TC: Tensor | None = None) -> None:
         """Count the tokens of one batch, ``[T, C]``."""
         self.tokens += len(tokens_TC)
-        self.squares_C += tokens_TC.float().square().sum(dim=0)
+        for piece_PC in torch.split(tokens_TC, _PIECE):
+            self.squares_C += piece_PC.float().square().sum(dim=0)
 
 
 class WandaPruningModifier(OneShotPruningModifier):
