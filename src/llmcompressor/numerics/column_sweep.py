@@ -113,22 +113,24 @@ def _subtract_by_rows(target_MR: Tensor, factor_KM: Tensor, error_KR: Tensor) ->
 
 def columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:
     """A float32 copy ``[..., C, R]``, its columns in ``order_C``."""
-    if order_C is None:
-        return torch.empty(weight_RC.mT.shape, dtype=torch.float32, device=weight_RC.device).copy_(
-            weight_RC.mT
-        )
-    index_CR = order_C.unsqueeze(-1).expand(weight_RC.mT.shape)
-    return weight_RC.mT.gather(-2, index_CR).float()
+    device = weight_RC.device
+    work_CR = torch.empty(weight_RC.mT.shape, dtype=torch.float32, device=device)
+    work_CR.copy_(weight_RC.mT)
+    return work_CR if order_C is None else _in_order(work_CR, order_C)
 
 
 def rows_first(work_CR: Tensor, order_C: Tensor | None) -> Tensor:
     """The inverse of :func:`columns_first`."""
-    if order_C is None:
-        return work_CR.mT.contiguous()
-    index_RC = order_C.unsqueeze(-2).expand(work_CR.mT.shape)
-    return torch.empty(work_CR.mT.shape, dtype=work_CR.dtype, device=work_CR.device).scatter_(
-        -1, index_RC, work_CR.mT
-    )
+    if order_C is not None:
+        work_CR = _in_order(work_CR, order_C.argsort(dim=-1))
+    return work_CR.mT.contiguous()
+
+
+def _in_order(work_CR: Tensor, order_C: Tensor) -> Tensor:
+    """A copy with its first dimension in that order: whole stretches of memory are moved."""
+    if work_CR.ndim == 2:
+        return work_CR.index_select(0, order_C)
+    return work_CR.gather(-2, order_C.unsqueeze(-1).expand(work_CR.shape))
 
 
 def subtract_outer(target_KR: Tensor, factor_K: Tensor, error_R: Tensor) -> None:

@@ -153,7 +153,8 @@ def descend(
         Values on the grid, and by how much the loss of each row has changed (never more than 0).
     """
     rounded_CR = columns_first(rounded_RC, None)
-    change_CR = rounded_CR - weight_RC.mT
+    change_CR = columns_first(weight_RC, None)
+    torch.sub(rounded_CR, change_CR, out=change_CR)
     kept_CR = None if kept_RC is None else columns_first(kept_RC, None)
     round_column = _column_rounder(scales, grid, kept_CR)
     diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)

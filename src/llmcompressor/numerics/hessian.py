@@ -159,8 +159,11 @@ def _reversed(hessian_CC: Tensor, order_C: Tensor | None, dampening: float) -> T
         diagonal_C = diagonal_C.flip(-1)
     else:
         backwards_C = order_C.flip(-1)
-        reversed_CC = hessian_CC.gather(-2, backwards_C.unsqueeze(-1).expand_as(hessian_CC))
-        reversed_CC = reversed_CC.gather(-1, backwards_C.unsqueeze(-2).expand_as(hessian_CC))
+        if hessian_CC.ndim == 2:
+            reversed_CC = hessian_CC.index_select(0, backwards_C).index_select(1, backwards_C)
+        else:
+            reversed_CC = hessian_CC.gather(-2, backwards_C.unsqueeze(-1).expand_as(hessian_CC))
+            reversed_CC = reversed_CC.gather(-1, backwards_C.unsqueeze(-2).expand_as(hessian_CC))
         diagonal_C = diagonal_C.gather(-1, backwards_C)
     reversed_CC.diagonal(dim1=-2, dim2=-1).copy_(diagonal_C)
     return reversed_CC

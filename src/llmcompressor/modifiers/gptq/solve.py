@@ -234,15 +234,15 @@ def _kept(problems: Sequence[Problem]) -> Tensor | None:
 
     A weight counts as pruned from 5 per cent of exact zeros on: rounding to 16 bits makes a few.
     """
-    kept, pruned = [], False
-    for problem in problems:
-        for weight in problem.weights:
-            nonzero = weight != 0
-            is_pruned = int(nonzero.sum()) <= (1 - PRUNED_SHARE) * nonzero.numel()
-            pruned |= is_pruned
-            kept.append(nonzero if is_pruned else torch.ones_like(nonzero))
-    if not pruned:
+    weights = [weight for problem in problems for weight in problem.weights]
+    fewest = 1 - PRUNED_SHARE
+    pruned = [int(torch.count_nonzero(weight)) <= fewest * weight.numel() for weight in weights]
+    if not any(pruned):
         return None
+    kept = [
+        weight != 0 if is_pruned else torch.ones_like(weight, dtype=torch.bool)
+        for weight, is_pruned in zip(weights, pruned, strict=True)
+    ]
     rows = [len(problem.weights) for problem in problems]
     starts = [sum(rows[:number]) for number in range(len(rows))]
     each = [torch.cat(kept[at : at + count]) for at, count in zip(starts, rows, strict=True)]
