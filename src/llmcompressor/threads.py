@@ -23,11 +23,13 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["each_on_one_thread", "each_span", "one_thread", "short_waits"]
+__all__ = ["SPAN", "each_on_one_thread", "each_span", "one_thread", "short_waits"]
 
 T = TypeVar("T")
 
 
+SPAN = 256
+"""Rows or columns of a part: enough for a product to run at the machine's rate."""
 _allowed = 1
 """Threads that a body of :func:`one_thread` may give pieces to."""
 
@@ -116,7 +118,7 @@ def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
 
 
 def each_span(
-    work: Callable[[slice], None], length: int, device: torch.device, *, width: int = 256
+    work: Callable[[slice], None], length: int, device: torch.device, *, width: int = SPAN
 ) -> None:
     """Do ``work`` for spans of a dimension whose elements do not see each other.
 
@@ -126,7 +128,7 @@ def each_span(
         work: told which elements.
         length: of the dimension.
         device: what the work runs on.
-        width: of a part; 256 rows or columns are enough for a product to run at full rate.
+        width: of a part.
     """
     if device.type != "cpu":
         work(slice(None))

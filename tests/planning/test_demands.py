@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import published_models as published
@@ -50,6 +51,16 @@ def test_the_counter_sees_what_is_alive_at_once() -> None:
     assert len(view) + len(third) > 0
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """What other threads allocate is not counted."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("rows", [128, 512, 1024])
 @pytest.mark.parametrize(("twin", "refinements"), [(True, 1), (False, 0)])
 def test_the_workspace_of_gptq_is_that_of_its_solver(

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-__all__ = ["BATCH_ELEMENTS", "batches_alike"]
+import torch
+from torch import Tensor
+
+__all__ = ["BATCH_ELEMENTS", "batches_alike", "wide_rows"]
 
 BATCH_ELEMENTS = 2**24
 """Elements of the Gram matrices of one batch: what is gained by batching ends there."""
@@ -31,3 +34,20 @@ def batches_alike(
         size = max(1, limit // columns[indices[0]] ** 2)
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
+
+
+def wide_rows(weights_RC: Sequence[Tensor]) -> Tensor:
+    """The rows of all weights in one new float32 matrix, without a copy of each in between.
+
+    Args:
+        weights_RC: any floating dtype, each ``[R_i, C]``.
+
+    >>> wide_rows([torch.ones(1, 2), torch.zeros(1, 2).bfloat16()]).tolist()
+    [[1.0, 1.0], [0.0, 0.0]]
+    """
+    first, rows = weights_RC[0], [len(weight_RC) for weight_RC in weights_RC]
+    shape = sum(rows), first.shape[-1]
+    wide_RC = torch.empty(shape, dtype=torch.float32, device=first.device)
+    for part_RC, weight_RC in zip(torch.split(wide_RC, rows), weights_RC, strict=True):
+        part_RC.copy_(weight_RC)
+    return wide_RC

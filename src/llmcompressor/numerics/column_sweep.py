@@ -113,17 +113,30 @@ def _subtract_by_rows(target_MR: Tensor, factor_KM: Tensor, error_KR: Tensor) ->
 
 def columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:
     """A float32 copy ``[..., C, R]``, its columns in ``order_C``."""
-    device = weight_RC.device
-    work_CR = torch.empty(weight_RC.mT.shape, dtype=torch.float32, device=device)
-    work_CR.copy_(weight_RC.mT)
-    return work_CR if order_C is None else _in_order(work_CR, order_C)
+    work_CR = torch.empty(weight_RC.mT.shape, dtype=torch.float32, device=weight_RC.device)
+
+    def turn(rows: slice) -> None:
+        # turned in memory of its own: torch turns whole matrices fast, and parts of one slowly
+        part_CS = weight_RC[..., rows, :].float().mT.contiguous()
+        work_CR[..., rows] = part_CS if order_C is None else _in_order(part_CS, order_C)
+
+    each_span(turn, weight_RC.shape[-2], weight_RC.device)
+    return work_CR
 
 
 def rows_first(work_CR: Tensor, order_C: Tensor | None) -> Tensor:
     """The inverse of :func:`columns_first`."""
-    if order_C is not None:
-        work_CR = _in_order(work_CR, order_C.argsort(dim=-1))
-    return work_CR.mT.contiguous()
+    weight_RC = torch.empty(work_CR.mT.shape, dtype=work_CR.dtype, device=work_CR.device)
+    place_C = None if order_C is None else order_C.argsort(dim=-1)
+
+    def turn(rows: slice) -> None:
+        part_CS = work_CR[..., rows].contiguous()
+        if place_C is not None:
+            part_CS = _in_order(part_CS, place_C)
+        weight_RC[..., rows, :] = part_CS.mT.contiguous()
+
+    each_span(turn, work_CR.shape[-1], work_CR.device)
+    return weight_RC
 
 
 def _in_order(work_CR: Tensor, order_C: Tensor) -> Tensor:

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from llmcompressor.numerics.cholesky import cholesky, invert_lower_
+from llmcompressor.threads import each_span
 
 __all__ = [
     "Damped",
@@ -151,6 +153,23 @@ def raise_dampening(
     raise AssertionError("unreachable: the last step returns or raises")
 
 
+def _permuted(hessian_CC: Tensor, order_C: Tensor) -> Tensor:
+    """Rows and columns in another order, by parts of the rows; a new tensor."""
+    permuted_CC = torch.empty_like(hessian_CC)
+
+    def permute(rows: slice) -> None:
+        part_S = order_C[..., rows]
+        if hessian_CC.ndim == 2:
+            permuted_CC[rows] = hessian_CC.index_select(0, part_S).index_select(1, order_C)
+            return
+        wide_SC = part_S.unsqueeze(-1).expand(*part_S.shape, hessian_CC.shape[-1])
+        part_SC = hessian_CC.gather(-2, wide_SC)
+        permuted_CC[..., rows, :] = part_SC.gather(-1, order_C.unsqueeze(-2).expand_as(part_SC))
+
+    each_span(permute, hessian_CC.shape[-2], hessian_CC.device)
+    return permuted_CC
+
+
 def _reversed(hessian_CC: Tensor, order_C: Tensor | None, dampening: float) -> Tensor:
     """J H J with damping, rows and columns of H taken in ``order_C`` first; a new tensor."""
     diagonal_C = _damped_diagonal(hessian_CC, dampening)
@@ -159,11 +178,7 @@ def _reversed(hessian_CC: Tensor, order_C: Tensor | None, dampening: float) -> T
         diagonal_C = diagonal_C.flip(-1)
     else:
         backwards_C = order_C.flip(-1)
-        if hessian_CC.ndim == 2:
-            reversed_CC = hessian_CC.index_select(0, backwards_C).index_select(1, backwards_C)
-        else:
-            reversed_CC = hessian_CC.gather(-2, backwards_C.unsqueeze(-1).expand_as(hessian_CC))
-            reversed_CC = reversed_CC.gather(-1, backwards_C.unsqueeze(-2).expand_as(hessian_CC))
+        reversed_CC = _permuted(hessian_CC, backwards_C)
         diagonal_C = diagonal_C.gather(-1, backwards_C)
     reversed_CC.diagonal(dim1=-2, dim2=-1).copy_(diagonal_C)
     return reversed_CC

@@ -25,7 +25,7 @@ from llmcompressor.threads import each_span
 
 __all__ = ["MANY_ALIKE", "matmul", "prefers_onednn", "spread_matmul", "subtract_matmul_"]
 
-_FEWEST = 2**26
+_FEWEST = 2**25
 """Multiply-adds from which on oneDNN is worth the memory that it takes for each shape it meets."""
 MANY_ALIKE = 2**22
 """The same where products of a few shapes make up most of the work."""

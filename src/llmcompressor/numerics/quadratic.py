@@ -13,9 +13,9 @@ from torch import Tensor
 
 from llmcompressor.numerics.products import MANY_ALIKE, matmul
 
-__all__ = ["QuadraticForm"]
+__all__ = ["WIDTH", "QuadraticForm"]
 
-_WIDTH = 256
+WIDTH = 256
 """Columns of a block: wide enough for its product to run at full rate."""
 
 
@@ -29,8 +29,8 @@ class QuadraticForm:
     def __init__(self, hessian_CC: Tensor) -> None:
         columns = len(hessian_CC)
         self._blocks = []
-        for lo in range(0, columns, _WIDTH):
-            hi = min(lo + _WIDTH, columns)
+        for lo in range(0, columns, WIDTH):
+            hi = min(lo + WIDTH, columns)
             block_KW = hessian_CC[:hi, lo:hi].clone()
             block_KW[:lo] *= 2
             self._blocks.append((lo, hi, block_KW))

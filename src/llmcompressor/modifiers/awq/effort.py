@@ -5,7 +5,7 @@
 step               multiply-adds                            bytes
 =================  =======================================  ===============================
 second moments     T C² · 36/64 (block rows of a triangle)  4 C²
-one candidate      R C²                                     16 R C, of one Linear at a time
+one candidate      R C (C + W) / 2, blocks of W columns     4 C (C + W) / 2; 16 R C elsewhere
 =================  =======================================  ===============================
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llmcompressor.modifiers.modifier import Effort
 from llmcompressor.numerics.gram import CHUNK_TOKENS
+from llmcompressor.numerics.quadratic import WIDTH
 
 __all__ = ["effort_of"]
 
@@ -36,10 +37,11 @@ def effort_of(weights: Sequence[Tensor], *, points: int) -> Effort:
         return Effort()
     columns = weights[0].shape[-1]
     elements = sum(weight.numel() for weight in weights)
+    form = columns * (columns + WIDTH) // 2
     return Effort(
         gram=columns**2 * 36 // 64,
-        solve=(points + 1) * elements * columns,
+        solve=(points + 1) * elements * (columns + WIDTH) // 2,
         visits=(points + 1) * _VISITS * elements,
         statistics=_FLOAT * columns**2 + CHUNK_TOKENS * columns * weights[0].element_size(),
-        workspace=4 * _FLOAT * max(weight.numel() for weight in weights),
+        workspace=_FLOAT * max(form, 4 * max(weight.numel() for weight in weights)),
     )

@@ -8,23 +8,26 @@ second moments                         T C² · 36/64 (block rows of a triangle)
 cross products (twin streams)          T C²                                     4 C²
 correction (twin streams)              C³/3 + 2 R C²                            less than below
 factorization                          C³/3 + C³/2                              8 C² + 4 P² + 4 R C
-sweep                                  R C²/2                                   4 C² + 12 R C
-refinement                             R C² per round                           25 R C
+sweep                                  R C²/2                                   4 C² + 12 R C + 8 S C
+refinement                             R C² per round                           25 R C + 4 S C
 =====================================  =======================================  =================
 
 The second moments stay while they are solved; of the further bytes the largest count. P is the
-width of a panel of the factorization, or C if that is less.
+width of a panel of the factorization, or C if that is less; S are the rows that all threads
+together turn into columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from llmcompressor.modifiers.modifier import Effort
 from llmcompressor.numerics.cholesky import PANEL
 from llmcompressor.numerics.gram import CHUNK_TOKENS
+from llmcompressor.threads import SPAN
 
 __all__ = ["effort_of"]
 
@@ -51,9 +54,11 @@ def effort_of(weights: Sequence[Tensor], *, twin: bool, refinements: int) -> Eff
     if twin:
         solve += square * columns // 3 + 2 * elements * columns
     solve += refinements * elements * columns
-    refining = 25 * elements if refinements else 0
+    rows = elements // columns
+    turned = columns * min(rows, SPAN * torch.get_num_threads())
+    refining = 25 * elements + 4 * turned if refinements else 0
     factorizing = 8 * square + 4 * min(columns, PANEL) ** 2 + 4 * elements
-    workspace = max(factorizing, 4 * square + 12 * elements, refining)
+    workspace = max(factorizing, 4 * square + 12 * elements + 8 * turned, refining)
     return Effort(
         gram=square * 36 // 64,
         cross=square if twin else 0,

@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationStrategy
 from torch import Tensor
 
 from llmcompressor.numerics.asymmetric import corrected_weight_with_raise, ridge_for
-from llmcompressor.numerics.batching import BATCH_ELEMENTS, batches_alike
+from llmcompressor.numerics.batching import BATCH_ELEMENTS, batches_alike, wide_rows
 from llmcompressor.numerics.gptq import ColumnScales, activation_order, descend, sweep
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import (
@@ -158,7 +158,7 @@ def _rounded(problem: Problem) -> Solution:
 def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
     """All of ``problems`` at once; a lone one without a batch dimension."""
     gram_CC = _stack([problem.gram_CC for problem in problems])
-    weight_RC = _stack([torch.cat([w.float() for w in problem.weights]) for problem in problems])
+    weight_RC = _stack([wide_rows(problem.weights) for problem in problems])
     kept_RC = _kept(problems)
     if options.ridge is not None and problems[0].cross_CC is not None:
         cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])

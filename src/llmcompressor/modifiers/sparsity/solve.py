@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.asymmetric import corrected_weight_with_raise, ridge_for
-from llmcompressor.numerics.batching import batches_alike
+from llmcompressor.numerics.batching import batches_alike, wide_rows
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
     dead_columns,
@@ -98,7 +98,7 @@ def _pruned(problems: Sequence[Problem], options: Options) -> list[Solution]:
     """All of ``problems`` at once; a lone one without a batch dimension."""
     steps = _STEPS if len(problems) == 1 else 1  # what one needs is not forced on the others
     gram_CC = _stack([problem.gram_CC for problem in problems])
-    weight_RC = _stack([torch.cat([w.float() for w in one.weights]) for one in problems])
+    weight_RC = _stack([wide_rows(one.weights) for one in problems])
     gone_RC = weight_RC == 0 if options.preserve else None
     if problems[0].cross_CC is not None:
         cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
