@@ -8,7 +8,7 @@ second moments                         T C² · 36/64 (block rows of a triangle)
 cross products (twin streams)          T C²                                     4 C²
 correction (twin streams)              C³/3 + 2 R C²                            less than below
 factorization                          C³/3 + C³/2                              8 C² + 4 P² + 4 R C
-sweep                                  R C²/2                                   4 C² + 12 R C + 8 S C
+sweep                                  R C²/2                                   4 C² + 12RC + 8SC
 refinement                             R C² per round                           25 R C + 4 S C
 =====================================  =======================================  =================
 
