@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from llmcompressor.numerics.gram import add_cross_product, add_symmetric_product
-from llmcompressor.threads import each_on_one_thread, each_span, one_thread
+from llmcompressor.threads import each_on_one_thread, each_span, one_thread, short_waits
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 
@@ -97,3 +100,50 @@ def test_other_devices_get_a_dimension_whole() -> None:
     spans: list[slice] = []
     each_span(spans.append, 1000, OTHER)
     assert spans == [slice(None)]
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_a_body_on_one_thread_gives_its_pieces_to_all() -> None:
+    """Two pieces that wait for each other: on one thread they would never end."""
+    meeting = threading.Barrier(2, timeout=30)
+    with one_thread(CPU):
+        each_on_one_thread(lambda _: meeting.wait(), range(2))
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_pieces_of_a_piece_are_done_where_it_is() -> None:
+    """Were they handed on, all threads could wait for pieces that none of them begins."""
+    seen: list[tuple[int, int, bool]] = []
+
+    def work(item: int) -> None:
+        here = threading.get_ident()
+        each_on_one_thread(
+            lambda inner: seen.append((item, inner, threading.get_ident() == here)), range(3)
+        )
+
+    with one_thread(CPU):
+        each_on_one_thread(work, range(4))
+    assert sorted(seen) == [(item, inner, True) for item in range(4) for inner in range(3)]
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_what_stands_by_ends_with_the_body() -> None:
+    def standing() -> int:
+        return sum(thread.name == "stand-by" for thread in threading.enumerate())
+
+    with short_waits():
+        assert standing() == 1
+    assert standing() == 0
+    torch.set_num_threads(1)
+    with short_waits():
+        assert standing() == 0
