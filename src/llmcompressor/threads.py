@@ -70,8 +70,10 @@ def short_waits() -> Iterator[None]:
     ready, over = threading.Event(), threading.Event()
 
     def stand_by() -> None:
-        torch.ones(_LARGE).exp_()  # large enough for all threads, which are this one's from then on
-        ready.set()
+        try:
+            torch.ones(_LARGE).exp_()  # large enough for all threads: this one has them from now on
+        finally:
+            ready.set()  # also without them: what waits for it would wait for ever
         over.wait()
 
     idle = threading.Thread(target=stand_by, name="stand-by", daemon=True)
