@@ -20,6 +20,7 @@ FOLDERS = [folder for folder in ("src", "tests", "benchmarks") if (ROOT / folder
 FLOORS = {
     "errors": 0,
     "logger": 0,
+    "collecting": 0,
     "memory": 0,
     "names": 0,
     "threads": 0,

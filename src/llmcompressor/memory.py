@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import mmap
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 __all__ = [
     "give_back_freed",
     "give_back_large_at_once",
     "let_go_of_pages",
-    "without_collecting",
 ]
 
 _MMAP_THRESHOLD = -3
@@ -63,22 +59,6 @@ def let_go_of_pages(address: int, nbytes: int) -> None:
     length = (address + nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
     if length > 0:
         library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
-
-
-@contextmanager
-def without_collecting() -> Iterator[None]:
-    """Do not look for unreachable cycles inside.
-
-    While a model of ten thousands of modules is built, the search goes over all of them again and
-    again and finds next to nothing.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from llmcompressor.collecting import quick_imports
 from llmcompressor.errors import InputError, did_you_mean
 
 __all__ = ["Table", "fold", "lazy_page", "resolve"]
@@ -24,7 +25,8 @@ def fold(name: str) -> str:
 def resolve(path: str) -> Any:
     """Import ``"package.module:attribute"``."""
     module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    with quick_imports():
+        return getattr(importlib.import_module(module), attribute)
 
 
 def lazy_page(

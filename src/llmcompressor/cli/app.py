@@ -19,6 +19,7 @@ from llmcompressor.cli.options import call_arguments, parameters_of
 from llmcompressor.cli.plan import plan_command, show_plan
 from llmcompressor.cli.train import run_command, train_command
 from llmcompressor.cli.verify import verify_command
+from llmcompressor.collecting import quick_imports
 
 __all__ = ["app"]
 
@@ -110,7 +111,8 @@ def _oneshot(*, debug: bool, **given: Any) -> None:
         if call.pop("dry_run", False):
             show_plan(call)
             return
-        from llmcompressor.entrypoints.oneshot import oneshot  # noqa: PLC0415
+        with quick_imports():
+            from llmcompressor.entrypoints.oneshot import oneshot  # noqa: PLC0415
         from llmcompressor.logger import configure_logger  # noqa: PLC0415
         from llmcompressor.progress import other_bars_hidden  # noqa: PLC0415
 
@@ -169,7 +171,8 @@ def _evaluate(
     """
     with reporting(debug=debug):
         text = _text_source(dataset, text_file)
-        from llmcompressor.entrypoints.evaluate import evaluate  # noqa: PLC0415
+        with quick_imports():
+            from llmcompressor.entrypoints.evaluate import evaluate  # noqa: PLC0415
         from llmcompressor.logger import configure_logger  # noqa: PLC0415
 
         configure_logger()
@@ -225,7 +228,9 @@ def _demo(
     """
     with reporting(debug=debug):
         from llmcompressor.cli.tables import print_demo  # noqa: PLC0415
-        from llmcompressor.entrypoints.demo import demo  # noqa: PLC0415
+
+        with quick_imports():
+            from llmcompressor.entrypoints.demo import demo  # noqa: PLC0415
         from llmcompressor.logger import LoggerConfig, configure_logger  # noqa: PLC0415
 
         configure_logger(LoggerConfig(console_log_level="WARNING"))

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from llmcompressor.cli.failures import reporting
+from llmcompressor.collecting import quick_imports
 from llmcompressor.errors import ArgumentError
 
 __all__ = ["model_free_command"]
@@ -57,9 +58,10 @@ def model_free_command(
     """
     with reporting(debug=debug, resumable=True):
         groups = None if config is None else _read(config)
-        from llmcompressor.entrypoints.model_free import (  # noqa: PLC0415  # loads torch
-            model_free_ptq,
-        )
+        with quick_imports():
+            from llmcompressor.entrypoints.model_free import (  # noqa: PLC0415  # loads torch
+                model_free_ptq,
+            )
         from llmcompressor.logger import configure_logger  # noqa: PLC0415  # loads loguru
 
         configure_logger()

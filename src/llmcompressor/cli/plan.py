@@ -13,6 +13,7 @@ import typer
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.cli.failures import reporting
 from llmcompressor.cli.options import call_arguments, parameters_of
+from llmcompressor.collecting import quick_imports
 
 __all__ = ["WOULD_FAIL", "plan_command", "show_plan"]
 
@@ -93,7 +94,8 @@ def plan_command(*, debug: bool, as_json: bool, no_measure: bool, **given: Any) 
 
 def show_plan(call: Mapping[str, Any], *, as_json: bool = False, measure: bool = True) -> None:
     """Print the plan of a call; the exit code says whether it would work."""
-    from llmcompressor.entrypoints.plan import plan  # noqa: PLC0415  # loads torch
+    with quick_imports():
+        from llmcompressor.entrypoints.plan import plan  # noqa: PLC0415  # loads torch
     from llmcompressor.logger import LoggerConfig, configure_logger  # noqa: PLC0415
 
     configure_logger(LoggerConfig(console_log_level="ERROR"))  # the plan says it all

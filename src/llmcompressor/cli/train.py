@@ -13,6 +13,7 @@ from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.cli.failures import reporting
 from llmcompressor.cli.options import call_arguments, parameters_of
 from llmcompressor.cli.training_options import OPTIONS, training_arguments, training_parameters
+from llmcompressor.collecting import quick_imports
 
 __all__ = ["run_command", "train_command"]
 
@@ -96,7 +97,8 @@ def train_command(*, debug: bool, **given: Any) -> None:
     with reporting(debug=debug, resumable=True):
         training = training_arguments(given)
         call = {**call_arguments(given, *_ARGUMENTS), **training}
-        from llmcompressor.entrypoints.train import train  # noqa: PLC0415  # loads torch
+        with quick_imports():
+            from llmcompressor.entrypoints.train import train  # noqa: PLC0415  # loads torch
 
         _quietly(train, call)
         typer.echo(f"Written: {given['output_dir']}")
@@ -110,7 +112,8 @@ def run_command(*, debug: bool, **given: Any) -> None:
     with reporting(debug=debug, resumable=True):
         training = training_arguments(given)
         call = {**call_arguments(given, *_ARGUMENTS), **training}
-        from llmcompressor.entrypoints.stages import run_stages  # noqa: PLC0415  # loads torch
+        with quick_imports():
+            from llmcompressor.entrypoints.stages import run_stages  # noqa: PLC0415  # loads torch
 
         _quietly(run_stages, call)
         typer.echo(f"Written: {given['output_dir']}")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from llmcompressor.cli.failures import reporting
+from llmcompressor.collecting import quick_imports
 
 __all__ = ["FAULTY", "verify_command"]
 
@@ -45,7 +46,8 @@ def verify_command(
     The exit code is 1 if it has an error.
     """
     with reporting(debug=debug):
-        from llmcompressor.entrypoints.verify import verify  # noqa: PLC0415  # loads torch
+        with quick_imports():
+            from llmcompressor.entrypoints.verify import verify  # noqa: PLC0415  # loads torch
         from llmcompressor.logger import configure_logger  # noqa: PLC0415  # loads loguru
 
         configure_logger()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from llmcompressor.collecting import quick_imports
+
 if TYPE_CHECKING:
     from llmcompressor.core.events.event import Event, EventType
     from llmcompressor.core.lifecycle import CompressionLifecycle
@@ -58,7 +60,8 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        with quick_imports():
+            return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from llmcompressor.args import RunArguments, parse_arguments
 from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import Job
-from llmcompressor.entrypoints.plan import plan_from_arguments
 from llmcompressor.entrypoints.streamed import run_streamed, streamable
 from llmcompressor.logger import logger
 
@@ -66,7 +65,7 @@ def oneshot(
     """
     given = {"model": model, "recipe": recipe, "dataset": dataset, **arguments}
     if _is_dry(given):  # a plan makes the checks itself, and goes on where a run ends
-        return plan_from_arguments({"output_dir": output_dir, "log_dir": log_dir, **given})
+        return _planned({"output_dir": output_dir, "log_dir": log_dir, **given})
     return Oneshot(output_dir=output_dir, log_dir=log_dir, **given)()
 
 
@@ -85,13 +84,22 @@ class Oneshot(Job):
     def __call__(self) -> Any:
         """Load, calibrate, compress, and save; or only make the plan of it."""
         if self.run_args.dry_run:
-            return plan_from_arguments(self._given)
+            return _planned(self._given)
         with _log_file(self.log_dir):
             source = self.open_data()
             checkpoint = streamable(self)
             if checkpoint is not None:
                 return run_streamed(self, checkpoint, source)
             return run_in_memory(self, source)
+
+
+def _planned(given: Mapping[str, Any]) -> Any:
+    """What :func:`~llmcompressor.entrypoints.plan.plan` makes of the arguments of a run."""
+    from llmcompressor.entrypoints.plan import (  # noqa: PLC0415  # what no run needs
+        plan_from_arguments,
+    )
+
+    return plan_from_arguments(given)
 
 
 def _is_dry(arguments: Mapping[str, Any]) -> bool:

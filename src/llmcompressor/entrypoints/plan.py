@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from llmcompressor.checkpoint.block_weights import BlockWeights
+from llmcompressor.collecting import without_collecting
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.limits import Limits
 from llmcompressor.errors import InputError, TargetError
-from llmcompressor.memory import without_collecting
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches

@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from llmcompressor.collecting import quick_imports
+
 if TYPE_CHECKING:
     from llmcompressor.modifiers.factory import ModifierFactory
     from llmcompressor.modifiers.modifier import Modifier
@@ -17,7 +19,8 @@ _HOME = {"Modifier": "modifier", "ModifierFactory": "factory"}
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        with quick_imports():
+            return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
