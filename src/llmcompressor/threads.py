@@ -17,19 +17,29 @@ import contextlib
 import functools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
 
-__all__ = ["SPAN", "each_on_one_thread", "each_span", "one_thread", "short_waits"]
+__all__ = [
+    "SPAN",
+    "each_on_one_thread",
+    "each_span",
+    "one_thread",
+    "short_waits",
+    "wide_span",
+]
 
 T = TypeVar("T")
 
 
 SPAN = 256
 """Rows or columns of a part: enough for a product to run at the machine's rate."""
+_WIDE = 512
+"""The same for work of many short steps, where beginning each counts too."""
 _allowed = 1
 """Threads that a body of :func:`one_thread` may give pieces to."""
 
@@ -92,7 +102,8 @@ _LARGE = 2**18
 def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
     """Do ``work`` for every item, several at a time, each of them on a single thread.
 
-    What an item gives does not depend on how many threads there are.
+    What an item gives does not depend on how many threads there are. The calling thread takes part:
+    handing all to others and waiting costs small matrices as much as their products.
 
     Args:
         work: must not depend on the order of the items.
@@ -106,17 +117,40 @@ def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
                 work(item)
         return
 
-    def alone(item: T) -> None:
-        torch.set_num_threads(1)  # each time: part of it counts for all threads of the process
-        work(item)
+    left = deque(items)
 
+    def take_turns() -> None:
+        _here.is_piece = True
+        try:
+            for item in _taken(left):
+                torch.set_num_threads(1)  # each time: part of it counts for the whole process
+                work(item)
+        except BaseException:
+            left.clear()
+            raise
+        finally:
+            _here.is_piece = False
+
+    helpers = [_pool(threads).submit(take_turns) for _ in range(min(threads, len(items)) - 1)]
     try:
-        begun = [_pool(threads).submit(alone, item) for item in items]
-        wait(begun)  # also after an error: nothing is to be at work on what is given up
+        take_turns()
     finally:
+        # also after an error: nothing is to be at work on what is given up
+        wait([helper for helper in helpers if not helper.cancel()])
         torch.set_num_threads(before)
-    for one in begun:
-        one.result()
+    for helper in helpers:
+        if not helper.cancelled():
+            helper.result()
+
+
+def _taken(left: deque[T]) -> Iterator[T]:
+    """Each item to one of the threads that ask."""
+    while True:
+        try:
+            item = left.popleft()
+        except IndexError:
+            return
+        yield item
 
 
 def each_span(
@@ -138,17 +172,22 @@ def each_span(
     each_on_one_thread(work, [slice(lo, lo + width) for lo in range(0, length, width)])
 
 
+def wide_span(length: int) -> int:
+    """The width of a part for work of many short steps; there are two parts where possible.
+
+    >>> wide_span(4096), wide_span(512), wide_span(100)
+    (512, 256, 256)
+    """
+    return _WIDE if length > _WIDE else SPAN
+
+
 @functools.cache  # threads that are there already: starting them takes as long as a small matrix
 def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "one", initializer=_begin_pieces)
+    return ThreadPoolExecutor(threads - 1, "one")
 
 
 _here = threading.local()
-
-
-def _begin_pieces() -> None:
-    """Of a thread that only does pieces: pieces of a piece are done at once."""
-    _here.is_piece = True
+"""``is_piece``: pieces of a piece are done at once."""
 
 
 if hasattr(os, "register_at_fork"):

@@ -30,6 +30,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.column_ops import Column, ColumnOps
 from llmcompressor.numerics.products import subtract_matmul_
 from llmcompressor.threads import each_span, one_thread
 
@@ -38,19 +39,24 @@ __all__ = [
     "EnterBlock",
     "columns_first",
     "rows_first",
-    "subtract_outer",
     "subtract_product",
     "sweep_columns_",
 ]
 
-DecideColumn = Callable[[Tensor, int, Tensor], None]
+DecideColumn = Callable[[Column, int, Column], None]
 """Decides a column ``[..., R]``, given its number in the block, into the third argument."""
 EnterBlock = Callable[[Tensor, int], DecideColumn]
 """Told of a block ``[..., B, R]``, up to date, and of its first column's number in the weight."""
 
 
 def sweep_columns_(
-    work_CR: Tensor, factor_CC: Tensor, enter: EnterBlock, *, block: int = 128, strip: int = 16
+    work_CR: Tensor,
+    factor_CC: Tensor,
+    enter: EnterBlock,
+    ops: ColumnOps,
+    *,
+    block: int = 128,
+    strip: int = 16,
 ) -> Tensor:
     """Decide all columns of ``work_CR`` in place.
 
@@ -59,6 +65,7 @@ def sweep_columns_(
             ``[..., C, R]``.
         factor_CC: U, its columns in that order too, float32 ``[..., C, C]``.
         enter: called when a block begins; what it returns decides its columns.
+        ops: what ``work_CR``'s columns are worked on with, and handed over as.
         block: columns whose updates to the rest of the weight are gathered into one product.
         strip: columns whose updates to the rest of the block are gathered into one product.
 
@@ -74,7 +81,7 @@ def sweep_columns_(
         done_BR = decided_BR[..., : hi - lo, :]
         with one_thread(work_CR.device):
             decide = enter(block_BR, lo)
-            _sweep_block(block_BR, factor_CC[..., lo:hi, lo:hi], done_BR, decide, strip)
+            _sweep_block(block_BR, factor_CC[..., lo:hi, lo:hi], done_BR, decide, ops, strip)
         if hi < columns:
             _subtract_by_rows(work_CR[..., hi:, :], factor_CC[..., lo:hi, hi:], block_BR)
         loss_R += block_BR.square().sum(dim=-2)
@@ -83,21 +90,30 @@ def sweep_columns_(
 
 
 def _sweep_block(
-    work_BR: Tensor, factor_BB: Tensor, decided_BR: Tensor, decide: DecideColumn, strip: int
+    work_BR: Tensor,
+    factor_BB: Tensor,
+    decided_BR: Tensor,
+    decide: DecideColumn,
+    ops: ColumnOps,
+    strip: int,
 ) -> None:
     """Decide the columns of one block into ``decided_BR``; ``work_BR`` is left with the errors."""
-    inverses_1 = factor_BB.diagonal(dim1=-2, dim2=-1).reciprocal().unsqueeze(-1).unbind(-2)
-    columns_R, decided_R = work_BR.unbind(-2), decided_BR.unbind(-2)
+    inverse_B1 = factor_BB.diagonal(dim1=-2, dim2=-1).reciprocal().unsqueeze(-1)
+    inverses_1 = ops.columns(inverse_B1)
+    columns_R, decided_R = ops.columns(work_BR), ops.columns(decided_BR)
+    errors_BR, factors_BB = ops.view(work_BR), ops.view(factor_BB)
+    scratch_SR = ops.scratch(work_BR[..., :strip, :])
     width = work_BR.shape[-2]
     for lo in range(0, width, strip):
         hi = min(lo + strip, width)
         for b in range(lo, hi):
             column_R = columns_R[b]
             decide(column_R, b, decided_R[b])
-            column_R.sub_(decided_R[b]).mul_(inverses_1[b])
+            ops.subtract(column_R, decided_R[b], out=column_R)
+            ops.multiply(column_R, inverses_1[b], out=column_R)
             if b + 1 < hi:
-                rest_KR, factor_K = work_BR[..., b + 1 : hi, :], factor_BB[..., b, b + 1 : hi]
-                subtract_outer(rest_KR, factor_K, column_R)
+                rest_KR, factor_K = errors_BR[..., b + 1 : hi, :], factors_BB[..., b, b + 1 : hi]
+                ops.subtract_outer(rest_KR, factor_K, column_R, scratch_SR)
         subtract_product(work_BR[..., hi:, :], factor_BB[..., lo:hi, hi:], work_BR[..., lo:hi, :])
 
 
@@ -144,14 +160,6 @@ def _in_order(work_CR: Tensor, order_C: Tensor) -> Tensor:
     if work_CR.ndim == 2:
         return work_CR.index_select(0, order_C)
     return work_CR.gather(-2, order_C.unsqueeze(-1).expand(work_CR.shape))
-
-
-def subtract_outer(target_KR: Tensor, factor_K: Tensor, error_R: Tensor) -> None:
-    """``target -= factor errorᵀ``, of one column."""
-    if target_KR.ndim == 2:
-        target_KR.addr_(factor_K, error_R, alpha=-1)
-    else:
-        target_KR.sub_(factor_K.unsqueeze(-1) * error_R.unsqueeze(-2))
 
 
 def subtract_product(target_MR: Tensor, factor_KM: Tensor, error_KR: Tensor) -> None:

@@ -26,18 +26,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.column_ops import Column, ColumnOps, column_ops
 from llmcompressor.numerics.column_sweep import (
     DecideColumn,
     columns_first,
     rows_first,
-    subtract_outer,
     subtract_product,
     sweep_columns_,
 )
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import ridge
-from llmcompressor.numerics.products import spread_matmul
-from llmcompressor.threads import one_thread
+from llmcompressor.numerics.products import OFTEN_ALIKE, spread_matmul
+from llmcompressor.threads import one_thread, wide_span
 
 __all__ = ["ColumnScales", "GptqResult", "activation_order", "descend", "sweep"]
 
@@ -100,11 +100,13 @@ def sweep(
     """
     work_CR = columns_first(weight_RC, order_C)
     kept_CR = None if kept_RC is None else columns_first(kept_RC, order_C)
-    round_column = _column_rounder(scales, grid, kept_CR)
+    ops = column_ops(work_CR, by_torch=grid.kind == "float")
+    round_column = _column_rounder(scales, grid, ops, kept_CR)
     loss_R = sweep_columns_(
         work_CR,
         factor_CC,
         lambda _, first: _from_column(first, round_column),
+        ops,
         block=block,
         strip=strip,
     )
@@ -156,16 +158,20 @@ def descend(
     change_CR = columns_first(weight_RC, None)
     torch.sub(rounded_CR, change_CR, out=change_CR)
     kept_CR = None if kept_RC is None else columns_first(kept_RC, None)
-    round_column = _column_rounder(scales, grid, kept_CR)
+    ops = column_ops(rounded_CR, by_torch=grid.kind == "float")
+    round_column = _column_rounder(scales, grid, ops, kept_CR)
     diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)
     added_1 = ridge(hessian_CC, dampening)
     curvature_C = diagonal_C + added_1
     step_C = curvature_C.reciprocal().masked_fill(diagonal_C == 0, 0)
     columns = rounded_CR.shape[-2]
     saved_R = rounded_CR.new_zeros(rounded_CR.shape[:-2] + rounded_CR.shape[-1:])
+    width = wide_span(rounded_CR.shape[-1])
     for lo in range(0, columns, block):
         hi = min(lo + block, columns)
-        sums_BR = spread_matmul(hessian_CC[..., lo:hi, :], change_CR)
+        sums_BR = spread_matmul(
+            hessian_CC[..., lo:hi, :], change_CR, fewest=OFTEN_ALIKE, width=width
+        )
         sums_BR += added_1.unsqueeze(-1) * change_CR[..., lo:hi, :]
         moved_BR, decided_BR = torch.empty_like(sums_BR), torch.empty_like(sums_BR)
         with one_thread(rounded_CR.device):
@@ -176,6 +182,7 @@ def descend(
                 (decided_BR, moved_BR),
                 step_C[..., lo:hi],
                 _from_column(lo, round_column),
+                ops,
                 strip,
             )
         rounded_CR[..., lo:hi, :] = decided_BR
@@ -193,48 +200,58 @@ def _descend_block(
     out: tuple[Tensor, Tensor],
     step_B: Tensor,
     round_column: DecideColumn,
+    ops: ColumnOps,
     strip: int,
 ) -> None:
     """Decide the columns of one block again; ``out`` gets what they become, and the difference."""
     decided_BR, moved_BR = out
-    steps_1 = step_B.neg().unsqueeze(-1).unbind(-2)
-    columns_R, each_R = rounded_BR.unbind(-2), sums_BR.unbind(-2)
-    decided_R, moves_R = decided_BR.unbind(-2), moved_BR.unbind(-2)
+    steps_1 = ops.columns(step_B.unsqueeze(-1))
+    columns_R, each_R = ops.columns(rounded_BR), ops.columns(sums_BR)
+    decided_R, moves_R = ops.columns(decided_BR), ops.columns(moved_BR)
+    wanted_R = ops.scratch(rounded_BR[..., 0, :])
+    scratch_SR = ops.scratch(rounded_BR[..., :strip, :])
+    all_sums_BR, curves_BB = ops.view(sums_BR), ops.view(hessian_BB)
     width = rounded_BR.shape[-2]
     for lo in range(0, width, strip):
         hi = min(lo + strip, width)
         for b in range(lo, hi):
             column_R = columns_R[b]
-            round_column(torch.addcmul(column_R, each_R[b], steps_1[b]), b, decided_R[b])
-            torch.sub(column_R, decided_R[b], out=moves_R[b])
+            ops.multiply(each_R[b], steps_1[b], out=wanted_R)
+            ops.subtract(column_R, wanted_R, out=wanted_R)
+            round_column(wanted_R, b, decided_R[b])
+            ops.subtract(column_R, decided_R[b], out=moves_R[b])
             if b + 1 < hi:
-                rest_KR, row_K = sums_BR[..., b + 1 : hi, :], hessian_BB[..., b, b + 1 : hi]
-                subtract_outer(rest_KR, row_K, moves_R[b])
+                rest_KR, row_K = all_sums_BR[..., b + 1 : hi, :], curves_BB[..., b, b + 1 : hi]
+                ops.subtract_outer(rest_KR, row_K, moves_R[b], scratch_SR)
         subtract_product(sums_BR[..., hi:, :], hessian_BB[..., lo:hi, hi:], moved_BR[..., lo:hi, :])
     moved_BR.neg_()  # it was old minus new: what the sums lose
 
 
 def _column_rounder(
-    scales: ColumnScales, grid: Grid, kept_CR: Tensor | None = None
+    scales: ColumnScales, grid: Grid, ops: ColumnOps, kept_CR: Tensor | None = None
 ) -> DecideColumn:
     """One indexed lookup answers "which scale does this column use?" for every strategy."""
     scale_GR = scales.scale_RG.mT.float().contiguous()
-    scales_R = scale_GR.unbind(-2)
-    inverses_R = scale_GR.reciprocal().unbind(-2)
-    zeros_R = None if scales.zero_RG is None else scales.zero_RG.mT.float().unbind(-2)
+    scales_R = ops.columns(scale_GR)
+    inverses_R = ops.columns(scale_GR.reciprocal())
+    zeros_R = None
+    if scales.zero_RG is not None:
+        zeros_R = ops.columns(scales.zero_RG.mT.float().contiguous())
     group_of_column = scales.group_of_column_C.tolist()
     qmin, qmax = grid.qmin, grid.qmax
 
-    def round_int(w_R: Tensor, c: int, out_R: Tensor) -> None:
+    def round_int(w_R: Column, c: int, out_R: Column) -> None:
         g = group_of_column[c]
-        q_R = torch.mul(w_R, inverses_R[g])
-        if zeros_R is None:
-            torch.mul(q_R.round_().clamp_(qmin, qmax), scales_R[g], out=out_R)
-            return
-        q_R = q_R.add_(zeros_R[g]).round_().clamp_(qmin, qmax)
-        torch.mul(q_R.sub_(zeros_R[g]), scales_R[g], out=out_R)
+        ops.multiply(w_R, inverses_R[g], out=out_R)
+        if zeros_R is not None:
+            ops.add(out_R, zeros_R[g], out=out_R)
+        ops.round(out_R, out=out_R)
+        ops.clamp(out_R, qmin, qmax, out=out_R)
+        if zeros_R is not None:
+            ops.subtract(out_R, zeros_R[g], out=out_R)
+        ops.multiply(out_R, scales_R[g], out=out_R)
 
-    def round_float(w_R: Tensor, c: int, out_R: Tensor) -> None:
+    def round_float(w_R: Column, c: int, out_R: Column) -> None:
         g = group_of_column[c]
         q_R = torch.mul(w_R, inverses_R[g])
         if zeros_R is not None:
@@ -246,10 +263,10 @@ def _column_rounder(
     round_column = round_int if grid.kind == "int" else round_float
     if kept_CR is None:
         return round_column
-    kept_R = kept_CR.unbind(-2)
+    kept_R = ops.columns(kept_CR)
 
-    def round_kept(w_R: Tensor, c: int, out_R: Tensor) -> None:
+    def round_kept(w_R: Column, c: int, out_R: Column) -> None:
         round_column(w_R, c, out_R)
-        out_R.mul_(kept_R[c])
+        ops.multiply(out_R, kept_R[c], out=out_R)
 
     return round_kept

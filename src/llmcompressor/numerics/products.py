@@ -21,12 +21,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmcompressor.threads import each_span
+from llmcompressor.threads import SPAN, each_span
 
-__all__ = ["MANY_ALIKE", "matmul", "prefers_onednn", "spread_matmul", "subtract_matmul_"]
+__all__ = [
+    "MANY_ALIKE",
+    "OFTEN_ALIKE",
+    "matmul",
+    "prefers_onednn",
+    "spread_matmul",
+    "subtract_matmul_",
+]
 
 _FEWEST = 2**25
 """Multiply-adds from which on oneDNN is worth the memory that it takes for each shape it meets."""
+OFTEN_ALIKE = 2**24
+"""The same where a product of one shape is made for every block of columns."""
 MANY_ALIKE = 2**22
 """The same where products of a few shapes make up most of the work."""
 _NARROWEST = 16
@@ -65,7 +74,12 @@ def subtract_matmul_(
 
 
 def spread_matmul(
-    left_MK: Tensor, right_KN: Tensor, *, out: Tensor | None = None, fewest: int = _FEWEST
+    left_MK: Tensor,
+    right_KN: Tensor,
+    *,
+    out: Tensor | None = None,
+    fewest: int = _FEWEST,
+    width: int = SPAN,
 ) -> Tensor:
     """``L R`` by parts of the columns of R, each on one thread.
 
@@ -76,6 +90,7 @@ def spread_matmul(
         right_KN: of the same dtype ``[..., K, N]``.
         out: where the result goes, ``[..., M, N]``; it is neither of the operands.
         fewest: of each part; see :func:`matmul`.
+        width: columns of a part.
     """
     columns = right_KN.shape[-1]
     out_MN = left_MK.new_empty(*left_MK.shape[:-1], columns) if out is None else out
@@ -85,7 +100,7 @@ def spread_matmul(
     def multiply(span: slice) -> None:
         out_MN[..., span] = matmul(left_MK, right_KN[..., span], fewest=fewest)
 
-    each_span(multiply, columns, right_KN.device)
+    each_span(multiply, columns, right_KN.device, width=width)
     return out_MN
 
 

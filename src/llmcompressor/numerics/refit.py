@@ -11,8 +11,8 @@ from torch import Tensor
 
 from llmcompressor.numerics.gptq import ColumnScales
 from llmcompressor.numerics.hessian import ridge
-from llmcompressor.numerics.products import matmul
-from llmcompressor.threads import each_span
+from llmcompressor.numerics.products import OFTEN_ALIKE, matmul
+from llmcompressor.threads import each_span, wide_span
 
 __all__ = ["refit_scales"]
 
@@ -62,7 +62,8 @@ def refit_scales(
                 own_RG[..., g], own_RC[..., part], change_RC, part, hessian_CC, added_1, stored
             )
 
-    each_span(refit, rounded_RC.shape[-2], rounded_RC.device)
+    rows = rounded_RC.shape[-2]
+    each_span(refit, rows, rounded_RC.device, width=wide_span(rows))
     return scale_RG, found_RC, saved_R
 
 
@@ -79,7 +80,7 @@ def _refit_group(
     codes_RK = (found_RK / scale_R.unsqueeze(-1)).nan_to_num_()
     # H is symmetric, and its rows lie together
     change_RK, hessian_CK = change_RC[..., columns], hessian_CC[..., columns, :].mT
-    slope_RK = matmul(change_RC, hessian_CK) + added_1 * change_RK
+    slope_RK = matmul(change_RC, hessian_CK, fewest=OFTEN_ALIKE) + added_1 * change_RK
     bent_RK = matmul(codes_RK, hessian_CK[..., columns, :]) + added_1 * codes_RK
     slope_R = (slope_RK * codes_RK).sum(-1)
     curvature_R = (bent_RK * codes_RK).sum(-1)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.column_ops import Column, column_ops
 from llmcompressor.numerics.column_sweep import (
     DecideColumn,
     columns_first,
@@ -92,15 +93,17 @@ def sparse_sweep(
 
     def enter(block_BR: Tensor, first: int) -> DecideColumn:
         width = M if M > 1 else block_BR.shape[-2]
-        columns_R: Iterator[Tensor] = iter(())
+        columns_R: Iterator[Column] = iter(())
 
-        def decide(w_R: Tensor, b: int, out_R: Tensor) -> None:
+        def decide(w_R: Column, b: int, out_R: Column) -> None:
             nonlocal columns_R
             if b % width == 0:
-                columns_R = iter(choose(block_BR[..., b : b + width, :], first + b).unbind(-2))
-            torch.mul(w_R, next(columns_R), out=out_R)
+                chosen_KR = choose(block_BR[..., b : b + width, :], first + b)
+                columns_R = iter(ops.columns(chosen_KR))
+            ops.multiply(w_R, next(columns_R), out=out_R)
 
         return decide
 
-    loss_R = sweep_columns_(work_CR, factor_CC, enter, block=block, strip=strip)
+    ops = column_ops(work_CR)
+    loss_R = sweep_columns_(work_CR, factor_CC, enter, ops, block=block, strip=strip)
     return SparseResult(rows_first(work_CR, None), rows_first(kept_CR, None), loss_R)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a column sweep does to one column, by torch or, on the CPU, by numpy.
+
+A column of a few thousand elements is done with in less time than torch takes to begin with it.
+numpy begins in a third of that, and works in the same memory: its arrays are views of the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Column", "ColumnOps", "column_ops"]
+
+Column: TypeAlias = Any
+"""A tensor or an array, ``[..., R]``."""
+_SHORT = 2**14
+"""Elements of a column from which on the work itself takes longer than beginning it."""
+
+
+class ColumnOps(NamedTuple):
+    """Operations on columns. Each writes into memory that is there, given as ``out``."""
+
+    view: Callable[[Tensor], Any]
+    """A tensor as these operations take it: the same memory."""
+    columns: Callable[[Tensor], Sequence[Column]]
+    """The columns of a tensor ``[..., K, R]``: K views."""
+    scratch: Callable[[Tensor], Any]
+    """Memory of the shape of a tensor for intermediate results."""
+    multiply: Callable[..., Any]
+    """``multiply(a, b, out=c)``."""
+    add: Callable[..., Any]
+    subtract: Callable[..., Any]
+    round: Callable[..., Any]
+    """To integers, ties to even: ``round(a, out=c)``."""
+    clamp: Callable[..., Any]
+    """``clamp(a, least, greatest, out=c)``."""
+    subtract_outer: Callable[[Any, Any, Column, Any], None]
+    """``target -= factor errorᵀ``: ``[..., K, R]``, ``[..., K]``, ``[..., R]``, and scratch."""
+
+
+def column_ops(work_CR: Tensor, *, by_torch: bool = False) -> ColumnOps:
+    """The quicker operations for columns of ``work_CR``.
+
+    Args:
+        work_CR: float32 ``[..., C, R]``.
+        by_torch: torch's, whatever is quicker.
+    """
+    length = work_CR[..., 0, :].numel()
+    short = work_CR.device.type == "cpu" and work_CR.dtype == torch.float32 and length < _SHORT
+    return _NUMPY if short and not by_torch else _TORCH
+
+
+def _outer_by_torch(target_KR: Tensor, factor_K: Tensor, error_R: Tensor, _: Tensor) -> None:
+    if target_KR.ndim == 2:
+        target_KR.addr_(factor_K, error_R, alpha=-1)
+    else:
+        target_KR.sub_(factor_K.unsqueeze(-1) * error_R.unsqueeze(-2))
+
+
+def _outer_by_numpy(target_KR: Any, factor_K: Any, error_R: Any, scratch_SR: Any) -> None:
+    product_KR = scratch_SR[..., : factor_K.shape[-1], :]
+    np.multiply(factor_K[..., None], error_R[..., None, :], out=product_KR)
+    np.subtract(target_KR, product_KR, out=target_KR)
+
+
+def _clamp_by_numpy(a: Any, least: float, greatest: float, out: Any) -> None:
+    # not np.clip: it takes as long to begin as torch
+    np.maximum(a, least, out=out)
+    np.minimum(out, greatest, out=out)
+
+
+def _columns_by_numpy(tensor_KR: Tensor) -> list[Any]:
+    array_KR = tensor_KR.numpy()
+    return [array_KR[..., k, :] for k in range(array_KR.shape[-2])]
+
+
+_TORCH = ColumnOps(
+    view=lambda tensor: tensor,
+    columns=lambda tensor_KR: tensor_KR.unbind(-2),
+    scratch=torch.empty_like,
+    multiply=torch.mul,
+    add=torch.add,
+    subtract=torch.sub,
+    round=torch.round,
+    clamp=torch.clamp,
+    subtract_outer=_outer_by_torch,
+)
+_NUMPY = ColumnOps(
+    view=lambda tensor: tensor.numpy(),
+    columns=_columns_by_numpy,
+    scratch=lambda tensor: np.empty(tensor.shape, np.float32),
+    multiply=np.multiply,
+    add=np.add,
+    subtract=np.subtract,
+    round=np.rint,
+    clamp=_clamp_by_numpy,
+    subtract_outer=_outer_by_numpy,
+)
