@@ -63,10 +63,12 @@ def test_what_was_unreachable_before_is_not_kept() -> None:
     assert _printed(script)[-1] == "True"
 
 
-def test_an_import_that_fails_leaves_the_search_on() -> None:
+def test_an_import_that_fails_leaves_the_search_as_it_was() -> None:
+    before = gc.get_threshold()
     with pytest.raises(ModuleNotFoundError), quick_imports():
         importlib.import_module("no_such_package")
     assert gc.isenabled()
+    assert gc.get_threshold() == before
 
 
 def test_a_search_that_was_off_stays_off() -> None:

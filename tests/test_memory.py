@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,13 +39,17 @@ def test_the_c_library_is_asked_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "platform", "linux")
     library = SimpleNamespace(
         malloc_trim=asked.append,
-        mallopt=lambda option, value: asked.append((option, value)),
         madvise=None,
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     memory.give_back_freed()
-    memory.give_back_large_at_once()
-    assert asked == [0, (-3, 4 * 2**20)]
+    memory.give_back_freed(sparingly=True)
+    assert asked == [0]
+    memory.give_back_freed()
+    assert asked == [0, 0]
+    monkeypatch.setattr(memory, "_RESPITE", 0.0)
+    memory.give_back_freed(sparingly=True)
+    assert asked == [0, 0, 0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are counted in /proc")
@@ -79,40 +82,5 @@ def test_elsewhere_nothing_happens(
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(ctypes, "CDLL", library)
     memory.give_back_freed()
-    memory.give_back_large_at_once()
     memory.let_go_of_pages(2**20, 2**20)
     assert memory._library() is None
-
-
-_HOLES = """if True:
-    import sys
-    import psutil, torch
-    from llmcompressor import memory
-
-    if sys.argv[1] == "at once":
-        memory.give_back_large_at_once()
-    del_me = torch.ones(2**23, dtype=torch.uint8)
-    del del_me  # from now on glibc would take as large a tensor from the heap
-    pairs = [
-        (torch.ones(2**23, dtype=torch.uint8), torch.ones(2**12, dtype=torch.uint8))
-        for _ in range(20)
-    ]
-    before = psutil.Process().memory_info().rss
-    small = [one for _, one in pairs]
-    pairs.clear()
-    print((before - psutil.Process().memory_info().rss) // 2**20)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
-def test_large_tensors_between_small_ones_leave_no_holes() -> None:
-    def given_back(when: str) -> int:
-        command = [sys.executable, "-c", _HOLES, when]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return int(done.stdout)
-
-    if memory._library() is None:
-        pytest.skip("another C library")
-    assert given_back("at once") >= 150
-    assert given_back("as it comes") < 50

@@ -16,6 +16,11 @@ from contextlib import contextmanager
 __all__ = ["quick_imports", "without_collecting"]
 
 
+_YOUNG = 20_000
+"""New objects after which they are searched."""
+_NEVER = 10**6
+
+
 @contextmanager
 def without_collecting() -> Iterator[None]:
     """Do not look for unreachable cycles inside.
@@ -36,13 +41,18 @@ def without_collecting() -> Iterator[None]:
 def quick_imports() -> Iterator[None]:
     """Import torch and what stands on it inside, and never search there again (``gc.freeze``).
 
-    Where torch is there already, objects of the caller's may be too: a model that he lets go of
-    later must be found then. Imports are quicker in that case as well, but nothing is exempted.
+    Each object is looked at once, while it is new: what is unreachable by then is 8 MiB. Where
+    torch is there already, objects of the caller's may be too: a model that he lets go of later
+    must be found then. Imports are quicker in that case as well, but nothing is exempted.
     """
     first = "torch" not in sys.modules
     if first:
         gc.collect()  # or what is unreachable by now would be kept for good
-    with without_collecting():
+    before = gc.get_threshold()
+    gc.set_threshold(_YOUNG, _NEVER, _NEVER)
+    try:
         yield
+    finally:
+        gc.set_threshold(*before)
     if first and "torch" in sys.modules:
         gc.freeze()

@@ -7,39 +7,32 @@ import ctypes
 import functools
 import mmap
 import sys
+import time
 
-__all__ = [
-    "give_back_freed",
-    "give_back_large_at_once",
-    "let_go_of_pages",
-]
-
-_MMAP_THRESHOLD = -3
-"""glibc's ``M_MMAP_THRESHOLD``."""
-_LARGE = 2**22
+__all__ = ["give_back_freed", "let_go_of_pages"]
 
 
-def give_back_freed() -> None:
+_RESPITE = 0.1
+"""Seconds between two returns, where they may be left out: some milliseconds each, and more when
+the memory is asked for again."""
+_returned = 0.0
+
+
+def give_back_freed(*, sparingly: bool = False) -> None:
     """Return freed memory to the operating system, where the C library can be asked to.
 
     Activations that live long and temporaries that do not lie side by side in the heap. glibc
     only shrinks it from its end, so that without this a run holds on to far more than it uses.
+
+    Args:
+        sparingly: not if it was done a moment ago: what small modules leave is soon wanted again.
     """
+    global _returned  # noqa: PLW0603 - the heap belongs to the process too
     library = _library()
-    if library is not None:
-        library.malloc_trim(0)
-
-
-def give_back_large_at_once() -> None:
-    """Have what is larger than 4 MiB returned to the operating system the moment it is freed.
-
-    By itself glibc raises this limit to the size of what was freed last, and what is freed from
-    then on lies in the heap, between things that live longer. It stays so for the process: the
-    limit cannot be read, and so not be put back.
-    """
-    library = _library()
-    if library is not None:
-        library.mallopt(_MMAP_THRESHOLD, _LARGE)
+    if library is None or (sparingly and time.monotonic() - _returned < _RESPITE):
+        return
+    library.malloc_trim(0)
+    _returned = time.monotonic()
 
 
 def let_go_of_pages(address: int, nbytes: int) -> None:
@@ -68,7 +61,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(None)
-        _ = library.malloc_trim, library.mallopt, library.madvise
+        _ = library.malloc_trim, library.madvise
     except (AttributeError, OSError):  # another one, musl for instance
         return None
     return library

@@ -53,7 +53,6 @@ from llmcompressor.errors import (
     TargetError,
 )
 from llmcompressor.logger import logger
-from llmcompressor.memory import give_back_large_at_once
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.experts import experts_report
@@ -148,8 +147,6 @@ def run_blueprint(
     Returns:
         As :func:`run_streamed`.
     """
-    if batches is not None:
-        give_back_large_at_once()
     args, model = job.model_args, blueprint.model
     weights = BlockWeights(blueprint, list(find_blocks(model).values()))
     limits = Limits(job.run_args.max_memory)

@@ -38,6 +38,7 @@ __all__ = [
     "DecideColumn",
     "EnterBlock",
     "columns_first",
+    "in_order_again",
     "rows_first",
     "subtract_product",
     "sweep_columns_",
@@ -153,6 +154,11 @@ def rows_first(work_CR: Tensor, order_C: Tensor | None) -> Tensor:
 
     each_span(turn, work_CR.shape[-1], work_CR.device)
     return weight_RC
+
+
+def in_order_again(work_CR: Tensor, order_C: Tensor) -> Tensor:
+    """A copy with the columns of :func:`columns_first` in their own places."""
+    return _in_order(work_CR, order_C.argsort(dim=-1))
 
 
 def _in_order(work_CR: Tensor, order_C: Tensor) -> Tensor:

@@ -30,16 +30,24 @@ from llmcompressor.numerics.column_ops import Column, ColumnOps, column_ops
 from llmcompressor.numerics.column_sweep import (
     DecideColumn,
     columns_first,
+    in_order_again,
     rows_first,
     subtract_product,
     sweep_columns_,
 )
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.hessian import ridge
+from llmcompressor.numerics.hessian import raise_dampening, ridge
 from llmcompressor.numerics.products import OFTEN_ALIKE, spread_matmul
 from llmcompressor.threads import one_thread, wide_span
 
-__all__ = ["ColumnScales", "GptqResult", "activation_order", "descend", "sweep"]
+__all__ = [
+    "ColumnScales",
+    "GptqResult",
+    "activation_order",
+    "descend",
+    "sweep",
+    "sweep_and_descend",
+]
 
 
 class ColumnScales(NamedTuple):
@@ -99,10 +107,23 @@ def sweep(
         strip: columns whose updates to the rest of the block are gathered into one product.
     """
     work_CR = columns_first(weight_RC, order_C)
-    kept_CR = None if kept_RC is None else columns_first(kept_RC, order_C)
+    loss_R = _sweep_(work_CR, factor_CC, scales, grid, _turned(kept_RC, order_C), block, strip)
+    return GptqResult(rows_first(work_CR, order_C), loss_R)
+
+
+def _sweep_(
+    work_CR: Tensor,
+    factor_CC: Tensor,
+    scales: ColumnScales,
+    grid: Grid,
+    kept_CR: Tensor | None,
+    block: int,
+    strip: int,
+) -> Tensor:
+    """:func:`sweep` of a turned weight, in place; the loss of each row."""
     ops = column_ops(work_CR, by_torch=grid.kind == "float")
     round_column = _column_rounder(scales, grid, ops, kept_CR)
-    loss_R = sweep_columns_(
+    return sweep_columns_(
         work_CR,
         factor_CC,
         lambda _, first: _from_column(first, round_column),
@@ -110,7 +131,81 @@ def sweep(
         block=block,
         strip=strip,
     )
-    return GptqResult(rows_first(work_CR, order_C), loss_R)
+
+
+def _turned(kept_RC: Tensor | None, order_C: Tensor | None) -> Tensor | None:
+    return None if kept_RC is None else columns_first(kept_RC, order_C)
+
+
+def sweep_and_descend(
+    weight_RC: Tensor,
+    hessian_CC: Tensor,
+    scales: ColumnScales,
+    grid: Grid,
+    *,
+    dampening: float,
+    rounds: int = 1,
+    order_C: Tensor | None = None,
+    kept_RC: Tensor | None = None,
+    steps: int = 4,
+    block: int = 128,
+    strip: int = 16,
+) -> tuple[GptqResult, float]:
+    """Factorize H, :func:`sweep`, and :func:`descend` as often as ``rounds`` says.
+
+    The same numbers as these three give one after the other; the weight is turned once.
+
+    Args:
+        weight_RC: float32 ``[..., R, C]``; not changed.
+        hessian_CC: H, float32 ``[..., C, C]``; not changed.
+        scales: scale and zero point of every row and column.
+        grid: the numbers that a weight may become.
+        dampening: what is added to the diagonal of H, as a fraction of its mean.
+        rounds: of coordinate descent.
+        order_C: which column the sweep takes when, int64 ``[..., C]``.
+        kept_RC: bool ``[..., R, C]``, false for weights that are to be zero.
+        steps: how many dampings to try; each is ten times the one before.
+        block: columns whose updates to the rest of the weight are gathered into one product.
+        strip: columns whose updates to the rest of the block are gathered into one product.
+
+    Returns:
+        Values on the grid with the loss of each row, and the damping that it took.
+
+    Raises:
+        SingularHessianError: if no damping helped.
+    """
+    factor_CC, dampening = raise_dampening(hessian_CC, dampening, order_C=order_C, steps=steps)
+    work_CR = columns_first(weight_RC, order_C)
+    kept_CR = _turned(kept_RC, order_C)
+    in_order = scales if order_C is None else _permuted(scales, order_C)
+    loss_R = _sweep_(work_CR, factor_CC, in_order, grid, kept_CR, block, strip)
+    del factor_CC  # as large as H, and done with
+    if rounds == 0:
+        return GptqResult(rows_first(work_CR, order_C), loss_R), dampening
+    if order_C is not None:
+        work_CR, kept_CR = in_order_again(work_CR, order_C), _turned(kept_RC, None)
+    change_CR = columns_first(weight_RC, None)
+    torch.sub(work_CR, change_CR, out=change_CR)
+    for _ in range(rounds):
+        loss_R += _descend_(
+            work_CR, change_CR, hessian_CC, scales, grid, dampening, kept_CR, block, strip
+        )
+    return GptqResult(rows_first(work_CR, None), loss_R), dampening
+
+
+def _permuted(scales: ColumnScales, order_C: Tensor) -> ColumnScales:
+    """The scales for columns in another order; with one order per problem, a scale per column."""
+    group_C = scales.group_of_column_C[order_C]
+    if order_C.ndim == 1:
+        return ColumnScales(scales.scale_RG, scales.zero_RG, group_C)
+
+    def spread(values_RG: Tensor) -> Tensor:
+        wide = group_C.unsqueeze(-2).expand(*values_RG.shape[:-1], group_C.shape[-1])
+        return values_RG.gather(-1, wide)
+
+    zero_RC = None if scales.zero_RG is None else spread(scales.zero_RG)
+    own_C = torch.arange(group_C.shape[-1], device=group_C.device)
+    return ColumnScales(spread(scales.scale_RG), zero_RC, own_C)
 
 
 def _from_column(first: int, round_column: DecideColumn) -> DecideColumn:
@@ -157,7 +252,25 @@ def descend(
     rounded_CR = columns_first(rounded_RC, None)
     change_CR = columns_first(weight_RC, None)
     torch.sub(rounded_CR, change_CR, out=change_CR)
-    kept_CR = None if kept_RC is None else columns_first(kept_RC, None)
+    kept_CR = _turned(kept_RC, None)
+    changed_R = _descend_(
+        rounded_CR, change_CR, hessian_CC, scales, grid, dampening, kept_CR, block, strip
+    )
+    return GptqResult(rows_first(rounded_CR, None), changed_R)
+
+
+def _descend_(
+    rounded_CR: Tensor,
+    change_CR: Tensor,
+    hessian_CC: Tensor,
+    scales: ColumnScales,
+    grid: Grid,
+    dampening: float,
+    kept_CR: Tensor | None,
+    block: int,
+    strip: int,
+) -> Tensor:
+    """:func:`descend` for turned matrices Q and Q − W, in place; by how much losses change."""
     ops = column_ops(rounded_CR, by_torch=grid.kind == "float")
     round_column = _column_rounder(scales, grid, ops, kept_CR)
     diagonal_C = hessian_CC.diagonal(dim1=-2, dim2=-1)
@@ -190,7 +303,7 @@ def descend(
         # ½ tr(D H Dᵀ) changes by m s + ½ H_cc m², s being the column's sum when it was decided.
         sums_BR.addcmul_(moved_BR, curvature_C[..., lo:hi, None], value=0.5)
         saved_R += sums_BR.mul_(moved_BR).sum(dim=-2)
-    return GptqResult(rows_first(rounded_CR, None), saved_R)
+    return saved_R
 
 
 def _descend_block(

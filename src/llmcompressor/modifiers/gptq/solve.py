@@ -12,12 +12,11 @@ from torch import Tensor
 
 from llmcompressor.numerics.asymmetric import corrected_weight_with_raise, ridge_for
 from llmcompressor.numerics.batching import BATCH_ELEMENTS, batches_alike, wide_rows
-from llmcompressor.numerics.gptq import ColumnScales, activation_order, descend, sweep
+from llmcompressor.numerics.gptq import ColumnScales, activation_order, sweep_and_descend
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
     dead_columns,
-    raise_dampening,
 )
 from llmcompressor.numerics.refit import refit_scales
 from llmcompressor.quantization.parameters import WeightParameters
@@ -169,31 +168,18 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
     weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
     order_C = activation_order(gram_CC) if problems[0].ordered else None
     scales = _columns(problems)
-    factor_CC, dampening = raise_dampening(
-        gram_CC, options.dampening, order_C=order_C, steps=_steps(problems)
-    )
-    rounded_RC, loss_R = sweep(
+    (rounded_RC, loss_R), dampening = sweep_and_descend(
         weight_RC,
-        factor_CC,
-        scales if order_C is None else _permuted(scales, order_C),
+        gram_CC,
+        scales,
         problems[0].grid,
+        dampening=options.dampening,
+        rounds=options.refinements if problems[0].grid.bits < FINE_BITS else 0,
         order_C=order_C,
         kept_RC=kept_RC,
+        steps=_steps(problems),
         block=options.block_size,
     )
-    del factor_CC  # as large as the Gram matrix, and done with
-    for _ in range(options.refinements if problems[0].grid.bits < FINE_BITS else 0):
-        rounded_RC, change_R = descend(
-            weight_RC,
-            rounded_RC,
-            gram_CC,
-            scales,
-            problems[0].grid,
-            dampening=dampening,
-            kept_RC=kept_RC,
-            block=options.block_size,
-        )
-        loss_R = loss_R + change_R
     scale_RG = None
     if options.refit and all(problem.has_own_scales for problem in problems):
         stored = problems[0].parameters[0].scale.dtype
@@ -251,21 +237,6 @@ def _kept(problems: Sequence[Problem]) -> Tensor | None:
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
-
-
-def _permuted(scales: ColumnScales, order_C: Tensor) -> ColumnScales:
-    """The scales for columns in another order; with one order per problem, a scale per column."""
-    group_C = scales.group_of_column_C[order_C]
-    if order_C.ndim == 1:
-        return ColumnScales(scales.scale_RG, scales.zero_RG, group_C)
-
-    def spread(values_RG: Tensor) -> Tensor:
-        wide = group_C.unsqueeze(-2).expand(*values_RG.shape[:-1], group_C.shape[-1])
-        return values_RG.gather(-1, wide)
-
-    zero_RC = None if scales.zero_RG is None else spread(scales.zero_RG)
-    own_C = torch.arange(group_C.shape[-1], device=group_C.device)
-    return ColumnScales(spread(scales.scale_RG), zero_RC, own_C)
 
 
 def _columns(problems: Sequence[Problem]) -> ColumnScales:
