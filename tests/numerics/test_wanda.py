@@ -16,7 +16,7 @@ from llmcompressor.numerics.sparse_choice import (
     keep_best,
     least_of_groups,
 )
-from llmcompressor.numerics.wanda import wanda_keeps, wanda_score
+from llmcompressor.numerics.wanda import wanda_keeps, wanda_prune, wanda_score
 
 R, C = 12, 32
 
@@ -28,6 +28,18 @@ def test_the_score_is_magnitude_times_norm() -> None:
         for c in range(C):
             expected = abs(float(weight_RC[r, c])) * float(inputs_TC[:, c].norm()) / 10
             assert float(score_RC[r, c]) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("group", [None, NofM(2, 4), NofM(1, 4)])
+@pytest.mark.parametrize("rows", [1, 128, 300])
+def test_a_weight_pruned_by_parts_is_what_the_choice_leaves(rows: int, group: NofM | None) -> None:
+    weight_RC, mean_square_C = torch.randn(rows, C).bfloat16(), torch.rand(C)
+    pruned_RC, lost_R = wanda_prune(weight_RC, mean_square_C, 0.3, group)
+    score_RC = wanda_score(weight_RC, mean_square_C)
+    kept_RC = wanda_keeps(score_RC, 0.3, group)
+    assert torch.equal(pruned_RC, weight_RC.masked_fill(~kept_RC, 0))
+    assert pruned_RC.dtype == torch.bfloat16
+    torch.testing.assert_close(lost_R, (score_RC * ~kept_RC).square().sum(-1))
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.4, 1.0])

@@ -12,12 +12,17 @@ row loses is then the sum of its S² alone.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from llmcompressor.numerics.masks import NofM
 from llmcompressor.numerics.sparse_choice import keep_best_of_rows, least_of_groups
+from llmcompressor.threads import each_span
 
-__all__ = ["wanda_keeps", "wanda_score"]
+__all__ = ["wanda_keeps", "wanda_prune", "wanda_score"]
+
+_ROWS = 128
+"""Rows that are compared at once: what is made of them stays in a processor's cache."""
 
 
 def wanda_score(weight_RC: Tensor, mean_square_C: Tensor) -> Tensor:
@@ -56,3 +61,37 @@ def wanda_keeps(
     gone_CR = None if gone_RC is None else gone_RC.mT
     kept_RC = ~least_of_groups(score_RC.mT, group, gone_CR).mT
     return kept_RC if gone_RC is None else kept_RC & ~gone_RC
+
+
+def wanda_prune(
+    weight_RC: Tensor, mean_square_C: Tensor, sparsity: float, group: NofM | None = None
+) -> tuple[Tensor, Tensor]:
+    """The weight without what scores least, and what each row loses by that.
+
+    Args:
+        weight_RC: any floating dtype ``[R, C]``; not changed.
+        mean_square_C: mean of the squares of each input column, float32 ``[C]``.
+        sparsity: the share of each row that goes; without effect where there is a group.
+        group: N zeros in each M neighbours of a row; ``None`` to compare within whole rows.
+
+    Returns:
+        A new tensor like ``weight_RC``; Σ S² of what is gone, float32 ``[R]``.
+
+    >>> weight = torch.tensor([[1.0, -4.0, 3.0, -2.0]])
+    >>> wanda_prune(weight, torch.tensor([1.0, 1.0, 1.0, 4.0]), 0.5)
+    (tensor([[ 0., -4.,  0., -2.]]), tensor([10.]))
+    """
+    rows = len(weight_RC)
+    pruned_RC = torch.empty_like(weight_RC)
+    lost_R = mean_square_C.new_empty(rows)
+    none_1 = weight_RC.new_zeros(())
+
+    def prune(span: slice) -> None:
+        part_PC = weight_RC[span]
+        score_PC = wanda_score(part_PC, mean_square_C)
+        kept_PC = wanda_keeps(score_PC, sparsity, group)
+        pruned_RC[span] = torch.where(kept_PC, part_PC, none_1)
+        lost_R[span] = score_PC.masked_fill_(kept_PC, 0).square_().sum(-1)
+
+    each_span(prune, rows, weight_RC.device, width=_ROWS)
+    return pruned_RC, lost_R

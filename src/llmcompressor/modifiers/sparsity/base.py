@@ -24,7 +24,7 @@ from llmcompressor.modifiers.sparsity.matrices import matrix_of, reads_rows, tok
 from llmcompressor.modifiers.sparsity.profile import Profile
 from llmcompressor.modifiers.sparsity.targets import Layers, find_layers, means_linear
 from llmcompressor.numerics.masks import NofM, parse_structure
-from llmcompressor.numerics.wanda import wanda_keeps, wanda_score
+from llmcompressor.numerics.wanda import wanda_prune
 
 __all__ = ["OneShotPruningModifier", "SparsityRecord"]
 
@@ -387,9 +387,9 @@ class OneShotPruningModifier(Modifier):
         name = self._layers.names[module]
         logger.warning(f"{name} {why}; it is pruned by magnitude.")
         weight_RC = matrix_of(module)
-        score_RC = wanda_score(weight_RC, weight_RC.new_ones(weight_RC.shape[1]).float())
-        kept_RC = wanda_keeps(score_RC, self.sparsity_of(module), self._group)
-        self.put(module, weight_RC * kept_RC, tokens=tokens, loss=loss, dampening=None)
+        one_C = weight_RC.new_ones(weight_RC.shape[1]).float()
+        pruned_RC, _ = wanda_prune(weight_RC, one_C, self.sparsity_of(module), self._group)
+        self.put(module, pruned_RC, tokens=tokens, loss=loss, dampening=None)
 
     def put(
         self,

@@ -14,7 +14,8 @@ from llmcompressor.errors import NonFiniteError
 from llmcompressor.modifiers.modifier import Effort
 from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.matrices import matrix_of, matrix_shape
-from llmcompressor.numerics.wanda import wanda_keeps, wanda_score
+from llmcompressor.numerics.wanda import wanda_prune
+from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["WandaPruningModifier"]
 
@@ -34,8 +35,19 @@ class _ColumnSquares:
     def update(self, tokens_TC: Tensor, reference_TC: Tensor | None = None) -> None:
         """Count the tokens of one batch, ``[T, C]``."""
         self.tokens += len(tokens_TC)
-        for piece_PC in torch.split(tokens_TC, _PIECE):
-            self.squares_C += piece_PC.float().square().sum(dim=0)
+        pieces = torch.split(tokens_TC, _PIECE)
+        sums_NC = self.squares_C.new_empty(len(pieces), len(self.squares_C))
+
+        def add_up(number: int) -> None:
+            sums_NC[number] = pieces[number].float().square().sum(dim=0)
+
+        if tokens_TC.device.type == "cpu":
+            each_on_one_thread(add_up, range(len(pieces)))
+        else:
+            for number in range(len(pieces)):
+                add_up(number)
+        for sum_C in sums_NC:
+            self.squares_C += sum_C
 
 
 class WandaPruningModifier(OneShotPruningModifier):
@@ -69,14 +81,14 @@ class WandaPruningModifier(OneShotPruningModifier):
             statistics = self._statistics[self._leader(module)]
             weight_RC = matrix_of(module)
             mean_square_C = self.mean_square(statistics).to(weight_RC.device)
-            score_RC = wanda_score(weight_RC, mean_square_C)
-            kept_RC = wanda_keeps(score_RC, self.sparsity_of(module), self._group)
-            lost = score_RC.masked_fill_(kept_RC, 0).square_().sum()
+            pruned_RC, lost_R = wanda_prune(
+                weight_RC, mean_square_C, self.sparsity_of(module), self._group
+            )
             self.put(
                 module,
-                weight_RC * kept_RC,
+                pruned_RC,
                 tokens=statistics.tokens,
-                loss=0.5 * float(lost) * statistics.tokens,
+                loss=0.5 * float(lost_R.sum()) * statistics.tokens,
                 dampening=None,
             )
 
