@@ -14,7 +14,7 @@ from llmcompressor.numerics.sparse_choice import (
     Share,
     Sparsity,
     keep_best,
-    least_of_groups,
+    keep_best_of_groups,
 )
 from llmcompressor.numerics.wanda import wanda_keeps, wanda_prune, wanda_score
 
@@ -61,7 +61,7 @@ def test_groups_are_those_of_pruning_over_time(group: NofM, ties: bool) -> None:
         score_RC = (score_RC * 3).floor()
     expected = next(grow_masks([Source.of(score_RC)], group, group.zeros / group.group))
     assert torch.equal(wanda_keeps(score_RC, 0.5, group), ~expected)
-    found_CR = least_of_groups(score_RC.T.contiguous(), group)
+    found_CR = keep_best_of_groups(score_RC.T.contiguous(), group)
     assert torch.equal(found_CR.T, expected)
 
 

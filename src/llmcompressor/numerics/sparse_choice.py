@@ -18,7 +18,13 @@ from torch import Tensor
 from llmcompressor.numerics.masks import NofM, zeros_of
 from llmcompressor.numerics.selection import Pool, find_cut, take
 
-__all__ = ["Share", "Sparsity", "keep_best", "keep_best_of_rows"]
+__all__ = [
+    "Share",
+    "Sparsity",
+    "keep_best",
+    "keep_best_of_groups",
+    "keep_best_of_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,7 @@ def keep_best(
     [True, False, False, True]
     """
     if sparsity.group is not None:
-        kept_CR = ~least_of_groups(score_CR, sparsity.group, gone_CR)
-        return kept_CR if gone_CR is None else kept_CR & ~gone_CR
+        return keep_best_of_groups(score_CR, sparsity.group, gone_CR).bool()
     kept_CR = torch.empty_like(score_CR, dtype=torch.bool)
     if budgets is None:
         budgets = sparsity.zeros(score_CR.shape[-2])
@@ -121,26 +126,37 @@ def keep_best_of_rows(score_RC: Tensor, sparsity: float, gone_RC: Tensor | None 
     return kept_RC if gone_RC is None else kept_RC & ~gone_RC
 
 
-def least_of_groups(score_CR: Tensor, group: NofM, gone_CR: Tensor | None = None) -> Tensor:
-    """Whether each is among the N least of its group of M columns; of equals the first are.
+def keep_best_of_groups(score_CR: Tensor, group: NofM, gone_CR: Tensor | None = None) -> Tensor:
+    """1 for what stays: all but the N least of each group of M columns; of equals the first go.
 
     By M (M - 1) / 2 comparisons of whole columns: there is nothing to sort, and memory is read
-    as it lies.
+    as it lies. Numbers and not truth values, since a CPU takes many at a time of the former only.
 
     Args:
-        score_CR: at least 0, ``[..., C, R]``; M divides C.
+        score_CR: at least 0, floating ``[..., C, R]``; M divides C.
         group: N and M.
-        gone_CR: bool, same shape: taken for less than every other.
+        gone_CR: bool, same shape: taken for less than every other, and never kept.
+
+    Returns:
+        0 and 1 in the dtype of ``score_CR``, ``[..., C, R]``.
+
+    >>> score = torch.tensor([[3.0], [1.0], [2.0], [4.0]])
+    >>> keep_best_of_groups(score, NofM(2, 4)).flatten().tolist()
+    [1.0, 0.0, 0.0, 1.0]
     """
     if gone_CR is not None:
         score_CR = score_CR.masked_fill(gone_CR, -1)
     M = group.group
-    score_GMR = score_CR.view(*score_CR.shape[:-2], -1, M, score_CR.shape[-1])
-    rank_GMR = torch.zeros_like(score_GMR, dtype=torch.uint8)
+    score_GMR = score_CR.reshape(*score_CR.shape[:-2], -1, M, score_CR.shape[-1])
+    rank_GMR = torch.empty_like(score_GMR)
     each_GR, ranks_GR = score_GMR.unbind(-2), rank_GMR.unbind(-2)
+    for number, rank_GR in enumerate(ranks_GR):
+        rank_GR.fill_(M - 1 - number)  # as if it were before all that follow
+    behind_GR = torch.empty_like(each_GR[0])
     for later in range(1, M):
         for earlier in range(later):
-            behind_GR = each_GR[earlier] <= each_GR[later]
+            torch.le(each_GR[earlier], each_GR[later], out=behind_GR)
             ranks_GR[later].add_(behind_GR)
-            ranks_GR[earlier].add_(~behind_GR)
-    return (rank_GMR < group.zeros).flatten(-3, -2)
+            ranks_GR[earlier].sub_(behind_GR)
+    kept_CR = rank_GMR.ge_(group.zeros).flatten(-3, -2)
+    return kept_CR if gone_CR is None else kept_CR.mul_(~gone_CR)

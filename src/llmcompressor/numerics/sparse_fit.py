@@ -27,7 +27,6 @@ Inside, weights are transposed (``[C, R]``); a leading batch dimension works on 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -37,17 +36,15 @@ from llmcompressor.numerics.cholesky import FactoredSolver, cholesky
 from llmcompressor.numerics.column_sweep import columns_first, rows_first
 from llmcompressor.numerics.hessian import SingularHessianError, damp
 from llmcompressor.numerics.products import MANY_ALIKE, matmul, spread_matmul
-from llmcompressor.numerics.sparse_choice import Sparsity, keep_best
+from llmcompressor.numerics.sparse_choice import Sparsity, keep_best, keep_best_of_groups
 from llmcompressor.numerics.sparsegpt import SparseResult
 from llmcompressor.threads import each_span
 
 __all__ = ["refit", "sparse_fit"]
 
-_LAST_PENALTY = 0.8
-_FEWEST_ROUNDS = 2
-"""With these the first penalty is the last. The more rounds there are, the lower it may begin."""
-_ROUNDS_PER_FACTOR = 2
-_REFIT_STEPS = 4
+_LAST_PENALTY = 0.6
+_ROUNDS_PER_FACTOR = 4
+_REFIT_STEPS = 3
 _TINY = 1e-30
 
 
@@ -56,7 +53,7 @@ def sparse_fit(
     hessian_CC: Tensor,
     sparsity: Sparsity,
     *,
-    rounds: int = 6,
+    rounds: int = 4,
     steps: int = _REFIT_STEPS,
     dampening: float = 0.01,
     gone_RC: Tensor | None = None,
@@ -101,7 +98,7 @@ def refit(
         dampening: what is added to the diagonal of H, as a fraction of its mean.
     """
     scaled = _scaled(weight_RC, hessian_CC, dampening)
-    kept_CR = kept_RC.mT.contiguous()
+    kept_CR = columns_first(kept_RC, None)
     start_CR = columns_first(start_RC, None).mul_(scaled.scale_C1).mul_(kept_CR)
     return _refitted(scaled, start_CR, kept_CR, steps)
 
@@ -125,13 +122,12 @@ def _split(
     problem: _Scaled, sparsity: Sparsity, rounds: int, gone_CR: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The values and the choice that splitting ends with."""
-    kept_CR = keep_best(problem.weight_CR.abs(), sparsity, gone_CR=gone_CR)
-    split_CR = problem.weight_CR * kept_CR
+    kept_CR = _kept(problem.weight_CR.abs(), sparsity, gone_CR)
+    both_CR = problem.weight_CR * kept_CR
     if rounds == 0:
-        return split_CR, kept_CR
+        return both_CR, kept_CR
     goal_CR = spread_matmul(problem.hessian_CC, problem.weight_CR, fewest=MANY_ALIKE)
-    pressure_CR = torch.zeros_like(split_CR)
-    solver = None
+    solver, before = None, 1.0
     for begin in range(0, rounds, _ROUNDS_PER_FACTOR):
         count = min(_ROUNDS_PER_FACTOR, rounds - begin)
         penalty = _penalty(begin, rounds)
@@ -142,47 +138,59 @@ def _split(
             rows: slice,
             solver: FactoredSolver = solver,
             penalty: float = penalty,
+            softer: float = before / penalty,
             count: int = count,
         ) -> None:
-            parts = [one[..., rows].contiguous() for one in (goal_CR, split_CR, pressure_CR)]
+            goal_CP, both_CP, keeps_CP = (
+                one[..., rows].contiguous() for one in (goal_CR, both_CR, kept_CR)
+            )
             gone = None if gone_CR is None else gone_CR[..., rows].contiguous()
-            kept_CR[..., rows] = _advance_(parts, solver, penalty, count, sparsity, gone)
-            split_CR[..., rows], pressure_CR[..., rows] = parts[1:]
+            both_CP = torch.lerp(both_CP * softer, both_CP, keeps_CP)
+            for _ in range(count):
+                keeps_CP = _advance_(both_CP, keeps_CP, goal_CP, solver, penalty, sparsity, gone)
+            both_CR[..., rows], kept_CR[..., rows] = both_CP, keeps_CP
 
         if sparsity.group is None:
             advance(slice(None))  # rows compete with each other
         else:
-            each_span(advance, split_CR.shape[-1], split_CR.device)
-    return split_CR, kept_CR
+            each_span(advance, both_CR.shape[-1], both_CR.device)
+        before = penalty
+    return both_CR.mul_(kept_CR), kept_CR
 
 
 def _advance_(
-    parts: list[Tensor],
+    both_CR: Tensor,
+    kept_CR: Tensor,
+    goal_CR: Tensor,
     solver: FactoredSolver,
     penalty: float,
-    count: int,
     sparsity: Sparsity,
     gone_CR: Tensor | None,
 ) -> Tensor:
-    """Some rounds with one penalty; the goal's two companions are changed. What is kept."""
-    goal_CR, split_CR, pressure_CR = parts
-    for _ in range(count):
-        free_CR = torch.add(goal_CR, split_CR, alpha=penalty).sub_(pressure_CR)
-        solver.solve_(free_CR)
-        pressure_CR.add_(free_CR, alpha=penalty)
-        torch.div(pressure_CR, penalty, out=split_CR)
-        kept_CR = keep_best(torch.abs(split_CR, out=free_CR), sparsity, gone_CR=gone_CR)
-        split_CR.mul_(kept_CR)
-        pressure_CR.sub_(split_CR, alpha=penalty)
-    return kept_CR
+    """One round: what is kept after it.
+
+    ``both_CR`` holds Z where it is kept and V / ρ elsewhere: each is zero where the other is not,
+    since V / ρ becomes what P takes from X + V / ρ.
+    """
+    split_CR = both_CR * kept_CR
+    both_CR -= split_CR  # what is left is V / ρ
+    free_CR = split_CR.sub_(both_CR).mul_(penalty).add_(goal_CR)
+    both_CR += solver.solve_(free_CR)
+    return _kept(torch.abs(both_CR, out=free_CR), sparsity, gone_CR)
+
+
+def _kept(score_CR: Tensor, sparsity: Sparsity, gone_CR: Tensor | None) -> Tensor:
+    """1 for what stays, else 0, float32 as ``score_CR``."""
+    if sparsity.group is not None:
+        return keep_best_of_groups(score_CR, sparsity.group, gone_CR)
+    return keep_best(score_CR, sparsity, gone_CR=gone_CR).to(score_CR.dtype)
 
 
 def _penalty(number: int, rounds: int) -> float:
-    """From ``1.6 / rounds`` to 0.8, by equal factors."""
-    last = (rounds - 1) // _ROUNDS_PER_FACTOR
-    share = number // _ROUNDS_PER_FACTOR / max(last, 1)
-    first = _LAST_PENALTY * min(_FEWEST_ROUNDS / rounds, 1.0)
-    return first * math.pow(_LAST_PENALTY / first, share)
+    """From 0.8 / factors to 0.8, by equal factors."""
+    factors = -(-rounds // _ROUNDS_PER_FACTOR)
+    share = number // _ROUNDS_PER_FACTOR / max(factors - 1, 1)
+    return _LAST_PENALTY / float(factors) ** (1 - share)
 
 
 def _factored(hessian_CC: Tensor, penalty: float) -> FactoredSolver:
@@ -210,7 +218,7 @@ def _refitted(problem: _Scaled, value_CR: Tensor, kept_CR: Tensor, steps: int) -
     each_span(descend, value_CR.shape[-1], value_CR.device)
     value_CR.div_(problem.scale_C1)
     return SparseResult(
-        rows_first(value_CR, None), rows_first(kept_CR, None), loss_R.clamp_min_(0).mul_(0.5)
+        rows_first(value_CR, None), rows_first(kept_CR, None).bool(), loss_R.clamp_min_(0).mul_(0.5)
     )
 
 

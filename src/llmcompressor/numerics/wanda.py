@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.masks import NofM
-from llmcompressor.numerics.sparse_choice import keep_best_of_rows, least_of_groups
+from llmcompressor.numerics.sparse_choice import keep_best_of_groups, keep_best_of_rows
 from llmcompressor.threads import each_span
 
 __all__ = ["wanda_keeps", "wanda_prune", "wanda_score"]
@@ -58,9 +58,14 @@ def wanda_keeps(
     """
     if group is None:
         return keep_best_of_rows(score_RC, sparsity, gone_RC)
+    return _kept_of_groups(score_RC, group, gone_RC).bool()
+
+
+def _kept_of_groups(score_RC: Tensor, group: NofM, gone_RC: Tensor | None = None) -> Tensor:
+    """1 for what stays, else 0, as ``score_RC``."""
     gone_CR = None if gone_RC is None else gone_RC.mT
-    kept_RC = ~least_of_groups(score_RC.mT, group, gone_CR).mT
-    return kept_RC if gone_RC is None else kept_RC & ~gone_RC
+    # turned in memory too: members of a group that lie side by side are compared one at a time
+    return keep_best_of_groups(score_RC.mT.contiguous(), group, gone_CR).mT.contiguous()
 
 
 def wanda_prune(
@@ -84,14 +89,16 @@ def wanda_prune(
     rows = len(weight_RC)
     pruned_RC = torch.empty_like(weight_RC)
     lost_R = mean_square_C.new_empty(rows)
-    none_1 = weight_RC.new_zeros(())
 
     def prune(span: slice) -> None:
         part_PC = weight_RC[span]
         score_PC = wanda_score(part_PC, mean_square_C)
-        kept_PC = wanda_keeps(score_PC, sparsity, group)
-        pruned_RC[span] = torch.where(kept_PC, part_PC, none_1)
-        lost_R[span] = score_PC.masked_fill_(kept_PC, 0).square_().sum(-1)
+        if group is None:
+            kept_PC = keep_best_of_rows(score_PC, sparsity).to(score_PC.dtype)
+        else:
+            kept_PC = _kept_of_groups(score_PC, group)
+        torch.mul(part_PC, kept_PC.to(part_PC.dtype), out=pruned_RC[span]).add_(0.0)  # not -0.0
+        lost_R[span] = score_PC.mul_(kept_PC.sub_(1)).square_().sum(-1)
 
     each_span(prune, rows, weight_RC.device, width=_ROWS)
     return pruned_RC, lost_R
