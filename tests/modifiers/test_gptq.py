@@ -18,9 +18,10 @@ from llmcompressor.checkpoint.compress import compress, quantized_modules
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.modeling.twin_inputs import aligned_reference
-from llmcompressor.modifiers.gptq import GPTQModifier, solve
+from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.gptq.base import SolveRecord
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.numerics import gptq as gptq_numerics
 from llmcompressor.numerics.hessian import SingularHessianError
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.presets import PRESETS
@@ -246,7 +247,7 @@ def test_what_cannot_be_factorized_is_rounded_and_recorded(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise SingularHessianError("no")
 
-    monkeypatch.setattr(solve, "raise_dampening", refuse)
+    monkeypatch.setattr(gptq_numerics, "raise_dampening", refuse)
     modifier = gptq()
     model = tiny.run(tiny.llama(), modifier)
     nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])

@@ -21,6 +21,7 @@ STRUCTURES = ["unstructured", "filter", "channel", "block_1,4", "block_4,2", "2:
 def _small_chunks(monkeypatch):
     """Chunks smaller than the weights, so that their borders are tested too."""
     monkeypatch.setattr(selection, "_CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr(selection, "_CPU_CHUNK_ELEMENTS", 7)
     monkeypatch.setattr(masks, "_CHUNK_ELEMENTS", 16)
 
 

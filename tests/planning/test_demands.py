@@ -18,6 +18,10 @@ from llmcompressor.modifiers.gptq.effort import effort_of
 from llmcompressor.modifiers.gptq.solve import Options, Problem, solve
 from llmcompressor.modifiers.modifier import Effort, Granularity
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.sparsity.effort import effort_of as sparse_effort
+from llmcompressor.numerics.masks import NofM
+from llmcompressor.numerics.sparse_choice import Share, Sparsity
+from llmcompressor.numerics.sparse_fit import sparse_fit
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.planning.machine import measure_rates
 from llmcompressor.planning.memory import Footprint, Load, estimate_phases
@@ -85,6 +89,21 @@ def test_the_workspace_of_gptq_is_that_of_its_solver(
     assert planned.workspace == pytest.approx(counter.peak, rel=0.12)
     held = sum(one.nbytes for one in (gram, cross) if one is not None)
     assert held <= planned.statistics
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("rows", [512, 1024, 2048])
+@pytest.mark.parametrize("group", [None, NofM(2, 4)])
+def test_the_workspace_of_sparsegpt_is_that_of_its_solver(rows: int, group: NofM | None) -> None:
+    columns = 512
+    generator = torch.Generator().manual_seed(0)
+    weight_RC = torch.randn(rows, columns, generator=generator)
+    inputs_TC = torch.randn(1024, columns, generator=generator)
+    hessian_CC = inputs_TC.T @ inputs_TC
+    with counted_memory() as counter:
+        sparse_fit(weight_RC, hessian_CC, Sparsity((Share(rows, 0.5),), group))
+    planned = sparse_effort([(rows, columns)], twin=False, refinements=4, grouped=bool(group))
+    assert planned.workspace == pytest.approx(counter.peak, rel=0.15)
 
 
 @pytest.mark.parametrize("is_written", [True, False])

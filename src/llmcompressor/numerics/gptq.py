@@ -351,7 +351,7 @@ def _column_rounder(
     if scales.zero_RG is not None:
         zeros_R = ops.columns(scales.zero_RG.mT.float().contiguous())
     group_of_column = scales.group_of_column_C.tolist()
-    qmin, qmax = grid.qmin, grid.qmax
+    qmin, qmax = ops.number(grid.qmin), ops.number(grid.qmax)
 
     def round_int(w_R: Column, c: int, out_R: Column) -> None:
         g = group_of_column[c]

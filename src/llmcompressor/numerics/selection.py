@@ -24,6 +24,8 @@ from torch import Tensor
 __all__ = ["Cut", "Pool", "find_cut", "take"]
 
 _CHUNK_ELEMENTS = 1 << 22
+_CPU_CHUNK_ELEMENTS = 1 << 19
+"""On a CPU, where what is made of a chunk should fit into the cache."""
 _DIGIT = 16
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _LARGEST_KEY = 1 << 63
@@ -129,7 +131,8 @@ def _digit_counts(pool: Pool, prefix: int, shift: int, dtype: torch.dtype) -> Te
 def _chunks(pool: Pool, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Places, keys (int32 or int64) and what is free, of a bounded number of units at a time."""
     score_U, free_U = pool.score_U.reshape(-1), pool.free_U.reshape(-1)
-    for low in range(0, len(score_U), _CHUNK_ELEMENTS):
-        at = slice(low, low + _CHUNK_ELEMENTS)
+    step = _CPU_CHUNK_ELEMENTS if score_U.device.type == "cpu" else _CHUNK_ELEMENTS
+    for low in range(0, len(score_U), step):
+        at = slice(low, low + step)
         # abs() clears the sign, so that zero has one key; the copy also makes it contiguous.
         yield at, score_U[at].to(dtype).abs().view(_KEYS[dtype]), free_U[at]

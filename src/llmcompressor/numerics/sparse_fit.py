@@ -27,6 +27,7 @@ Inside, weights are transposed (``[C, R]``); a leading batch dimension works on 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -42,9 +43,11 @@ from llmcompressor.threads import each_span
 
 __all__ = ["refit", "sparse_fit"]
 
-_LAST_PENALTY = 0.6
-_ROUNDS_PER_FACTOR = 4
-_REFIT_STEPS = 3
+_LAST_PENALTY = 0.8
+_FEWEST_ROUNDS = 2
+"""With these the first penalty is the last. The more rounds there are, the lower it may begin."""
+_ROUNDS_PER_FACTOR = 2
+_REFIT_STEPS = 4
 _TINY = 1e-30
 
 
@@ -145,7 +148,9 @@ def _split(
                 one[..., rows].contiguous() for one in (goal_CR, both_CR, kept_CR)
             )
             gone = None if gone_CR is None else gone_CR[..., rows].contiguous()
-            both_CP = torch.lerp(both_CP * softer, both_CP, keeps_CP)
+            split_CP = both_CP * keeps_CP
+            both_CP.sub_(split_CP).mul_(softer).add_(split_CP)
+            del split_CP
             for _ in range(count):
                 keeps_CP = _advance_(both_CP, keeps_CP, goal_CP, solver, penalty, sparsity, gone)
             both_CR[..., rows], kept_CR[..., rows] = both_CP, keeps_CP
@@ -187,10 +192,11 @@ def _kept(score_CR: Tensor, sparsity: Sparsity, gone_CR: Tensor | None) -> Tenso
 
 
 def _penalty(number: int, rounds: int) -> float:
-    """From 0.8 / factors to 0.8, by equal factors."""
-    factors = -(-rounds // _ROUNDS_PER_FACTOR)
-    share = number // _ROUNDS_PER_FACTOR / max(factors - 1, 1)
-    return _LAST_PENALTY / float(factors) ** (1 - share)
+    """From ``1.6 / rounds`` to 0.8, by equal factors."""
+    last = (rounds - 1) // _ROUNDS_PER_FACTOR
+    share = number // _ROUNDS_PER_FACTOR / max(last, 1)
+    first = _LAST_PENALTY * min(_FEWEST_ROUNDS / rounds, 1.0)
+    return first * math.pow(_LAST_PENALTY / first, share)
 
 
 def _factored(hessian_CC: Tensor, penalty: float) -> FactoredSolver:

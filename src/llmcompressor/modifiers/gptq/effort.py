@@ -6,10 +6,11 @@ step                                   multiply-adds                            
 =====================================  =======================================  =================
 second moments                         T C² · 36/64 (block rows of a triangle)  4 C²
 cross products (twin streams)          T C²                                     4 C²
-correction (twin streams)              C³/3 + 2 R C²                            less than below
+correction (twin streams)              C³/3 + 2 R C²                            8 C² + 11 R C
 factorization                          C³/3 + C³/2                              8 C² + 4 P² + 4 R C
-sweep                                  R C²/2                                   4 C² + 12RC + 8SC
-refinement                             R C² per round                           25 R C + 4 S C
+sweep                                  R C²/2                                   4 C² + 12 R C
+refinement                             R C² per round                           4 C² + 33 R C / 2
+turning back                           none                                     12 or 16 RC + 8SC
 =====================================  =======================================  =================
 
 The second moments stay while they are solved; of the further bytes the largest count. P is the
@@ -56,14 +57,17 @@ def effort_of(weights: Sequence[Tensor], *, twin: bool, refinements: int) -> Eff
     solve += refinements * elements * columns
     rows = elements // columns
     turned = columns * min(rows, SPAN * torch.get_num_threads())
-    refining = 25 * elements + 4 * turned if refinements else 0
-    factorizing = 8 * square + 4 * min(columns, PANEL) ** 2 + 4 * elements
-    workspace = max(factorizing, 4 * square + 12 * elements + 8 * turned, refining)
+    largest = max(
+        8 * square + 4 * min(columns, PANEL) ** 2 + 4 * elements,
+        8 * square + 11 * elements if twin else 0,
+        4 * square + (33 * elements // 2 if refinements else 12 * elements),
+        (16 if refinements else 12) * elements + 8 * turned,
+    )
     return Effort(
         gram=square * 36 // 64,
         cross=square if twin else 0,
         solve=solve,
         visits=elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT),
         statistics=_FLOAT * square * streams + buffered,
-        workspace=workspace,
+        workspace=largest,
     )

@@ -7,36 +7,45 @@ step                                   multiply-adds                            
 second moments                         T C² · 36/64 (block rows of a triangle)  4 C²
 cross products (twin streams)          T C²                                     4 C²
 correction (twin streams)              C³/3 + 2 R C²                            less than below
-a round of splitting                   C³/3 + R C²                              8 C² + 4 P² + 25 R C
-the fit at the end                     6 R C²                                   4 C² + 21 R C
+the goal of splitting                  R C²                                     4 C² + 8 R C
+a factor, for two rounds               C³/3                                     16 C² + 8 R C
+a round, choosing in groups            R C²                                     16 C² + 18RC + 16SC
+a round, choosing anywhere             R C²                                     16 C² + 28RC + 20E
+the fit at the end                     5 R C²                                   less than that
 the sweep, where there are no rounds   5 C³/6 + R C²/2                          8 C² + 13 R C
 =====================================  =======================================  ==================
 
-P is the width of a panel of the factorization, or C if that is less.
+S are the rows that all threads together work on; E is R C, and 2¹⁹ at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from llmcompressor.modifiers.modifier import Effort
-from llmcompressor.numerics.cholesky import PANEL
 from llmcompressor.numerics.gram import CHUNK_TOKENS
+from llmcompressor.threads import SPAN
 
 __all__ = ["effort_of"]
 
 _FLOAT = 4
 _VISITS_OF_SWEEP = 24
-_VISITS_OF_ROUND = 30
+_VISITS_OF_ROUND = 24
+_CHOSEN_AT_ONCE = 2**19
 
 
-def effort_of(shapes: Sequence[tuple[int, int]], *, twin: bool, refinements: int) -> Effort:
+def effort_of(
+    shapes: Sequence[tuple[int, int]], *, twin: bool, refinements: int, grouped: bool
+) -> Effort:
     """What it takes to prune Linears with one input.
 
     Args:
         shapes: rows and columns of each.
         twin: with the inputs of the original model.
         refinements: rounds of splitting.
+        grouped: whether weights are compared in small groups only.
     """
     if not shapes:
         return Effort()
@@ -45,12 +54,16 @@ def effort_of(shapes: Sequence[tuple[int, int]], *, twin: bool, refinements: int
     square, streams = columns**2, 2 if twin else 1
     cube, products = square * columns, elements * columns
     if refinements:
-        solve = refinements * (cube // 3 + products) + 6 * products
+        solve = -(-refinements // 2) * cube // 3 + (refinements + 6) * products
     else:
         solve = cube * 5 // 6 + products // 2
     if twin:
         solve += cube // 3 + 2 * products
-    fitting = 8 * square + 4 * min(columns, PANEL) ** 2 + 25 * elements
+    if grouped:
+        at_once = columns * min(elements // columns, SPAN * torch.get_num_threads())
+        fitting = 16 * square + 18 * elements + 16 * at_once
+    else:
+        fitting = 16 * square + 28 * elements + 20 * min(elements, _CHOSEN_AT_ONCE)
     return Effort(
         gram=square * 36 // 64,
         cross=square if twin else 0,

@@ -72,6 +72,7 @@ class SparseGPTModifier(OneShotPruningModifier):
             [matrix_shape(module) for module in modules],
             twin=bool(self.asymmetric),
             refinements=self.refinements,
+            grouped=self._group is not None,
         )
 
     def new_statistics(self, columns: int, device: torch.device, name: str, *, twin: bool) -> Any:
