@@ -65,6 +65,37 @@ def test_an_error_in_a_piece_is_raised_and_the_number_put_back() -> None:
     assert torch.get_num_threads() == before
 
 
+def test_the_calling_thread_takes_part_and_waits_for_the_others() -> None:
+    before = torch.get_num_threads()
+    both_at_work = threading.Barrier(2, timeout=30)
+    seen: set[int] = set()
+
+    def work(item: int) -> None:
+        both_at_work.wait()  # broken, were all items with one thread
+        seen.add(threading.get_ident())
+
+    torch.set_num_threads(2)
+    try:
+        each_on_one_thread(work, range(2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert len(seen) == 2
+    assert threading.get_ident() in seen
+
+
+def test_after_an_error_no_further_piece_is_begun() -> None:
+    begun: list[int] = []
+
+    def work(item: int) -> None:
+        begun.append(item)
+        raise KeyError(item)
+
+    with pytest.raises(KeyError):
+        each_on_one_thread(work, range(100))
+    assert len(begun) <= max(torch.get_num_threads(), 1)
+
+
 @pytest.mark.parametrize("tokens", [113, 2048])
 def test_second_moments_do_not_depend_on_the_number_of_threads(tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)

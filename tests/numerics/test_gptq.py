@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.gptq import ColumnScales, activation_order, descend, sweep
+from llmcompressor.numerics.gptq import (
+    ColumnScales,
+    activation_order,
+    descend,
+    sweep,
+    sweep_and_descend,
+)
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.hessian import damp, inverse_factor
+from llmcompressor.numerics.hessian import damp, inverse_factor, raise_dampening
 from llmcompressor.numerics.partition import Partition
 from llmcompressor.numerics.scales import scales_from_range
 
@@ -388,3 +394,46 @@ def test_a_descent_changes_nothing_given() -> None:
     before = [tensor.clone() for tensor in given]
     descended(one, start_RC)
     assert all(torch.equal(tensor, old) for tensor, old in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize("grid", ["int4", "int4 asymmetric", "fp8"])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_turned_once_it_is_the_sweep_and_then_the_descents(
+    grid: str, ordered: bool, rounds: int
+) -> None:
+    one = case(grid=grid)
+    kept_RC = torch.rand(R, C) > 0.3
+    order_C = activation_order(one.hessian_CC) if ordered else None
+    found, dampening = sweep_and_descend(
+        one.weight_RC,
+        one.hessian_CC,
+        one.scales,
+        one.grid,
+        dampening=0.02,
+        rounds=rounds,
+        order_C=order_C,
+        kept_RC=kept_RC,
+    )
+    factor_CC, expected_dampening = raise_dampening(one.hessian_CC, 0.02, order_C=order_C)
+    scales = one.scales
+    if order_C is not None:
+        scales = scales._replace(group_of_column_C=scales.group_of_column_C[order_C])
+    expected_RC, loss_R = sweep(
+        one.weight_RC, factor_CC, scales, one.grid, order_C=order_C, kept_RC=kept_RC
+    )
+    for _ in range(rounds):
+        expected_RC, change_R = descend(
+            one.weight_RC,
+            expected_RC,
+            one.hessian_CC,
+            one.scales,
+            one.grid,
+            dampening=0.02,
+            kept_RC=kept_RC,
+        )
+        loss_R = loss_R + change_R
+    assert dampening == expected_dampening
+    assert torch.equal(found.weight_RC, expected_RC)
+    torch.testing.assert_close(found.loss_R, loss_R)
+    assert not bool(found.weight_RC[~kept_RC].any())
