@@ -13,9 +13,8 @@ diag H = 1. With P keeping what has the largest magnitude,
     V \leftarrow V + \rho (X - Z) .
 
 Z and V are zero where the other is not, so one array holds both. ρ rises in every second round, so
-that one factorization serves two. It begins with Z = P(W), which
-in these coordinates is Wanda's choice. On the layers that were tried, eight rounds leave 0.6
-of the error of SparseGPT's sweep.
+that one factorization serves two. It begins with Z = P(W), which in these coordinates is Wanda's
+choice. On the layers that were tried, eight rounds leave 0.6 of the error of SparseGPT's sweep.
 
 **The values** given the choice are a linear least-squares problem of each row: ``(H (Q − W)ᵀ)``
 is zero where Q is kept. Conjugate gradients solve it for all rows at once, the choice being a mask
