@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llmcompressor.checkpoint import journal as journal_module
 from llmcompressor.checkpoint.journal import BlockEntry, Journal, differences
 from llmcompressor.errors import OutputError
 
@@ -17,6 +18,7 @@ ENTRIES = [
 
 
 def written(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
     journal = Journal(folder / "journal")
     journal.begin(PRINT)
     journal.decide("level", "linear")
@@ -47,6 +49,31 @@ def test_every_prefix_is_a_valid_past(tmp_path: Path) -> None:
         journal = Journal(file)
         journal.add(BlockEntry("layers.9", "d", "s"))  # a torn line does not swallow the next
         assert (0, "layers.9") in Journal(file).entries
+
+
+def test_a_kill_while_it_is_mended_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path)
+    torn = file.read_bytes()[:-3]
+    whole = Journal(written(tmp_path / "whole")).entries
+    for moment in ("write", "replace"):
+        file.write_bytes(torn)
+        with monkeypatch.context() as patched:
+            if moment == "write":
+                patched.setattr(journal_module, "_make_durable", _killed)
+            else:
+                patched.setattr(Path, "replace", _killed)
+            with pytest.raises(KeyboardInterrupt):
+                Journal(file)
+        found = Journal(file).entries
+        assert found
+        assert all(whole[key] == entry for key, entry in found.items())
+        assert len(found) >= len(whole) - 1
+
+
+def _killed(*args: object, **kwargs: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_flipped_byte_costs_one_line_at_most(tmp_path: Path) -> None:

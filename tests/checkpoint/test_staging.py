@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from llmcompressor.checkpoint.staging import OnExisting, check_output_dir, staged
+from llmcompressor.checkpoint.staging import (
+    OnExisting,
+    check_output_dir,
+    put_in_place,
+    staged,
+)
 from llmcompressor.errors import OutputError
 
 
@@ -40,6 +45,26 @@ def test_appears_only_when_complete(tmp_path: Path) -> None:
         assert not target.exists()
     assert names(target) == ["config.json"]
     assert names(target.parent) == ["out"]
+
+
+def write_while_another_writes(target: Path) -> None:
+    with staged(target) as folder:
+        fill(folder, config="ours")
+        fill(target, thesis="theirs")
+
+
+def test_what_has_come_since_the_beginning_is_not_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with pytest.raises(OutputError, match="were not there when the run began"):
+        write_while_another_writes(target)
+    assert (target / "thesis.json").read_text() == "theirs"
+    finished = fill(tmp_path / "out.partial" / "files", config="ours")
+    with pytest.raises(OutputError, match="were not there when the run began"):
+        put_in_place(finished, target, replace=False)
+    assert names(target) == ["thesis.json"]
+    assert names(finished) == ["config.json"]
+    put_in_place(finished, target, replace=True)
+    assert names(target) == ["config.json"]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(3)])

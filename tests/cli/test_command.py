@@ -211,6 +211,16 @@ def test_an_interrupt(oneshot: Entrypoint, monkeypatch: pytest.MonkeyPatch) -> N
     assert result.stderr == f"Interrupted. Continue with: {command}\n"
 
 
+@pytest.mark.parametrize("never", [["--resume", "never"], ["--resume=never"]])
+def test_what_continues_does_not_begin_anew(
+    oneshot: Entrypoint, monkeypatch: pytest.MonkeyPatch, never: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/llmcompressor", *ONESHOT, *never, "--overwrite"])
+    oneshot.fail(KeyboardInterrupt())
+    command = f"llmcompressor {' '.join(ONESHOT)} --overwrite"
+    assert run(*ONESHOT).stderr == f"Interrupted. Continue with: {command}\n"
+
+
 def test_a_termination_is_an_interrupt_with_its_own_exit_code(
     oneshot: Entrypoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

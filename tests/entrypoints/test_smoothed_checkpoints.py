@@ -60,8 +60,9 @@ def test_written_by_blocks_it_is_the_same_and_reads_back(
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "streamed").eval()
     assert torch.equal(small.logits(read), small.logits(streamed))
     before = load_file(llama_folder / "model.safetensors")
-    norm = "model.layers.1.input_layernorm.weight"
-    assert not torch.equal(files[0][norm], before[norm])
+    norms = [key for key in before if "layernorm" in key]
+    # a search may find that some Linears are better left alone
+    assert any(not torch.equal(files[0][norm], before[norm]) for norm in norms)
 
 
 def test_a_mapping_across_blocks_is_refused_where_blocks_come_one_by_one(

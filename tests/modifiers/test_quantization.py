@@ -294,6 +294,27 @@ REFUSED: dict[str, tuple[list[Modifier], type[Exception], str]] = {
         TargetError,
         r"model\.layers\.0\.self_attn is quantized already",
     ),
+    "a cache twice": (
+        [nearest(kv_cache_scheme=FP8), nearest(kv_cache_scheme={"num_bits": 8, "type": "int"})],
+        TargetError,
+        r"keys and values of model\.layers\.0\.self_attn are quantized by another modifier",
+    ),
+    "a cache, then attention": (
+        [nearest(kv_cache_scheme=FP8, ignore=[]), nearest(config_groups=ATTENTION, ignore=[])],
+        TargetError,
+        r"keys and values of model\.layers\.0\.self_attn are quantized by another modifier",
+    ),
+    "two schemes for one cache": (
+        [
+            nearest(
+                config_groups=ATTENTION,
+                kv_cache_scheme={"num_bits": 4, "type": "int", "strategy": "tensor"},
+                ignore=[],
+            )
+        ],
+        TargetError,
+        r"self_attn and kv_cache_scheme quantize its keys and values differently",
+    ),
 }
 
 

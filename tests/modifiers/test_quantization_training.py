@@ -197,18 +197,21 @@ def test_earlier_layers_train_through_quantized_activations(
     assert float((first.detach() - before).norm()) > 1e-3
 
 
-def test_gradient_checkpointing_changes_no_gradient() -> None:
+@pytest.mark.parametrize("by", [0, 5], ids=["no padding", "padding"])
+@pytest.mark.parametrize("name", ["outputs", "FP8"])
+def test_gradient_checkpointing_changes_no_gradient(name: str, by: int) -> None:
     found = []
     for checkpointing in (False, True):
         model = tiny.llama().train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        session = loop.begin(model, aware(**SCHEMES["outputs"], learned_scales=True))
-        loop.train(session, model, loop.optimizer_of(model), tiny.batches(number=3))
+        session = loop.begin(model, aware(**SCHEMES[name], learned_scales=True))
+        batches = tiny.padded(tiny.batches(number=3), by)
+        loop.train(session, model, loop.optimizer_of(model), batches)
         found.append({n: p.grad for n, p in model.named_parameters()})
     assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        assert torch.allclose(gradient, found[1][name], atol=1e-6), name
+    for parameter, gradient in found[0].items():
+        assert torch.allclose(gradient, found[1][parameter], atol=1e-6), parameter
 
 
 def test_a_weight_gets_the_gradient_of_its_rounded_twin_where_nothing_is_clipped() -> None:

@@ -28,6 +28,9 @@ class Inner(BaseModel):
     name: str | None = None
 
 
+PLAIN = f"{__name__}.WritingPlain"
+
+
 class WritingPlain(Modifier):
     """Untyped values, as in the arguments of schedulers and observers."""
 
@@ -179,7 +182,7 @@ def test_scalars_that_yaml_readers_mistake(value):
     assert again.modifiers[0].value == [value, {"key": value}]
     assert type(again.modifiers[0].value[0]) is type(value)
     if "eval(" not in str(value):  # others read the same values, but know no expressions
-        other = yaml.safe_load(text)["default_stage"]["default_modifiers"]["WritingPlain"]["value"]
+        other = yaml.safe_load(text)["default_stage"]["default_modifiers"][PLAIN]["value"]
         assert repr(other[0]) == repr(value)
 
 
@@ -204,7 +207,7 @@ def test_every_kind_of_field():
     assert again.modifiers[0].config_groups == {"group_0": scheme}
     assert again.modifiers[0].inners == rich.inners
     assert again.modifiers[0].group == "quant"
-    fields = yaml.safe_load(text)["default_stage"]["quant_modifiers"]["WritingRich"]
+    fields = yaml.safe_load(text)["default_stage"]["quant_modifiers"][f"{__name__}.WritingRich"]
     assert fields["names"] == ["a", "b", "c"]
     assert fields["inner"] == {"width": 8}
     assert fields["index"] == 2
@@ -214,7 +217,7 @@ def test_every_kind_of_field():
 
 def test_none_is_written_where_it_is_not_the_default():
     _, text = round_trip(Recipe.from_modifiers(WritingPlain(maybe=None)))
-    assert yaml.safe_load(text)["default_stage"]["default_modifiers"]["WritingPlain"] == {
+    assert yaml.safe_load(text)["default_stage"]["default_modifiers"][PLAIN] == {
         "rate": 0.1,
         "maybe": None,
     }
@@ -272,7 +275,7 @@ second_train_stage:
       maybe: 2
 third_stage:
   third_modifiers: {}
-"""
+""".replace("WritingPlain", PLAIN)
     )
     round_trip(recipe)
 

@@ -13,7 +13,7 @@ from pydantic import PrivateAttr
 from torch.nn import Parameter
 
 from llmcompressor.core import EventType, active_session
-from llmcompressor.errors import ArgumentError, LifecycleError, RecipeError
+from llmcompressor.errors import ArgumentError, InputError, LifecycleError, RecipeError
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.training import SessionManagerMixIn, Trainer
@@ -327,3 +327,29 @@ def test_a_second_training_reads_the_recipe_again(tmp_path):
     trainer.train()
     trainer.train()
     assert tiny.Recorder.seen == expected([1, 1]) * 2
+
+
+class Hiding(SessionManagerMixIn, transformers.Trainer):
+    """A trainer whose own loss stands before the mixin's."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def test_a_loss_that_no_modifier_sees_is_told_and_a_teacher_in_vain_refused(tmp_path, warned):
+    def train(**given):
+        Hiding(
+            model=tiny.tiny_model(),
+            args=tiny.arguments(tmp_path, max_steps=2),
+            train_dataset=tiny.Rows(4),
+            **given,
+        ).train()
+
+    train(recipe=BY_NAME)
+    told = [line for line in warned if "hides that of SessionManagerMixIn" in line]
+    assert len(told) == 1
+    assert "super().compute_loss" in told[0]
+    distilling = "modifiers: {OutputDistillationModifier: {}}"
+    with pytest.raises(InputError, match="nothing would be learned from the teacher"):
+        train(recipe=distilling, teacher=tiny.tiny_model(seed=1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -69,9 +69,13 @@ class Journal:
         self.choices.clear()
         self.is_ready = False
         self.fingerprint = dict(fingerprint)
+        self._replace([_line(_RUN, self.fingerprint)])
+
+    def _replace(self, lines: Sequence[bytes]) -> None:
+        """Other lines in the place of all, at once."""
         replacement = self._file.with_suffix(".new")
         with replacement.open("wb") as stream:
-            stream.write(_line(_RUN, self.fingerprint))
+            stream.write(b"".join(lines))
             _make_durable(stream.fileno())
         replacement.replace(self._file)
         sync_folder(self._file.parent)
@@ -133,14 +137,14 @@ class Journal:
         """Write what could be read anew, so that lines can be appended."""
         if self.fingerprint is None:
             return
-        entries, choices, ready = dict(self.entries), dict(self.choices), self.is_ready
-        self.begin(self.fingerprint)
-        for name, value in choices.items():
-            self.decide(name, value)
-        for entry in entries.values():
-            self.add(entry)
-        if ready:
-            self.mark_ready()
+        lines = [_line(_RUN, self.fingerprint)]
+        lines += [
+            _line(_CHOICE, {"name": name, "value": value}) for name, value in self.choices.items()
+        ]
+        lines += [_line(_BLOCK, vars(entry)) for entry in self.entries.values()]
+        if self.is_ready:
+            lines.append(_line(_READY, {}))
+        self._replace(lines)
 
 
 def differences(present: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterator[str]:

@@ -29,6 +29,7 @@ __all__ = [
     "flush",
     "put_in_place",
     "remove_at_once",
+    "remove_stale",
     "staged",
     "work_folder",
 ]
@@ -113,7 +114,7 @@ def staged(
         if inside or (on_existing is OnExisting.MERGE and target.exists()):
             _move_into(staging, target, purge=on_existing is OnExisting.REPLACE)
         else:
-            _rename_over(staging, target)
+            _rename_over(staging, target, replace=on_existing is OnExisting.REPLACE)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         for parent in reversed(created):
@@ -139,6 +140,9 @@ def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
         folder: it lies in the :func:`work_folder` of ``target``.
         target: the name; a checkpoint that has it is replaced if ``replace`` is true.
         replace: see there.
+
+    Raises:
+        OutputError: files have come there since the run began, and may not be replaced.
     """
     flush(folder)
     if target in folder.parents:
@@ -151,8 +155,13 @@ def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
         folder.rmdir()
         _flush_one(target)
     else:
-        _rename_over(folder, target)
-        _remove_stale(target.parent, target.name)
+        _rename_over(folder, target, replace=replace)
+        remove_stale(target)
+
+
+def remove_stale(target: Path) -> None:
+    """Delete what a killed run of this machine left beside ``target``."""
+    _remove_stale(target.parent, target.name)
 
 
 def remove_at_once(folder: Path, name: str) -> None:
@@ -289,10 +298,16 @@ def _flush_one(path: Path) -> None:
         os.close(handle)
 
 
-def _rename_over(staging: Path, target: Path) -> None:
+def _rename_over(staging: Path, target: Path, *, replace: bool) -> None:
     """Put ``staging`` at ``target``; what was there goes only once the new one is in place."""
     aside = _aside(target)
     has_old = target.is_dir() and any(target.iterdir())
+    if has_old and not replace:
+        raise OutputError(
+            f"The output directory {target} holds files that were not there when the run began.",
+            "Move them elsewhere and repeat the call: where it keeps its progress, nothing is done "
+            "again. Or pass overwrite=True (--overwrite) to replace them.",
+        )
     try:
         if has_old:
             target.rename(aside)

@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from llmcompressor.checkpoint.journal import Journal, differences
-from llmcompressor.checkpoint.staging import disk_errors, put_in_place, remove_at_once, work_folder
+from llmcompressor.checkpoint.staging import (
+    disk_errors,
+    put_in_place,
+    remove_at_once,
+    remove_stale,
+    work_folder,
+)
 from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
 
@@ -73,6 +79,7 @@ class Workspace:
     def remove(self) -> None:
         """Remove the working folder; a part of it would look like a run that was broken off."""
         remove_at_once(self.folder, self.target.name)
+        remove_stale(self.target)
         self._lock.close()
 
     def abandon(self) -> None:
@@ -130,8 +137,9 @@ def opened(
             lock.close()
             if is_mine and folder.exists() and _has_progress(folder):
                 mended = " once that is mended" if isinstance(error, InputError) else ""
+                other = ', with resume="auto",' if resume == "never" else ""
                 logger.warning(
-                    f"What is finished is kept in {folder}: the same call continues{mended}."
+                    f"What is finished is kept in {folder}: the same call{other} continues{mended}."
                 )
             elif created:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -48,7 +48,7 @@ def reporting(*, debug: bool, resumable: bool = False) -> Iterator[None]:
     except KeyboardInterrupt as error:
         terminated = isinstance(error, _Terminated)
         what = "Terminated." if terminated else "Interrupted."
-        command = shlex.join(["llmcompressor", *sys.argv[1:]])
+        command = shlex.join(["llmcompressor", *_continuing(sys.argv[1:])])
         _say(f"{what} Continue with: {command}" if resumable else what, debug)
         raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
     except CompressorError as error:
@@ -59,6 +59,17 @@ def reporting(*, debug: bool, resumable: bool = False) -> Iterator[None]:
         what = str(error).strip().rstrip(".") or "no message"
         _say(f"Error: unforeseen {type(error).__name__}: {what}.{hint}", debug)
         raise typer.Exit(UNFORESEEN) from None
+
+
+def _continuing(arguments: Sequence[str]) -> list[str]:
+    """The arguments without what would throw away the progress there is."""
+    kept: list[str] = []
+    for argument in arguments:
+        if argument == "never" and kept[-1:] == ["--resume"]:
+            kept.pop()
+        elif argument != "--resume=never":
+            kept.append(argument)
+    return kept
 
 
 @contextmanager

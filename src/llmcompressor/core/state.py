@@ -134,6 +134,7 @@ class State:
             original model.
         fitted: modules whose weight was already fitted, in this calibration, to what the original
             model does with its own inputs.
+        cached: attention modules whose keys and values a modifier quantizes.
         call_order: which modules a forward calls when, and which of them get the same tensor
             (``llmcompressor.modeling.call_order.CallOrder``).
         progress: called by long work inside a modifier to say how far it is.
@@ -159,6 +160,7 @@ class State:
     batch_sizes: tuple[int, ...] | None = None
     reference_inputs: Mapping[Module, Tensor] | None = None
     fitted: set[Any] = field(default_factory=set)
+    cached: set[Any] = field(default_factory=set)
     call_order: Any = None
     progress: Callable[..., Any] | None = None
     keeper: Any = None

@@ -23,7 +23,7 @@ from llmcompressor.entrypoints.task import (
     undone_on_error,
     vocabulary,
 )
-from llmcompressor.errors import ArgumentError, DatasetError
+from llmcompressor.errors import ArgumentError, DatasetError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines import infer_pipeline
@@ -45,6 +45,7 @@ class Job(Task):
     ) -> None:
         super().__init__("oneshot", output_dir, (), arguments, also_known=("log_dir",))
         self.log_dir = as_path("log_dir", log_dir)
+        self._check_log_dir()
         self._check_data_needed()
         self._check_pipeline()
 
@@ -55,6 +56,16 @@ class Job(Task):
         if not recipe.modifiers:
             logger.warning("The recipe is empty: the model will not be changed.")
         return recipe
+
+    def _check_log_dir(self) -> None:
+        if self.log_dir is None or self.output_dir is None:
+            return
+        logs = self.log_dir.expanduser().resolve()
+        if self.output_dir in (logs, *logs.parents):
+            raise OutputError(
+                f"log_dir, {logs}, lies in the output directory {self.output_dir}.",
+                "Choose a folder beside it: the output appears at the end, as a whole.",
+            )
 
     def _check_data_needed(self) -> None:
         needing = self.needing_data

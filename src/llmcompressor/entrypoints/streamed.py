@@ -19,7 +19,6 @@ from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.load import untie_embeddings
 from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
 from llmcompressor.checkpoint.prediction import Prediction, predict
-from llmcompressor.checkpoint.processor import processor_directory
 from llmcompressor.checkpoint.save import (
     DEFAULT_SHARD_SIZE,
     SaveOptions,
@@ -28,7 +27,12 @@ from llmcompressor.checkpoint.save import (
     write_beside_weights,
 )
 from llmcompressor.checkpoint.shards import parse_size
-from llmcompressor.checkpoint.source import SourceInfo, inspect_source, is_hub_id
+from llmcompressor.checkpoint.source import (
+    SourceInfo,
+    inspect_source,
+    is_hub_id,
+    local_directory,
+)
 from llmcompressor.checkpoint.workspace import Workspace, opened
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
@@ -327,7 +331,7 @@ class _Run:
                 "class": type(self.blueprint.model).__name__,
                 "save_compressed": job.model_args.save_compressed,
                 "tie_word_embeddings": job.model_args.tie_word_embeddings,
-                "processor": str(processor_directory(processor) or processor)
+                "processor": str(local_directory(processor) or processor)
                 if isinstance(processor, str)
                 else type(processor).__name__,
             },

@@ -111,6 +111,12 @@ class ModifierFactory:
         return imported
 
     @staticmethod
+    def is_builtin(modifier_class: type[Modifier]) -> bool:
+        """Whether this class is what its name means in any process."""
+        name = modifier_class.__name__
+        return name in _BUILTIN and _BUILTIN.load(name) is modifier_class
+
+    @staticmethod
     def register(
         name: str | type[Modifier], modifier_class: type[Modifier] | None = None
     ) -> type[Modifier]:

@@ -252,7 +252,8 @@ class AwareTraining:
             return
         one = self._activations.get(module, {}).get(base)
         if one is not None:
-            one.collect(x, self._mask)
+            # without gradients: a recomputation, which collects no more, would save less
+            one.collect(x.detach(), self._mask)
 
     def _rounded_input(self, one: FakeActivation, x: Tensor) -> Tensor:
         """``x`` rounded; once for all modules that get this tensor and have no scale of theirs."""

@@ -189,13 +189,16 @@ class QuantizationMixin(Modifier):
             names[module] = name
         self._check_all_attention(attention)
         if resolved.kv_cache_scheme is not None:
-            self._add_caches(attention)
+            self._add_caches(attention, schemes, resolved.kv_cache_scheme)
+        for module, name in self._attention.items():
+            self._check_cache_free(state, module, name)
         if self._attention:
             check_states(model)
         self._check_finite()
         self._find_fused(modules)
         for name, scheme in schemes.items():  # last: an error above leaves the model untouched
             modules[name].quantization_scheme = scheme
+        state.cached.update(self._attention)
         return True
 
     def _check_all_attention(self, attention: Mapping[Module, str]) -> None:
@@ -212,7 +215,12 @@ class QuantizationMixin(Modifier):
                 "Target all of them, or quantize keys and values alone with kv_cache_scheme.",
             )
 
-    def _add_caches(self, attention: Mapping[Module, str]) -> None:
+    def _add_caches(
+        self,
+        attention: Mapping[Module, str],
+        schemes: Mapping[str, QuantizationScheme],
+        cache: QuantizationArgs,
+    ) -> None:
         if not attention:
             raise TargetError(
                 "kv_cache_scheme is set, but this model has no attention module of the form that "
@@ -223,8 +231,24 @@ class QuantizationMixin(Modifier):
         for module, name in attention.items():
             if module not in self._attention:
                 self._check_free(module, name)
+            elif not _are_alike(schemes[name].input_activations, cache):
+                raise TargetError(
+                    f"The scheme of {name} and kv_cache_scheme quantize its keys and values "
+                    "differently.",
+                    "Leave kv_cache_scheme out, since the scheme has them quantized with the "
+                    "queries, or give both the same arguments.",
+                )
             self._attention.setdefault(module, name)
             self._names[module] = name
+
+    def _check_cache_free(self, state: State, module: Module, name: str) -> None:
+        if module in state.cached:
+            raise TargetError(
+                f"The keys and values of {name} are quantized by another modifier of the recipe.",
+                "Leave kv_cache_scheme, or the attention modules, to one of them. A "
+                "kv_cache_scheme holds for all layers, whatever is ignored "
+                f"({type(self).__name__} is the later).",
+            )
 
     def _check_free(self, module: Module, name: str) -> None:
         if getattr(module, "quantization_scheme", None) is not None:
@@ -465,6 +489,12 @@ class QuantizationMixin(Modifier):
         cache = self.resolve_quantization_config().kv_cache_scheme
         assert cache is not None
         return cache, False
+
+
+def _are_alike(one: QuantizationArgs | None, other: QuantizationArgs) -> bool:
+    """Whether two arguments mean the same numbers, whatever finds their ranges."""
+    fields = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
+    return one is not None and all(getattr(one, f) == getattr(other, f) for f in fields)
 
 
 def _own_parameters(module: Module) -> list[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ default, so that a later change of a default does not change what a saved recipe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from llmcompressor.logger import logger
+from llmcompressor.modifiers.factory import ModifierFactory
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe.arguments import escape
 from llmcompressor.recipe.document import add_number_resolvers
@@ -95,12 +97,23 @@ def modifier_fields(modifier: Modifier) -> dict[str, Any]:
     }
 
 
+def _class_name(modifier: Modifier) -> str:
+    """What a recipe calls the class: the name of one of ours, the path to another's."""
+    owner = type(modifier)
+    path = f"{owner.__module__}.{owner.__qualname__}"
+    if ModifierFactory.is_builtin(owner) or owner.__module__ == "__main__":
+        return owner.__name__
+    module = sys.modules.get(owner.__module__)
+    # what was defined within a function, or replaced since, is found by its name alone
+    return path if getattr(module, owner.__qualname__, None) is owner else owner.__name__
+
+
 def _stage_mapping(stage: Stage) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     if stage.run_type != infer_run_type(stage.name):
         mapping["run_type"] = stage.run_type
     for group, modifiers in _groups(stage).items():
-        entries = [(type(modifier).__name__, modifier_fields(modifier)) for modifier in modifiers]
+        entries = [(_class_name(modifier), modifier_fields(modifier)) for modifier in modifiers]
         repeated = len({name for name, _ in entries}) < len(entries)
         key = f"{group}_modifiers"
         mapping[key] = [{name: fields} for name, fields in entries] if repeated else dict(entries)

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from llmcompressor.core import CompressionSession, EventType, Hardware
 from llmcompressor.core.resuming import check_same_recipe
-from llmcompressor.errors import CheckpointError
+from llmcompressor.errors import CheckpointError, InputError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe
@@ -70,6 +70,7 @@ class SessionDriver:
         self.begun = False
         self._inputs = inputs
         self._in_micro_batch = False
+        self._warned_of_loss = False
         self._step_done = True
         self._step = StepLoss()
         self._steps_per_epoch: int | None = None
@@ -211,10 +212,28 @@ class SessionDriver:
 
     def backward_done(self) -> None:
         """Let go of the graph of the loss."""
+        if self._in_micro_batch:
+            self._loss_was_hidden()
         self._in_micro_batch = False
         loss = self.session.state.loss
         if self.begun and isinstance(loss, Tensor):
             self.session.state.loss = loss.detach()
+
+    def _loss_was_hidden(self) -> None:
+        """A ``compute_loss`` stands before the mixin's, which was to tell of the loss."""
+        what = (
+            "The trainer's own compute_loss hides that of SessionManagerMixIn: no modifier sees "
+            "the loss"
+        )
+        remedy = (
+            "Define it in a class that comes after the mixin (class Mine(SessionManagerMixIn, "
+            "MyTrainer)), or have it call super().compute_loss."
+        )
+        if self.session.state.teacher_model is not None:
+            raise InputError(f"{what}, so that nothing would be learned from the teacher.", remedy)
+        if not self._warned_of_loss:
+            logger.warning(f"{what}. {remedy}")
+            self._warned_of_loss = True
 
     def send(self, event_type: EventType) -> None:
         """Send an event that carries nothing."""
