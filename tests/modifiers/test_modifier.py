@@ -108,6 +108,8 @@ def test_wrong_field_names_modifier_field_and_the_right_ones(make):
         ({"start": "soon"}, r"'start'.*given: 'soon'"),
         ({"sparsity": 2, "end": "x"}, r"'end'.*; field 'sparsity'"),
         ({"start": 3, "end": 2}, r"end \(2\) lies before start \(3\).*Leave out"),
+        ({"end": float("nan")}, r"end is not a number"),
+        ({"update": float("nan")}, r"update is not a number"),
     ],
 )
 def test_wrong_value_names_field_and_reason(fields, reason):

@@ -156,6 +156,8 @@ def gradual(**changes: Any) -> MagnitudePruningModifier:
     [
         ({"start": 3, "end": 2}, r"end \(2\) lies before start \(3\)\. Give an end that does not"),
         ({"end": -1}, r"end \(-1\) lies before start \(0\)"),
+        ({"end": float("inf")}, r"it has no end"),
+        ({"start": float("nan")}, r"start is not a number"),
         ({"end": None}, "it has no end.*Give end, in epochs"),
         ({"update": 0}, "update is 0: .* above 0.*Leave it out"),
         ({"update": -2}, "update is -2"),

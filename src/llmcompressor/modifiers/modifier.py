@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,6 +173,10 @@ class Modifier(HooksMixin):
 
     @model_validator(mode="after")
     def _check_window(self) -> Self:
+        for name in ("start", "end", "update"):
+            value = getattr(self, name)
+            if value is not None and math.isnan(value):
+                raise RecipeError(f"{name} is not a number (nan).", f"Give {name} as one.")
         if self.start is not None and self.end is not None and self.end < self.start:
             raise RecipeError(
                 f"end ({self.end:g}) lies before start ({self.start:g})",

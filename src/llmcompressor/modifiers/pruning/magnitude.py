@@ -68,7 +68,7 @@ class MagnitudePruningModifier(MaskingModifier):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        if self.end is None:
+        if self.end is None or math.isinf(self.end):
             raise RecipeError(
                 "it has no end: a schedule leads from start to end",
                 "Give end, in epochs where the training has them, else in steps.",
