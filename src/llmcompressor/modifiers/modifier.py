@@ -172,11 +172,15 @@ class Modifier(HooksMixin):
         return [cls(**fields)]
 
     @model_validator(mode="after")
-    def _check_window(self) -> Self:
+    def _check_numbers(self) -> Self:
         for name in ("start", "end", "update"):
             value = getattr(self, name)
             if value is not None and math.isnan(value):
                 raise RecipeError(f"{name} is not a number (nan).", f"Give {name} as one.")
+        return self
+
+    @model_validator(mode="after")
+    def _check_window(self) -> Self:
         if self.start is not None and self.end is not None and self.end < self.start:
             raise RecipeError(
                 f"end ({self.end:g}) lies before start ({self.start:g})",
