@@ -57,6 +57,8 @@ def test_what_has_come_since_the_beginning_is_not_replaced(tmp_path: Path) -> No
     target = tmp_path / "out"
     with pytest.raises(OutputError, match="were not there when the run began"):
         write_while_another_writes(target)
+    assert names(tmp_path) == ["out", "out.finished"]
+    assert names(tmp_path / "out.finished") == ["config.json"]
     assert (target / "thesis.json").read_text() == "theirs"
     finished = fill(tmp_path / "out.partial" / "files", config="ours")
     with pytest.raises(OutputError, match="were not there when the run began"):

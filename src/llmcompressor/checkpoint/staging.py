@@ -115,6 +115,13 @@ def staged(
             _move_into(staging, target, purge=on_existing is OnExisting.REPLACE)
         else:
             _rename_over(staging, target, replace=on_existing is OnExisting.REPLACE)
+    except _TakenError as error:
+        spare = _free_name(target.with_name(f"{target.name}.finished"))
+        staging.rename(spare)
+        raise OutputError(
+            f"{error.problem} What was made stands in {spare}.",
+            "Give it another name yourself, or move the other files away.",
+        ) from error
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         for parent in reversed(created):
@@ -298,12 +305,22 @@ def _flush_one(path: Path) -> None:
         os.close(handle)
 
 
+class _TakenError(OutputError):
+    """Something has come to the place of the output since the run began."""
+
+
+def _free_name(path: Path) -> Path:
+    """``path``, or the first with a number that nothing has."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+    return next(one for one in itertools.chain([path], numbered) if not one.exists())
+
+
 def _rename_over(staging: Path, target: Path, *, replace: bool) -> None:
     """Put ``staging`` at ``target``; what was there goes only once the new one is in place."""
     aside = _aside(target)
     has_old = target.is_dir() and any(target.iterdir())
     if has_old and not replace:
-        raise OutputError(
+        raise _TakenError(
             f"The output directory {target} holds files that were not there when the run began.",
             "Move them elsewhere and repeat the call: where it keeps its progress, nothing is done "
             "again. Or pass overwrite=True (--overwrite) to replace them.",
