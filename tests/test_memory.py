@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,9 +20,10 @@ from llmcompressor import memory
 
 @pytest.fixture(autouse=True)
 def _looked_up_again() -> Iterator[None]:
-    memory._library.cache_clear()
+    look_up = memory._library
+    look_up.cache_clear()
     yield
-    memory._library.cache_clear()
+    look_up.cache_clear()
 
 
 def test_what_is_in_use_stays_as_it_is() -> None:
@@ -34,22 +35,54 @@ def test_what_is_in_use_stays_as_it_is() -> None:
     assert torch.equal(kept, torch.arange(100_000))
 
 
-def test_the_c_library_is_asked_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(sys, "platform", "linux")
-    library = SimpleNamespace(
-        malloc_trim=asked.append,
-        madvise=None,
-    )
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+class _Library:
+    """A C library with ``held`` bytes that were freed, of which a return leaves a tenth."""
+
+    madvise = None
+
+    def __init__(self, held: int) -> None:
+        self.held, self.asked = held, 0
+
+    def malloc_trim(self, pad: int) -> None:
+        self.held //= 10
+        self.asked += 1
+
+
+def test_memory_is_returned_when_enough_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = _Library(2**30)
+    monkeypatch.setattr(memory, "_library", lambda: library)
+    monkeypatch.setattr(memory, "_unused", lambda library: float(library.held))
+    monkeypatch.setattr(memory, "_kept_anyway", -math.inf)
     memory.give_back_freed()
-    memory.give_back_freed(sparingly=True)
-    assert asked == [0]
+    assert library.asked == 1
     memory.give_back_freed()
-    assert asked == [0, 0]
-    monkeypatch.setattr(memory, "_RESPITE", 0.0)
-    memory.give_back_freed(sparingly=True)
-    assert asked == [0, 0, 0]
+    assert library.asked == 1
+    library.held += memory.TOLERATED
+    memory.give_back_freed()
+    assert library.asked == 2
+    memory.give_back_freed(at_least=0)
+    assert library.asked == 3
+
+
+def test_a_library_that_cannot_tell_is_asked_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = _Library(0)
+    monkeypatch.setattr(memory, "_library", lambda: library)
+    memory.give_back_freed()
+    memory.give_back_freed()
+    assert library.asked == 2
+
+
+@pytest.mark.skipif(memory._library() is None, reason="asks glibc")
+def test_what_was_freed_between_what_is_kept_is_returned() -> None:
+    nbytes = 2**16  # too small to be mapped apart
+    memory.give_back_freed(at_least=0)
+    every = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(8 * memory.TOLERATED // nbytes)]
+    kept = every[::64]
+    del every
+    before = psutil.Process().memory_info().rss
+    memory.give_back_freed()
+    assert before - psutil.Process().memory_info().rss > 4 * memory.TOLERATED
+    assert all(bool((one == 1).all()) for one in kept)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are counted in /proc")

@@ -5,34 +5,64 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
 import sys
-import time
+from pathlib import Path
+from typing import ClassVar
 
-__all__ = ["give_back_freed", "let_go_of_pages"]
+__all__ = ["TOLERATED", "give_back_freed", "let_go_of_pages"]
+
+TOLERATED = 2**26
+"""Bytes that may stay freed and held: less than the libraries themselves take. To return what is
+wanted again a moment later costs up to an eighth of a run's time, for pages are made anew."""
 
 
-_RESPITE = 0.1
-"""Seconds between two returns, where they may be left out: some milliseconds each, and more when
-the memory is asked for again."""
-_returned = 0.0
+_kept_anyway = -math.inf
+"""Bytes that this process had beside what was in use when memory was last returned."""
 
 
-def give_back_freed(*, sparingly: bool = False) -> None:
+def give_back_freed(*, at_least: int = TOLERATED) -> None:
     """Return freed memory to the operating system, where the C library can be asked to.
 
     Activations that live long and temporaries that do not lie side by side in the heap. glibc
     only shrinks it from its end, so that without this a run holds on to far more than it uses.
 
     Args:
-        sparingly: not if it was done a moment ago: what small modules leave is soon wanted again.
+        at_least: bytes freed since the last time, below which it is not worth the time.
     """
-    global _returned  # noqa: PLW0603 - the heap belongs to the process too
+    global _kept_anyway  # noqa: PLW0603 - the heap belongs to the process too
     library = _library()
-    if library is None or (sparingly and time.monotonic() - _returned < _RESPITE):
+    if library is None or (_unused(library) - _kept_anyway < at_least):
         return
     library.malloc_trim(0)
-    _returned = time.monotonic()
+    _kept_anyway = _unused(library)
+
+
+class _Heap(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _unused(library: ctypes.CDLL) -> float:
+    """Bytes of private memory that the C library has not given to anyone.
+
+    What is freed and held, and what others asked the system for: stacks, Python's small objects.
+    """
+    look = getattr(library, "mallinfo2", None)
+    if look is None:  # glibc before 2.33: no telling, so it is returned each time
+        return math.nan
+    look.restype = _Heap
+    heap = look()
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - shared) * mmap.PAGESIZE - int(heap.uordblks) - int(heap.hblkhd)
 
 
 def let_go_of_pages(address: int, nbytes: int) -> None:

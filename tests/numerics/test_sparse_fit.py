@@ -52,7 +52,7 @@ def test_the_values_are_those_of_least_squares(group: NofM | None) -> None:
     expected = loss_of(expected_RC, weight_RC, hessian_CC)
     assert float(found.loss_R.sum()) == pytest.approx(expected, rel=1e-3)
     few = sparse_fit(weight_RC, hessian_CC, sparsity)
-    assert float(few.loss_R.sum()) < 1.07 * expected
+    assert float(few.loss_R.sum()) < 1.1 * expected
 
 
 def test_no_step_raises_the_loss() -> None:

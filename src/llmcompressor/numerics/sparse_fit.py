@@ -47,7 +47,7 @@ _LAST_PENALTY = 0.8
 _FEWEST_ROUNDS = 2
 """With these the first penalty is the last. The more rounds there are, the lower it may begin."""
 _ROUNDS_PER_FACTOR = 2
-_REFIT_STEPS = 4
+_REFIT_STEPS = 3
 _TINY = 1e-30
 
 

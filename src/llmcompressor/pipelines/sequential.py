@@ -359,7 +359,7 @@ class _Stepper:
         modules = self._calibrated(stop, unit) if unit.runs_twice else unit.modules
         if self.run.keeps_originals:
             self._keep_originals(unit)
-        give_back_freed(sparingly=True)
+        give_back_freed()
         if not unit.is_gate:
             LifecycleCallbacks.sequential_epoch_end(modules)
         elif self.run.residency is not None and self.run.residency.is_finished(unit.stop):

@@ -409,7 +409,7 @@ class OneShotPruningModifier(Modifier):
     ) -> None:
         written = matrix_of(module)
         self._records[self._layers.names[module]] = SparsityRecord(
-            sparsity=1 - int(written.count_nonzero()) / max(written.numel(), 1),
+            sparsity=1 - int(written.ne(0).sum()) / max(written.numel(), 1),
             structure="unstructured" if self._group is None else self.mask_structure,
             tokens=tokens,
             loss=loss,

@@ -54,7 +54,7 @@ def effort_of(
     square, streams = columns**2, 2 if twin else 1
     cube, products = square * columns, elements * columns
     if refinements:
-        solve = -(-refinements // 2) * cube // 3 + (refinements + 6) * products
+        solve = -(-refinements // 2) * cube // 3 + (refinements + 5) * products
     else:
         solve = cube * 5 // 6 + products // 2
     if twin:
