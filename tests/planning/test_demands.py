@@ -10,10 +10,17 @@ from typing import Any
 import published_models as published
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStatus,
+)
 from torch.nn import Linear, Module
 
 from llmcompressor.checkpoint.compress import compress, quantized_module
+from llmcompressor.modifiers.awq.base import AWQModifier
+from llmcompressor.modifiers.awq.base import _Moments as Moments
+from llmcompressor.modifiers.awq.effort import effort_of as awq_effort
 from llmcompressor.modifiers.gptq.effort import effort_of
 from llmcompressor.modifiers.gptq.solve import Options, Problem, solve
 from llmcompressor.modifiers.modifier import Effort, Granularity
@@ -104,6 +111,27 @@ def test_the_workspace_of_sparsegpt_is_that_of_its_solver(rows: int, group: NofM
         sparse_fit(weight_RC, hessian_CC, Sparsity((Share(rows, 0.5),), group))
     planned = sparse_effort([(rows, columns)], twin=False, refinements=4, grouped=bool(group))
     assert planned.workspace == pytest.approx(counter.peak, rel=0.15)
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize(("rows", "columns"), [(256, 512), (1024, 512), (512, 1024)])
+@pytest.mark.parametrize("group", [32, 128])
+def test_the_workspace_of_clipping_is_that_of_its_solver(
+    rows: int, columns: int, group: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = Linear(columns, rows, bias=False, dtype=torch.bfloat16)
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=group, symmetric=False)
+    vars(linear)["quantization_scheme"] = QuantizationScheme(targets=["Linear"], weights=args)
+    inputs_TC = torch.randn(1024, columns, generator=generator)
+    modifier, tally = AWQModifier(), Moments(columns, torch.device("cpu"), "")
+    tally.update(inputs_TC)
+    scale_C = torch.rand(columns, generator=generator) + 0.5
+    assert tally.gram.shape == (columns, columns)  # made whole before memory is counted
+    with torch.no_grad(), counted_memory() as counter:
+        modifier._clip([linear], tally, scale_C)
+    planned = awq_effort([], points=20, clipped=[linear.weight], group=group)
+    assert planned.workspace == pytest.approx(counter.peak, rel=0.2)
 
 
 @pytest.mark.parametrize("is_written", [True, False])

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from compressed_tensors.quantization import QuantizationStatus
 from safetensors import safe_open
 from torch import Tensor
@@ -27,8 +28,11 @@ from llmcompressor.checkpoint.scratch_blocks import ScratchBlocks
 from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_freed
+from llmcompressor.threads import one_thread
 
 __all__ = ["BlockStream"]
+
+_CPU = torch.device("cpu")
 
 Report = Callable[[Sequence[str]], Mapping[str, Any]]
 
@@ -122,7 +126,8 @@ class BlockStream:
         if self.stage > 0:
             self._put_scratch(self.stage - 1, block)
             return
-        self._weights.load(block)
+        with one_thread(_CPU):
+            self._weights.load(block)
         self._inside.append(block)
         self._read_ahead()
 
@@ -137,7 +142,8 @@ class BlockStream:
     def leave(self, block: str) -> None:
         """Write a block, unless that was done by an earlier run, and let go of it."""
         if (self.stage, block) not in self._done:
-            self._keep(block)
+            with one_thread(_CPU):  # what is large is done in pieces, the small is many
+                self._keep(block)
         self._weights.release(block)
         give_back_freed()
         if block in self._inside:

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from llmcompressor.numerics.finite import is_finite
+from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["first_nonfinite", "is_finite"]
 
@@ -26,8 +28,20 @@ def first_nonfinite(
         The parameter's full name, or ``None`` if all are finite.
     """
     names = [name for name, _ in model.named_modules()] if module_names is None else module_names
-    for name in names:
-        for own, parameter in model.get_submodule(name).named_parameters(recurse=False):
-            if not is_finite(parameter):
-                return f"{name}.{own}" if name else own
-    return None
+    every = [
+        (f"{name}.{own}" if name else own, parameter)
+        for name in names
+        for own, parameter in model.get_submodule(name).named_parameters(recurse=False)
+    ]
+    bad: set[str] = set()
+
+    def look(pair: tuple[str, Tensor]) -> None:
+        if not is_finite(pair[1]):
+            bad.add(pair[0])
+
+    # side by side: threads that share one would wait for the one that reads ahead
+    each_on_one_thread(look, [pair for pair in every if pair[1].device.type == "cpu"])
+    for pair in every:
+        if pair[1].device.type not in ("cpu", "meta"):
+            look(pair)
+    return next((name for name, _ in every if name in bad), None)

@@ -62,6 +62,7 @@ from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.experts import experts_report
 from llmcompressor.pipelines.mixtures import dense_mixtures, meant_mixtures, warn_unread
 from llmcompressor.pipelines.passes import BY_BLOCK, passes_of, run_passes
+from llmcompressor.threads import short_waits
 
 __all__ = ["run_blueprint", "run_streamed", "streamable"]
 
@@ -256,16 +257,17 @@ class _Run:
 
         state.keeper = stream
         try:
-            run_passes(
-                passes,
-                self.blueprint.model,
-                self.batches,
-                self.job.dataset_args,
-                pipeline=self.job.pipeline(),
-                begin=begin,
-            )
-            self.session.finalize()
-            stream.complete()
+            with short_waits():
+                run_passes(
+                    passes,
+                    self.blueprint.model,
+                    self.batches,
+                    self.job.dataset_args,
+                    pipeline=self.job.pipeline(),
+                    begin=begin,
+                )
+                self.session.finalize()
+                stream.complete()
         finally:
             state.keeper = None
 

@@ -38,6 +38,8 @@ from llmcompressor.numerics.quadratic import QuadraticForm
 from llmcompressor.threads import each_span
 
 __all__ = [
+    "CLIPPED_ROWS",
+    "CLIP_ATTEMPTS",
     "Bounds",
     "Candidate",
     "Duo",
@@ -67,11 +69,13 @@ _FLOOR = 1e-4
 _TINY = 1e-6
 _FRACTIONS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
 _STEPS = (0.9, 0.95, 1.05, 1.1)
+CLIP_ATTEMPTS = (1 + len(_FRACTIONS), 1 + 2 * len(_STEPS))
+"""Pairs of ends that each sweep of :func:`clip_bounds` tries for a group."""
 _AT_ONCE = 2**18
 """Elements of the weights of several candidates that are rounded at once: they fit a core's cache,
 and few rows gain by it."""
 _JUDGED_ROWS = 256
-_CLIPPED_ROWS = 128
+CLIPPED_ROWS = 128
 """Rows that one thread works on, so that all attempts at a group of them fit its cache."""
 
 
@@ -260,7 +264,12 @@ class Bounds(NamedTuple):
 
 
 def clip_bounds(
-    weight_RC: Tensor, gram_CC: Tensor, round_: RoundWithin, group: int, *, sweeps: int = 2
+    weight_RC: Tensor,
+    gram_CC: Tensor,
+    round_: RoundWithin,
+    group: int,
+    *,
+    sweeps: int = len(CLIP_ATTEMPTS),
 ) -> Bounds:
     """The ends of each group with the least output error, group by group.
 
@@ -284,7 +293,7 @@ def clip_bounds(
         part = _clip_rows(weight_RC[span], gram_CC, round_, group, sweeps)
         found.low_RN[span], found.high_RN[span] = part.low_RN, part.high_RN
 
-    each_span(clip, rows, weight_RC.device, width=_CLIPPED_ROWS)
+    each_span(clip, rows, weight_RC.device, width=CLIPPED_ROWS)
     return found
 
 

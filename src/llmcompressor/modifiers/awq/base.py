@@ -167,9 +167,15 @@ class AWQModifier(SmoothingMixin):
         return [module for module in self._names if _clip_args(module)] if self.clip else []
 
     def effort(self, modules: Sequence[Module]) -> Effort:
-        """Second moments, and one product per candidate and Linear."""
-        weights = [weight_of(module) for module in modules]
-        return effort_of(weights, points=self.n_grid)
+        """Second moments; a product per candidate and Linear; the attempts at its groups."""
+        quantized = {each for one in self.wanted_sets() for each in one.balance.values()}
+        clipped = [module for module in modules if self.clip and _clip_args(module)]
+        return effort_of(
+            [weight_of(module) for module in modules if module in quantized],
+            points=self.n_grid,
+            clipped=[weight_of(module) for module in clipped],
+            group=_group_of(clipped[0]) if clipped else 0,
+        )
 
     # ------------------------------------------------------------------ while
 

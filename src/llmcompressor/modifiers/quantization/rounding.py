@@ -26,7 +26,7 @@ from llmcompressor.numerics.finite import is_finite
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.parameters import WeightParameters, weighs_inputs, weight_of
 from llmcompressor.quantization.trainable import TrainableMixin
-from llmcompressor.threads import each_on_one_thread
+from llmcompressor.threads import each_on_one_thread, one_thread
 
 __all__ = ["QuantizationModifier"]
 
@@ -82,8 +82,9 @@ class QuantizationModifier(TrainableMixin):
         else:
             for pair in pairs:
                 find(pair)
-        for module in modules:
-            self.keep(module, found[module])
+        with one_thread(torch.device("cpu")):  # looks at many small tensors
+            for module in modules:
+                self.keep(module, found[module])
         for leader in leaders:
             self._squares.pop(leader, None)
 
