@@ -76,12 +76,12 @@ def test_a_library_that_cannot_tell_is_asked_each_time(monkeypatch: pytest.Monke
 def test_what_was_freed_between_what_is_kept_is_returned() -> None:
     nbytes = 2**16  # too small to be mapped apart
     memory.give_back_freed(at_least=0)
-    every = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(8 * memory.TOLERATED // nbytes)]
+    every = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(2 * memory.TOLERATED // nbytes)]
     kept = every[::64]
     del every
     before = psutil.Process().memory_info().rss
     memory.give_back_freed()
-    assert before - psutil.Process().memory_info().rss > 4 * memory.TOLERATED
+    assert before - psutil.Process().memory_info().rss > 1.5 * memory.TOLERATED
     assert all(bool((one == 1).all()) for one in kept)
 
 

@@ -179,6 +179,9 @@ def test_what_stands_by_ends_with_the_body() -> None:
 
     with short_waits():
         assert standing() == 1
+        with short_waits():
+            assert standing() == 1
+        assert standing() == 1
     assert standing() == 0
     torch.set_num_threads(1)
     with short_waits():

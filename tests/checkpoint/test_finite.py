@@ -15,6 +15,8 @@ def test_one_bad_element_is_found(bad: float, dtype: torch.dtype) -> None:
     model[1].weight.data[3, 5] = bad
     assert first_nonfinite(model) == "1.weight"
     assert first_nonfinite(model, ["0"]) is None
+    model[0].bias.data[0] = bad
+    assert first_nonfinite(model) == "0.bias"
 
 
 def test_sums_that_overflow_are_no_infinities() -> None:

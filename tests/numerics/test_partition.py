@@ -12,6 +12,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_q
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from llmcompressor.errors import InputError
+from llmcompressor.numerics import extremes
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import (
     Partition,
@@ -86,6 +87,23 @@ def test_magnitudes_are_the_greater_of_the_extremes(partition, dtype):
     assert torch.equal(partition.magnitudes(matrix), torch.maximum(-low, high))
     matrix[1, 3, 2] = torch.nan
     assert partition.magnitudes(matrix).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "partition", [Partition(1, 16), Partition(1, 64), Partition(8, 8)], ids=str
+)
+@pytest.mark.parametrize("at_once", [1, 200, 2**20])
+def test_a_matrix_may_be_looked_at_by_parts(monkeypatch, partition, dtype, at_once):
+    matrix = torch.randn(48, 128).to(dtype)
+    matrix[5, 7], matrix[9, 3] = -torch.inf, 0.0
+    monkeypatch.setattr(extremes, "_AT_ONCE", at_once)
+    cells = partition.cells(matrix.float())
+    low, high = partition.extremes(matrix)
+    shape = partition.shape(48, 128)
+    assert torch.equal(low.float(), cells.amin(-1).reshape(shape))
+    assert torch.equal(high.float(), cells.amax(-1).reshape(shape))
+    assert torch.equal(partition.magnitudes(matrix).float(), cells.abs().amax(-1).reshape(shape))
 
 
 @pytest.mark.parametrize("bits", [0x7FC0, 0x7F81, -0x40, -0x7F], ids=hex)

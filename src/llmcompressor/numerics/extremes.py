@@ -6,10 +6,13 @@ floats: those must be watched for NaN. Bits of floats, read as integers, rise wi
 its sign bit is 0, and NaN lies beyond infinity. So integers are compared here.
 
 Everything is given split into cells ``[..., Y, h, X, w]``, h rows and w columns each, and results
-are ``[..., Y, X]``.
+are ``[..., Y, X]``. A large matrix is looked at by parts: what is computed on the way stays in a
+core's cache, which takes a third of the time of memory that was never used before.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,6 +24,10 @@ __all__ = ["extremes_of_cells", "magnitudes_of_cells"]
 _DIMS = (-3, -1)
 _SIGN = -(2**15)
 """The sign bit of 16-bit floats."""
+_AT_ONCE = 2**19
+"""Elements of a part."""
+_NARROW = 32
+_WITHOUT_SIGNS = 0x7FFF7FFF
 
 
 def extremes_of_cells(split: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,6 +39,12 @@ def extremes_of_cells(split: Tensor) -> tuple[Tensor, Tensor]:
     """
     if split.device.type != "cpu" or split.dtype not in (torch.bfloat16, torch.float16):
         return split.amin(_DIMS), split.amax(_DIMS)
+    found = [_extremes_of_part(part) for part in _parts(split)]
+    least, greatest = (torch.cat(every, dim=-2) for every in zip(*found, strict=True))
+    return least, greatest
+
+
+def _extremes_of_part(split: Tensor) -> tuple[Tensor, Tensor]:
     bits = split.view(torch.int16)
     greatest = bits.amax(_DIMS).view(split.dtype)
     least = ((bits ^ _SIGN).amax(_DIMS) ^ _SIGN).view(split.dtype)
@@ -52,4 +65,34 @@ def magnitudes_of_cells(split: Tensor) -> Tensor:
     if split.device.type != "cpu":
         return split.abs().amax(_DIMS)
     integer = float_layout(split.dtype).integer
-    return split.abs().view(integer).amax(_DIMS).view(split.dtype)
+    find = _magnitudes_by_pairs if _has_narrow_pairs(split) else _magnitudes_of_part
+    found = [find(part, integer) for part in _parts(split)]
+    return torch.cat(found, dim=-2).view(split.dtype)
+
+
+def _magnitudes_of_part(split: Tensor, integer: torch.dtype) -> Tensor:
+    return split.abs().view(integer).amax(_DIMS)
+
+
+def _has_narrow_pairs(split: Tensor) -> bool:
+    """Whether cells are so narrow that it pays to look at two 16-bit floats at once."""
+    return (
+        split.element_size() == 2
+        and split.shape[-1] % 2 == 0
+        and split.shape[-1] <= _NARROW
+        and split.is_contiguous()
+        and split.storage_offset() % 2 == 0
+    )
+
+
+def _magnitudes_by_pairs(split: Tensor, integer: torch.dtype) -> Tensor:
+    """Of words of two, the greater magnitude is brought to the upper half; the rest is noise."""
+    words = split.view(torch.int32) & _WITHOUT_SIGNS
+    words = torch.maximum(words, words << 16, out=words)
+    return (words.amax(_DIMS) >> 16).to(integer)
+
+
+def _parts(split: Tensor) -> Iterator[Tensor]:
+    """Rows of cells, some at a time."""
+    elements = max(split.numel() // split.shape[-4], 1)
+    yield from torch.split(split, max(_AT_ONCE // elements, 1), dim=-4)

@@ -94,8 +94,7 @@ def scales_from_range(
         scale = global_scale * scale
     stored_dtype = torch.float8_e4m3fn if scale_format is ScaleFormat.E4M3 else scale_dtype
     scale = _rounded_to(scale, stored_dtype).to(scale.dtype) if stored_dtype else scale
-    scale = torch.where(scale == 0, _substitute(stored_dtype or scale.dtype), scale)
-    return scale, zero
+    return scale.masked_fill(scale == 0, _substitute(stored_dtype or scale.dtype)), zero
 
 
 def global_scale_from_amax(amax: Tensor) -> Tensor:

@@ -423,4 +423,4 @@ def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``scale`` in ``dtype``; what would vanish becomes the smallest number instead."""
     info = torch.finfo(dtype)
     stored = scale.to(dtype)
-    return torch.where(stored == 0, info.smallest_normal * info.eps, stored)
+    return stored.masked_fill(stored == 0, info.smallest_normal * info.eps)
