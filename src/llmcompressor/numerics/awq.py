@@ -75,8 +75,9 @@ _AT_ONCE = 2**18
 """Elements of the weights of several candidates that are rounded at once: they fit a core's cache,
 and few rows gain by it."""
 _JUDGED_ROWS = 256
-CLIPPED_ROWS = 128
-"""Rows that one thread works on, so that all attempts at a group of them fit its cache."""
+CLIPPED_ROWS = 256
+"""Rows that one thread works on: enough that beginning an operation costs little beside it, and few
+enough that all attempts at a group of them nearly fit its cache."""
 
 
 class Candidate(NamedTuple):
