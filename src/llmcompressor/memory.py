@@ -19,7 +19,7 @@ wanted again a moment later costs up to an eighth of a run's time, for pages are
 
 
 _kept_anyway = -math.inf
-"""Bytes that this process had beside what was in use when memory was last returned."""
+"""The least that this process had beside what was in use since memory was last returned."""
 
 
 def give_back_freed(*, at_least: int = TOLERATED) -> None:
@@ -29,11 +29,16 @@ def give_back_freed(*, at_least: int = TOLERATED) -> None:
     only shrinks it from its end, so that without this a run holds on to far more than it uses.
 
     Args:
-        at_least: bytes freed since the last time, below which it is not worth the time.
+        at_least: bytes freed since the last time, below which it is not worth the time; 0 in any
+            case.
     """
     global _kept_anyway  # noqa: PLW0603 - the heap belongs to the process too
     library = _library()
-    if library is None or (_unused(library) - _kept_anyway < at_least):
+    if library is None:
+        return
+    unused = _unused(library)
+    if at_least > 0 and unused - _kept_anyway < at_least:
+        _kept_anyway = min(_kept_anyway, unused)
         return
     library.malloc_trim(0)
     _kept_anyway = _unused(library)

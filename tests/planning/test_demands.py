@@ -18,6 +18,7 @@ from compressed_tensors.quantization import (
 from torch.nn import Linear, Module
 
 from llmcompressor.checkpoint.compress import compress, quantized_module
+from llmcompressor.memory import TOLERATED
 from llmcompressor.modifiers.awq.base import AWQModifier
 from llmcompressor.modifiers.awq.base import _Moments as Moments
 from llmcompressor.modifiers.awq.effort import effort_of as awq_effort
@@ -247,7 +248,7 @@ def data_free(own: Footprint, blocks: int) -> dict[str, Phase]:
 def test_a_streamed_run_holds_two_blocks_however_many_there_are() -> None:
     few, many = data_free(footprint(), 4), data_free(footprint(), 40)
 
-    assert few["load"].host == (1000 + 200 + 400 + 400) * MIB
+    assert few["load"].host == (1000 + 200 + 400 + 400) * MIB + TOLERATED
     assert few["save"].host == few["load"].host + 2 * 100 * MIB
     assert many["save"].host == few["save"].host
     assert few["save"].disk == 501 * MIB
@@ -262,7 +263,7 @@ def test_a_model_in_memory_grows_with_its_blocks() -> None:
     assert present["load"].host == 1000 * MIB
 
 
-@pytest.mark.parametrize(("packing", "kept"), [(10, 10), (500, 64)])
+@pytest.mark.parametrize(("packing", "kept"), [(10, 10), (500, TOLERATED // MIB)])
 def test_of_what_came_and_went_a_part_is_kept(packing: int, kept: int) -> None:
     loads = [load("b", 400 * MIB, packing=packing * MIB), load(REST, 200 * MIB)]
     one = PassPlan(["Rounding"], "datafree")
@@ -276,7 +277,7 @@ def test_of_what_came_and_went_a_part_is_kept(packing: int, kept: int) -> None:
 
 def test_without_reading_ahead_there_is_one_block() -> None:
     phases = data_free(footprint(reads_ahead=False), 4)
-    assert phases["load"].host == (1000 + 200 + 400) * MIB
+    assert phases["load"].host == (1000 + 200 + 400) * MIB + TOLERATED
 
 
 def test_on_a_device_the_host_holds_what_is_read_and_written() -> None:

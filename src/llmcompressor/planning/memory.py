@@ -14,7 +14,7 @@ statistics              from the first token of a unit until it is solved
 copies of a unit        from there on, where the original model runs too
 a solver's workspace    while a unit is solved
 packed tensors          of a block while it is packed, and of the one before while it is written
-freed memory            so much as the C library keeps for itself of what came and went
+freed memory            so much of what came and went as is not returned to the system
 ======================  ==========================================================================
 
 Where the model is in memory as a whole, all blocks are held always, and what is packed is held
@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from llmcompressor.memory import TOLERATED
 from llmcompressor.planning.result import PassPlan, Phase
 from llmcompressor.planning.subject import REST, Part
 from llmcompressor.planning.workload import BlockWork
@@ -37,8 +38,8 @@ _WIDE_INPUTS = 4
 product, and what comes next."""
 _COUNTED = 6
 """Bytes per token and column while second moments are added up."""
-_KEPT = 64 * 2**20
-"""What glibc keeps at most of freed memory: twice the largest chunk that it takes from its heap."""
+_AHEAD = 1
+"""Blocks that are read while one is worked on."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,9 @@ def estimate_phases(
         spilled += footprint.output + scratch
         disk = {"load": footprint.output, "calibrate": spilled, "solve": spilled, "save": spilled}
     disk["save"] += footprint.others
+    gone = _gone([one.part.loaded for one in loads[:-1]]) if footprint.is_streamed else 0
     return [
-        Phase(name, *_placed(footprint, peak), disk[name], seconds.get(name, 0.0))
+        Phase(name, *_placed(footprint, peak, gone), disk[name], seconds.get(name, 0.0))
         for name, peak in peaks.items()
     ]
 
@@ -142,11 +144,16 @@ def _most(moments: Sequence[_Moment | None]) -> _Moment:
     return max((one for one in moments if one is not None), key=lambda one: one.model + one.host)
 
 
-def _placed(footprint: Footprint, moment: _Moment) -> tuple[int, int]:
+def _gone(blocks: Sequence[int]) -> int:
+    """Bytes of the blocks that were let go of when the last one is worked on."""
+    return sum(blocks[: -1 - _AHEAD])
+
+
+def _placed(footprint: Footprint, moment: _Moment, gone: int) -> tuple[int, int]:
     """Bytes of the host and of the device."""
     if footprint.on_device:
         return footprint.base + moment.host, moment.model
-    kept = min(_KEPT, moment.passing)
+    kept = min(TOLERATED, moment.passing + gone)
     return footprint.base + kept + moment.host + moment.model, 0
 
 
