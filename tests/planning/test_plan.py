@@ -229,6 +229,15 @@ def test_data_that_can_be_read_once_is_left_alone(llama_folder: Path) -> None:
 # ---------------------------------------------------------------------- the passes
 
 
+def test_clipping_is_counted(pico: Path) -> None:
+    def operations(clip: bool) -> int:
+        rounding = {"targets": "Linear", "scheme": "W4A16_ASYM", "ignore": ["lm_head"]}
+        recipe = {"modifiers": {"AWQModifier": {"clip": clip}, "QuantizationModifier": rounding}}
+        return plan(pico, recipe=recipe, dataset=["a few words"] * 8).operations.solve
+
+    assert operations(clip=True) > 1.2 * operations(clip=False) > 0
+
+
 def test_granularity_and_residency(llama_folder: Path) -> None:
     found = quick(llama_folder, GPTQ, rows())
     (one,) = found.passes

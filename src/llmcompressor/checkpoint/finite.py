@@ -42,6 +42,6 @@ def first_nonfinite(
     # side by side: threads that share one would wait for the one that reads ahead
     each_on_one_thread(look, [pair for pair in every if pair[1].device.type == "cpu"])
     for pair in every:
-        if pair[1].device.type not in ("cpu", "meta"):
+        if pair[1].device.type != "cpu":
             look(pair)
     return next((name for name, _ in every if name in bad), None)

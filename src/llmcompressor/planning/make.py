@@ -129,9 +129,8 @@ class _Maker:
             schemes={one.name: words[id(one.scheme)] for one in everything},
             tokens=request.tokens,
         )
-        give_back_freed(
-            at_least=0
-        )  # the run holds what is held now: the model's structure, its output's
+        # the run holds what is held now: the model's structure, its output's
+        give_back_freed(at_least=0)
         self._base = psutil.Process().memory_info().rss
         self._note_stacks(rows)
         if subject.is_hollow:
