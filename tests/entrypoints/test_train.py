@@ -116,6 +116,14 @@ def test_a_model_object_is_trained_in_place_and_saves_itself(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [tmp_path / "saved"], "without output_dir nothing is written"
 
 
+def test_mixed_precision_ends_with_the_training(tmp_path: Path) -> None:
+    """What is returned computes as what was written does: in float32, without autocast."""
+    output = tmp_path / "out"
+    model = train(small.llama(), QUANTIZE, **arguments(output, bf16=True))
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(output)
+    torch.testing.assert_close(small.logits(reloaded), small.logits(model), rtol=0, atol=1e-5)
+
+
 def test_a_modifier_of_a_users_sees_the_model_the_device_and_the_optimizer() -> None:
     model = small.llama()
     with create_session() as session:

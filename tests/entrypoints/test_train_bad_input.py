@@ -35,6 +35,16 @@ CASES: dict[str, Case] = {
         RecipeError,
         ("MagnitudePruningModifier", "end (1)", "start (2)"),
     ),
+    "ends where it starts": (
+        {"recipe": QUANTIZE.replace("end: 2", "end: 0")},
+        RecipeError,
+        ("QuantizationModifier", "ends where it starts", "later end"),
+    ),
+    "a teacher for no time": (
+        {"recipe": DISTILL.format("start: 2, end: 2")},
+        RecipeError,
+        ("OutputDistillationModifier", "ends where it starts, at 2"),
+    ),
     "never updates": (
         {"recipe": PRUNE.format("targets: [Linear], start: 0, end: 2, update: 0")},
         RecipeError,
@@ -118,6 +128,21 @@ CASES: dict[str, Case] = {
         {"dataset": [{"input_ids": [3, 4, 999]}]},
         DatasetError,
         ("999",),
+    ),
+    "labels of another length": (
+        {"dataset": [{"input_ids": [3, 4, 5], "labels": [4, 5]}]},
+        DatasetError,
+        ("3 input_ids, but 2 in labels",),
+    ),
+    "labels beyond the vocabulary": (
+        {"dataset": [{"input_ids": [3, 4, 5], "labels": [-100, 4, 999]}]},
+        DatasetError,
+        ("999 in its labels",),
+    ),
+    "labels that the loss does not leave out": (
+        {"dataset": [{"input_ids": [3, 4, 5], "labels": [-1, 4, 5]}]},
+        DatasetError,
+        ("-1 in its labels",),
     ),
     "nothing to evaluate on": (
         {"eval_strategy": "steps", "splits": "train"},

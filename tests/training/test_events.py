@@ -16,6 +16,7 @@ from llmcompressor.core import EventType, active_session
 from llmcompressor.errors import ArgumentError, InputError, LifecycleError, RecipeError
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.training import SessionManagerMixIn, Trainer
 
 BY_NAME = "modifiers: {EventRecorder: {}}"
@@ -155,6 +156,20 @@ def test_a_schedule_beyond_the_training_is_told(tmp_path, warned):
     record(tmp_path, tiny.Rows(4), [Window(start=1), Window(start=0, end=3)])
     assert "Window never starts: its start is 1 and the training has 1 epochs" in warned[0]
     assert "Window does not come to its end at 3" in warned[1]
+
+
+@pytest.mark.parametrize(("observing", "told"), [(2, False), (3, True)])
+def test_a_training_in_which_nothing_is_rounded_is_told(tmp_path, warned, observing, told):
+    """Of three steps from step 1 on, the first ones are for observing static ranges."""
+    quantize = QuantizationModifier(
+        targets="Linear",
+        ignore=["lm_head"],
+        scheme="FP8",  # static ranges of the inputs
+        start=1 / 4,
+        num_calibration_steps=observing,
+    )
+    record(tmp_path, tiny.Rows(8), [quantize], num_train_epochs=1)
+    assert any("only observes, to step 4" in line for line in warned) is told
 
 
 # ---- parameters of modifiers

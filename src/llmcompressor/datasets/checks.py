@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from llmcompressor.datasets.samples import token_list
+from llmcompressor.datasets.samples import IGNORED_LABEL, token_list
 from llmcompressor.errors import DatasetError
 
 __all__ = ["CheckedLoader", "check_token_ids"]
 
-_TOKENS = ("input_ids", "decoder_input_ids")
+_TOKENS = ("input_ids", "decoder_input_ids", "labels")
 
 
 def check_token_ids(sample: Mapping[str, Any], vocab_size: int | None, where: str) -> None:
     """Raise an error that names the first token id outside ``[0, vocab_size)``.
 
     Args:
-        sample: ``input_ids`` and ``decoder_input_ids`` are read, if they are there.
+        sample: ``input_ids``, ``decoder_input_ids`` and ``labels`` are read, if they are there.
+            A label may also be one that the loss leaves out.
         vocab_size: rows of the model's embedding; ``None`` if that is not known.
         where: which sample this is.
 
@@ -32,11 +33,13 @@ def check_token_ids(sample: Mapping[str, Any], vocab_size: int | None, where: st
         return
     for name in _TOKENS:
         ids = token_list(sample[name]) if name in sample else None
+        if ids and name == "labels":
+            ids = [token for token in ids if token != IGNORED_LABEL]
         if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
             continue
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise DatasetError(
-            f"{where} holds the token id {wrong}, and the model's vocabulary ends at "
+            f"{where} holds the token id {wrong} in its {name}, and the model's vocabulary ends at "
             f"{vocab_size - 1}.",
             "Tokenize with the model's own tokenizer.",
         )

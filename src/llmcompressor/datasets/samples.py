@@ -131,7 +131,7 @@ def from_tokenized(
             )
         elif (tensor := _as_tensor(value)) is not None and tensor.ndim:
             sample[name] = tensor if batched else tensor.unsqueeze(0)
-    return _with_mask(sample, where)
+    return _with_mask(sample, where, decodes="decoder_input_ids" in model_input_names)
 
 
 def _is_input(name: str, model_input_names: Collection[str]) -> bool:
@@ -153,11 +153,14 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
         return None
 
 
-def _with_mask(sample: Sample, where: str) -> Sample:
+def _with_mask(sample: Sample, where: str, *, decodes: bool) -> Sample:
     ids = sample.get("input_ids")
     if ids is None:
         return sample
-    for name in ("attention_mask", "loss_mask"):
+    by_token = ["attention_mask", "loss_mask"]
+    if not decodes and isinstance(sample.get("labels"), list):
+        by_token.append("labels")  # else they belong to the decoder's tokens
+    for name in by_token:
         if name in sample and len(sample[name]) != len(ids):
             raise DatasetError(
                 f"{where} has {len(ids)} input_ids, but {len(sample[name])} in {name}.",
@@ -188,7 +191,7 @@ def from_processor(
     if speech and not keep_labels:
         sample.setdefault("decoder_input_ids", sample["labels"])
         del sample["labels"]
-    return _with_mask(sample, where)
+    return _with_mask(sample, where, decodes="decoder_input_ids" in model_input_names)
 
 
 def _batch_of_one(value: Any) -> Any:

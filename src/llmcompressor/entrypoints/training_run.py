@@ -89,6 +89,8 @@ class _Run:
                 figures = self._train(trainer, opened)
                 stack.close()  # the bar
                 self._finish(trainer, opened, figures)
+                # What is returned computes in its own dtype, not in that of the training.
+                trainer.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         finally:
             if use_cache is not None:
                 self.model.config.use_cache = use_cache  # the trainer turns it off

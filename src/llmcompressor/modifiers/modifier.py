@@ -140,6 +140,7 @@ class Modifier(HooksMixin):
     needs_later: ClassVar[frozenset[str]] = frozenset()
     rewrites_inputs: ClassVar[bool] = False
     joins: ClassVar[frozenset[str]] = frozenset()
+    needs_time: ClassVar[bool] = False
 
     index: int | None = None
     group: str | None = None
@@ -208,6 +209,11 @@ class Modifier(HooksMixin):
     def accepts_unreached(self, name: str) -> bool:
         """Whether it knows what to do with the module ``name``, which no batch reached."""
         return False
+
+    @property
+    def observing_steps(self) -> int:
+        """How many optimizer steps of a training it only observes, from its start on."""
+        return 0
 
     @property
     def runs_to_end(self) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 from torch.nn import Module
@@ -45,6 +45,8 @@ class TrainableMixin(QuantizationMixin):
         learned_scales: learn static scales of weights and activations with the model.
     """
 
+    needs_time: ClassVar[bool] = True
+
     num_calibration_steps: int = Field(default=1, ge=1)
     learned_scales: bool = False
 
@@ -67,6 +69,11 @@ class TrainableMixin(QuantizationMixin):
         super().on_calibration_start(state, event, **kwargs)
 
     # ------------------------------------------------------------------ schedule
+
+    @property
+    def observing_steps(self) -> int:
+        """``num_calibration_steps``, where a scale is static."""
+        return self.num_calibration_steps if self.requires_calibration_data else 0
 
     def should_start(self, event: Event) -> bool:
         """Whether ``event`` lies in ``[start, end)``; without a start, from the first batch on."""

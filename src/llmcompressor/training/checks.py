@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,11 @@ def check_can_train(modifiers: Iterable[Modifier]) -> None:
                 f"update of {type(each).__name__} is {each.update:g}: the distance between two "
                 "updates is above 0.",
                 "Leave it out to update at every step.",
+            )
+        if each.needs_time and each.end is not None and each.end <= (each.start or 0):
+            raise RecipeError(
+                f"{type(each).__name__} ends where it starts, at {each.end:g}: no time to act.",
+                "Give a later end, or leave it out for the end of the training.",
             )
 
 
@@ -104,7 +110,7 @@ def warn_of_other_epochs(saved: Mapping[str, Any], steps_per_epoch: int | None) 
 def warn_of_schedules(
     modifiers: Iterable[Modifier], max_steps: int, steps_per_epoch: int | None
 ) -> None:
-    """Say which modifiers do not start, or do not come to their end, within the training."""
+    """Say which modifiers do not start, act or come to their end within the training."""
     length = max_steps / (steps_per_epoch or 1)
     unit = "steps" if steps_per_epoch is None else "epochs"
     for modifier in modifiers:
@@ -113,6 +119,13 @@ def warn_of_schedules(
             logger.warning(
                 f"{name} never starts: its start is {modifier.start:g} and the training has "
                 f"{length:g} {unit}."
+            )
+            continue
+        acts = math.ceil((modifier.start or 0) * (steps_per_epoch or 1)) + modifier.observing_steps
+        if modifier.observing_steps and acts >= max_steps:
+            logger.warning(
+                f"{name} only observes, to step {acts}, and the training ends at step {max_steps}: "
+                "nothing is trained with what it computes. Lower num_calibration_steps."
             )
         elif modifier.end is not None and modifier.end > length:
             logger.warning(

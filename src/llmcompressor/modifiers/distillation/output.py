@@ -74,6 +74,7 @@ class OutputDistillationModifier(Modifier):
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"train"})
+    needs_time: ClassVar[bool] = True
 
     targets: str | list[Target] | None = None
     projection: str | None = None

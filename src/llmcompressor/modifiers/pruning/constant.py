@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.pruning.base import MaskingModifier
 from llmcompressor.modifiers.pruning.targets import listed
@@ -19,6 +21,8 @@ class ConstantPruningModifier(MaskingModifier):
 
         ConstantPruningModifier(targets="__ALL_PRUNABLE__", start=0)
     """
+
+    needs_time: ClassVar[bool] = True
 
     def is_due(self, index: float) -> bool:
         """Once."""
