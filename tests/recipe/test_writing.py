@@ -5,6 +5,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -233,6 +234,25 @@ def test_values_without_a_spelling_are_left_out_aloud():
         logger.remove(sink)
     assert "dtype: float64" in text
     assert "WritingPlain holds <built-in function len>" in heard[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.float64(0.1), 0.1),
+        (np.float32(3.5), 3.5),
+        (np.int64(3), 3),
+        ([np.int8(-1), {"a": np.float16(0.5)}], [-1, {"a": 0.5}]),
+        ({1: "one", 10: {2: 3}}, {1: "one", 10: {2: 3}}),
+    ],
+    ids=str,
+)
+def test_numbers_of_numpy_and_keys_that_are_numbers_stay_numbers(value, plain):
+    [again] = Recipe.create_instance(
+        Recipe.from_modifiers([WritingPlain(value=value)]).yaml()
+    ).modifiers
+    assert again.value == plain
+    assert repr(again.value) == repr(plain)
 
 
 class _Text(str):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import yaml
@@ -78,17 +79,17 @@ def modifier_fields(modifier: Modifier) -> dict[str, Any]:
     """
     owner = type(modifier).__name__
 
-    def as_text(value: Any) -> str | None:
-        text = _spelled(value)
-        if text is not None:
-            return str(text)
+    def spelled(value: Any) -> Any:
+        plain = _spelled(value)
+        if plain is not None:
+            return plain
         logger.warning(
             f"A field of {owner} holds {value!r:.80}, which no recipe can hold: recipe.yaml is "
             "written without it."
         )
         return None
 
-    dumped = modifier.model_dump(mode="json", fallback=as_text)
+    dumped = modifier.model_dump(mode="json", fallback=spelled)
     fields: dict[str, Any] = _plain(modifier, dumped)
     return {
         name: value
@@ -157,9 +158,9 @@ def _plain(value: Any, dumped: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(dumped, key=repr)
     if isinstance(value, Mapping) and isinstance(dumped, dict) and len(value) == len(dumped):
-        return {
-            name: _plain(item, plain)
-            for item, (name, plain) in zip(value.values(), dumped.items(), strict=True)
+        return {  # JSON has texts for keys, YAML has numbers too
+            key if isinstance(key, int) else name: _plain(item, plain)
+            for (key, item), (name, plain) in zip(value.items(), dumped.items(), strict=True)
         }
     if isinstance(value, (list, tuple)) and isinstance(dumped, list) and len(value) == len(dumped):
         return [_plain(item, plain) for item, plain in zip(value, dumped, strict=True)]
@@ -171,7 +172,9 @@ def _spelled(value: Any) -> str | float | None:
     kind = type(value)
     if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
         return str(value).removeprefix("torch.")
-    return value if isinstance(value, float) else None
+    if isinstance(value, Integral):  # numpy's numbers too
+        return int(value)
+    return float(value) if isinstance(value, Real) else None
 
 
 def _is_null_by_default(info: FieldInfo) -> bool:
