@@ -183,7 +183,7 @@ def group(**fields: Any) -> dict[str, Any]:
         (group(weights={"num_bit": 4}), r"g\.weights has no field 'num_bit'.*num_bits"),
         (group(weights=[4]), "must be a mapping"),
         (group(weights={"num_bits": "four"}), r"g\.weights is not valid: num_bits"),
-        (group(weights={"group_size": "32"}), r"g\.weights is not valid"),
+        (group(weights={"group_size": "32"}), r"g\.weights\.group_size is the text '32'.*quotes"),
         (group(weights={"num_bits": 5, "type": "float"}), r"g\.weights is not valid"),
         (group(weights={"strategy": "group"}), "group_size"),
         (group(weights={"strategy": "token", "dynamic": True}), "stored once"),

@@ -134,8 +134,8 @@ def check_divisible(model: Module, schemes: Schemes) -> None:
             f"  {name}: {columns} columns, groups of {size}" for name, columns, size in misfits
         )
         raise TargetError(
-            "The columns of these modules are not a whole number of groups, so their weights "
-            f"cannot be stored:\n{lines}\n",
+            "The columns of these modules are not a whole number of groups of their weights or "
+            f"inputs, which no reader takes:\n{lines}\n",
             "Choose a group size that divides them, add them to ignore, or set "
             "bypass_divisibility_checks: true.",
         )

@@ -171,6 +171,12 @@ def _check_keys(value: Any, cls: type[BaseModel], where: str) -> None:
 
 
 def _validated(cls: Any, fields: dict[str, Any], where: str) -> Any:
+    size = fields.get("group_size")
+    if isinstance(size, str):
+        raise RecipeError(
+            f"{where}.group_size is the text {size!r}, but must be a whole number.",
+            "Write the number without quotes.",
+        )
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
