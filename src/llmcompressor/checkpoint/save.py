@@ -116,6 +116,7 @@ def save_checkpoint(
     recipe_yaml: Text = None,
     source: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    was_free: bool = False,
     report: Mapping[str, Any] | None = None,
     check: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> Path:
@@ -131,6 +132,8 @@ def save_checkpoint(
         recipe_yaml: see there (``recipe``).
         source: see there.
         overwrite: replace the checkpoint that ``output_dir`` holds.
+        was_free: ``output_dir`` was free when the work on ``model`` began. If it is not any more,
+            the checkpoint is written all the same, under a name beside it, which the error tells.
         report: see there.
         check: see there.
 
@@ -152,9 +155,15 @@ def save_checkpoint(
         check=check,
     )
     target = check_output_dir(
-        output_dir, source=_source_directory(model, options), overwrite=overwrite
+        output_dir,
+        source=_source_directory(model, options),
+        overwrite=overwrite,
+        is_ours=was_free,
     )
-    on_existing = OnExisting.REPLACE if overwrite else OnExisting.REFUSE
+    if overwrite:
+        on_existing = OnExisting.REPLACE
+    else:
+        on_existing = OnExisting.SPARE if was_free else OnExisting.REFUSE
     with staged(target, on_existing=on_existing) as folder:
         write_checkpoint(model, folder, options)
     logger.info(f"Saved {target}.")

@@ -44,6 +44,7 @@ class OnExisting(Enum):
     """What to do with a target that already holds files."""
 
     REFUSE = "refuse"
+    SPARE = "spare"
     REPLACE = "replace"
     MERGE = "merge"
 
@@ -74,8 +75,7 @@ def check_output_dir(
         raise OutputError(f"The output {target} is a file, not a directory.", _CHOOSE)
     if source is not None:
         _check_apart(target, _absolute(source))
-    in_use = target.is_dir() and any(path != work_folder(target) for path in target.iterdir())
-    if in_use and not is_ours:
+    if _is_in_use(target) and not is_ours:
         _check_replaceable(target, overwrite=overwrite)
     _check_writable(target)
     return target
@@ -89,9 +89,10 @@ def staged(
 
     Args:
         output_dir: where the directory shall appear.
-        on_existing: refuse a target that holds files, replace it at the end, or move the new
-            files into it (a ``config.json`` disappears first and is moved last, so a reader never
-            sees the old configuration with new weights).
+        on_existing: refuse a target that holds files; leave it and name what was made beside it;
+            replace it at the end; or move the new files into it (a ``config.json`` disappears
+            first and is moved last, so a reader never sees the old configuration with new
+            weights).
 
     Yields:
         The directory to write into.
@@ -100,7 +101,7 @@ def staged(
         OutputError: the target holds files and they may not be touched, or the disk is full.
     """
     target = _absolute(output_dir)
-    if on_existing is OnExisting.REFUSE and target.is_dir() and any(target.iterdir()):
+    if on_existing is OnExisting.REFUSE and _is_in_use(target):
         _check_replaceable(target, overwrite=False)
     created = _make_parents(target.parent)
     inside = _must_stage_inside(target)
@@ -112,11 +113,13 @@ def staged(
         yield staging
         flush(staging)
         if inside or (on_existing is OnExisting.MERGE and target.exists()):
+            if on_existing is OnExisting.SPARE and _is_in_use(target, staging):
+                raise _taken(target)
             _move_into(staging, target, purge=on_existing is OnExisting.REPLACE)
         else:
             _rename_over(staging, target, replace=on_existing is OnExisting.REPLACE)
     except _TakenError as error:
-        spare = _free_name(target.with_name(f"{target.name}.finished"))
+        spare = _free_name(folder / f"{target.name}.finished")
         staging.rename(spare)
         raise OutputError(
             f"{error.problem} What was made stands in {spare}.",
@@ -211,6 +214,12 @@ def _check_apart(target: Path, source: Path) -> None:
         raise OutputError(
             f"The output directory {target} lies inside the input model {source}.", _CHOOSE
         )
+
+
+def _is_in_use(target: Path, *own: Path) -> bool:
+    """Whether ``target`` holds files, except those of the run that is at work on it."""
+    mine = {work_folder(target), *own}
+    return target.is_dir() and any(path not in mine for path in target.iterdir())
 
 
 def _check_replaceable(target: Path, *, overwrite: bool) -> None:
@@ -309,6 +318,14 @@ class _TakenError(OutputError):
     """Something has come to the place of the output since the run began."""
 
 
+def _taken(target: Path) -> _TakenError:
+    return _TakenError(
+        f"The output directory {target} holds files that were not there when the run began.",
+        "Move them elsewhere and repeat the call: where it keeps its progress, nothing is done "
+        "again. Or pass overwrite=True (--overwrite) to replace them.",
+    )
+
+
 def _free_name(path: Path) -> Path:
     """``path``, or the first with a number that nothing has."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
@@ -320,11 +337,7 @@ def _rename_over(staging: Path, target: Path, *, replace: bool) -> None:
     aside = _aside(target)
     has_old = target.is_dir() and any(target.iterdir())
     if has_old and not replace:
-        raise _TakenError(
-            f"The output directory {target} holds files that were not there when the run began.",
-            "Move them elsewhere and repeat the call: where it keeps its progress, nothing is done "
-            "again. Or pass overwrite=True (--overwrite) to replace them.",
-        )
+        raise _taken(target)
     try:
         if has_old:
             target.rename(aside)
@@ -340,9 +353,10 @@ def _rename_over(staging: Path, target: Path, *, replace: bool) -> None:
 
 def _move_into(staging: Path, target: Path, *, purge: bool) -> None:
     new = {path.name for path in staging.iterdir()}
+    own = (staging, work_folder(target))
     for path in sorted(target.iterdir(), key=lambda path: path.name != "config.json"):
         stale = purge or path.name == "config.json" or _WEIGHT_FILE.fullmatch(path.name)
-        if path == staging or not (stale or (path.is_dir() and path.name in new)):
+        if path in own or not (stale or (path.is_dir() and path.name in new)):
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):

@@ -31,7 +31,7 @@ from llmcompressor.checkpoint.staging import (
 from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
 
-__all__ = ["Workspace", "is_being_published", "opened", "was_published"]
+__all__ = ["Workspace", "is_being_published", "opened", "reserved", "was_published"]
 
 _JOURNAL, _LOCK, _FILES, _SCRATCH = "journal", "lock", "files", "scratch"
 
@@ -144,6 +144,42 @@ def opened(
             elif created:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+        lock.close()
+
+
+@contextmanager
+def reserved(target: Path, *, resume: str = "auto") -> Iterator[None]:
+    """Keep other runs away from an output directory, for a run that keeps no progress.
+
+    Args:
+        target: the output directory.
+        resume: as for :func:`opened`; ``"never"`` throws away what another run has finished.
+
+    Raises:
+        OutputError: another run is at work on the same output, or has left its progress there.
+    """
+    folder = work_folder(target)
+    missing = [path for path in folder.parents if not path.exists()]
+    with disk_errors(target):
+        _check_kinds(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _locked(folder, target)
+    try:
+        if _has_progress(folder) and resume != "never":
+            raise OutputError(
+                f"{folder} holds the progress of another run, and this one, with the whole model "
+                "in memory, cannot go on with it.",
+                "Repeat the call that was broken off, choose another output directory, or pass "
+                'resume="never" (--resume never) to throw that progress away.',
+            )
+        try:
+            yield
+        finally:
+            remove_at_once(folder, target.name)
+            for path in missing:
+                if not any(path.iterdir()):
+                    path.rmdir()
+    finally:
         lock.close()
 
 

@@ -17,6 +17,7 @@ from llmcompressor.checkpoint.load import (
     untie_embeddings,
 )
 from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
+from llmcompressor.checkpoint.workspace import reserved
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
@@ -55,6 +56,13 @@ def run_in_memory(job: Job, source: Source | None) -> Module:
         )
     if job.run_args.max_memory is not None:
         logger.warning("max_memory has no effect: this run needs the whole model in memory.")
+    if job.output_dir is None:
+        return _run(job, source)
+    with reserved(Path(job.output_dir), resume=job.run_args.resume):
+        return _run(job, source)
+
+
+def _run(job: Job, source: Source | None) -> Module:
     model = load_whole_model(job, device=job.model_args.device)
     mixtures = meant_mixtures(model, job.recipe.modifiers)
     open_experts(model, mixtures)  # type: ignore[arg-type]  # others have no mixtures
@@ -172,6 +180,7 @@ def _save(
         recipe_yaml=session.get_serialized_recipe(),
         source=job.source,
         overwrite=job.model_args.overwrite,
+        was_free=True,
         report=report,
         check=check_written if job.run_args.verify else None,
     )
