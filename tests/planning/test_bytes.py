@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
 from llmcompressor.checkpoint.save import REPORT_FILE
+from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
 
 PRESETS = ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16"]
 MODELS = {
@@ -90,6 +92,56 @@ def test_with_calibration_an_untied_head_and_static_scales(
     assert len(found.passes) == 2
     assert found.tokens is not None
     assert (found.tokens.samples, found.tokens.tokens, found.tokens.longest) == (4, 64, 16)
+
+
+ROTATIONS: dict[str, list[Any]] = {
+    "what is multiplied into weights": [lambda: SpinQuantModifier(rotations=["R1", "R2"])],
+    "what stays in the forward": [
+        lambda: SpinQuantModifier(rotations=["R1", "R2", "R3", "R4"]),
+        lambda: recipe("W4A16"),
+    ],
+    "a matrix for each module": [
+        lambda: SpinQuantModifier(rotations=["R3", "R4"], randomize=True),
+        lambda: recipe("W8A8"),
+    ],
+    "QuIP": [lambda: QuIPModifier(rotations=["v", "u"]), lambda: recipe("W4A16")],
+}
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_rotations_that_stay_and_the_head_that_is_untied(
+    pico: Path, tmp_path: Path, rotation: str
+) -> None:
+    found = plan(pico, [make() for make in ROTATIONS[rotation]], measure=False)
+    oneshot(
+        model=str(pico),
+        recipe=[make() for make in ROTATIONS[rotation]],
+        output_dir=tmp_path / "out",
+    )
+    assert found.sizes is not None
+    assert dict(found.sizes.files) == written(tmp_path / "out")
+    assert not found.notes
+    told = {one.rule for one in found.serving}
+    assert ("S77" in told) == (rotation != "what is multiplied into weights")
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_experts_that_are_dropped(tmp_path: Path, as_object: bool) -> None:
+    """The plan of an object leaves it as it is."""
+    small = published.small(published.QWEN3_30B_A3B)
+    source = published.write_weights(tmp_path / "source", small)
+    rows = Dataset.from_dict({"input_ids": torch.randint(3, 100, (4, 16)).tolist()})
+    model: Any = AutoModelForCausalLM.from_pretrained(source) if as_object else str(source)
+    found = plan(model, REAPPruningModifier(sparsity=0.5), rows, measure=False)
+    oneshot(
+        model=model,
+        recipe=REAPPruningModifier(sparsity=0.5),
+        dataset=rows,
+        output_dir=tmp_path / "out",
+    )
+    assert found.sizes is not None
+    assert dict(found.sizes.files) == written(tmp_path / "out")
+    assert found.sizes.weights < 0.8 * sum(written(source).values())
 
 
 def test_the_other_files_are_counted(pico: Path, tmp_path: Path) -> None:

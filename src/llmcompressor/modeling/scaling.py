@@ -122,11 +122,14 @@ def norm_offset(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     Returns:
         0 or 1; ``None`` where the module is no norm of the form ``(w + o) n(x) + b``.
     """
-    weight_C = module._parameters.get("weight")
-    if weight_C is None or weight_C.ndim != 1 or isinstance(module, Linear):
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 1 or isinstance(module, Linear):
         return None
+    weight_C = weight.detach()
+    if weight_C.is_meta:  # not loaded; only its width and dtype are looked at
+        weight_C = torch.empty_like(weight_C, device=args[0].device if args else "cpu")
     bias = module._parameters.get("bias")
-    no_bias = {} if bias is None else {"bias": torch.zeros_like(bias)}
+    no_bias = {} if bias is None else {"bias": torch.zeros_like(weight_C)}
 
     def run(weight: Tensor, **biases: Tensor) -> Tensor:
         with swapped({module: {"weight": weight, **{**no_bias, **biases}}}):

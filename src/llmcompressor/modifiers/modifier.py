@@ -255,6 +255,13 @@ class Modifier(HooksMixin):
         """
         return True
 
+    def outline(self, state: State) -> None:
+        """Change a model without values as the run will change its structure, for a plan.
+
+        Called after :meth:`initialize`, on a model of which nothing else is done: on its
+        parameters, on the meta device, and on its configuration.
+        """
+
     def planned(self, state: State) -> list[PlannedModule]:
         """What the modules will be stored as, before anything was done to them."""
         return []

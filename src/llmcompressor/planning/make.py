@@ -149,6 +149,7 @@ class _Maker:
         name = type(modifier).__name__
         try:
             modifier.initialize(self._state)
+            modifier.outline(self._state)
             return modifier.planned(self._state)
         except CompressorError as error:
             self._problems.append(problem_of(name, error))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -118,6 +118,14 @@ class REAPPruningModifier(Modifier):
         self._layers = {layer.experts: layer for layer in mine}
         return True
 
+    def outline(self, state: State) -> None:
+        """Leave as many experts as will be left, whichever these are."""
+        kept = {
+            module: self._left(layer, torch.zeros(layer.count))
+            for module, layer in self._layers.items()
+        }
+        self._drop(state.model, kept)
+
     def _check_counts(
         self, model: Module, every: Sequence[MoeLayer], mine: Sequence[MoeLayer]
     ) -> None:
@@ -202,20 +210,27 @@ class REAPPruningModifier(Modifier):
         """Drop experts everywhere, and say so in the configuration."""
         self.remove_hooks()
         kept = {module: self._choose(layer) for module, layer in self._layers.items()}
-        for module, layer in self._layers.items():
-            cut(state.model, layer, kept[module])
-        layer = next(iter(self._layers.values()))
-        left = len(kept[layer.experts])
-        for config, name in counts_of(state.model, layer.count):
-            setattr(config, name, left)
+        self._drop(state.model, kept)
         self._found.clear()
         if self.report_path is not None:
             text = json.dumps(self._records, indent=2, allow_nan=False)
             Path(self.report_path).write_text(f"{text}\n", encoding="utf-8")
+        first = next(iter(self._layers.values()))
         logger.info(
-            f"REAPPruningModifier: {left} of {layer.count} experts are left in each of "
-            f"{len(self._layers)} mixtures."
+            f"REAPPruningModifier: {len(kept[first.experts])} of {first.count} experts are left in "
+            f"each of {len(self._layers)} mixtures."
         )
+
+    def _drop(self, model: Module, kept: Mapping[Module, Sequence[int]]) -> None:
+        for module, layer in self._layers.items():
+            cut(model, layer, kept[module])
+        first = next(iter(self._layers.values()))
+        for config, name in counts_of(model, first.count):
+            setattr(config, name, len(kept[first.experts]))
+
+    def _left(self, layer: MoeLayer, saliency_E: Tensor) -> list[int]:
+        gone = set(dropped_experts(saliency_E, self.sparsity, layer.groups))
+        return [number for number in range(layer.count) if number not in gone]
 
     def _choose(self, layer: MoeLayer) -> list[int]:
         found = self._found[layer.experts]
@@ -225,12 +240,11 @@ class REAPPruningModifier(Modifier):
                 f"What the experts of {layer.name} return holds NaN or infinity. Look for a bad "
                 "weight upstream, or load the model with precision='float32'."
             )
-        gone = dropped_experts(saliency_E, self.sparsity, layer.groups)
-        kept = [number for number in range(layer.count) if number not in gone]
+        kept = self._left(layer, saliency_E)
         self._records[layer.name] = {
             "experts": layer.count,
             "kept": kept,
-            "dropped": gone,
+            "dropped": sorted(set(range(layer.count)) - set(kept)),
             "saliency": saliency_E.tolist(),
             "tokens": found.count_E.tolist(),
         }

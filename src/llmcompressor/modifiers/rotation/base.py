@@ -114,6 +114,11 @@ class RotationModifier(Modifier):
         add_schemes(model, {name: self._plan.schemes[name] for name in turned_alike})
         return True
 
+    def outline(self, state: State) -> None:
+        """Put what stays in the forward there."""
+        assert self._plan is not None
+        self._plan.attach(state.model)
+
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Nothing is said of rotations that were not done."""
         if self._plan is not None and self._moved is None:

@@ -60,7 +60,10 @@ def is_readable(order: int) -> bool:
 
 
 def stored_weight(rotation: Rotation, device: torch.device) -> Parameter:
-    """``Q sqrt(n)``, as readers take it."""
+    """``Q sqrt(n)``, as readers take it; for a model without values, without values too."""
+    if device.type == "meta":
+        shape = (rotation.order, rotation.order)
+        return Parameter(torch.empty(shape, dtype=ONLINE_DTYPE, device=device), requires_grad=False)
     matrix = rotation.matrix() * math.sqrt(rotation.order)
     if rotation.signs_N is not None:
         matrix = matrix.round()
