@@ -20,6 +20,7 @@ from llmcompressor.checkpoint.layout import checkpoint_names, loaded_names
 from llmcompressor.checkpoint.output_layout import OutputLayout
 from llmcompressor.checkpoint.reading import TensorReader
 from llmcompressor.checkpoint.source import TensorHeader
+from llmcompressor.names import named_modules
 
 __all__ = ["FinishedBlocks", "headers_of"]
 
@@ -61,6 +62,7 @@ class FinishedBlocks:
         self._entries = {entry.name: entry for entry in quantized}
         self._places = checkpoint_names(model, list(self._entries))
         self._by_place = {place: name for name, place in self._places.items()}
+        self._names = {module: name for name, module in named_modules(model)}
         self._layout = layout
         self._weights = weights
         self._device = torch.device(device)
@@ -85,7 +87,7 @@ class FinishedBlocks:
         Args:
             block: its name.
             folder: where the files are.
-            modules: only these of its quantized modules; the whole block if ``None``.
+            modules: only these of its modules; the whole block if ``None``.
         """
         reader = self.reader(folder)
         try:
@@ -104,11 +106,12 @@ class FinishedBlocks:
         """As :meth:`restore`, by a reader whose files may be open already."""
         packed: dict[str, dict[str, Tensor]] = {}
         plain = {}
+        wanted = None if modules is None else {self._names[module] for module in modules}
         for name in self.names_of(block):
             place, _, own = name.rpartition(".")
             module = self._by_place.get(place)
             if module is None:
-                if modules is None:
+                if wanted is None or self._plain[name].target.rpartition(".")[0] in wanted:
                     plain[name] = reader.read(name)
             elif modules is None or self._entries[module].module in modules:
                 packed.setdefault(module, {})[own] = reader.read(name)

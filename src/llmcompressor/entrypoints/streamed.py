@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,7 @@ class _Run:
     batches: Sequence[Any] | None
     processor: Any
     session: CompressionSession
+    _counts: bool = field(default=False, init=False)
 
     def __call__(self) -> None:
         """Plan the output, fill it, and give it its name."""
@@ -254,6 +255,7 @@ class _Run:
 
         def begin(stage: int) -> None:
             stream.stage = stage
+            self._counts = any(one.requires_calibration_data for one in passes[stage])
 
         state.keeper = stream
         try:
@@ -316,7 +318,8 @@ class _Run:
             modifier: {name: record for name, record in records.items() if name in wanted}
             for modifier, records in report_of(self._modifiers).items()
         }
-        found[EXPERTS] = experts_report(self.blueprint.model, wanted.__contains__)
+        if self._counts:  # else what the last pass with data has counted stands in the journal
+            found[EXPERTS] = experts_report(self.blueprint.model, wanted.__contains__)
         return {modifier: records for modifier, records in found.items() if records}
 
     def _fingerprint(self) -> dict[str, Any]:

@@ -140,6 +140,7 @@ class Modifier(HooksMixin):
     needs_later: ClassVar[frozenset[str]] = frozenset()
     rewrites_inputs: ClassVar[bool] = False
     joins: ClassVar[frozenset[str]] = frozenset()
+    leaves_open: ClassVar[bool] = False
     needs_time: ClassVar[bool] = False
 
     index: int | None = None

@@ -5,7 +5,9 @@ A modifier that needs data wants to see what those before it have made of the wh
 each begins a pass of its own, unless it takes up each module where one before it has left it: GPTQ
 quantizes what SparseGPT has just pruned. Those that need no data join a neighbour's pass: what
 stands before the modifier that needs data is done when a block is entered, what stands behind it
-when the block is left. One that wants to see all layers before it begins has a pass more in front.
+when the block is left. It does not where weights would be rounded that were pruned, and that data
+has passed: the file would not hold those with which a broken-off run goes on. One that wants to
+see all layers before it begins has a pass more in front.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifie
         taken = any(one.requires_calibration_data for one in passes[-1])
         alone = pipeline == "independent" and not _joins(modifier, passes[-1])
         apart = alone or any(one.rewrites_inputs for one in passes[-1])
-        if needs and taken and apart:
+        behind = not needs and any(one.leaves_open for one in passes[-1])
+        if (needs and taken and apart) or (taken and behind):
             passes.append([])
         passes[-1].append(modifier)
     return [each for one in passes for each in (_survey_of(one), one) if each or each is one]

@@ -303,7 +303,10 @@ class GPTQModifier(QuantizationMixin):
         """No token reached ``module``: its weight is rounded to nearest, and that is recorded."""
         name = self._names[module]
         logger.warning(f"{name} was given no calibration token; its weight is rounded to nearest.")
-        self.keep(module, self.observe(module))
+        found, weight = self.observe(module), weight_of(module)
+        # what comes later sees the rounded weight, as it does when the run is continued
+        weight.data.copy_(found.round(weight.detach()))
+        self.keep(module, found, rounded=True)
         self._records[name] = SolveRecord(0, None, None)
 
     def _write(

@@ -79,6 +79,7 @@ class OneShotPruningModifier(Modifier):
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
     must_precede: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
+    leaves_open: ClassVar[bool] = True
 
     sparsity: float | list[float]
     sparsity_profile: Literal["owl"] | None = None
