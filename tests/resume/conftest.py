@@ -9,12 +9,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runs import RECIPES, Job, run, tree, write_model
+from runs import RECIPES, Job, run, tree, write_mixture, write_model
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("resume") / "model")
+    folder = tmp_path_factory.mktemp("resume")
+    write_mixture(folder / "mixture")
+    return write_model(folder / "model")
 
 
 @pytest.fixture(scope="session")

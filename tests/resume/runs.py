@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from loguru import logger as loguru_logger
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_writer, journal
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.modifiers.sparsity import SparseGPTModifier
+from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
 
 BLOCKS = 3
 KILLED = -signal.SIGKILL
@@ -82,6 +82,19 @@ def sparse() -> list[Any]:
     ]
 
 
+def pruned() -> list[Any]:
+    """Weights that change while data passes, and are stored as they are."""
+    return [SparseGPTModifier(sparsity=0.5, mask_structure="2:4", ignore=["lm_head"])]
+
+
+def pruned_rounded() -> list[Any]:
+    """Data passes weights that are pruned; what is stored is rounded, too."""
+    return [
+        WandaPruningModifier(sparsity=0.5, mask_structure="2:4", ignore=["lm_head"]),
+        *rtn(),
+    ]
+
+
 RECIPES: dict[str, Callable[[], list[Any]]] = {
     "rtn": rtn,
     "gptq": gptq,
@@ -89,8 +102,14 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "one_pass": one_pass,
     "cache": cache,
     "sparse": sparse,
+    "pruned": pruned,
+    "pruned_rounded": pruned_rounded,
+    "starved": gptq,
+    "starved_pruned": pruned_rounded,
 }
-NEEDS_DATA = {"gptq", "two", "one_pass", "cache", "sparse"}
+NEEDS_DATA = RECIPES.keys() - {"rtn"}
+STARVED = {"moe_calibrate_all_experts": False, "min_tokens_per_module": 0.5}
+"""With these experts get too little, and are rounded or pruned without data."""
 
 
 def write_model(folder: Path) -> Path:
@@ -113,6 +132,34 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def write_mixture(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # what an expert adds is to matter behind it
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 def rows() -> list[dict[str, list[int]]]:
     chooser = random.Random(0)
     return [{"input_ids": [chooser.randrange(3, 128) for _ in range(16)]} for _ in range(4)]
@@ -129,10 +176,13 @@ class Job:
 
     def __call__(self) -> None:
         data = rows() if self.recipe in NEEDS_DATA else None
+        is_starved = self.recipe.startswith("starved")
         oneshot(
-            model=str(self.model),
+            model=str(self.model.with_name("mixture") if is_starved else self.model),
             recipe=RECIPES[self.recipe](),
             dataset=data,
+            starved_experts="rtn",
+            **(STARVED if is_starved else {}),
             output_dir=str(self.output),
             resume=self.resume,
             verify=False,

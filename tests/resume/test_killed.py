@@ -30,6 +30,10 @@ OTHERS = [
     *((recipe, "torn", number) for recipe in ("rtn", "gptq") for number in (1, 3)),
     *((recipe, "appended", number) for recipe in ("one_pass", "cache") for number in (2, 3)),
     *(("sparse", "append", number) for number in (2, 4, 5, 7, 9)),
+    *(("pruned", "append", number) for number in (3, 5)),
+    *(("pruned_rounded", "append", number) for number in (3, 5, 7)),
+    *(("starved", "append", number) for number in (3, 4)),
+    *(("starved_pruned", "append", number) for number in (3, 5, 6)),
     ("gptq", "write", 9),
     ("gptq", "write", 30),
 ]
