@@ -135,6 +135,8 @@ class State:
         fitted: modules whose weight was already fitted, in this calibration, to what the original
             model does with its own inputs.
         cached: attention modules whose keys and values a modifier quantizes.
+        turned: modules whose inputs or outputs a modifier is going to rotate in the forward → what
+            the modifier is called.
         call_order: which modules a forward calls when, and which of them get the same tensor
             (``llmcompressor.modeling.call_order.CallOrder``).
         progress: called by long work inside a modifier to say how far it is.
@@ -161,6 +163,7 @@ class State:
     reference_inputs: Mapping[Module, Tensor] | None = None
     fitted: set[Any] = field(default_factory=set)
     cached: set[Any] = field(default_factory=set)
+    turned: dict[Any, str] = field(default_factory=dict)
     call_order: Any = None
     progress: Callable[..., Any] | None = None
     keeper: Any = None

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
+from compressed_tensors.transform import HadamardTransform
 from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Module
@@ -155,6 +156,7 @@ class SmoothingMixin(Modifier):
             for one in self._sets
             if one.name not in left_out and not left_out & one.balance.keys()
         ]
+        self._sets = self._without_turned(state, are_named=names is not None)
         if not self._sets:
             raise TargetError(
                 f"{type(self).__name__} finds nothing to smooth in {type(model).__name__}.",
@@ -162,6 +164,41 @@ class SmoothingMixin(Modifier):
             )
         self._tell()
         return True
+
+    def _without_turned(self, state: State, *, are_named: bool) -> list[SmoothSet]:
+        """The sets through which no rotation goes that is made in the forward.
+
+        The columns of a weight behind such a rotation are not those of what stands before it.
+
+        Raises:
+            TargetError: for a set that the recipe names, and where nothing is left.
+        """
+        kept, why = [], ""
+        for one in self._sets:
+            by = [
+                f"{owner} rotates what goes into or comes out of {self._names[module]}"
+                for module in (one.smooth, *one.balance.values())
+                if (owner := state.turned.get(module) or _turned_already(module))
+            ]
+            why = why or "".join(by[:1])
+            if not by:
+                kept.append(one)
+            elif are_named:
+                raise TargetError(
+                    f"The mapping {one} of {type(self).__name__} cannot be smoothed: {by[0]}.",
+                    f"Put {type(self).__name__} before the rotation, or leave the mapping out.",
+                )
+        if self._sets and not kept:
+            raise TargetError(
+                f"{type(self).__name__} has nothing to smooth: {why}, and so on.",
+                f"Put {type(self).__name__} before the rotation.",
+            )
+        if len(kept) < len(self._sets):
+            logger.warning(
+                f"{type(self).__name__} leaves out {len(self._sets) - len(kept)} mappings: {why}. "
+                "Put it before the rotation to smooth them, too."
+            )
+        return kept
 
     def _tell(self) -> None:
         """Say what was found: the sets of one place, and how many there are like them."""
@@ -288,6 +325,12 @@ def _sample(state: State) -> Iterator[Mapping[str, Any]]:
 
 def _matching(model: Module, targets: Sequence[str]) -> set[str]:
     return {name for name, _ in match_named_modules(model, targets)} if targets else set()
+
+
+def _turned_already(module: Module) -> str | None:
+    """What rotates the inputs or outputs of ``module`` since an earlier run."""
+    children = module._modules.items()
+    return next((name for name, child in children if isinstance(child, HadamardTransform)), None)
 
 
 def _without_numbers(text: str) -> str:

@@ -101,6 +101,8 @@ class RotationModifier(Modifier):
         self._plan = self.make_plan(model)
         self._check_online(self._plan)
         self.prepare(model)
+        turned = [one.module for one in self._plan.online if one.location in _TURNING]
+        state.turned.update(dict.fromkeys(turned, type(self).__name__))
         staying = {one.scheme for one in self._plan.online if one.location in _TURNING}
         if staying:
             logger.warning(
