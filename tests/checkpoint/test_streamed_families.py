@@ -11,6 +11,10 @@ import torch
 from transformers import (
     BertConfig,
     BertLMHeadModel,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
     PreTrainedModel,
@@ -20,9 +24,10 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from llmcompressor import oneshot
+from llmcompressor import oneshot, plan, verify
 from llmcompressor.errors import CheckpointError
 from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
 SIZES: dict[str, Any] = {
@@ -132,3 +137,56 @@ def test_a_forward_that_writes_to_weights_is_refused_with_a_remedy_that_helps(
     run()
     written = logits(RwkvForCausalLM.from_pretrained(tmp_path / "output"))
     assert (written - original).norm() < 0.01 * original.norm()
+
+
+@pytest.mark.parametrize("needs_data", [False, True])
+def test_a_configuration_that_differs_by_layer(needs_data: bool, tmp_path: Path) -> None:
+    """Gemma 4's full layers have wider heads than the others: it has no one head_dim."""
+    torch.manual_seed(0)
+    wider = {"head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 0}
+    slices = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16}
+    config = Gemma4TextConfig(**{**SIZES, "num_hidden_layers": 6}, **wider, **slices)
+    Gemma4ForCausalLM(config).save_pretrained(tmp_path / "model")
+    kind = GPTQModifier if needs_data else QuantizationModifier
+
+    def recipe() -> Any:
+        return kind(targets="Linear", ignore=["lm_head"], scheme="W8A16")
+
+    given = {"dataset": data()} if needs_data else {}
+    found = plan(tmp_path / "model", recipe(), measure=False, **given)
+    model = oneshot(
+        model=str(tmp_path / "model"), recipe=recipe(), output_dir=tmp_path / "out", **given
+    )
+    assert not found.problems
+    assert found.sizes is not None
+    assert found.sizes.weights == (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert verify(tmp_path / "out").ok
+    read = Gemma4ForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(read), logits(model))
+
+
+def test_a_configuration_with_numbers_that_json_lacks(tmp_path: Path) -> None:
+    """transformers writes an infinite limit as a mapping; what is changed beside it is written."""
+    torch.manual_seed(0)
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+    config = GraniteMoeHybridConfig(
+        **SIZES,
+        **mamba,
+        num_key_value_heads=2,
+        shared_intermediate_size=64,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        layer_types=["mamba", "attention"],
+        position_embedding_type="rope",
+    )
+    GraniteMoeHybridForCausalLM(config).save_pretrained(tmp_path / "model")
+    assert "__float__" in (tmp_path / "model" / "config.json").read_text()
+    model = oneshot(
+        model=str(tmp_path / "model"),
+        recipe=REAPPruningModifier(sparsity=0.5),
+        dataset=data(),
+        output_dir=tmp_path / "out",
+    )
+    read = GraniteMoeHybridForCausalLM.from_pretrained(tmp_path / "out")
+    assert read.config.num_local_experts == 4
+    assert torch.equal(logits(read), logits(model))

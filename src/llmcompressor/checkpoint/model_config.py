@@ -83,6 +83,9 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json_text(content), encoding="utf-8")
 
 
+_FLOAT = "__float__"
+
+
 def _read(source: Path | None) -> dict[str, Any] | None:
     file = source / "config.json" if source is not None else None
     if file is None or not file.is_file():
@@ -101,7 +104,7 @@ def _patch_changes(
     """
     plain = {key: value for key, value in original.items() if key not in _QUANTIZATION_KEYS}
     try:
-        fresh = type(current).from_dict(copy.deepcopy(plain))
+        fresh = type(current).from_dict(_with_floats(copy.deepcopy(plain)))
     except Exception as error:  # configuration classes may be anybody's code
         logger.warning(
             f"config.json is kept as it was, since {type(current).__name__} cannot read it again "
@@ -115,8 +118,10 @@ def _patch_changes(
 def _patch_level(
     config: dict[str, Any], current: PretrainedConfig, fresh: PretrainedConfig
 ) -> None:
+    earlier = fresh.to_dict()
     for key, value in current.to_dict().items():
-        now, before = getattr(current, key, value), getattr(fresh, key, None)
+        now = _attribute(current, key, value)
+        before = _attribute(fresh, key, earlier.get(key))
         if key in _RUN_TIME or key.startswith("_"):
             continue
         if isinstance(now, PretrainedConfig):
@@ -125,6 +130,28 @@ def _patch_level(
         elif isinstance(now, _PLAIN) and _is_json(now) and _text(now) != _text(before):
             logger.info(f"config.json: {key} becomes {now} (was {before}).")
             config[key] = json.loads(_text(now))
+
+
+def _attribute(config: PretrainedConfig, key: str, otherwise: Any) -> Any:
+    try:
+        return getattr(config, key, otherwise)
+    except Exception:  # some answer for one layer alone: Gemma 4's head_dim
+        return otherwise
+
+
+def _with_floats(value: Any) -> Any:
+    """Numbers that JSON does not have, which transformers writes as ``{"__float__": "Infinity"}``.
+
+    >>> _with_floats({"limits": [0.0, {"__float__": "Infinity"}]})
+    {'limits': [0.0, inf]}
+    """
+    if isinstance(value, list):
+        return [_with_floats(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_FLOAT} and isinstance(value[_FLOAT], str):
+        return float(value[_FLOAT])
+    return {key: _with_floats(one) for key, one in value.items()}
 
 
 def _is_json(value: Any) -> bool:

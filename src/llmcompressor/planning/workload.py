@@ -12,6 +12,7 @@ from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.modeling.blocks import sub_blocks
 from llmcompressor.modeling.fused import fused_partners, is_expert
+from llmcompressor.modeling.settings import setting
 from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier
 from llmcompressor.names import own_parameters
 from llmcompressor.planning.subject import REST, Part
@@ -111,9 +112,9 @@ class BlockWork:
 def widths_of(config: Any) -> Widths:
     """Read a configuration of transformers."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = int(getattr(text, "num_attention_heads", 0) or 0)
-    hidden = int(getattr(text, "hidden_size", 0) or 0)
-    width = int(getattr(text, "head_dim", 0) or (hidden // heads if heads else 0))
+    heads = int(setting(text, "num_attention_heads") or 0)
+    hidden = int(setting(text, "hidden_size") or 0)
+    width = int(setting(text, "head_dim") or (hidden // heads if heads else 0))
     experts = _first(text, _EXPERT_COUNTS)
     chosen = _first(text, _EXPERTS_PER_TOKEN)
     share = chosen / experts if experts and chosen else 1.0
@@ -121,7 +122,7 @@ def widths_of(config: Any) -> Widths:
 
 
 def _first(config: Any, names: Iterable[str]) -> int:
-    values = (getattr(config, name, None) for name in names)
+    values = (setting(config, name) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
