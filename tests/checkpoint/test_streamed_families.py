@@ -15,6 +15,8 @@ from transformers import (
     Gemma4TextConfig,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
     PreTrainedModel,
@@ -27,6 +29,7 @@ from transformers import (
 from llmcompressor import oneshot, plan, verify
 from llmcompressor.errors import CheckpointError
 from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
@@ -190,3 +193,29 @@ def test_a_configuration_with_numbers_that_json_lacks(tmp_path: Path) -> None:
     read = GraniteMoeHybridForCausalLM.from_pretrained(tmp_path / "out")
     assert read.config.num_local_experts == 4
     assert torch.equal(logits(read), logits(model))
+
+
+def test_mappings_are_found_where_buffers_have_no_values_yet(tmp_path: Path) -> None:
+    """From a folder the router's bias, a buffer, is not loaded when structure is looked at."""
+    torch.manual_seed(0)
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    kinds = {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0}
+    config = Lfm2MoeConfig(**SIZES, **experts, **kinds, num_key_value_heads=2)
+    Lfm2MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+
+    def recipe() -> Any:
+        weights = {"num_bits": 4, "strategy": "group", "group_size": 16}
+        group = {"targets": ["Linear"], "weights": weights}
+        quantize = QuantizationModifier(
+            config_groups={"all": group}, ignore=["lm_head", "re:.*gate$"]
+        )
+        return [AWQModifier(duo_scaling=False), quantize]
+
+    loaded = Lfm2MoeForCausalLM.from_pretrained(tmp_path / "model")
+    made = [
+        oneshot(model=one, recipe=recipe(), dataset=data(), output_dir=tmp_path / name)
+        for one, name in ((str(tmp_path / "model"), "streamed"), (loaded, "whole"))
+    ]
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("streamed", "whole")]
+    assert files[0] == files[1]
+    assert torch.equal(logits(made[0]), logits(made[1]))

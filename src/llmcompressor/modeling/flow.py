@@ -8,18 +8,17 @@ trail. No weight is read; those that are not loaded count as zero.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modeling.hollow import hollow_weights
 
 __all__ = ["Flow", "probe_inputs", "trace_flow"]
 
@@ -78,7 +77,7 @@ def trace_flow(model: Module) -> Flow:
             handles.append(module.register_forward_hook(after))
     was_training = [module for module in model.modules() if module.training]
     try:
-        with torch.no_grad(), _hollow(model):
+        with torch.no_grad(), hollow_weights(model):
             model.eval()
             model(**probe_inputs(model))
     except (TypeError, ValueError) as error:
@@ -97,24 +96,3 @@ def trace_flow(model: Module) -> Flow:
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
-
-
-@contextlib.contextmanager
-def _hollow(model: Module) -> Iterator[None]:
-    """Parameters that are not loaded read as zeros, which take no memory."""
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    empty = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in dict.items(module._parameters)
-        if parameter is not None and parameter.is_meta
-    ]
-    try:
-        for module, name, parameter in empty:
-            inner = parameter.shape[1:] if parameter.ndim > 2 else ()
-            zero = torch.zeros(inner, dtype=parameter.dtype, device=device)
-            module._parameters[name] = Parameter(zero.expand(parameter.shape), requires_grad=False)
-        yield
-    finally:
-        for module, name, parameter in empty:
-            module._parameters[name] = parameter

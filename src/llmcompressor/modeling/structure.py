@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module, Parameter
+from torch.nn import Linear, Module
 
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modeling.hollow import hollow_weights
 from llmcompressor.modeling.scaling import divided_outputs, multiplied_inputs, norm_offset, swapped
 from llmcompressor.names import named_modules
 
@@ -329,7 +330,7 @@ def probes_of(model: Module, batches: Iterable[Mapping[str, Any]] = ()) -> dict[
         forms.setdefault(_form(block), []).append(block)
     firsts = [members[0] for members in forms.values()]
     calls: dict[Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    text_is_seen = False
+    text_is_seen, unseen = False, ""
     for inputs in itertools.chain(_token_ids(model), batches):
         wanted = [block for block in firsts if block not in calls]
         if not wanted or (text_is_seen and not set(inputs) - _TEXT_KEYS):
@@ -338,7 +339,10 @@ def probes_of(model: Module, batches: Iterable[Mapping[str, Any]] = ()) -> dict[
             calls |= _first_calls(model, wanted, inputs)
             text_is_seen = True
         except Exception as error:  # the model's own code, on inputs that it may not be made for
-            logger.debug(f"The structure of {type(model).__name__} was not seen: {error!r:.200}")
+            unseen = f"The structure of {type(model).__name__} was not seen: {error!r:.200}"
+            logger.debug(unseen)
+    if unseen and not calls:
+        logger.warning(unseen)
     probes = {block: BlockProbe(block, *call) for block, call in calls.items()}
     return {
         blocks[block]: probes[members[0]]
@@ -387,7 +391,7 @@ def _first_calls(
     training = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.no_grad(), _zero_weights(model) as device, contextlib.suppress(_Enough):
+        with torch.no_grad(), hollow_weights(model) as device, contextlib.suppress(_Enough):
             model(**_accepted(model, inputs, device))
     finally:
         for handle in handles:
@@ -406,25 +410,3 @@ def _accepted(model: Module, inputs: Mapping[str, Any], device: torch.device) ->
         if name in parameters and name != "labels"
     }
     return {**given, "use_cache": False} if "use_cache" in parameters else given
-
-
-@contextlib.contextmanager
-def _zero_weights(model: Module) -> Iterator[torch.device]:
-    """Parameters that are not loaded read as zero, which takes no memory; yields the device."""
-    empty = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in _own(module)
-        if parameter.is_meta
-    ]
-    real = (p for module in model.modules() for _, p in _own(module) if not p.is_meta)
-    device = next((p.device for p in real), torch.device("cpu"))
-    try:
-        for module, name, parameter in empty:
-            inner = parameter.shape[1:] if parameter.ndim > 2 else ()
-            zero = torch.zeros(inner, dtype=parameter.dtype, device=device)
-            module._parameters[name] = Parameter(zero.expand(parameter.shape), requires_grad=False)
-        yield device
-    finally:
-        for module, name, parameter in empty:
-            module._parameters[name] = parameter  # type: ignore[assignment]  # it was a Parameter

@@ -13,11 +13,11 @@ from torch.nn import Module
 from llmcompressor.errors import CheckpointError
 from llmcompressor.modeling.call_order import CallOrder, watch_calls
 from llmcompressor.modeling.expert_stages import ExpertStage
+from llmcompressor.modeling.hollow import hollow_weights
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.experts import every_expert_called
 from llmcompressor.pipelines.model_runs import small_batch
-from llmcompressor.pipelines.residency import hollow_weights
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State

@@ -11,15 +11,14 @@ import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from llmcompressor.modifiers.modifier import Modifier
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
 
-__all__ = ["Keeper", "Residency", "hollow_weights"]
+__all__ = ["Keeper", "Residency"]
 
 
 class Keeper(Protocol):
@@ -180,41 +179,6 @@ class Residency:
 
     def _arrive(self, module: Module, args: object) -> None:
         self.enter(self._region[module])
-
-
-@contextlib.contextmanager
-def hollow_weights(model: Module) -> Iterator[None]:
-    """Give every parameter and buffer that is not loaded the value zero, which takes no memory.
-
-    A forward shows then what is called and what is shared, without a weight being read.
-    """
-    empty = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.is_meta
-    ]
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta
-    ]
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    try:
-        for module, name, parameter in empty:
-            # kernels for stacks of experts take no strides of zero within a matrix
-            real = parameter.shape[1:] if parameter.ndim > 2 else ()
-            zero = torch.zeros(real, dtype=parameter.dtype, device=device).expand(parameter.shape)
-            module._parameters[name] = Parameter(zero, requires_grad=False)
-        for module, name, buffer in buffers:
-            module._buffers[name] = torch.zeros_like(buffer, device=device)
-        yield
-    finally:
-        for module, name, parameter in empty:
-            module._parameters[name] = parameter
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
 
 
 def _before_data(modifiers: Sequence[Modifier]) -> list[Modifier]:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models without weights, run to see what is called and what is shared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+__all__ = ["hollow_weights"]
+
+
+@contextlib.contextmanager
+def hollow_weights(model: Module) -> Iterator[torch.device]:
+    """Give every parameter and buffer that is not loaded the value zero, which takes no memory.
+
+    No weight is read. Yields the device on which the model computes then: that of what is loaded.
+    """
+    modules = list(model.modules())
+    parameters = [(module, *one) for module in modules for one in _own(module._parameters)]
+    device = next((one.device for _, _, one in parameters if not one.is_meta), torch.device("cpu"))
+    empty = [each for each in parameters if each[2].is_meta]
+    buffers = [
+        (module, name, buffer)
+        for module in modules
+        for name, buffer in _own(module._buffers)
+        if buffer.is_meta
+    ]
+    try:
+        for module, name, parameter in empty:
+            # kernels for stacks of experts take no strides of zero within a matrix
+            real = parameter.shape[1:] if parameter.ndim > 2 else ()
+            zero = torch.zeros(real, dtype=parameter.dtype, device=device).expand(parameter.shape)
+            module._parameters[name] = Parameter(zero, requires_grad=False)
+        for module, name, buffer in buffers:
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+        yield device
+    finally:
+        for module, name, parameter in empty:
+            module._parameters[name] = parameter  # type: ignore[assignment]  # it was a Parameter
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+
+
+def _own(values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """Those that are there; weights that are read when they are looked at stay unread."""
+    items = dict.items(values) if isinstance(values, dict) else values.items()
+    return [(name, value) for name, value in items if value is not None]
