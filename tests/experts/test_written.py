@@ -298,6 +298,22 @@ def test_a_starved_expert_can_be_an_error(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_static_scale_wants_that_something_is_shown(
+    source: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(TargetError, match=r"shown to model\.layers.*starved_experts \(rtn shows"):
+        oneshot(
+            model=str(source[1]),
+            recipe=QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"]),
+            dataset=mixtures.rows(),
+            output_dir=tmp_path / "out",
+            moe_calibrate_all_experts=False,
+            starved_experts="rtn",
+            min_tokens_per_module=0.9,
+        )
+    assert not (tmp_path / "out").exists()
+
+
 def test_gptq_of_experts_is_better_than_rounding(
     source: tuple[PreTrainedModel, Path], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from torch.nn import Module
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.observers.base import Observer
 from llmcompressor.observers.tokens import per_batch, real_tokens
@@ -153,8 +154,13 @@ class ActivationObservers:
 
     def _check_seen(self, module: Module, base: str, observer: Observer) -> None:
         if not observer.observations:
+            name = self._names[module]
+            shown = (
+                "Set moe_calibrate_all_experts, or choose all_tokens or neighbours for "
+                "starved_experts (rtn shows a starved expert nothing), or put"
+            )
             raise TargetError(
-                f"No calibration token reached {self._names[module]}, whose {base} scale is "
-                "static.",
-                "Add data that uses it, or put it on the recipe's ignore list.",
+                f"No calibration token was shown to {name}, whose {base} scale is static.",
+                f"{shown if is_expert(name) else 'Add data that uses it, or put'} it on the "
+                "recipe's ignore list.",
             )

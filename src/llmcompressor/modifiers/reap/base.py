@@ -110,7 +110,8 @@ class REAPPruningModifier(Modifier):
             raise TargetError(
                 f"REAPPruningModifier found no mixture of experts in {type(state.model).__name__}"
                 + (" beside those it is to ignore." if every else "."),
-                "Leave it out, or give a model with stacked experts.",
+                "Leave it out: it needs stacked experts whose forward is given the experts and "
+                "weights of each token.",
             )
         self._check_counts(state.model, every, mine)
         for layer in mine:
