@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationStatus
+from compressed_tensors.transform import HadamardTransform
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module
@@ -139,6 +141,35 @@ class BlockStream:
         self._writer.flush()
         self._restorer.restore(block, self._workspace.files, modules)
 
+    @contextmanager
+    def visiting(self) -> Iterator[None]:
+        """Have forwards find every block loaded, one at a time, as the pass before left it."""
+        inside: list[str] = []
+
+        def let_go() -> None:
+            while inside:
+                self._weights.release(inside.pop())
+
+        def arrive(module: Module, args: object) -> None:
+            let_go()
+            block = self.names[module]
+            if self.stage > 0:
+                self._put_scratch(self.stage - 1, block)
+            else:
+                self._weights.load(block)
+                following = self._weights.after(block)
+                if following is not None:
+                    self._weights.read_ahead(following)
+            inside.append(block)
+
+        handles = [one.register_forward_pre_hook(arrive, prepend=True) for one in self.names]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            let_go()
+
     def leave(self, block: str) -> None:
         """Write a block, unless that was done by an earlier run, and let go of it."""
         if (self.stage, block) not in self._done:
@@ -209,7 +240,7 @@ class BlockStream:
         if self.stage == self._last:
             self._write(block, tensors)
             return
-        digest = self._scratch.write(self.stage, block, tensors)
+        digest = self._scratch.write(self.stage, block, self._passed_on(block, tensors))
         self._commit(block, dict(self._report(self._modules_of(block))), digest)
 
     def _modules_of(self, block: str) -> list[str]:
@@ -252,6 +283,15 @@ class BlockStream:
         present = {name: tensor for name, tensor in tensors.items() if name in state}
         self._weights.put(present, {name: LoadedName(name, merged=False) for name in present})
         self._weights.settle(block)
+
+    def _passed_on(self, block: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those that the next pass does not find in the model anyway."""
+        stay = tuple(
+            f"{name}."
+            for name, module in self._model.get_submodule(block).named_modules(prefix=block)
+            if isinstance(module, HadamardTransform)
+        )
+        return {name: tensor for name, tensor in tensors.items() if not name.startswith(stay)}
 
     def _tensors_of(self, block: str) -> dict[str, Tensor]:
         state = self._model.get_submodule(block).state_dict()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import xxhash
+from compressed_tensors.transform import HadamardTransform
 from torch import Tensor
 from torch.nn import Module, Parameter
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -158,10 +159,15 @@ class BlockWeights:
         return self._blocks[position] if position < len(self._blocks) else None
 
     def release(self, block: str) -> None:
-        """Let go of a block's tensors; those that it shares with others stay."""
+        """Let go of a block's tensors; those that it shares with others stay.
+
+        So do the matrices of rotations in the forward, which one block has for all.
+        """
         module = self._model.get_submodule(block)
         outside = self._shared_outside(module)
         for inner in module.modules():
+            if isinstance(inner, HadamardTransform):
+                continue
             for name, parameter in inner._parameters.items():
                 if parameter is not None and id(parameter) not in outside:
                     inner._parameters[name] = meta_parameter(parameter)

@@ -141,6 +141,7 @@ class Modifier(HooksMixin):
     rewrites_inputs: ClassVar[bool] = False
     joins: ClassVar[frozenset[str]] = frozenset()
     leaves_open: ClassVar[bool] = False
+    begins_a_pass: ClassVar[bool] = False
     needs_time: ClassVar[bool] = False
 
     index: int | None = None

@@ -47,6 +47,7 @@ def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifie
         alone = pipeline == "independent" and not _joins(modifier, passes[-1])
         apart = alone or any(one.rewrites_inputs for one in passes[-1])
         behind = not needs and any(one.leaves_open for one in passes[-1])
+        behind = behind or modifier.begins_a_pass
         if (needs and taken and apart) or (taken and behind):
             passes.append([])
         passes[-1].append(modifier)

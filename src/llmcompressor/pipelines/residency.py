@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.nn import Module
@@ -50,6 +51,9 @@ class Keeper(Protocol):
 
     def leave(self, block: str) -> None:
         """Keep a finished block elsewhere, and let go of its weights."""
+
+    def visiting(self) -> AbstractContextManager[None]:
+        """While the body runs, a forward finds each block loaded; nothing is written."""
 
 
 class Residency:
