@@ -12,7 +12,8 @@ is scaled by one reader and not by another.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,10 +29,12 @@ from compressed_tensors.transform import (
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from llmcompressor.errors import TargetError
 from llmcompressor.numerics.rotation import Rotation
-from llmcompressor.quantization.attach import tap_attention
+from llmcompressor.quantization.attach import tap_attention, untap_attention
 
 __all__ = [
+    "Attached",
     "add_schemes",
     "attach",
     "drop_schemes",
@@ -71,45 +74,90 @@ def stored_weight(rotation: Rotation, device: torch.device) -> Parameter:
     return Parameter(matrix, requires_grad=False)
 
 
+@dataclass(frozen=True)
+class Attached:
+    """A rotation in the forward of a module.
+
+    Attributes:
+        name: of the submodule that does it, in the model.
+        transform: that submodule.
+        remove: takes it out again, without a trace; in the order opposite to that of attaching.
+    """
+
+    name: str
+    transform: Module
+    remove: Callable[[], None]
+
+
 def attach(
-    model: Any, module: Module, name: str, scheme: TransformScheme, args: TransformArgs, weight: Any
-) -> Module:
+    model: Any,
+    module: Module,
+    module_name: str,
+    name: str,
+    scheme: TransformScheme,
+    args: TransformArgs,
+    weight: Any,
+) -> Attached:
     """Put a rotation into the forward of a module.
 
     Args:
         model: the whole model.
         module: a Linear, or attention for the locations of queries and keys.
+        module_name: its name.
         name: of the scheme.
         scheme: what is rotated how.
         args: where.
         weight: the parameter, shared by all modules with the same matrix.
-
-    Returns:
-        The submodule that does it.
     """
     location = TransformLocation(args.location)
     own_name = f"{name}_{location.value}"
     transform: Module = HadamardTransform(weight, None, scheme, args, type(module))
-    if location in (TransformLocation.Q_ATTN, TransformLocation.K_CACHE):
+    states = location in (TransformLocation.Q_ATTN, TransformLocation.K_CACHE)
+    tapped = states and IMPL_ATTR not in module._modules
+    if tapped:
         tap_attention(model, module, queries=True)
     module.register_module(own_name, transform)
     if location is TransformLocation.INPUT:
-        module.register_forward_pre_hook(partial(_turn_input, own_name), prepend=True)
+        turn = partial(_turn_input, own_name, module_name)
+        handle = module.register_forward_pre_hook(turn, prepend=True)
     elif location is TransformLocation.OUTPUT:
-        module.register_forward_hook(partial(_turn_output, own_name))
+        handle = module.register_forward_hook(partial(_turn_output, own_name, module_name))
     else:
         queries = location is TransformLocation.Q_ATTN
-        tapped = getattr(module, IMPL_ATTR if queries else KV_CACHE_ATTR)
+        states_of = getattr(module, IMPL_ATTR if queries else KV_CACHE_ATTR)
         hook = _turn_queries if queries else _turn_keys
-        tapped.register_forward_pre_hook(partial(hook, own_name))
-    return transform
+        handle = states_of.register_forward_pre_hook(partial(hook, own_name))
+
+    def remove() -> None:
+        handle.remove()
+        del module._modules[own_name]
+        if tapped:
+            untap_attention(model, module)
+
+    return Attached(f"{module_name}.{own_name}", transform, remove)
 
 
-def _turn_input(name: str, module: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _turn_input(
+    name: str, module_name: str, module: Module, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    if not args or not isinstance(args[0], Tensor):
+        raise TargetError(
+            f"{module_name} ({type(module).__name__}) is not called with one tensor, which a "
+            "rotation of its input could act on.",
+            "Put it on the ignore list.",
+        )
     return (getattr(module, name)(args[0]), *args[1:])
 
 
-def _turn_output(name: str, module: Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+def _turn_output(
+    name: str, module_name: str, module: Module, args: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise TargetError(
+            f"{module_name} ({type(module).__name__}) returns a {type(output).__name__}, and not "
+            "one tensor, which a rotation of its output could act on.",
+            "Put it on the ignore list.",
+        )
     turned: Tensor = getattr(module, name)(output)
     return turned
 
@@ -124,15 +172,15 @@ def _turn_keys(name: str, cache: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (getattr(cache.attn_module(), name)(keys), *rest)
 
 
-def share(transforms: Iterable[tuple[str, Module]]) -> None:
+def share(attached: Iterable[Attached]) -> None:
     """Say of transforms with one matrix that they have it in common: it is stored once.
 
     Args:
-        transforms: names in the model, and the transforms; readers look for the first.
+        attached: all of a model; readers look for the first.
     """
     first: dict[int, str] = {}
-    for name, transform in transforms:
-        key = f"{name}.weight"
+    for one in attached:
+        transform, key = one.transform, f"{one.name}.weight"
         weight: Any = transform.weight
         if first.setdefault(id(weight), key) != key:
             transform._tied_weights_keys = {"weight": first[id(weight)]}  # type: ignore[assignment]  # read by transformers
