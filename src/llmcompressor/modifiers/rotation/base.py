@@ -22,8 +22,11 @@ from llmcompressor.modifiers.rotation.online import (
     ONLINE_DTYPE,
     add_schemes,
     drop_schemes,
+    forget_online,
     has_online,
     is_readable,
+    plan_online,
+    planned_online,
 )
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.modifiers.rotation.probe import (
@@ -104,7 +107,7 @@ class RotationModifier(Modifier):
         model = state.model
         self._check_raw(model)
         self._plan = self.make_plan(model)
-        self._check_online(self._plan)
+        self._check_online(model, self._plan)
         if is_loaded(model):
             self._try_out(model, self._plan)
         self.prepare(model)
@@ -119,6 +122,7 @@ class RotationModifier(Modifier):
         # against them before the work; the others would be missed there without their matrices.
         turned_alike = {one.scheme for one in self._plan.online} - staying
         add_schemes(model, {name: self._plan.schemes[name] for name in turned_alike})
+        plan_online((one.module for one in self._plan.online), type(self).__name__)
         return True
 
     def outline(self, state: State) -> None:
@@ -128,8 +132,10 @@ class RotationModifier(Modifier):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Nothing is said of rotations that were not done."""
-        if self._plan is not None and self._moved is None:
-            drop_schemes(state.model, self._plan.schemes)
+        if self._plan is not None:
+            forget_online(one.module for one in self._plan.online)
+            if self._moved is None:
+                drop_schemes(state.model, self._plan.schemes)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
@@ -188,8 +194,8 @@ class RotationModifier(Modifier):
             "Leave it out of the recipe.",
         )
 
-    def uncalled(self, model: Any, names: Sequence[str]) -> str:
-        """What to do where the weights of modules that would be rotated are read by others."""
+    def without(self, model: Any, names: Sequence[str]) -> str:
+        """What to do about modules that cannot have a rotation in their forward."""
         return "Leave it out of the recipe."
 
     def _try_out(self, model: Any, plan: Plan) -> None:
@@ -207,7 +213,7 @@ class RotationModifier(Modifier):
                 f"{wrong[0]} without calling it"
                 + (f" (so for {len(wrong)} modules)" if len(wrong) > 1 else "")
                 + ", so that a rotation in its forward would be passed by.",
-                self.uncalled(model, wrong),
+                self.without(model, wrong),
             )
         fault = probe.fault(plan)
         if fault is not None:
@@ -304,13 +310,17 @@ class RotationModifier(Modifier):
                     "is not quantized.",
                 )
 
-    def _check_online(self, plan: Plan) -> None:
+    def _check_online(self, model: Any, plan: Plan) -> None:
+        taken = [one for one in plan.online if planned_online(one.module) or has_online(one.module)]
+        if taken:
+            owner = planned_online(taken[0].module)
+            by = f" from {owner}, and {type(self).__name__} would add another" if owner else ""
+            names = [one.module_name for one in taken]
+            raise TargetError(
+                f"{names[0]} has a rotation in its forward already{by}.",
+                self.without(model, names),
+            )
         for one in plan.online:
-            if has_online(one.module):
-                raise TargetError(
-                    f"{one.module_name} has a rotation in its forward already.",
-                    "Rotate it once: put it on the ignore list of one of the two.",
-                )
             if not is_readable(one.rotation.order):
                 sizes = [
                     n for n in usable_block_sizes(one.rotation.order, most=64) if is_readable(n)

@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
+from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR, QuantizedAttentionImpl
+from compressed_tensors.modeling.attention import HOOKED_ATTENTION_NAME
 from compressed_tensors.transform import (
     HadamardTransform,
     TransformArgs,
@@ -28,6 +29,7 @@ from compressed_tensors.transform import (
 )
 from torch import Tensor
 from torch.nn import Module, Parameter
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmcompressor.errors import TargetError
 from llmcompressor.numerics.rotation import Rotation
@@ -37,9 +39,13 @@ __all__ = [
     "Attached",
     "add_schemes",
     "attach",
+    "check_states_visible",
     "drop_schemes",
+    "forget_online",
     "has_online",
     "is_readable",
+    "plan_online",
+    "planned_online",
     "share",
     "stored_weight",
 ]
@@ -48,6 +54,7 @@ ONLINE_DTYPE = torch.float32
 """In which rotations at run time are computed and stored: signs are exact in it."""
 
 _LARGEST_KNOWN = 256
+_PLANNED = "rotation_planned_by"
 
 
 def is_readable(order: int) -> bool:
@@ -72,6 +79,32 @@ def stored_weight(rotation: Rotation, device: torch.device) -> Parameter:
         matrix = matrix.round()
     matrix = matrix.to(device=device, dtype=ONLINE_DTYPE).contiguous()
     return Parameter(matrix, requires_grad=False)
+
+
+def check_states_visible(model: Any) -> None:
+    """Refuse a model whose queries and keys cannot be got at.
+
+    compressed-tensors puts itself in the place of the function that computes attention, which has
+    to be one of those that transformers keeps by name.
+
+    Raises:
+        TargetError: it has none, or does not let it be replaced.
+    """
+    problem = ""
+    name = model.config._attn_implementation
+    if name == HOOKED_ATTENTION_NAME:
+        name = QuantizedAttentionImpl._original_impl
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        problem = f"runs with the attention {name!r}, which has no function that could be hooked"
+    elif not getattr(type(model), "_can_set_attn_implementation", lambda: True)():
+        problem = "does not let its function of attention be replaced"
+    if problem:
+        other = ', or load it with attn_implementation="sdpa"'
+        has_other = name != "sdpa" and getattr(model, "_supports_sdpa", False)
+        raise TargetError(
+            f"R3 needs the queries and keys after RoPE, and {type(model).__name__} {problem}.",
+            f"Leave R3 out of rotations{other if has_other else ''}.",
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +148,11 @@ def attach(
     states = location in (TransformLocation.Q_ATTN, TransformLocation.K_CACHE)
     tapped = states and IMPL_ATTR not in module._modules
     if tapped:
-        tap_attention(model, module, queries=True)
+        try:
+            tap_attention(model, module, queries=True)
+        except BaseException:
+            untap_attention(model, module)
+            raise
     module.register_module(own_name, transform)
     if location is TransformLocation.INPUT:
         turn = partial(_turn_input, own_name, module_name)
@@ -189,6 +226,24 @@ def share(attached: Iterable[Attached]) -> None:
 def has_online(module: Module) -> bool:
     """Whether a rotation stands in the forward of a module already."""
     return any(isinstance(child, HadamardTransform) for child in module.children())
+
+
+def plan_online(modules: Iterable[Module], owner: str) -> None:
+    """Note on modules that ``owner`` will put a rotation into their forward."""
+    for module in modules:
+        module.__dict__.setdefault(_PLANNED, owner)
+
+
+def planned_online(module: Module) -> str | None:
+    """Who will put a rotation into the forward of a module, by :func:`plan_online`."""
+    owner: str | None = module.__dict__.get(_PLANNED)
+    return owner
+
+
+def forget_online(modules: Iterable[Module]) -> None:
+    """Take the notes of :func:`plan_online` off."""
+    for module in modules:
+        module.__dict__.pop(_PLANNED, None)
 
 
 def add_schemes(model: Any, schemes: Mapping[str, TransformScheme]) -> None:

@@ -150,12 +150,18 @@ class _Watch(TorchFunctionMode):
 
     Args:
         model: its parameters are watched.
+
+    Attributes:
+        called: modules that ran.
+        read: those whose parameters something was computed from while they did not run.
+        asked: those whose parameters were asked for their dtype meanwhile.
     """
 
     def __init__(self, model: Module) -> None:
         super().__init__()
         self.called: set[Module] = set()
         self.read: set[Module] = set()
+        self.asked: set[Module] = set()
         self._running: list[Module] = []
         self._owners: dict[int, set[Module]] = {}
         for module in model.modules():
@@ -176,11 +182,12 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch; one that returns no tensor (a shape, a dtype) reads none."""
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(one, Tensor) for one in _flat([result])):
+        reads = any(isinstance(one, Tensor) for one in _flat([result]))
+        if reads or isinstance(result, torch.dtype):
             for one in _flat([*args, *(kwargs or {}).values()]):
                 owners = self._owners.get(id(one)) if isinstance(one, Parameter) else None
                 if owners and owners.isdisjoint(self._running):
-                    self.read |= owners
+                    (self.read if reads else self.asked).update(owners)
         return result
 
 
@@ -229,7 +236,8 @@ def _units(model: Module, watch: _Watch) -> Iterator[tuple[Module | None, list[M
             yield block, parts
     for module in model.modules():
         if module not in inside:
-            alone = not module._modules and module in watch.called and module not in watch.read
+            alone = not module._modules and module in watch.called
+            alone = alone and module not in watch.read | watch.asked
             yield (module if alone else None), [module]
 
 
@@ -285,8 +293,8 @@ def _values(
     if fusion is not None:
         found |= plan.rotated(module, fusion, gains=gains, wide=wide)
     for norm in plan.norms:
-        if norm.module is module and gains[module] is not None:
-            own = found.get("weight", module._parameters["weight"])
+        own = found.get("weight", module._parameters.get("weight"))
+        if norm.module is module and own is not None:
             found["weight"] = torch.full_like(own, 1.0 - norm.offset)
     return found
 

@@ -111,10 +111,10 @@ class QuIPModifier(RotationModifier):
         return TargetError(
             f"QuIPModifier: with rotations of {name} ({type(suspects[0]).__name__}) "
             f"{type(model).__name__} computes something else ({fault}).",
-            self.uncalled(model, [name]),
+            self.without(model, [name]),
         )
 
-    def uncalled(self, model: Any, names: Sequence[str]) -> str:
+    def without(self, model: Any, names: Sequence[str]) -> str:
         """Each module can be left out."""
         ignored = [*as_targets(self.ignore), *short_targets(model, names)]
         return f"Put it on the ignore list: ignore={ignored}."

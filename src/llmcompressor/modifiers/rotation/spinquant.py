@@ -36,13 +36,15 @@ from llmcompressor.modifiers.rotation.base import RotationModifier
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
 from llmcompressor.modifiers.rotation.learned import learn_rotations
 from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, SpinQuantMapping
+from llmcompressor.modifiers.rotation.online import check_states_visible
 from llmcompressor.modifiers.rotation.parts import down_projections, find_heads
 from llmcompressor.modifiers.rotation.plan import Online, Plan
-from llmcompressor.modifiers.rotation.stream import Stream, find_stream
+from llmcompressor.modifiers.rotation.stream import Stream, find_stream, unseen_linears
 from llmcompressor.modifiers.rotation.targets import short_targets
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.quantization.attach import cached_attention_modules, check_states
+from llmcompressor.schemes.assign import listed
 from llmcompressor.schemes.attention import CACHED_ATTENTION
 
 __all__ = ["SpinQuantModifier"]
@@ -155,6 +157,8 @@ class SpinQuantModifier(RotationModifier):
             faults = {name: find(self._plan_of(model, [name])) for name in self.rotations}
         guilty = [name for name in self.rotations if faults[name]] or list(self.rotations)
         reasons = "; ".join(f"{name}: {_REASONS[name]}" for name in guilty)
+        if "R1" in guilty and (unseen := unseen_linears(model, self._find_stream(model))):
+            reasons += f"; these Linears of its width were not: {listed(unseen)}"
         remedy = f"Leave {' and '.join(guilty)} out of rotations"
         remedy += f", or s{SAY_PARTS[1:]}" if "R1" in guilty else "."
         return TargetError(
@@ -163,7 +167,7 @@ class SpinQuantModifier(RotationModifier):
             remedy,
         )
 
-    def uncalled(self, model: Any, names: Sequence[str]) -> str:
+    def without(self, model: Any, names: Sequence[str]) -> str:
         """R4 alone stands in the forward of Linears."""
         return "Leave R4 out of rotations" + (" or schemes." if self.transform_config else ".")
 
@@ -220,8 +224,8 @@ class SpinQuantModifier(RotationModifier):
             plan.schemes[key] = self._scheme(rotation, apply, order)
 
     def _plan_r3(self, plan: Plan, model: Any) -> None:
-        check_states(model)
         attention = self._attention(model)
+        self._check_attention(model)
         config = model.config.get_text_config()
         width = self.mappings.attn_head_dim if self.mappings else None
         for number, (module, name) in enumerate(attention.items()):
@@ -238,6 +242,19 @@ class SpinQuantModifier(RotationModifier):
                 targets = short_targets(model, ours)
                 apply = [_args(targets, place.value) for place in places]
                 plan.schemes[key] = self._scheme(rotation, apply, order, online=True)
+
+    @staticmethod
+    def _check_attention(model: Any) -> None:
+        check_states_visible(model)
+        try:
+            check_states(model)
+        except (TargetError, AttributeError, RuntimeError) as error:  # where layers differ
+            config = type(model.config.get_text_config(decoder=True)).__name__
+            raise TargetError(
+                "R3: readers take the shape of queries and keys from num_attention_heads, "
+                f"num_key_value_heads and head_dim, which {config} does not tell for all layers.",
+                "Leave R3 out of rotations.",
+            ) from error
 
     def _attention(self, model: Any) -> dict[Module, str]:
         attention = cached_attention_modules(model)
