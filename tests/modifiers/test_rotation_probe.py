@@ -215,9 +215,12 @@ def test_convolutions_are_no_obstacle(name: str) -> None:
     assert moved(SHORT[name](torch.bfloat16), SpinQuantModifier(rotations=["R1"])) < 0.1
 
 
-@pytest.mark.parametrize(("name", "fields"), [("mamba", RECURRENT), ("falcon_mamba", RECURRENT)])
-def test_models_without_attention_have_a_stream_too(name: str, fields: Any) -> None:
-    assert moved(tiny(name, **fields), SpinQuantModifier(rotations=["R1"])) < 1e-5
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_models_without_attention_have_a_stream_too(
+    name: str, dtype: torch.dtype, most: float
+) -> None:
+    assert moved(tiny(name, dtype, **RECURRENT), SpinQuantModifier(rotations=["R1"])) < most
 
 
 def test_a_stream_that_is_scaled_on_its_way_can_be_said() -> None:
@@ -228,6 +231,12 @@ def test_a_stream_that_is_scaled_on_its_way_can_be_said() -> None:
         NormMapping(norm="model.final_layernorm", linears=["lm_head"]),
     ]
     assert moved(falcon_h1(), SpinQuantModifier(rotations=["R1"], norm_mappings=norms)) < 1e-5
+
+
+def test_gains_of_gemma_are_found_in_any_dtype() -> None:
+    model = tiny("gemma", torch.bfloat16, head_dim=16)
+    assert moved(model, SpinQuantModifier(rotations=["R1"])) < 0.1
+    assert bool((model.model.norm.weight == 0).all())
 
 
 def test_means_without_weights() -> None:
@@ -338,6 +347,22 @@ def test_a_model_that_needs_its_dtype_is_compared_in_it() -> None:
     probe = Probe(model)
     assert 1e-3 < probe.moved(SpinQuantModifier(rotations=["R2"]).make_plan(model)) < 0.1
     assert probe.tolerance == 0.2
+
+
+def test_weights_that_are_asked_for_their_dtype_are_wide_throughout() -> None:
+    """Mamba 2 casts to the dtype of its head before it calls it."""
+    model = tiny("mamba2", torch.bfloat16, state_size=16, num_heads=8, head_dim=16, n_groups=1)
+    probe = Probe(model)
+    assert probe.moved(QuIPModifier(rotations=["v"]).make_plan(model)) < 1e-5
+    assert probe.tolerance < 1e-3
+
+
+def test_attention_that_cannot_be_replaced_after_all() -> None:
+    model = llama()
+    model.set_attn_implementation = lambda name: None
+    with pytest.raises(TargetError, match=r"AssertionError.*Leave R3 out of rotations\.$"):
+        SpinQuantModifier(rotations=["R3"]).initialize(State(model=model))
+    assert not traces(model)
 
 
 def test_precision_of_products_is_given_back() -> None:
