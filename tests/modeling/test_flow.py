@@ -50,6 +50,24 @@ def test_norms_of_outputs_are_seen() -> None:
     assert found["model.layers.0.post_attention_layernorm"] == "model.layers.0.self_attn.o_proj"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_casts_are_followed(dtype: torch.dtype) -> None:
+    class Casting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(50, 32)
+            self.norm = torch.nn.RMSNorm(32)
+            self.head = torch.nn.Linear(32, 50)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            normed = self.norm(self.embed(input_ids) * 2)
+            return self.head(normed.to(self.head.weight.dtype))
+
+    model = Casting()
+    model.head.to(dtype)
+    assert fed(model) == {"head": "norm"}
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
     trace_flow(model)

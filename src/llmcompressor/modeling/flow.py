@@ -2,8 +2,8 @@
 """Which module's output another module gets as its input, seen in one forward on a few tokens.
 
 A tensor that is handed on, or a view of it, has the same storage: so a norm is found to feed the
-Linears that read it, whatever they are called. Sums and products make new tensors and end the
-trail. No weight is read; those that are not loaded count as zero.
+Linears that read it, whatever they are called. Casts are followed too; sums and products make new
+tensors and end the trail. No weight is read; those that are not loaded count as zero.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.overrides import TorchFunctionMode
 
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.call_order import first_tensor
@@ -23,6 +24,15 @@ from llmcompressor.modeling.hollow import hollow_weights
 __all__ = ["Flow", "probe_inputs", "trace_flow"]
 
 _TOKENS = 8
+_CASTS = (
+    Tensor.to,
+    Tensor.float,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.double,
+    Tensor.type,
+    Tensor.type_as,
+)
 
 
 @dataclass
@@ -30,7 +40,7 @@ class Flow:
     """What a forward showed.
 
     Attributes:
-        feeder: module → the leaf whose output, or a view of it, was its first input.
+        feeder: module → the leaf whose output, a view or a cast of it, was its first input.
         called: every module that was called, in order of its first call.
     """
 
@@ -55,29 +65,15 @@ def trace_flow(model: Module) -> Flow:
     Raises:
         TargetError: the model does not run on token ids alone.
     """
-    flow = Flow()
-    source: dict[int, Module] = {}
-    alive: list[Tensor] = []  # or a later tensor could be given the same storage
-
-    def before(module: Module, args: Any, kwargs: Any) -> None:
-        tensor = first_tensor(args, kwargs)
-        flow.called.setdefault(module)
-        if tensor is not None and (feeder := source.get(_storage(tensor))) is not None:
-            flow.feeder.setdefault(module, feeder)
-
-    def after(module: Module, _: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            alive.append(output)
-            source.setdefault(_storage(output), module)
-
+    trail = _Trail()
     handles = []
     for module in model.modules():
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(trail.before, with_kwargs=True))
         if not module._modules:
-            handles.append(module.register_forward_hook(after))
+            handles.append(module.register_forward_hook(trail.after))
     was_training = [module for module in model.modules() if module.training]
     try:
-        with torch.no_grad(), hollow_weights(model):
+        with torch.no_grad(), hollow_weights(model), trail:
             model.eval()
             model(**probe_inputs(model))
     except (TypeError, ValueError) as error:
@@ -91,7 +87,48 @@ def trace_flow(model: Module) -> Flow:
             handle.remove()
         for module in was_training:
             module.training = True
-    return flow
+    return trail.flow
+
+
+class _Trail(TorchFunctionMode):
+    """Follows what leaves return, by its storage, through views and casts.
+
+    Attributes:
+        flow: what was seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flow = Flow()
+        self._source: dict[int, Module] = {}
+        self._alive: list[Tensor] = []  # or a later tensor could be given the same storage
+
+    def before(self, module: Module, args: Any, kwargs: Any) -> None:
+        """A module is called."""
+        tensor = first_tensor(args, kwargs)
+        self.flow.called.setdefault(module)
+        if tensor is not None and (feeder := self._source.get(_storage(tensor))) is not None:
+            self.flow.feeder.setdefault(module, feeder)
+
+    def after(self, module: Module, _: Any, output: Any) -> None:
+        """A leaf has returned."""
+        if isinstance(output, Tensor):
+            self._follow(output, module)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch; a cast of what is followed is followed."""
+        result = func(*args, **(kwargs or {}))
+        if func in _CASTS and isinstance(result, Tensor):
+            feeder = self._source.get(_storage(args[0]))
+            if feeder is not None:
+                self._follow(result, feeder)
+        return result
+
+    def _follow(self, tensor: Tensor, feeder: Module) -> None:
+        self._alive.append(tensor)
+        self._source.setdefault(_storage(tensor), feeder)
 
 
 def _storage(tensor: Tensor) -> int:

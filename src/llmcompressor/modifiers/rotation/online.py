@@ -12,12 +12,14 @@ is scaled by one reader and not by another.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
+from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR, QuantizedAttentionImpl
+from compressed_tensors.modeling.attention import HOOKED_ATTENTION_NAME
 from compressed_tensors.transform import (
     HadamardTransform,
     TransformArgs,
@@ -27,16 +29,23 @@ from compressed_tensors.transform import (
 )
 from torch import Tensor
 from torch.nn import Module, Parameter
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from llmcompressor.errors import TargetError
 from llmcompressor.numerics.rotation import Rotation
-from llmcompressor.quantization.attach import tap_attention
+from llmcompressor.quantization.attach import tap_attention, untap_attention
 
 __all__ = [
+    "Attached",
     "add_schemes",
     "attach",
+    "check_states_visible",
     "drop_schemes",
+    "forget_online",
     "has_online",
     "is_readable",
+    "plan_online",
+    "planned_online",
     "share",
     "stored_weight",
 ]
@@ -45,6 +54,7 @@ ONLINE_DTYPE = torch.float32
 """In which rotations at run time are computed and stored: signs are exact in it."""
 
 _LARGEST_KNOWN = 256
+_PLANNED = "rotation_planned_by"
 
 
 def is_readable(order: int) -> bool:
@@ -71,45 +81,120 @@ def stored_weight(rotation: Rotation, device: torch.device) -> Parameter:
     return Parameter(matrix, requires_grad=False)
 
 
+def check_states_visible(model: Any) -> None:
+    """Refuse a model whose queries and keys cannot be got at.
+
+    compressed-tensors puts itself in the place of the function that computes attention, which has
+    to be one of those that transformers keeps by name.
+
+    Raises:
+        TargetError: it has none, or does not let it be replaced.
+    """
+    problem = ""
+    name = model.config._attn_implementation
+    if name == HOOKED_ATTENTION_NAME:
+        name = QuantizedAttentionImpl._original_impl
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        problem = f"runs with the attention {name!r}, which has no function that could be hooked"
+    elif not getattr(type(model), "_can_set_attn_implementation", lambda: True)():
+        problem = "does not let its function of attention be replaced"
+    if problem:
+        other = ', or load it with attn_implementation="sdpa"'
+        has_other = name != "sdpa" and getattr(model, "_supports_sdpa", False)
+        raise TargetError(
+            f"R3 needs the queries and keys after RoPE, and {type(model).__name__} {problem}.",
+            f"Leave R3 out of rotations{other if has_other else ''}.",
+        )
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A rotation in the forward of a module.
+
+    Attributes:
+        name: of the submodule that does it, in the model.
+        transform: that submodule.
+        remove: takes it out again, without a trace; in the order opposite to that of attaching.
+    """
+
+    name: str
+    transform: Module
+    remove: Callable[[], None]
+
+
 def attach(
-    model: Any, module: Module, name: str, scheme: TransformScheme, args: TransformArgs, weight: Any
-) -> Module:
+    model: Any,
+    module: Module,
+    module_name: str,
+    name: str,
+    scheme: TransformScheme,
+    args: TransformArgs,
+    weight: Any,
+) -> Attached:
     """Put a rotation into the forward of a module.
 
     Args:
         model: the whole model.
         module: a Linear, or attention for the locations of queries and keys.
+        module_name: its name.
         name: of the scheme.
         scheme: what is rotated how.
         args: where.
         weight: the parameter, shared by all modules with the same matrix.
-
-    Returns:
-        The submodule that does it.
     """
     location = TransformLocation(args.location)
     own_name = f"{name}_{location.value}"
     transform: Module = HadamardTransform(weight, None, scheme, args, type(module))
-    if location in (TransformLocation.Q_ATTN, TransformLocation.K_CACHE):
-        tap_attention(model, module, queries=True)
+    states = location in (TransformLocation.Q_ATTN, TransformLocation.K_CACHE)
+    tapped = states and IMPL_ATTR not in module._modules
+    if tapped:
+        try:
+            tap_attention(model, module, queries=True)
+        except BaseException:
+            untap_attention(model, module)
+            raise
     module.register_module(own_name, transform)
     if location is TransformLocation.INPUT:
-        module.register_forward_pre_hook(partial(_turn_input, own_name), prepend=True)
+        turn = partial(_turn_input, own_name, module_name)
+        handle = module.register_forward_pre_hook(turn, prepend=True)
     elif location is TransformLocation.OUTPUT:
-        module.register_forward_hook(partial(_turn_output, own_name))
+        handle = module.register_forward_hook(partial(_turn_output, own_name, module_name))
     else:
         queries = location is TransformLocation.Q_ATTN
-        tapped = getattr(module, IMPL_ATTR if queries else KV_CACHE_ATTR)
+        states_of = getattr(module, IMPL_ATTR if queries else KV_CACHE_ATTR)
         hook = _turn_queries if queries else _turn_keys
-        tapped.register_forward_pre_hook(partial(hook, own_name))
-    return transform
+        handle = states_of.register_forward_pre_hook(partial(hook, own_name))
+
+    def remove() -> None:
+        handle.remove()
+        del module._modules[own_name]
+        if tapped:
+            untap_attention(model, module)
+
+    return Attached(f"{module_name}.{own_name}", transform, remove)
 
 
-def _turn_input(name: str, module: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _turn_input(
+    name: str, module_name: str, module: Module, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    if not args or not isinstance(args[0], Tensor):
+        raise TargetError(
+            f"{module_name} ({type(module).__name__}) is not called with one tensor, which a "
+            "rotation of its input could act on.",
+            "Put it on the ignore list.",
+        )
     return (getattr(module, name)(args[0]), *args[1:])
 
 
-def _turn_output(name: str, module: Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+def _turn_output(
+    name: str, module_name: str, module: Module, args: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise TargetError(
+            f"{module_name} ({type(module).__name__}) returns a {type(output).__name__}, and not "
+            "one tensor, which a rotation of its output could act on.",
+            "Put it on the ignore list.",
+        )
     turned: Tensor = getattr(module, name)(output)
     return turned
 
@@ -124,15 +209,15 @@ def _turn_keys(name: str, cache: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (getattr(cache.attn_module(), name)(keys), *rest)
 
 
-def share(transforms: Iterable[tuple[str, Module]]) -> None:
+def share(attached: Iterable[Attached]) -> None:
     """Say of transforms with one matrix that they have it in common: it is stored once.
 
     Args:
-        transforms: names in the model, and the transforms; readers look for the first.
+        attached: all of a model; readers look for the first.
     """
     first: dict[int, str] = {}
-    for name, transform in transforms:
-        key = f"{name}.weight"
+    for one in attached:
+        transform, key = one.transform, f"{one.name}.weight"
         weight: Any = transform.weight
         if first.setdefault(id(weight), key) != key:
             transform._tied_weights_keys = {"weight": first[id(weight)]}  # type: ignore[assignment]  # read by transformers
@@ -141,6 +226,24 @@ def share(transforms: Iterable[tuple[str, Module]]) -> None:
 def has_online(module: Module) -> bool:
     """Whether a rotation stands in the forward of a module already."""
     return any(isinstance(child, HadamardTransform) for child in module.children())
+
+
+def plan_online(modules: Iterable[Module], owner: str) -> None:
+    """Note on modules that ``owner`` will put a rotation into their forward."""
+    for module in modules:
+        module.__dict__.setdefault(_PLANNED, owner)
+
+
+def planned_online(module: Module) -> str | None:
+    """Who will put a rotation into the forward of a module, by :func:`plan_online`."""
+    owner: str | None = module.__dict__.get(_PLANNED)
+    return owner
+
+
+def forget_online(modules: Iterable[Module]) -> None:
+    """Take the notes of :func:`plan_online` off."""
+    for module in modules:
+        module.__dict__.pop(_PLANNED, None)
 
 
 def add_schemes(model: Any, schemes: Mapping[str, TransformScheme]) -> None:

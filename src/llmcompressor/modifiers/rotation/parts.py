@@ -15,8 +15,8 @@ from llmcompressor.names import named_modules
 
 __all__ = ["ATTENTION_WRITERS", "MLP_WRITERS", "Heads", "down_projections", "find_heads"]
 
-ATTENTION_WRITERS = ("o_proj", "out_proj", "wo", "dense")
-"""Names of the Linears at the end of attention."""
+ATTENTION_WRITERS = ("o_proj", "out_proj", "linear_out", "wo", "dense")
+"""Names of the Linears at the end of attention, and of what stands in its place."""
 MLP_WRITERS = ("down_proj", "w2", "fc2", "dense_4h_to_h", "linear_2")
 """Names of the Linears at the end of an MLP."""
 _VALUES = ("v_proj",)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,19 @@ from compressed_tensors.transform import TransformArgs, TransformLocation, Trans
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from llmcompressor.modifiers.rotation.online import add_schemes, attach, share, stored_weight
+from llmcompressor.modifiers.rotation.online import (
+    Attached,
+    add_schemes,
+    attach,
+    share,
+    stored_weight,
+)
 from llmcompressor.modifiers.rotation.stream import Norm
 from llmcompressor.numerics.rotation import Rotation, rotated_bias, rotated_weight
 
 __all__ = ["Fusion", "Online", "Plan"]
+
+_NOTHING = object()
 
 
 @dataclass
@@ -90,28 +99,71 @@ class Plan:
             if weight is not None:
                 weight.data.fill_(1.0 - norm.offset)
 
-    def rotated(self, module: Module, fusion: Fusion) -> dict[str, Tensor]:
-        """The weight and bias of ``module`` with everything multiplied in."""
+    def rotated(
+        self,
+        module: Module,
+        fusion: Fusion,
+        *,
+        gains: Mapping[Module, Tensor | None] | None = None,
+        wide: bool = False,
+    ) -> dict[str, Tensor]:
+        """The weight and bias of ``module`` with everything multiplied in.
+
+        Args:
+            module: it is not changed.
+            fusion: what is multiplied into it.
+            gains: :meth:`gains`, where norms may have lost theirs.
+            wide: computed and returned in float32, where the weight is narrower too.
+        """
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
-        gain = None if fusion.norm is None else fusion.norm.gain()
+        gain = None
+        if fusion.norm is not None:
+            gain = fusion.norm.gain() if gains is None else gains[fusion.norm.module]
+
+        def given(one: Tensor) -> Tensor:
+            return one.detach().float() if wide else one.detach()
+
+        precision = torch.float32 if wide else self.precision
         found = {
             "weight": rotated_weight(
-                weight.detach(),
+                given(weight),
                 gain_C=gain,
                 inputs=fusion.inputs,
                 outputs=fusion.outputs,
-                precision=self.precision,
+                precision=precision,
             )
         }
         if bias is not None and isinstance(module, Linear) and fusion.outputs:
-            found["bias"] = rotated_bias(bias.detach(), fusion.outputs, precision=self.precision)
+            found["bias"] = rotated_bias(given(bias), fusion.outputs, precision=precision)
         return found
+
+    def gains(self) -> dict[Module, Tensor | None]:
+        """What each norm multiplies by."""
+        return {norm.module: norm.gain() for norm in self.norms}
 
     def attach(self, model: Any) -> None:
         """Put what stays into the forward, and have it written."""
+        self._attach(model, [])
+
+    @contextlib.contextmanager
+    def attached(self, model: Any) -> Iterator[None]:
+        """:meth:`attach` for the time of the body."""
+        done: list[Attached] = []
+        written = model.__dict__.get("transform_config", _NOTHING)
+        try:
+            self._attach(model, done)
+            yield
+        finally:
+            for one in reversed(done):
+                one.remove()
+            if written is _NOTHING:
+                model.__dict__.pop("transform_config", None)
+            else:
+                model.transform_config = written
+
+    def _attach(self, model: Any, done: list[Attached]) -> None:
         weights: dict[tuple[int, str, torch.device], Any] = {}
-        named = []
         for one in self.online:
             device = _device_of(one.module)
             key = (id(one.rotation), one.scheme, device)
@@ -121,17 +173,22 @@ class Plan:
             args = TransformArgs(
                 targets=[one.module_name], location=one.location, inverse=one.inverse
             )
-            transform = attach(model, one.module, one.scheme, scheme, args, weights[key])
-            named.append((f"{one.module_name}.{one.scheme}_{one.location.value}", transform))
-        share(named)
+            done.append(
+                attach(model, one.module, one.module_name, one.scheme, scheme, args, weights[key])
+            )
+        share(done)
         if self.schemes:
             add_schemes(model, self.schemes)
 
-    def check_free(self, names: dict[Module, str]) -> Iterable[str]:
-        """The modules that were quantized before."""
-        for module in self.fusions:
-            if getattr(module, "quantization_scheme", None) is not None:
-                yield names.get(module, type(module).__name__)
+    def only(self, modules: Collection[Module]) -> Plan:
+        """What of it is done to some modules, in a plan where each module stands for itself."""
+        return Plan(
+            self.precision,
+            {module: one for module, one in self.fusions.items() if module in modules},
+            [],
+            [one for one in self.online if one.module in modules],
+            self.schemes,
+        )
 
 
 def _device_of(module: Module) -> torch.device:

@@ -12,6 +12,7 @@ stay in the forward. They cost it a product each; ``v`` also spreads the outlier
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
@@ -24,6 +25,7 @@ from llmcompressor.modeling.matching import as_targets, check_targets, match_nam
 from llmcompressor.modifiers.rotation.base import RotationModifier, TransformType
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
 from llmcompressor.modifiers.rotation.plan import Plan
+from llmcompressor.modifiers.rotation.targets import short_targets
 
 __all__ = ["QuIPModifier"]
 
@@ -91,6 +93,31 @@ class QuIPModifier(RotationModifier):
             for number, names in enumerate(sets.values()):
                 schemes[f"{rotation}_{number}"] = self._scheme(rotation, names, [])
         return plan_of_config(self, model, TransformConfig(config_groups=schemes))
+
+    def refusal(
+        self, model: Any, fault: str, find: Callable[[Plan], str | None] | None = None
+    ) -> TargetError:
+        """Name one module at fault: each stands for itself, so halves of them are tried out."""
+        assert self._plan is not None
+        names = {one.module: one.module_name for one in self._plan.online}
+        if find is None:
+            return super().refusal(model, fault, find)
+        suspects = list(names)
+        while len(suspects) > 1:
+            half = suspects[: len(suspects) // 2]
+            at_fault = find(self._plan.only(half)) is not None
+            suspects = half if at_fault else suspects[len(half) :]
+        name = names[suspects[0]]
+        return TargetError(
+            f"QuIPModifier: with rotations of {name} ({type(suspects[0]).__name__}) "
+            f"{type(model).__name__} computes something else ({fault}).",
+            self.without(model, [name]),
+        )
+
+    def without(self, model: Any, names: Sequence[str]) -> str:
+        """Each module can be left out."""
+        ignored = [*as_targets(self.ignore), *short_targets(model, names)]
+        return f"Put it on the ignore list: ignore={ignored}."
 
     def _scheme(self, rotation: str, targets: list[str], ignore: list[str]) -> TransformScheme:
         """Where ``u`` or ``v`` acts: once at run time, once in the weight."""

@@ -16,6 +16,7 @@ Linears behind it first. Outliers, which stand in a few channels, are spread ove
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from compressed_tensors.transform import (
@@ -34,19 +35,29 @@ from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modifiers.rotation.base import RotationModifier
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
 from llmcompressor.modifiers.rotation.learned import learn_rotations
-from llmcompressor.modifiers.rotation.mappings import NormMapping, SpinQuantMapping
+from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, SpinQuantMapping
+from llmcompressor.modifiers.rotation.online import check_states_visible
 from llmcompressor.modifiers.rotation.parts import down_projections, find_heads
 from llmcompressor.modifiers.rotation.plan import Online, Plan
-from llmcompressor.modifiers.rotation.stream import Stream, find_stream
+from llmcompressor.modifiers.rotation.stream import Stream, find_stream, unseen_linears
 from llmcompressor.modifiers.rotation.targets import short_targets
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.quantization.attach import cached_attention_modules, check_states
+from llmcompressor.schemes.assign import listed
 from llmcompressor.schemes.attention import CACHED_ATTENTION
 
 __all__ = ["SpinQuantModifier"]
 
 Name = Literal["R1", "R2", "R3", "R4"]
+
+_REASONS = {
+    "R1": "something that was not seen reads or writes the residual stream",
+    "R2": "something stands between the values and what reads them (a gate, a norm)",
+    "R3": "the queries and keys that are rotated are not those that are multiplied",
+    "R4": "something stands before the down projection, or reads its weight",
+}
+"""Why outputs move where a rotation of this name is done."""
 
 
 class SpinQuantModifier(RotationModifier):
@@ -115,9 +126,12 @@ class SpinQuantModifier(RotationModifier):
             stream = self._find_stream(model)
             self._fold(plan, stream)
             return plan
-        plan = Plan(self.torch_precision)
         self._learnable = {}
-        for name in self.rotations:  # inputs are rotated by what stands before, so in this order
+        return self._plan_of(model, self.rotations)
+
+    def _plan_of(self, model: Any, names: Sequence[str]) -> Plan:
+        plan = Plan(self.torch_precision)
+        for name in names:  # inputs are rotated by what stands before, so in this order
             {"R1": self._plan_r1, "R2": self._plan_r2, "R3": self._plan_r3, "R4": self._plan_r4}[
                 name
             ](plan, model)
@@ -127,6 +141,35 @@ class SpinQuantModifier(RotationModifier):
         """A gain of the last norm, and R1, are the head's alone: it needs a weight of its own."""
         if self._stream is not None:
             untie_embeddings(model)
+
+    def refusal(
+        self, model: Any, fault: str, find: Callable[[Plan], str | None] | None = None
+    ) -> TargetError:
+        """Name the rotations at fault: each is tried out alone."""
+        if self.transform_config is not None:
+            return TargetError(
+                f"SpinQuantModifier: with its transform_config {type(model).__name__} computes "
+                f"something else ({fault}).",
+                "Undo each rotation where what it rotates is read.",
+            )
+        faults: dict[str, str | None] = dict.fromkeys(self.rotations, fault)
+        if find is not None and len(self.rotations) > 1:
+            faults = {name: find(self._plan_of(model, [name])) for name in self.rotations}
+        guilty = [name for name in self.rotations if faults[name]] or list(self.rotations)
+        reasons = "; ".join(f"{name}: {_REASONS[name]}" for name in guilty)
+        if "R1" in guilty and (unseen := unseen_linears(model, self._find_stream(model))):
+            reasons += f"; these Linears of its width were not: {listed(unseen)}"
+        remedy = f"Leave {' and '.join(guilty)} out of rotations"
+        remedy += f", or s{SAY_PARTS[1:]}" if "R1" in guilty else "."
+        return TargetError(
+            f"SpinQuantModifier: with {' and '.join(guilty)} {type(model).__name__} computes "
+            f"something else ({faults[guilty[0]] or fault}). {reasons}.",
+            remedy,
+        )
+
+    def without(self, model: Any, names: Sequence[str]) -> str:
+        """R4 alone stands in the forward of Linears."""
+        return "Leave R4 out of rotations" + (" or schemes." if self.transform_config else ".")
 
     def _find_stream(self, model: Any) -> Stream:
         if self._stream is None:
@@ -181,8 +224,8 @@ class SpinQuantModifier(RotationModifier):
             plan.schemes[key] = self._scheme(rotation, apply, order)
 
     def _plan_r3(self, plan: Plan, model: Any) -> None:
-        check_states(model)
         attention = self._attention(model)
+        self._check_attention(model)
         config = model.config.get_text_config()
         width = self.mappings.attn_head_dim if self.mappings else None
         for number, (module, name) in enumerate(attention.items()):
@@ -199,6 +242,19 @@ class SpinQuantModifier(RotationModifier):
                 targets = short_targets(model, ours)
                 apply = [_args(targets, place.value) for place in places]
                 plan.schemes[key] = self._scheme(rotation, apply, order, online=True)
+
+    @staticmethod
+    def _check_attention(model: Any) -> None:
+        check_states_visible(model)
+        try:
+            check_states(model)
+        except (TargetError, AttributeError, RuntimeError) as error:  # where layers differ
+            config = type(model.config.get_text_config(decoder=True)).__name__
+            raise TargetError(
+                "R3: readers take the shape of queries and keys from num_attention_heads, "
+                f"num_key_value_heads and head_dim, which {config} does not tell for all layers.",
+                "Leave R3 out of rotations.",
+            ) from error
 
     def _attention(self, model: Any) -> dict[Module, str]:
         attention = cached_attention_modules(model)

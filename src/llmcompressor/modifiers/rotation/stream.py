@@ -24,6 +24,7 @@ from torch.nn import Embedding, Linear, Module
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.embeddings import embeddings
+from llmcompressor.modeling.expert_search import find_mixtures
 from llmcompressor.modeling.flow import Flow, trace_flow
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modeling.matching import match_named_modules
@@ -32,7 +33,7 @@ from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, Sp
 from llmcompressor.modifiers.rotation.parts import ATTENTION_WRITERS, MLP_WRITERS
 from llmcompressor.names import named_modules
 
-__all__ = ["Norm", "Stream", "find_stream"]
+__all__ = ["Norm", "Stream", "find_stream", "unseen_linears"]
 
 _EXPERT_READERS = ("gate_proj", "up_proj", "w1", "w3", "gate_up_proj")
 _NORM_CHECK = 4
@@ -113,7 +114,7 @@ def find_stream(
     writers = _writers(model, names, width, mapping)
     fed = _norms_of(model, names, width, flow, writers, norm_mappings)
     norms = {
-        names[norm]: Norm(norm, _offset(norm, names[norm]), readers)
+        names[norm]: Norm(norm, _offset(norm, names[norm], width), readers)
         for norm, readers in fed.items()
     }
     first: dict[Module, str] = {
@@ -126,6 +127,21 @@ def find_stream(
     if mapping is not None:
         _check_said(model, stream, mapping)
     return stream
+
+
+def unseen_linears(model: Module, stream: Stream) -> list[str]:
+    """Linears as wide as the stream that were seen neither to read it nor to write to it.
+
+    Those behind others of its width are among them.
+    """
+    seen = {*stream.readers, *stream.writers}
+    return [
+        name
+        for name, module in named_modules(model)
+        if isinstance(module, Linear)
+        and module not in seen
+        and stream.width in (module.in_features, module.out_features)
+    ]
 
 
 def _check_said(model: Module, stream: Stream, mapping: SpinQuantMapping) -> None:
@@ -250,20 +266,18 @@ def _feeder_above(owner: Mapping[str, Module], flow: Flow, name: str) -> Module 
     return None
 
 
-def _offset(norm: Module, name: str) -> float:
+def _offset(norm: Module, name: str, width: int) -> float:
     """What an RMS norm adds to its weight, found by running it with other weights."""
     weight_C = norm._parameters.get("weight")
-    if weight_C is None:
-        return 0.0
     if norm._parameters.get("bias") is not None:
         raise TargetError(
             f"The norm {name} has a bias.",
             "R1 needs RMS norms: leave it out of rotations.",
         )
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_NORM_CHECK, len(weight_C), generator=generator)
-    x = x if weight_C.is_meta else x.to(weight_C.device)
-    ones = {norm: {"weight": torch.ones_like(x[0])}}
+    x = torch.randn(_NORM_CHECK, width, generator=generator)
+    x = x if weight_C is None or weight_C.is_meta else x.to(weight_C.device)
+    ones = {} if weight_C is None else {norm: {"weight": torch.ones_like(x[0])}}
     with torch.no_grad(), swapped(ones):
         centres = torch.allclose(norm(x), norm(x + 1), atol=1e-3)
     if centres:
@@ -272,7 +286,9 @@ def _offset(norm: Module, name: str) -> float:
             "keep.",
             "R1 needs RMS norms: leave it out of rotations.",
         )
-    with torch.no_grad():
+    if weight_C is None:
+        return 0.0
+    with torch.no_grad(), swapped(ones):  # in float32: narrower weights would round the factors
         offset = norm_offset(norm, (x,), {})
     if offset is None:
         raise TargetError(
@@ -294,11 +310,12 @@ def _check(model: Module, stream: Stream, flow: Flow, names: Mapping[Module, str
                 "stream: its gains cannot be moved into a Linear, nor past a rotation.",
                 "Leave R1 out of rotations.",
             )
-        if any(one is not None and one.ndim > 2 for one in module._parameters.values()):
-            raise TargetError(
-                f"The experts {name} are stacked in one tensor, which R1 does not rotate.",
-                "Leave R1 out of rotations.",
-            )
+    stacked = find_mixtures(model)
+    if stacked:
+        raise TargetError(
+            f"The experts {stacked[0].name} are stacked in one tensor, which R1 does not rotate.",
+            "Leave R1 out of rotations.",
+        )
     for block, name in find_blocks(model).items():
         inside = set(block.modules())
         if not inside & set(readers) or not inside & set(stream.writers):

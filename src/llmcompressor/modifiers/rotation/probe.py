@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model would compute what it does, rotated: tried out before anything is changed.
+
+Two forwards on a few tokens are compared, one with the model's own weights and one with rotated
+ones, both in float32 whatever the model's dtype. So the rounding of weights does not count, and
+what is left is either no more than float32 rounds, or a part of the model that a rotation does not
+pass. Weights are made wide, and rotated, while the block that they belong to runs, so that one
+block is held in float32 at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
+
+from llmcompressor.errors import InputError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.flow import probe_inputs
+from llmcompressor.modifiers.rotation.plan import Plan
+
+__all__ = ["NARROW_TOLERANCE", "Probe", "distance", "is_loaded", "logits"]
+
+TOLERANCE = 2e-4
+"""How far float32 outputs may move. Random orders of summation move them by 1e-7 to 1e-5."""
+NARROW_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.2}
+"""By dtype, how far outputs may move where weights are rounded anew: without float32, see
+:class:`Probe`. Where something is not rotated that has to be, they mostly move by more."""
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a forward raises that was not made for what it got."""
+
+
+class Probe:
+    """A model before and after rotations, none of which stays.
+
+    Where the model does not run in float32, it is compared in its own dtype.
+
+    Args:
+        model: all of its weights are loaded.
+
+    Attributes:
+        read_uncalled: modules one of whose parameters is read while they do not run.
+
+    Raises:
+        TargetError: the model does not run on token ids alone.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        watch = _watched(model)
+        self.read_uncalled = watch.read
+        self._units = list(_units(model, watch))
+        self._wide = True
+        self._before: Tensor | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """What :meth:`moved` may be."""
+        dtype = torch.float32 if self._wide else next(self._model.parameters()).dtype
+        return max(TOLERANCE, NARROW_TOLERANCE.get(dtype, 0.0))
+
+    def fault(self, plan: Plan) -> str | None:
+        """Why the model would not compute what it does, a clause; ``None`` if it would.
+
+        Raises:
+            TargetError: a module cannot have a rotation in its forward.
+        """
+        try:
+            moved = self.moved(plan)
+        except (InputError, torch.OutOfMemoryError):
+            raise
+        except _FAILURES as error:
+            return f"its forward fails ({type(error).__name__}: {error})"
+        return None if moved <= self.tolerance else f"its outputs move by {moved:.2g} of their size"
+
+    def moved(self, plan: Plan) -> float:
+        """How far the outputs of the rotated model are from its own, as a share of their size."""
+        before = self._own_logits()
+        with plan.attached(self._model):
+            return distance(before, self._logits(plan))
+
+    def _own_logits(self) -> Tensor:
+        if self._before is None:
+            own = Plan(torch.float32)
+            try:
+                self._before = self._logits(own)
+            except _FAILURES as error:
+                logger.info(
+                    f"{type(self._model).__name__} does not run in float32 ({error}): whether "
+                    "rotations keep its outputs is seen in its own dtype, less sharply."
+                )
+                self._wide = False
+                self._before = self._logits(own)
+        return self._before
+
+    def _logits(self, plan: Plan) -> Tensor:
+        gains = plan.gains()  # of norms that are one by the time that the Linears are made
+
+        def values(module: Module) -> dict[str, Tensor]:
+            return _values(module, plan, gains, wide=self._wide)
+
+        with _float32_products(), _given(self._units, values):
+            return logits(self._model)
+
+
+def is_loaded(model: Module) -> bool:
+    """Whether all parameters have values."""
+    return not any(parameter.is_meta for parameter in model.parameters())
+
+
+def logits(model: Any) -> Tensor:
+    """What the model makes of a few tokens, float64."""
+    was_training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.no_grad():
+            output = model(**probe_inputs(model))
+    finally:
+        for module in was_training:
+            module.training = True
+    found = getattr(output, "logits", None)
+    first: Tensor = output[0] if found is None else found
+    return first.double()
+
+
+def distance(before: Tensor, after: Tensor) -> float:
+    """||after - before|| / ||before||."""
+    return float((after - before).norm() / before.norm().clamp(min=1e-30))
+
+
+# ---------------------------------------------------------------------- who reads which weight
+
+
+class _Watch(TorchFunctionMode):
+    """Notes which modules run, and whose parameters are read while they do not.
+
+    Args:
+        model: its parameters are watched.
+
+    Attributes:
+        called: modules that ran.
+        read: those whose parameters something was computed from while they did not run.
+        asked: those whose parameters were asked for their dtype meanwhile.
+    """
+
+    def __init__(self, model: Module) -> None:
+        super().__init__()
+        self.called: set[Module] = set()
+        self.read: set[Module] = set()
+        self.asked: set[Module] = set()
+        self._running: list[Module] = []
+        self._owners: dict[int, set[Module]] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                self._owners.setdefault(id(parameter), set()).add(module)
+
+    def before(self, module: Module, args: Any) -> None:
+        """A module begins to run."""
+        self.called.add(module)
+        self._running.append(module)
+
+    def after(self, module: Module, args: Any, output: Any) -> None:
+        """A module has run."""
+        self._running.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch; one that returns no tensor (a shape, a dtype) reads none."""
+        result = func(*args, **(kwargs or {}))
+        reads = any(isinstance(one, Tensor) for one in _flat([result]))
+        if reads or isinstance(result, torch.dtype):
+            for one in _flat([*args, *(kwargs or {}).values()]):
+                owners = self._owners.get(id(one)) if isinstance(one, Parameter) else None
+                if owners and owners.isdisjoint(self._running):
+                    (self.read if reads else self.asked).update(owners)
+        return result
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _watched(model: Any) -> _Watch:
+    """One forward of the model as it is."""
+    watch = _Watch(model)
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(watch.before, prepend=True))
+        handles.append(module.register_forward_hook(watch.after, always_call=True))
+    try:
+        with watch:
+            logits(model)
+    except (TypeError, ValueError) as error:
+        raise TargetError(
+            f"{type(model).__name__} does not run on token ids alone ({error}), so that it cannot "
+            "be seen whether rotations keep what it computes.",
+            "Rotations need a language model that takes input_ids.",
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watch
+
+
+# ---------------------------------------------------------------------- other values for a while
+
+_Units = Sequence[tuple[Module | None, list[Module]]]
+
+
+def _units(model: Module, watch: _Watch) -> Iterator[tuple[Module | None, list[Module]]]:
+    """A module that is called, and what gets other values while it runs; ``None``: all the time."""
+    inside: set[Module] = set()
+    for block in find_blocks(model):
+        if block in watch.called:
+            parts = list(block.modules())
+            inside.update(parts)
+            yield block, parts
+    for module in model.modules():
+        if module not in inside:
+            alone = not module._modules and module in watch.called
+            alone = alone and module not in watch.read | watch.asked
+            yield (module if alone else None), [module]
+
+
+@contextlib.contextmanager
+def _given(units: _Units, values: Callable[[Module], dict[str, Tensor]]) -> Iterator[None]:
+    """Modules have other parameters and buffers while their unit runs."""
+    parts_of = {unit: parts for unit, parts in units if unit is not None}
+    running: dict[Module, contextlib.ExitStack] = {}
+
+    def begin(unit: Module, args: Any) -> None:
+        running[unit] = contextlib.ExitStack()
+        running[unit].enter_context(_swapped({part: values(part) for part in parts_of[unit]}))
+
+    def end(unit: Module, args: Any, output: Any) -> None:
+        running.pop(unit).close()
+
+    with contextlib.ExitStack() as stack:
+        for unit, parts in units:
+            if unit is None:
+                stack.enter_context(_swapped({part: values(part) for part in parts}))
+            else:
+                stack.callback(unit.register_forward_pre_hook(begin, prepend=True).remove)
+                stack.callback(unit.register_forward_hook(end, always_call=True).remove)
+        yield
+
+
+@contextlib.contextmanager
+def _swapped(changes: Mapping[Module, Mapping[str, Tensor]]) -> Iterator[None]:
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module, values in changes.items():
+            for name, value in values.items():
+                is_parameter = name in module._parameters
+                own: dict[str, Any] = module._parameters if is_parameter else module._buffers
+                before.append((own, name, own[name]))
+                own[name] = Parameter(value, requires_grad=False) if is_parameter else value
+        yield
+    finally:
+        for own, name, value in reversed(before):
+            own[name] = value
+
+
+def _values(
+    module: Module, plan: Plan, gains: Mapping[Module, Tensor | None], *, wide: bool
+) -> dict[str, Tensor]:
+    """The tensors of ``module`` itself that are others where ``plan`` is done, or in float32."""
+    found = {}
+    if wide:
+        for name, one in (*module._parameters.items(), *module._buffers.items()):
+            if one is not None and one.is_floating_point() and one.dtype.itemsize < 4:
+                found[name] = one.detach().float()
+    fusion = plan.fusions.get(module)
+    if fusion is not None:
+        found |= plan.rotated(module, fusion, gains=gains, wide=wide)
+    for norm in plan.norms:
+        own = found.get("weight", module._parameters.get("weight"))
+        if norm.module is module and own is not None:
+            found["weight"] = torch.full_like(own, 1.0 - norm.offset)
+    return found
+
+
+@contextlib.contextmanager
+def _float32_products() -> Iterator[None]:
+    """Products of float32 have all of its digits, whatever accelerators are allowed else."""
+    precision = torch.get_float32_matmul_precision()
+    try:
+        if precision != "highest":
+            torch.set_float32_matmul_precision("highest")
+        yield
+    finally:
+        if precision != "highest":
+            torch.set_float32_matmul_precision(precision)
