@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmcompressor.core.state import State
 from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import NormMapping, QuIPModifier, SpinQuantModifier
@@ -377,7 +378,18 @@ def test_precision_of_products_is_given_back() -> None:
 
 
 def test_coarse_products_are_no_unseen_part() -> None:
+    texts: list[str] = []
+    sink = logger.add(lambda message: texts.append(str(message)), level="WARNING")
     assert moved(lively(llama()), SpinQuantModifier(precision="bfloat16")) < 0.1
+    logger.remove(sink)
+    assert any("That is the rounding of rotated weights" in text for text in texts)
+
+
+def test_what_overflows_is_an_error() -> None:
+    model = llama(torch.float16)
+    model.model.embed_tokens.weight.data.fill_(3e4)  # its mean, times 8, is an entry of a row
+    with pytest.raises(TargetError, match=r"overflows in torch.float16"):
+        run(model, SpinQuantModifier(rotations=["R1"]), data=DATA)
 
 
 def test_a_broken_forward_leaves_nothing_behind() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -150,9 +151,7 @@ class RotationModifier(Modifier):
             self.learn(state, plan)
         plan.fuse()
         self._moved = distance(before, logits(model))
-        dtype = next(model.parameters()).dtype
-        if not self._tried and not self._moved <= NARROW_TOLERANCE.get(dtype, _UNSEEN_TOLERANCE):
-            raise self.refusal(model, f"its outputs moved by {self._moved:.2g} of their size")
+        self._check_rounding(model)
         logger.info(
             f"{type(self).__name__}: {len(plan.fusions)} weights rotated, {len(plan.online)} "
             f"rotations stay in the forward; outputs moved by {self._moved:.2g} of their size."
@@ -221,6 +220,30 @@ class RotationModifier(Modifier):
         if fault is not None:
             raise self.refusal(model, fault, probe.fault)
         self._tried = True
+
+    def _check_rounding(self, model: Any) -> None:
+        """Whether the rotated model, which was tried out in float32, is none the worse for its own.
+
+        Raises:
+            TargetError: it computes NaN or infinity; or something else, and it could not be tried
+                out before, since its weights are not all in one place.
+        """
+        assert self._moved is not None
+        dtype = next(model.parameters()).dtype
+        told = f"outputs moved by {self._moved:.2g} of their size"
+        if self._moved <= NARROW_TOLERANCE.get(dtype, _UNSEEN_TOLERANCE):
+            return
+        if not self._tried:
+            raise self.refusal(model, f"its {told}")
+        if not math.isfinite(self._moved):
+            raise TargetError(
+                f"{type(self).__name__}: rotated, {type(model).__name__} overflows in {dtype}.",
+                'Load it in a wider dtype: precision="bfloat16" or "float32".',
+            )
+        logger.warning(
+            f"{type(self).__name__}: {told}. That is the rounding of rotated weights to {dtype}, "
+            f"computed in {self.precision}; without it they stay."
+        )
 
     # ------------------------------------------------------------------ matrices
 
