@@ -25,7 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_writer, journal
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
+from llmcompressor.modifiers.transform import SpinQuantModifier
 
 BLOCKS = 3
 KILLED = -signal.SIGKILL
@@ -95,6 +97,20 @@ def pruned_rounded() -> list[Any]:
     ]
 
 
+def rotated() -> list[Any]:
+    """Weights that are rotated when their block is entered; some rotations stay in the forward."""
+    return [SpinQuantModifier(rotations=["R1", "R2", "R4"]), *gptq()]
+
+
+def rotated_between() -> list[Any]:
+    """A pass in which what is to be rotated in the next one stands by."""
+    return [
+        SmoothQuantModifier(),
+        SpinQuantModifier(rotations=["R1", "R3", "R4"], transform_type="random-hadamard"),
+        *rtn(),
+    ]
+
+
 RECIPES: dict[str, Callable[[], list[Any]]] = {
     "rtn": rtn,
     "gptq": gptq,
@@ -104,6 +120,8 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "sparse": sparse,
     "pruned": pruned,
     "pruned_rounded": pruned_rounded,
+    "rotated": rotated,
+    "rotated_between": rotated_between,
     "starved": gptq,
     "starved_pruned": pruned_rounded,
 }

@@ -32,6 +32,8 @@ OTHERS = [
     *(("sparse", "append", number) for number in (2, 4, 5, 7, 9)),
     *(("pruned", "append", number) for number in (3, 5)),
     *(("pruned_rounded", "append", number) for number in (3, 5, 7)),
+    *(("rotated", "append", number) for number in (2, 3, 5)),
+    *(("rotated_between", "append", number) for number in (3, 5, 6, 8)),
     *(("starved", "append", number) for number in (3, 4)),
     *(("starved_pruned", "append", number) for number in (3, 5, 6)),
     ("gptq", "write", 9),

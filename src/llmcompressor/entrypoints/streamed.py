@@ -16,7 +16,6 @@ from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
 from llmcompressor.checkpoint.experts import open_blueprint
 from llmcompressor.checkpoint.hub import fetch
-from llmcompressor.checkpoint.load import untie_embeddings
 from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
 from llmcompressor.checkpoint.prediction import Prediction, predict
 from llmcompressor.checkpoint.save import (
@@ -58,6 +57,7 @@ from llmcompressor.errors import (
 )
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.embeddings import embeddings, is_tied, untie_embeddings
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.experts import experts_report
 from llmcompressor.pipelines.mixtures import dense_mixtures, meant_mixtures, warn_unread
@@ -171,13 +171,21 @@ def run_blueprint(
 
 def _load_rest(blueprint: Blueprint, weights: BlockWeights, *, tied: bool) -> None:
     weights.load_rest()
-    model: Any = blueprint.model
-    if not tied and untie_embeddings(model):
-        # a parameter of its own now: nothing is to make them one again
-        heads = {model.get_input_embeddings(), model.get_output_embeddings()}
-        blueprint.shared = [
-            places for places in blueprint.shared if not heads & {module for module, _ in places}
-        ]
+    if not tied:
+        untie_embeddings(blueprint.model)
+    _forget_ties(blueprint)
+
+
+def _forget_ties(blueprint: Blueprint) -> None:
+    """Where a head has got a parameter of its own, nothing is to make the two one again."""
+    own, heads = embeddings(blueprint.model)
+    if is_tied(blueprint.model):
+        return
+    blueprint.shared = [
+        places
+        for places in blueprint.shared
+        if not {own, heads} <= {module for module, _ in places}
+    ]
 
 
 @dataclass
@@ -196,9 +204,11 @@ class _Run:
         """Plan the output, fill it, and give it its name."""
         job, model = self.job, self.blueprint.model
         assert job.output_dir is not None
+        was_tied = is_tied(model)
         self.session.initialize(
             model=model, start=-1, recipe=job.recipe, calib_data=self.batches, copy_data=False
         )
+        _forget_ties(self.blueprint)  # a modifier may have untied them
         self._modifiers: list[Modifier] = list(self.session.lifecycle.recipe.modifiers)
         state = self.session.state
         planned = [one for modifier in self._modifiers for one in modifier.planned(state)]
@@ -207,6 +217,7 @@ class _Run:
             planned,
             self.blueprint.source.tensors,
             save_compressed=job.model_args.save_compressed,
+            apart=was_tied and not is_tied(model),
         )
         if job.run_args.verify:
             compressed = job.model_args.save_compressed

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-__all__ = ["embeddings", "untie_embeddings"]
+__all__ = ["embeddings", "is_tied", "untie_embeddings"]
 
 
 def embeddings(model: Module) -> tuple[Module | None, Module | None]:
@@ -22,6 +22,14 @@ def embeddings(model: Module) -> tuple[Module | None, Module | None]:
     return found[0], found[1]
 
 
+def is_tied(model: Module) -> bool:
+    """Whether input and output embeddings, in two modules, have one weight."""
+    inputs, outputs = embeddings(model)
+    if inputs is None or outputs is None or inputs is outputs:
+        return False
+    return getattr(outputs, "weight", None) is getattr(inputs, "weight", None)
+
+
 def untie_embeddings(model: PreTrainedModel) -> bool:
     """Give the output head weights of its own and say so in the configuration.
 
@@ -31,7 +39,7 @@ def untie_embeddings(model: PreTrainedModel) -> bool:
     inputs, outputs = embeddings(model)
     if inputs is None or outputs is None or inputs is outputs:
         return False
-    was_tied = getattr(outputs, "weight", None) is getattr(inputs, "weight", None)
+    was_tied = is_tied(model)
     if was_tied:
         weight = outputs.get_parameter("weight")
         copy = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)

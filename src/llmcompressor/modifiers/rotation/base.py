@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -18,16 +18,14 @@ from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError, did_you_mean
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.modifiers.rotation.online import (
     ONLINE_DTYPE,
     add_schemes,
     drop_schemes,
-    forget_online,
     has_online,
     is_readable,
-    plan_online,
-    planned_online,
 )
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.modifiers.rotation.probe import (
@@ -55,8 +53,8 @@ _TURNING = (TransformLocation.INPUT, TransformLocation.OUTPUT)
 class RotationModifier(Modifier):
     """Rotates weights, and what passes between them; the model computes what it did before.
 
-    It works in memory: the rotated model is compared with the original one, which takes all of it.
-    A model that would not compute what it does is refused when it is initialized, as it was.
+    A model that would not compute what it does is refused before anything is changed: when it is
+    initialized, or, block by block, when its pass begins. To learn takes all of it in memory.
 
     Attributes:
         transform_type: ``hadamard``; ``random-hadamard``, with random signs; or ``random-matrix``,
@@ -69,6 +67,7 @@ class RotationModifier(Modifier):
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    begins_a_pass: ClassVar[bool] = True
     must_precede: ClassVar[frozenset[str]] = frozenset(
         {
             "QuantizationMixin",
@@ -90,6 +89,8 @@ class RotationModifier(Modifier):
     _made: dict[str, Rotation] = PrivateAttr(default_factory=dict)
     _moved: float | None = PrivateAttr(None)
     _tried: bool = PrivateAttr(False)
+    _is_done: bool = PrivateAttr(False)
+    _rotated: set[Module] = PrivateAttr(default_factory=set)
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -101,6 +102,16 @@ class RotationModifier(Modifier):
             )
         return name
 
+    @property
+    def finest_granularity(self) -> Granularity:
+        """Nothing is looked at while data passes."""
+        return Granularity.LINEAR
+
+    @property
+    def works_by_block(self) -> bool:
+        """Unless matrices are learned, each weight is rotated by itself."""
+        return not self.learnable
+
     # ------------------------------------------------------------------ phases
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
@@ -108,11 +119,11 @@ class RotationModifier(Modifier):
         model = state.model
         self._check_raw(model)
         self._plan = self.make_plan(model)
-        self._check_online(model, self._plan)
+        self._check_online(state, self._plan)
         if is_loaded(model):
-            self._try_out(model, self._plan)
+            self._try_out(model, self._plan, by_part=True)
         self.prepare(model)
-        turned = [one.module for one in self._plan.online if one.location in _TURNING]
+        turned = (one.module for one in self._plan.online)
         state.turned.update(dict.fromkeys(turned, type(self).__name__))
         staying = {one.scheme for one in self._plan.online if one.location in _TURNING}
         if staying:
@@ -125,24 +136,27 @@ class RotationModifier(Modifier):
         # against them before the work; the others would be missed there without their matrices.
         turned_alike = {one.scheme for one in self._plan.online} - staying
         add_schemes(model, {name: self._plan.schemes[name] for name in turned_alike})
-        plan_online((one.module for one in self._plan.online), type(self).__name__)
+        if not is_loaded(model):  # what is written is told from the model before the work
+            self._check_blocks(model, self._plan)
+            self._plan.stand_by(model, _device_of(model))
         return True
-
-    def outline(self, state: State) -> None:
-        """Put what stays in the forward there."""
-        assert self._plan is not None
-        self._plan.attach(state.model)
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Nothing is said of rotations that were not done."""
-        if self._plan is not None:
-            forget_online(one.module for one in self._plan.online)
-            if self._moved is None:
-                drop_schemes(state.model, self._plan.schemes)
+        if self._plan is not None and not self._is_done:
+            self._plan.detach()
+            drop_schemes(state.model, self._plan.schemes)
         return True
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Rotate, and see that the model computes what it did."""
+        self._is_done = True
+        if state.keeper is not None:
+            self._begin_blocks(state)
+        else:
+            self._rotate_whole(state)
+
+    def _rotate_whole(self, state: State) -> None:
         model, plan = state.model, self._plan
         assert plan is not None
         before = logits(model)
@@ -156,6 +170,59 @@ class RotationModifier(Modifier):
             f"{type(self).__name__}: {len(plan.fusions)} weights rotated, {len(plan.online)} "
             f"rotations stay in the forward; outputs moved by {self._moved:.2g} of their size."
         )
+
+    # ------------------------------------------------------------------ block by block
+
+    def _begin_blocks(self, state: State) -> None:
+        """See that the model will compute what it does, and let what stays into forwards."""
+        plan = self._plan
+        assert plan is not None
+        if not state.keeper.finished:  # what an earlier run has rotated was tried out by it
+            with state.keeper.visiting():
+                self._try_out(state.model, plan, by_part=False)
+        plan.rest(rests=False)
+        logger.info(
+            f"{type(self).__name__}: {len(plan.fusions)} weights are rotated, {len(plan.online)} "
+            "rotations stay in the forward."
+        )
+
+    def on_sequential_epoch_end(
+        self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
+    ) -> None:
+        """Rotate weights before others look at them."""
+        self.finish(state, modules)
+
+    def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
+        """Rotate the weights of a part of the model that is loaded: once."""
+        if state.keeper is None:
+            return
+        fresh = set(modules) - self._rotated
+        assert self._plan is not None
+        self._plan.fuse(fresh)
+        self._rotated |= fresh
+
+    def adopt(self, state: State, modules: Iterable[Module]) -> None:
+        """Take the weights of ``modules`` as rotated."""
+        self._rotated.update(modules)
+
+    def _check_blocks(self, model: Module, plan: Plan) -> None:
+        """Refuse norms whose gains would go into weights that are not there with them.
+
+        Raises:
+            TargetError: names the norm.
+        """
+        places = {
+            inner: name for block, name in find_blocks(model).items() for inner in block.modules()
+        }
+        names = {module: name for name, module in named_modules(model)}
+        for norm in plan.norms:
+            for reader, name in norm.readers.items():
+                if places.get(norm.module) != places.get(reader):
+                    raise TargetError(
+                        f"The norm {names[norm.module]} feeds {name}, which lies elsewhere, and "
+                        "blocks are in memory one at a time.",
+                        "Load the model and pass it instead of its path.",
+                    )
 
     @abstractmethod
     def make_plan(self, model: Any) -> Plan:
@@ -172,10 +239,11 @@ class RotationModifier(Modifier):
         """Replace rotations of the plan by learned ones."""
 
     def report(self) -> dict[str, Any]:
-        """How far the outputs moved."""
-        if self._plan is None or self._moved is None:
+        """How many weights were rotated; how far the outputs moved, where all was in memory."""
+        if self._plan is None or not self._is_done:
             return {}
-        return {"": {"weights": len(self._plan.fusions), "moved": self._moved}}
+        moved = {} if self._moved is None else {"moved": self._moved}
+        return {"": {"weights": len(self._plan.fusions), **moved}}
 
     # ------------------------------------------------------------------ what cannot be rotated
 
@@ -199,8 +267,13 @@ class RotationModifier(Modifier):
         """What to do about modules that cannot have a rotation in their forward."""
         return "Leave it out of the recipe."
 
-    def _try_out(self, model: Any, plan: Plan) -> None:
+    def _try_out(self, model: Any, plan: Plan, *, by_part: bool) -> None:
         """See that the model will compute what it does.
+
+        Args:
+            model: it.
+            plan: of what will be done.
+            by_part: where it will not, find out which part of the plan is at fault.
 
         Raises:
             TargetError: it would not, or does not run on token ids alone.
@@ -218,7 +291,7 @@ class RotationModifier(Modifier):
             )
         fault = probe.fault(plan)
         if fault is not None:
-            raise self.refusal(model, fault, probe.fault)
+            raise self.refusal(model, fault, probe.fault if by_part else None)
         self._tried = True
 
     def _check_rounding(self, model: Any) -> None:
@@ -335,10 +408,11 @@ class RotationModifier(Modifier):
                     "is not quantized.",
                 )
 
-    def _check_online(self, model: Any, plan: Plan) -> None:
-        taken = [one for one in plan.online if planned_online(one.module) or has_online(one.module)]
+    def _check_online(self, state: State, plan: Plan) -> None:
+        model, turned = state.model, state.turned
+        taken = [one for one in plan.online if one.module in turned or has_online(one.module)]
         if taken:
-            owner = planned_online(taken[0].module)
+            owner = turned.get(taken[0].module)
             by = f" from {owner}, and {type(self).__name__} would add another" if owner else ""
             names = [one.module_name for one in taken]
             raise TargetError(
@@ -363,3 +437,9 @@ def _is_sylvesters(rotation: Rotation) -> bool:
     signs_N = rotation.signs_N
     power_of_two = rotation.order & (rotation.order - 1) == 0
     return power_of_two and signs_N is not None and bool((signs_N > 0).all())
+
+
+def _device_of(model: Module) -> torch.device:
+    """Where what is loaded lies; nowhere, in a plan."""
+    loaded = (one.device for one in model.parameters() if not one.is_meta)
+    return next(loaded, torch.device("meta"))

@@ -41,11 +41,8 @@ __all__ = [
     "attach",
     "check_states_visible",
     "drop_schemes",
-    "forget_online",
     "has_online",
     "is_readable",
-    "plan_online",
-    "planned_online",
     "share",
     "stored_weight",
 ]
@@ -54,7 +51,7 @@ ONLINE_DTYPE = torch.float32
 """In which rotations at run time are computed and stored: signs are exact in it."""
 
 _LARGEST_KNOWN = 256
-_PLANNED = "rotation_planned_by"
+_RESTS = "rotation_rests"
 
 
 def is_readable(order: int) -> bool:
@@ -121,6 +118,10 @@ class Attached:
     transform: Module
     remove: Callable[[], None]
 
+    def rest(self, *, rests: bool) -> None:
+        """Whether it stays out of forwards for the time being."""
+        self.transform.__dict__[_RESTS] = rests
+
 
 def attach(
     model: Any,
@@ -183,7 +184,12 @@ def _turn_input(
             "rotation of its input could act on.",
             "Put it on the ignore list.",
         )
-    return (getattr(module, name)(args[0]), *args[1:])
+    return (_turned(module, name, args[0]), *args[1:])
+
+
+def _turned(module: Module, name: str, values: Tensor) -> Tensor:
+    transform = getattr(module, name)
+    return values if transform.__dict__.get(_RESTS) else transform(values)
 
 
 def _turn_output(
@@ -195,18 +201,17 @@ def _turn_output(
             "one tensor, which a rotation of its output could act on.",
             "Put it on the ignore list.",
         )
-    turned: Tensor = getattr(module, name)(output)
-    return turned
+    return _turned(module, name, output)
 
 
 def _turn_queries(name: str, tapped: Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     attention, query, *rest = args
-    return (attention, getattr(attention, name)(query), *rest)
+    return (attention, _turned(attention, name, query), *rest)
 
 
 def _turn_keys(name: str, cache: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     keys, *rest = args
-    return (getattr(cache.attn_module(), name)(keys), *rest)
+    return (_turned(cache.attn_module(), name, keys), *rest)
 
 
 def share(attached: Iterable[Attached]) -> None:
@@ -226,24 +231,6 @@ def share(attached: Iterable[Attached]) -> None:
 def has_online(module: Module) -> bool:
     """Whether a rotation stands in the forward of a module already."""
     return any(isinstance(child, HadamardTransform) for child in module.children())
-
-
-def plan_online(modules: Iterable[Module], owner: str) -> None:
-    """Note on modules that ``owner`` will put a rotation into their forward."""
-    for module in modules:
-        module.__dict__.setdefault(_PLANNED, owner)
-
-
-def planned_online(module: Module) -> str | None:
-    """Who will put a rotation into the forward of a module, by :func:`plan_online`."""
-    owner: str | None = module.__dict__.get(_PLANNED)
-    return owner
-
-
-def forget_online(modules: Iterable[Module]) -> None:
-    """Take the notes of :func:`plan_online` off."""
-    for module in modules:
-        module.__dict__.pop(_PLANNED, None)
 
 
 def add_schemes(model: Any, schemes: Mapping[str, TransformScheme]) -> None:

@@ -74,6 +74,7 @@ class Plan:
         norms: norms whose gain is taken over by the Linears behind them.
         online: what stays in the forward.
         schemes: how all of it is written in ``transform_config``.
+        standing: what :meth:`stand_by` has put into the model.
     """
 
     precision: torch.dtype
@@ -81,22 +82,29 @@ class Plan:
     norms: list[Norm] = field(default_factory=list)
     online: list[Online] = field(default_factory=list)
     schemes: dict[str, TransformScheme] = field(default_factory=dict)
+    standing: list[Attached] = field(default_factory=list)
 
     def of(self, module: Module) -> Fusion:
         """What is multiplied into the weight of ``module``, to be added to."""
         return self.fusions.setdefault(module, Fusion())
 
     @torch.no_grad()
-    def fuse(self) -> None:
-        """Multiply everything into the weights."""
+    def fuse(self, modules: Collection[Module] | None = None) -> None:
+        """Multiply everything into the weights.
+
+        Args:
+            modules: only into those of these; a norm among them stands with all that read it.
+        """
         for module, fusion in self.fusions.items():
+            if modules is not None and module not in modules:
+                continue
             for name, value in self.rotated(module, fusion).items():
                 parameter = module._parameters[name]
                 assert parameter is not None
                 parameter.data.copy_(value)
         for norm in self.norms:
             weight = norm.module._parameters.get("weight")
-            if weight is not None:
+            if weight is not None and (modules is None or norm.module in modules):
                 weight.data.fill_(1.0 - norm.offset)
 
     def rotated(
@@ -112,14 +120,15 @@ class Plan:
         Args:
             module: it is not changed.
             fusion: what is multiplied into it.
-            gains: :meth:`gains`, where norms may have lost theirs.
+            gains: :meth:`gains`, where norms may have lost theirs; of others it is theirs.
             wide: computed and returned in float32, where the weight is narrower too.
         """
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
         gain = None
         if fusion.norm is not None:
-            gain = fusion.norm.gain() if gains is None else gains[fusion.norm.module]
+            known = gains is not None and fusion.norm.module in gains
+            gain = gains[fusion.norm.module] if gains and known else fusion.norm.gain()
 
         def given(one: Tensor) -> Tensor:
             return one.detach().float() if wide else one.detach()
@@ -139,16 +148,48 @@ class Plan:
         return found
 
     def gains(self) -> dict[Module, Tensor | None]:
-        """What each norm multiplies by."""
-        return {norm.module: norm.gain() for norm in self.norms}
+        """What each norm that is loaded multiplies by."""
+        weights = [(norm, norm.module._parameters.get("weight")) for norm in self.norms]
+        return {
+            norm.module: norm.gain()
+            for norm, weight in weights
+            if weight is None or not weight.is_meta
+        }
 
     def attach(self, model: Any) -> None:
         """Put what stays into the forward, and have it written."""
         self._attach(model, [])
 
+    def stand_by(self, model: Any, device: torch.device) -> None:
+        """Put what stays where it will be, and have it written; no forward is changed yet.
+
+        Args:
+            model: it.
+            device: where matrices go.
+        """
+        self._attach(model, self.standing, device)
+        self.rest(rests=True)
+
+    def rest(self, *, rests: bool) -> None:
+        """Whether what stands by keeps out of forwards."""
+        for one in self.standing:
+            one.rest(rests=rests)
+
+    def detach(self) -> None:
+        """Take out what stands by."""
+        while self.standing:
+            self.standing.pop().remove()
+
     @contextlib.contextmanager
     def attached(self, model: Any) -> Iterator[None]:
-        """:meth:`attach` for the time of the body."""
+        """What stays is in the forward for the time of the body."""
+        if self.standing:
+            self.rest(rests=False)
+            try:
+                yield
+            finally:
+                self.rest(rests=True)
+            return
         done: list[Attached] = []
         written = model.__dict__.get("transform_config", _NOTHING)
         try:
@@ -162,10 +203,12 @@ class Plan:
             else:
                 model.transform_config = written
 
-    def _attach(self, model: Any, done: list[Attached]) -> None:
+    def _attach(
+        self, model: Any, done: list[Attached], everywhere: torch.device | None = None
+    ) -> None:
         weights: dict[tuple[int, str, torch.device], Any] = {}
         for one in self.online:
-            device = _device_of(one.module)
+            device = everywhere or _device_of(one.module)
             key = (id(one.rotation), one.scheme, device)
             if key not in weights:
                 weights[key] = stored_weight(one.rotation, device)

@@ -50,7 +50,7 @@ class Probe:
     Where the model does not run in float32, it is compared in its own dtype.
 
     Args:
-        model: all of its weights are loaded.
+        model: all of its weights are loaded, or those of each block when it is called.
 
     Attributes:
         read_uncalled: modules one of whose parameters is read while they do not run.
@@ -164,14 +164,32 @@ class _Watch(TorchFunctionMode):
         self.asked: set[Module] = set()
         self._running: list[Module] = []
         self._owners: dict[int, set[Module]] = {}
+        self._visited: list[int] = []
+        self._blocks = set(find_blocks(model))
+        self._arriving = False
         for module in model.modules():
-            for parameter in module._parameters.values():
+            self._note(module)
+
+    def _note(self, module: Module) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and not parameter.is_meta:  # else another takes its place
                 self._owners.setdefault(id(parameter), set()).add(module)
+
+    def arrive(self, block: Module, args: Any) -> None:
+        """A block begins to run, whose weights may have been loaded for that."""
+        for gone in self._visited:  # others may have come to where they were
+            self._owners.pop(gone, None)
+        inside = list(block.modules())
+        self._visited = [id(one) for part in inside for one in part._parameters.values()]
+        for part in inside:
+            self._note(part)
+        self._arriving = False
 
     def before(self, module: Module, args: Any) -> None:
         """A module begins to run."""
         self.called.add(module)
         self._running.append(module)
+        self._arriving = self._arriving or module in self._blocks
 
     def after(self, module: Module, args: Any, output: Any) -> None:
         """A module has run."""
@@ -182,6 +200,8 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch; one that returns no tensor (a shape, a dtype) reads none."""
         result = func(*args, **(kwargs or {}))
+        if self._arriving:  # its weights are being loaded
+            return result
         reads = any(isinstance(one, Tensor) for one in _flat([result]))
         if reads or isinstance(result, torch.dtype):
             for one in _flat([*args, *(kwargs or {}).values()]):
@@ -206,6 +226,7 @@ def _watched(model: Any) -> _Watch:
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(watch.before, prepend=True))
         handles.append(module.register_forward_hook(watch.after, always_call=True))
+    handles.extend(block.register_forward_pre_hook(watch.arrive) for block in find_blocks(model))
     try:
         with watch:
             logits(model)
@@ -259,7 +280,8 @@ def _given(units: _Units, values: Callable[[Module], dict[str, Tensor]]) -> Iter
             if unit is None:
                 stack.enter_context(_swapped({part: values(part) for part in parts}))
             else:
-                stack.callback(unit.register_forward_pre_hook(begin, prepend=True).remove)
+                # behind whatever loads the weights of a block
+                stack.callback(unit.register_forward_pre_hook(begin).remove)
                 stack.callback(unit.register_forward_hook(end, always_call=True).remove)
         yield
 
