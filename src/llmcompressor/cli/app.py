@@ -153,7 +153,12 @@ def _evaluate(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or name of the tokenizer, if not the model's.")
     ] = None,
-    max_seq_length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
+    max_seq_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a window. (default: 256, or what the model takes if that is less)"
+        ),
+    ] = None,
     num_samples: Annotated[
         int | None, typer.Option(help="How many windows, drawn at random. (default: all)")
     ] = None,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompressor.datasets.samples import SEQUENCES, Sample, pad
+from llmcompressor.datasets.samples import SEQUENCES, Sample, cut, pad
 
 __all__ = ["PaddingCollator", "TruncationCollator"]
 
@@ -31,7 +31,7 @@ class TruncationCollator:
         for name in _sequences(samples):
             shortest = min(len(sample[name]) for sample in samples)
             length = shortest if self.max_length is None else min(shortest, self.max_length)
-            batch[name] = _tensor([_cut(sample, name, length) for sample in samples])
+            batch[name] = _tensor([cut(sample, name, length) for sample in samples])
         return batch
 
 
@@ -59,25 +59,6 @@ class PaddingCollator:
                 ]
             )
         return batch
-
-
-def _cut(sample: Sample, name: str, length: int) -> list[int]:
-    """``length`` tokens from the first real one on, so that padding is cut off before text.
-
-    Where less than that follows it, padding before it stays: all rows of a batch are as long.
-    """
-    tokens: list[int] = sample[name]
-    mask = sample.get(_mask_of(sample, name))
-    if not isinstance(mask, list) or len(mask) != len(tokens) or 1 not in mask:
-        return tokens[:length]
-    start = min(mask.index(1), len(tokens) - length)
-    return tokens[start : start + length]
-
-
-def _mask_of(sample: Sample, name: str) -> str:
-    """The mask that belongs to a sequence; where there is a decoder, labels are its tokens."""
-    of_decoder = name.startswith("decoder_") or (name == "labels" and "decoder_input_ids" in sample)
-    return "decoder_attention_mask" if of_decoder else "attention_mask"
 
 
 def _tensor(rows: list[list[int]]) -> Tensor:

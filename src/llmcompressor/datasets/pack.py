@@ -34,16 +34,16 @@ class Packer:
                     "Only text can be concatenated, and the data holds images or sound.",
                     "Give concatenate_data=False.",
                 )
-            sample = _without_padding(sample)
+            joined = _without_padding(sample)
             if not self._held:
-                self._held = {name: [] for name in sample}
+                self._held = {name: [] for name in joined}
             if self._held.keys() != sample.keys():
                 raise DatasetError(
                     f"Samples with {', '.join(sample)} cannot be joined to samples with "
                     f"{', '.join(self._held)}.",
                     "Give all samples the same columns.",
                 )
-            for name, tokens in sample.items():
+            for name, tokens in joined.items():
                 self._held[name] += tokens
             yield from self._complete()
 

@@ -22,6 +22,7 @@ __all__ = [
     "SEQUENCES",
     "Sample",
     "add_labels",
+    "cut",
     "from_processor",
     "from_tokenized",
     "num_tokens",
@@ -246,3 +247,23 @@ def pad(sample: Sample, name: str, length: int, *, pad_id: int, side: str) -> li
     fill = pad_id if name in ("input_ids", "decoder_input_ids") else FILL.get(name, 0)
     missing = [fill] * (length - len(tokens))
     return missing + tokens if side == "left" else tokens + missing
+
+
+def cut(sample: Sample, name: str, length: int) -> list[int]:
+    """At most ``length`` of one of a sample's sequences: padding is cut off before text.
+
+    They begin with the first real token. Where less than ``length`` follows it, padding before it
+    stays, so that samples of one length are of one length still.
+    """
+    tokens: list[int] = sample[name]
+    mask = sample.get(_mask_of(sample, name))
+    if not isinstance(mask, list) or len(mask) != len(tokens) or 1 not in mask:
+        return tokens[:length]
+    start = max(0, min(mask.index(1), len(tokens) - length))
+    return tokens[start : start + length]
+
+
+def _mask_of(sample: Sample, name: str) -> str:
+    """The mask that belongs to a sequence; where there is a decoder, labels are its tokens."""
+    of_decoder = name.startswith("decoder_") or (name == "labels" and "decoder_input_ids" in sample)
+    return "decoder_attention_mask" if of_decoder else "attention_mask"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from llmcompressor.collecting import without_collecting
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.limits import Limits
 from llmcompressor.errors import InputError, TargetError
+from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
@@ -124,7 +126,8 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         job.problems,
     )
     with without_collecting():
-        return make_plan(subject, request)
+        found = make_plan(subject, request)
+    return replace(found, notes=[*job.notes, *found.notes])
 
 
 def _subject(job: _Draft) -> Subject:
@@ -139,6 +142,7 @@ class _Draft(Job):
 
     def __init__(self, **arguments: Any) -> None:
         self.problems: list[Problem] = []
+        self.notes: list[str] = []
         super().__init__(**arguments)
 
     @contextmanager
@@ -185,7 +189,7 @@ class _Data:
             return self._assumed("no data was given")
         if isinstance(data, Iterator):
             return self._assumed("the data can be read only once")
-        with job.noting("dataset"):
+        with job.noting("dataset"), _warnings_of_data(job.notes):
             return self._counted()
         return self._assumed("the data cannot be used")
 
@@ -209,6 +213,20 @@ class _Data:
         length = min(args.max_seq_length or _ASSUMED_LENGTH, limit)
         how = f"assumed: {why}"
         return Tokens(samples, samples * length, length, how, is_exact=False), samples
+
+
+@contextmanager
+def _warnings_of_data(notes: list[str]) -> Iterator[None]:
+    """Note what the data's preparation warns of: the run would say it in its log."""
+    sink = logger.add(
+        lambda message: notes.append(message.record["message"]),
+        level="WARNING",
+        filter="llmcompressor.datasets",
+    )
+    try:
+        yield
+    finally:
+        logger.remove(sink)
 
 
 def _unused(modifier: Modifier) -> Modifier:
