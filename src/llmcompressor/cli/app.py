@@ -47,6 +47,12 @@ _Text = Annotated[
 ]
 
 
+_Window = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a window. (default: 256, or what the model takes if it is less)"),
+]
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"llmcompressor {__version__}")
@@ -153,12 +159,7 @@ def _evaluate(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or name of the tokenizer, if not the model's.")
     ] = None,
-    max_seq_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of a window. (default: 256, or what the model takes if that is less)"
-        ),
-    ] = None,
+    max_seq_length: _Window = None,
     num_samples: Annotated[
         int | None, typer.Option(help="How many windows, drawn at random. (default: all)")
     ] = None,
