@@ -14,6 +14,7 @@ import torch
 
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.collecting import without_collecting
+from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.limits import Limits
 from llmcompressor.errors import InputError, TargetError
@@ -250,7 +251,7 @@ def _device(job: Job, subject: Subject) -> torch.device:
     """Where the model would compute."""
     asked = job.model_args.device
     if asked is not None:
-        return torch.device(asked)
+        return named_device(asked)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if subject.blueprint is not None and _is_streamed(job):
