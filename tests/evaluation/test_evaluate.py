@@ -39,6 +39,7 @@ def test_all_forms_of_one_text_give_one_figure(pico: PreTrainedModel, tmp_path: 
     (tmp_path / "words.json").write_text(json.dumps([{"words": text}]))
     ids = AutoTokenizer.from_pretrained(PICO)(text)["input_ids"]
     padded = {"input_ids": [*ids, 0, 0], "attention_mask": [1] * len(ids) + [0, 0]}
+    nested = {name: [values] for name, values in padded.items()}
     forms = [
         {"dataset": [text]},
         {"dataset": tmp_path / "text.txt"},
@@ -46,6 +47,7 @@ def test_all_forms_of_one_text_give_one_figure(pico: PreTrainedModel, tmp_path: 
         {"dataset": str(tmp_path / "words.json"), "text_column": "words"},
         {"dataset": Dataset.from_list([{"text": text}])},
         {"dataset": Dataset.from_list([padded])},
+        {"dataset": [nested]},
     ]
     reports = [evaluate(pico, max_seq_length=64, **form) for form in forms]
     assert len(set(reports)) == 1
@@ -82,6 +84,8 @@ def test_a_tokenizer_that_is_not_there(pico: PreTrainedModel, tmp_path: Path) ->
         ([""], "empty"),
         ([{"input_ids": [5, 2048]}], "2048"),
         ([{"words": "x"}], "words"),
+        ([{"input_ids": [5, 6], "attention_mask": [1]}], "2 input_ids, but 1 in attention_mask"),
+        ([{"input_ids": ["a", "b"]}], "no sequence of whole numbers"),
         ("./nothing.txt", "nothing.txt"),
     ],
 )
@@ -114,7 +118,11 @@ def test_a_file_is_read_by_what_it_is(
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("text.txt.gz", gzip.compress(b"text", mtime=0), r"text\.txt\.gz is no text: it is not UTF-8"),
+        (
+            "text.txt.gz",
+            gzip.compress(b"text", mtime=0),
+            r"text\.txt\.gz is no text: it is not UTF-8",
+        ),
         ("model.safetensors", (64).to_bytes(8, "little") + b"{}", "holds a zero byte after 1"),
         ("latin.txt", "gr\u00fcn".encode("latin-1"), r"latin\.txt is no text: .* at byte 2"),
     ],

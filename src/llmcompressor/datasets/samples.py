@@ -59,6 +59,9 @@ MAIN_INPUTS = frozenset(
 )
 """A row with one of these needs no processor any more."""
 
+_MASKS = frozenset({"attention_mask", "decoder_attention_mask", "loss_mask"})
+"""Inputs that say of each token whether it counts."""
+
 _BY_PRODUCTS = frozenset(
     {
         "length",
@@ -130,6 +133,8 @@ def from_tokenized(
                 f"{where} has input_ids that are no sequence of whole numbers.",
                 "Give one sequence of token ids for each sample.",
             )
+        elif name in _MASKS and (mask := _mask(value, name, where)) is not None:
+            sample[name] = mask
         elif (tensor := _as_tensor(value)) is not None and tensor.ndim:
             sample[name] = tensor if batched else tensor.unsqueeze(0)
     return _with_mask(sample, where, decodes="decoder_input_ids" in model_input_names)
@@ -152,6 +157,23 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):  # strings, images, ragged lists
         return None
+
+
+def _mask(value: Any, name: str, where: str) -> list[int] | None:
+    """A mask of floating-point numbers as whole ones; ``None`` if it is no sequence of numbers."""
+    tensor = _as_tensor(value)
+    if (
+        tensor is None
+        or not tensor.is_floating_point()
+        or tensor.numel() != max(tensor.shape, default=0)
+    ):
+        return None
+    if not bool((tensor == tensor.round()).all()):
+        raise DatasetError(
+            f"{where} has values in {name} that are no whole numbers.",
+            "Give 1 for a token that counts, and 0 for one that does not.",
+        )
+    return [int(token) for token in tensor.flatten().tolist()]
 
 
 def _with_mask(sample: Sample, where: str, *, decodes: bool) -> Sample:

@@ -51,9 +51,9 @@ def evaluate(
             from it and how often both prefer the same token.
         tokenizer: a tokenizer or where one is; that of ``checkpoint``, else that of
             ``reference``, by default.
-        dataset: a text file (one document), a file of rows, the name of a dataset, a dataset, a list of strings or
-            rows with ``input_ids``; by default modules of the running Python's standard library
-            (those that the embedded model was not trained on).
+        dataset: a text file (one document), a file of rows, the name of a dataset, a dataset, a
+            list of strings or rows with ``input_ids``; by default modules of the running Python's
+            standard library (those that the embedded model was not trained on).
         dataset_config_name: configuration of a named dataset.
         split: split of a dataset; the only one, or ``train``, by default.
         text_column: the column with the text.

@@ -13,6 +13,7 @@ from llmcompressor.datasets.chat import ChatRenderer
 from llmcompressor.datasets.encode import own_bos, tokenizer_of
 from llmcompressor.datasets.formats import KINDS, kind_of
 from llmcompressor.datasets.preprocess import RowPreparer
+from llmcompressor.datasets.samples import from_tokenized
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.evaluation.stdlib_text import held_out_texts
 from llmcompressor.evaluation.windows import Window, tokenize
@@ -129,9 +130,9 @@ def _rows(opened: Source) -> Iterator[dict[str, Any]]:
 
 def _tokens(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Window]:
     bos = own_bos(tokenizer_of(tokenizer))
-    for row in rows:
-        if "input_ids" in row:
-            yield _real_tokens(row)
+    for index, row in enumerate(rows):
+        if row.get("input_ids") is not None:
+            yield _real_tokens(row, f"The data: sample {index}")
         elif tokenizer is None:
             raise DatasetError(
                 "The data holds text, and the model came without its tokenizer.",
@@ -142,13 +143,12 @@ def _tokens(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Windo
             yield from tokenize([_text(row).removeprefix(bos)], tokenizer)
 
 
-def _real_tokens(row: Mapping[str, Any]) -> Window:
+def _real_tokens(row: Mapping[str, Any], where: str) -> Window:
     """Token ids of a row without its padding."""
-    ids = [int(token) for token in row["input_ids"]]
-    mask = row.get("attention_mask")
-    if mask is None:
-        return ids
-    return [token for token, real in zip(ids, mask, strict=True) if real]
+    given = {name: row.get(name) for name in ("input_ids", "attention_mask")}
+    sample = from_tokenized(given, (), use_loss_mask=False, keep_labels=False, where=where)
+    pairs = zip(sample["input_ids"], sample["attention_mask"], strict=True)
+    return [token for token, real in pairs if real]
 
 
 def _text(row: Mapping[str, Any]) -> str:
