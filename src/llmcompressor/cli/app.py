@@ -15,7 +15,7 @@ from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.cli.failures import reporting
 from llmcompressor.cli.help import GroupedCommand
 from llmcompressor.cli.model_free import model_free_command
-from llmcompressor.cli.options import call_arguments, parameters_of
+from llmcompressor.cli.options import call_arguments, output_place, parameters_of
 from llmcompressor.cli.plan import plan_command, show_plan
 from llmcompressor.cli.train import run_command, train_command
 from llmcompressor.cli.verify import verify_command
@@ -125,7 +125,7 @@ def _oneshot(*, debug: bool, **given: Any) -> None:
         configure_logger()
         with other_bars_hidden():
             oneshot(**call)
-        typer.echo(f"Written: {given['output_dir']}")
+        typer.echo(f"Written: {output_place(given)}")
 
 
 _signature = _oneshot_signature()

@@ -162,11 +162,9 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
 def _mask(value: Any, name: str, where: str) -> list[int] | None:
     """A mask of floating-point numbers as whole ones; ``None`` if it is no sequence of numbers."""
     tensor = _as_tensor(value)
-    if (
-        tensor is None
-        or not tensor.is_floating_point()
-        or tensor.numel() != max(tensor.shape, default=0)
-    ):
+    if tensor is None or not tensor.is_floating_point():
+        return None
+    if tensor.numel() != max(tensor.shape, default=0):  # it has rows and columns
         return None
     if not bool((tensor == tensor.round()).all()):
         raise DatasetError(
