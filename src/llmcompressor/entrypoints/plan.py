@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from llmcompressor.collecting import without_collecting
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.limits import Limits
+from llmcompressor.entrypoints.unreached import check_reached
 from llmcompressor.errors import InputError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
@@ -128,7 +129,8 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
     )
     with without_collecting():
         found = make_plan(subject, request)
-    return replace(found, notes=[*job.notes, *found.notes])
+        reached = _unreached(job, subject, request.modifiers)
+    return replace(found, problems=[*found.problems, *reached], notes=[*job.notes, *found.notes])
 
 
 def _subject(job: _Draft) -> Subject:
@@ -144,6 +146,7 @@ class _Draft(Job):
     def __init__(self, **arguments: Any) -> None:
         self.problems: list[Problem] = []
         self.notes: list[str] = []
+        self.inputs: set[str] = set()  # of the calibration batches
         super().__init__(**arguments)
 
     @contextmanager
@@ -202,6 +205,7 @@ class _Data:
         batches = CalibrationBatches(
             self._model, loader, use_loss_mask=job.dataset_args.use_loss_mask
         )
+        job.inputs = {name for batch in batches for name in batch}
         samples = sum(sum(batches.sizes(index)) for index in range(len(batches)))
         ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
         longest = max((one.shape[-1] for one in ids), default=0)
@@ -228,6 +232,18 @@ def _warnings_of_data(notes: list[str]) -> Iterator[None]:
         yield
     finally:
         logger.remove(sink)
+
+
+def _unreached(job: _Draft, subject: Subject, modifiers: Sequence[Modifier]) -> list[Problem]:
+    """What the data that was read cannot calibrate."""
+    ready = [one for one in modifiers if one.initialized]
+    if not job.inputs:
+        return []
+    try:
+        check_reached(subject.model, ready, job.inputs)
+    except TargetError as error:
+        return [problem_of("dataset", error)]
+    return []
 
 
 def _unused(modifier: Modifier) -> Modifier:
