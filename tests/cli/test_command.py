@@ -100,6 +100,12 @@ def test_the_help_of_a_negated_flag_says_what_giving_it_does(arguments: type) ->
             assert field.metadata["off"] is None
 
 
+def test_a_stage_is_written_to_a_folder_of_its_own(oneshot: Entrypoint) -> None:
+    assert run(*ONESHOT).stdout == "Written: out\n"
+    assert run(*ONESHOT, "--stage", "quant").stdout == f"Written: {Path('out/quant')}\n"
+    assert oneshot.given["output_dir"] == "out"
+
+
 def test_only_what_was_given_is_passed_on(oneshot: Entrypoint) -> None:
     result = run(*ONESHOT)
     assert result.exit_code == 0, result.stderr

@@ -70,6 +70,7 @@ def test_only_what_was_given_is_passed_on(train: Entrypoint) -> None:
     assert result.exit_code == 0, result.stderr
     assert train.given == {"model": "model", "dataset": "data.jsonl", "output_dir": "out"}
     assert result.stdout == "Written: out\n"
+    assert run(*TRAIN, "--stage", "first").stdout == "Written: out/first\n"
 
 
 @pytest.mark.parametrize(

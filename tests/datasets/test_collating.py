@@ -21,6 +21,54 @@ def test_truncation_also_cuts_to_the_maximum(batches):
     assert batch["input_ids"].tolist() == [[5], [9], [11]]
 
 
+LEFT = {"input_ids": [0] * 5 + [5, 6, 7], "attention_mask": [0] * 5 + [1, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("length", "ids", "mask"),
+    [
+        (2, [5, 6], [1, 1]),
+        (3, [5, 6, 7], [1, 1, 1]),
+        (4, [0, 5, 6, 7], [0, 1, 1, 1]),
+        (None, LEFT["input_ids"], LEFT["attention_mask"]),
+    ],
+)
+def test_padding_on_the_left_is_cut_off_before_text(batches, length, ids, mask):
+    row = {**LEFT, "position_ids": list(range(8))}
+    (batch,) = batches([row], max_seq_length=length, **OPTIONS)
+    assert batch["input_ids"].tolist() == [ids]
+    assert batch["attention_mask"].tolist() == [mask]
+    first = 8 - len(ids) if length != 2 else 5
+    assert batch["position_ids"].tolist() == [list(range(first, first + len(ids)))]
+
+
+def test_the_shortest_of_a_batch_leaves_no_row_of_padding(batches):
+    rows = [LEFT, {"input_ids": [9, 10]}]
+    (batch,) = batches(rows, **OPTIONS)
+    assert batch["input_ids"].tolist() == [[5, 6], [9, 10]]
+    assert batch["attention_mask"].all()
+
+
+def test_a_decoders_tokens_are_cut_by_their_own_mask(batches):
+    row = {
+        **LEFT,
+        "decoder_input_ids": [8, 9, 0, 0],
+        "decoder_attention_mask": [1, 1, 0, 0],
+        "labels": [9, 10, -100, -100],
+    }
+    names = ("input_ids", "decoder_input_ids")
+    (batch,) = batches([row], max_seq_length=2, model_input_names=names, **OPTIONS)
+    assert batch["decoder_input_ids"].tolist() == [[8, 9]]
+    assert batch["labels"].tolist() == [[9, 10]]
+    assert batch["input_ids"].tolist() == [[5, 6]]
+
+
+def test_padding_is_not_concatenated(batches):
+    got = batches([LEFT, LEFT], concatenate_data=True, max_seq_length=3, **OPTIONS)
+    assert [row for batch in got for row in batch["input_ids"].tolist()] == [[5, 6, 7]] * 2
+    assert all(batch["attention_mask"].all() for batch in got)
+
+
 def test_padding_keeps_every_token_and_masks_the_rest(batches):
     (batch,) = batches(ROWS, data_collator="padding", max_seq_length=1, **OPTIONS)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]

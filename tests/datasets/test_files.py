@@ -92,6 +92,33 @@ def test_json_in_its_several_forms(tmp_path, content, options, expected):
     assert rows.fetch(range(len(rows))) == expected
 
 
+TURNS = [{"turns": [{"q": "a", "a": "b"}]}, {"turns": [{"q": "c", "a": "d"}]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("d.jsonl", TURNS), ("d.ndjson", TURNS[:1]), ("d.jsonl", TURNS[:1]), ("d.json", TURNS)],
+)
+def test_lines_with_a_list_of_objects_are_rows(texts, tmp_path, name, rows):
+    path = tmp_path / name
+    path.write_text("\n" + "\n\n".join(json.dumps(row) for row in rows))
+    got = read_file(path, "json", {})
+    assert got.fetch(range(len(got))) == rows
+
+    def text(row):
+        return {"text": " ".join(turn["q"] + turn["a"] for turn in row["turns"])}
+
+    assert texts(path, preprocessing_func=text, **FIRST) == ["ab", "cd"][: len(rows)]
+
+
+def test_one_line_of_a_json_file_may_hold_the_rows(tmp_path):
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps(TURNS[0]) + "\n\n")
+    assert read_file(path, "json", {}).fetch([0]) == [{"q": "a", "a": "b"}]
+    path.write_text(json.dumps(TURNS[0], indent=1) + "\n")
+    assert read_file(path, "json", {}).fetch([0]) == [{"q": "a", "a": "b"}]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -173,6 +173,19 @@ def test_no_usable_column_lists_the_columns(batches):
         batches([{"body": "a", "number": 3}], text_column="bodi")
 
 
+@pytest.mark.parametrize("mask", [[0.0, 1.0, 1.0], [[0.0, 1.0, 1.0]]])
+def test_a_mask_may_be_of_floating_point_numbers(batches, mask):
+    (batch,) = batches([{"input_ids": [5, 6, 7], "attention_mask": mask}])
+    assert batch["attention_mask"].tolist() == [[0, 1, 1]]
+    assert not batch["attention_mask"].is_floating_point()
+
+
+def test_a_mask_that_is_no_mask_is_refused(batches):
+    rows = [{"input_ids": [5, 6], "loss_mask": [0.5, 1.0]}]
+    with pytest.raises(DatasetError, match="values in loss_mask that are no whole numbers"):
+        batches(rows, use_loss_mask=True)
+
+
 @pytest.mark.parametrize("token", [2048, -1])
 def test_token_ids_outside_the_vocabulary_name_sample_and_id(batches, token):
     data = [[5, 6], [7, token]]

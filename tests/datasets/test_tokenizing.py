@@ -177,6 +177,17 @@ class TestChat:
         with pytest.raises(DatasetError, match="chat template refuses"):
             batches([{"messages": MESSAGES}], processor=own)
 
+    def test_a_turn_that_calls_tools_needs_no_content(self, texts):
+        call = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
+        calling = {"role": "assistant", "tool_calls": call}
+        rows = [
+            {"id": 1, "messages": [MESSAGES[0], turn, {"role": "tool", "content": "4"}]}
+            for turn in (calling, {**calling, "content": None})
+        ]
+        first, second = texts(rows, **FIRST)
+        assert first == second
+        assert "assistant" in first
+
     def test_chats_need_a_tokenizer(self, batches):
         with pytest.raises(DatasetError, match="conversations"):
             batches([{"messages": MESSAGES}], processor=None)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import gzip
 import json
 from importlib.resources import files
 from pathlib import Path
@@ -38,6 +39,7 @@ def test_all_forms_of_one_text_give_one_figure(pico: PreTrainedModel, tmp_path: 
     (tmp_path / "words.json").write_text(json.dumps([{"words": text}]))
     ids = AutoTokenizer.from_pretrained(PICO)(text)["input_ids"]
     padded = {"input_ids": [*ids, 0, 0], "attention_mask": [1] * len(ids) + [0, 0]}
+    nested = {name: [values] for name, values in padded.items()}
     forms = [
         {"dataset": [text]},
         {"dataset": tmp_path / "text.txt"},
@@ -45,6 +47,7 @@ def test_all_forms_of_one_text_give_one_figure(pico: PreTrainedModel, tmp_path: 
         {"dataset": str(tmp_path / "words.json"), "text_column": "words"},
         {"dataset": Dataset.from_list([{"text": text}])},
         {"dataset": Dataset.from_list([padded])},
+        {"dataset": [nested]},
     ]
     reports = [evaluate(pico, max_seq_length=64, **form) for form in forms]
     assert len(set(reports)) == 1
@@ -81,12 +84,86 @@ def test_a_tokenizer_that_is_not_there(pico: PreTrainedModel, tmp_path: Path) ->
         ([""], "empty"),
         ([{"input_ids": [5, 2048]}], "2048"),
         ([{"words": "x"}], "words"),
+        ([{"input_ids": [5, 6], "attention_mask": [1]}], "2 input_ids, but 1 in attention_mask"),
+        ([{"input_ids": ["a", "b"]}], "no sequence of whole numbers"),
         ("./nothing.txt", "nothing.txt"),
     ],
 )
 def test_data_that_cannot_be_used(pico: PreTrainedModel, dataset: object, match: str) -> None:
     with pytest.raises(DatasetError, match=match):
         evaluate(pico, dataset=dataset)
+
+
+ROWS = [{"text": text} for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.ndjson", "".join(json.dumps(row) + "\n" for row in ROWS)),
+        ("rows.tsv", "text\n" + "".join(f'"{text}"\n' for text in TEXTS)),
+        ("whole.md", "".join(TEXTS)),
+        ("whole", "".join(TEXTS)),
+    ],
+)
+def test_a_file_is_read_by_what_it_is(
+    name: str, content: str, pico: PreTrainedModel, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    expected = ["".join(TEXTS)] if name.startswith("whole") else TEXTS
+    found = evaluate(pico, dataset=tmp_path / name, max_seq_length=64)
+    assert found == evaluate(pico, dataset=expected, max_seq_length=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        (
+            "text.txt.gz",
+            gzip.compress(b"text", mtime=0),
+            r"text\.txt\.gz is no text: it is not UTF-8",
+        ),
+        ("model.safetensors", (64).to_bytes(8, "little") + b"{}", "holds a zero byte after 1"),
+        ("latin.txt", "gr\u00fcn".encode("latin-1"), r"latin\.txt is no text: .* at byte 2"),
+    ],
+)
+def test_a_file_that_is_no_text(
+    name: str, content: bytes, match: str, pico: PreTrainedModel, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=match):
+        evaluate(pico, dataset=tmp_path / name)
+
+
+def test_conversations_are_rendered(pico: PreTrainedModel, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for one in messages %}{{ one['content'] }}{% endfor %}"
+    )
+    turns = [{"role": "user", "content": text} for text in TEXTS]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    found = evaluate(pico, dataset=tmp_path / "chats.jsonl", tokenizer=tokenizer)
+    assert found == evaluate(pico, dataset=["".join(TEXTS)])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "more", "match"),
+    [
+        ("d.txt", {"split": "test"}, r"d\.txt is one text, which has no splits: split='test'"),
+        ("d.txt", {"dataset_config_name": "xx"}, "no configurations: dataset_config_name='xx'"),
+        ("d.csv", {"dataset_config_name": "xx"}, "no configurations"),
+        (None, {"split": "test"}, "with Python has no splits"),
+    ],
+)
+def test_parts_of_what_has_none(
+    dataset: str | None, more: dict[str, str], match: str, pico: PreTrainedModel, tmp_path: Path
+) -> None:
+    for name in ("d.txt", "d.csv"):
+        (tmp_path / name).write_text("text\nsome text\n")
+    with pytest.raises(ArgumentError, match=match):
+        evaluate(pico, dataset=dataset and tmp_path / dataset, **more)
 
 
 @pytest.mark.parametrize("wrong", [{"max_seq_length": 1}, {"num_samples": 0}, {"batch_size": 0}])

@@ -163,8 +163,6 @@ def test_what_the_grammar_refuses(document, message):
     "given",
     [
         None,
-        "",
-        "  \n",
         {},
         [],
         [[]],
@@ -172,7 +170,7 @@ def test_what_the_grammar_refuses(document, message):
         "[]",
         "modifiers: {}",
         {"modifiers": []},
-        [None, ""],
+        [None, {}],
         "a_stage: {a_modifiers: {}}",
         {"args": {"a": 1}, "x_modifiers": {}},
     ],
@@ -181,6 +179,13 @@ def test_empty_on_purpose(given):
     recipe = Recipe.create_instance(given)
     assert recipe.modifiers == []
     assert not recipe
+
+
+@pytest.mark.parametrize("given", ["", "  \n", [None, ""]])
+def test_a_blank_text_is_no_empty_recipe(given):
+    """It is what ``--recipe "$UNSET"`` gives."""
+    with pytest.raises(RecipeError, match=r"The recipe is empty\. Write `modifiers: \{\}`"):
+        Recipe.create_instance(given)
 
 
 @pytest.mark.parametrize("text", ["hello", "- GrammarPruner: {}", "42", "# nothing", "null"])

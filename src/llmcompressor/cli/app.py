@@ -15,7 +15,7 @@ from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.cli.failures import reporting
 from llmcompressor.cli.help import GroupedCommand
 from llmcompressor.cli.model_free import model_free_command
-from llmcompressor.cli.options import call_arguments, parameters_of
+from llmcompressor.cli.options import call_arguments, output_place, parameters_of
 from llmcompressor.cli.plan import plan_command, show_plan
 from llmcompressor.cli.train import run_command, train_command
 from llmcompressor.cli.verify import verify_command
@@ -44,6 +44,12 @@ _Text = Annotated[
         help="Text: a file, a folder or the name of a dataset. "
         "(default: held-out modules of Python's standard library)"
     ),
+]
+
+
+_Window = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a window. (default: 256, or what the model takes if it is less)"),
 ]
 
 
@@ -119,7 +125,7 @@ def _oneshot(*, debug: bool, **given: Any) -> None:
         configure_logger()
         with other_bars_hidden():
             oneshot(**call)
-        typer.echo(f"Written: {given['output_dir']}")
+        typer.echo(f"Written: {output_place(given)}")
 
 
 _signature = _oneshot_signature()
@@ -153,7 +159,7 @@ def _evaluate(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or name of the tokenizer, if not the model's.")
     ] = None,
-    max_seq_length: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
+    max_seq_length: _Window = None,
     num_samples: Annotated[
         int | None, typer.Option(help="How many windows, drawn at random. (default: all)")
     ] = None,

@@ -24,11 +24,12 @@ import json
 import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-__all__ = ["call_arguments", "pairs", "parameters_of"]
+__all__ = ["call_arguments", "output_place", "pairs", "parameters_of"]
 
 Convert = Callable[[Any], Any]
 
@@ -98,6 +99,16 @@ def call_arguments(given: Mapping[str, Any], *dataclass_types: type) -> dict[str
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint=_dashed(name)) from error
     return call
+
+
+def output_place(given: Mapping[str, Any]) -> str:
+    """Where the result stands: one stage of a recipe has a folder of its own in the output.
+
+    >>> output_place({"output_dir": "out", "stage": "quant"})
+    'out/quant'
+    """
+    folder, stage = str(given["output_dir"]), given.get("stage")
+    return str(Path(folder) / stage) if stage else folder
 
 
 @functools.cache  # two commands have the same options, and evaluating hints takes its time

@@ -11,7 +11,7 @@ import typer
 
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.cli.failures import reporting
-from llmcompressor.cli.options import call_arguments, parameters_of
+from llmcompressor.cli.options import call_arguments, output_place, parameters_of
 from llmcompressor.cli.training_options import OPTIONS, training_arguments, training_parameters
 from llmcompressor.collecting import quick_imports
 
@@ -101,7 +101,7 @@ def train_command(*, debug: bool, **given: Any) -> None:
             from llmcompressor.entrypoints.train import train  # noqa: PLC0415  # loads torch
 
         _quietly(train, call)
-        typer.echo(f"Written: {given['output_dir']}")
+        typer.echo(f"Written: {output_place(given)}")
 
 
 def run_command(*, debug: bool, **given: Any) -> None:

@@ -34,13 +34,15 @@ def load_calibration(
     model_input_names: Collection[str] = (),
     vocab_size: int | None = None,
     model_max_length: int | None = None,
+    in_table: bool = False,
     seed: int | None = None,
     source: Source | None = None,
 ) -> DataLoader[Any] | None:
     """The calibration batches that the arguments describe.
 
     A DataLoader of the user's is used as it is, its token ids checked as they come. Rows with
-    ``input_ids`` are used as they are too, and need no processor. The loader gives the same
+    ``input_ids`` are used as they are too, and need no processor; cut only where the model would
+    look for positions that it has not. The loader gives the same
     batches each time it is iterated, and in every run with the same data and seed.
 
     Args:
@@ -50,6 +52,7 @@ def load_calibration(
             are left out. Empty if that is not known.
         vocab_size: rows of the model's embedding, to check token ids against.
         model_max_length: tokens that the model takes at most.
+        in_table: the model looks positions up, and fails beyond that many.
         seed: in place of ``args.seed``.
         source: what :func:`~llmcompressor.datasets.source.open_source` found, if it was
             called already.
@@ -63,7 +66,7 @@ def load_calibration(
     """
     if is_loader(args.dataset):
         loader: DataLoader[Any] = args.dataset
-        return CheckedLoader(loader, vocab_size)
+        return CheckedLoader(loader, vocab_size, model_max_length if in_table else None)
     source = source or open_source(args, processor=processor)
     if source is None:
         logger.info("No calibration data was given.")
@@ -80,6 +83,7 @@ def load_calibration(
             model_input_names=model_input_names,
             vocab_size=vocab_size,
             model_max_length=model_max_length,
+            in_table=in_table,
         ),
         wanted=args.num_calibration_samples,
         shuffle=args.shuffle_calibration_samples,
@@ -103,6 +107,7 @@ def load_training(
     model_input_names: Collection[str] = (),
     vocab_size: int | None = None,
     model_max_length: int | None = None,
+    in_table: bool = False,
     source: Source | None = None,
 ) -> list[Sample] | StreamedSamples:
     """The training samples that the arguments describe, in the order of the data.
@@ -117,6 +122,7 @@ def load_training(
         model_input_names: the inputs that the model's forward takes.
         vocab_size: rows of the model's embedding, to check token ids against.
         model_max_length: tokens that the model takes at most.
+        in_table: the model looks positions up, and fails beyond that many.
         source: what ``open_source(args, "train")`` found, if it was called already.
 
     Raises:
@@ -133,6 +139,7 @@ def load_training(
         model_input_names=model_input_names,
         vocab_size=vocab_size,
         model_max_length=model_max_length,
+        in_table=in_table,
         for_training=True,
     )
     if isinstance(source.rows, Stream) and args.max_train_samples is None:

@@ -29,16 +29,18 @@ _ROLES = {
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a value is turns with ``role`` and ``content``, or ``from`` and ``value``."""
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and bool(value)
-        and all(
-            isinstance(turn, Mapping) and ({"role", "content"} <= turn.keys() or "from" in turn)
-            for turn in value
-        )
-    )
+    """Whether a value is turns with ``role`` and ``content``, or ``from`` and ``value``.
+
+    A turn that calls tools may have no ``content``; one of the turns has some.
+
+    >>> is_chat([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "tool_calls": []}])
+    True
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    if not all(isinstance(turn, Mapping) and turn.keys() & {"role", "from"} for turn in value):
+        return False
+    return any(turn.keys() & {"content", "from"} for turn in value)
 
 
 def turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -53,7 +55,7 @@ def turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             role, content = str(turn["from"]), turn.get("value")
             plain.append({"role": _ROLES.get(role, role), "content": content or ""})
         else:
-            plain.append({**turn, "content": turn["content"] or ""})
+            plain.append({**turn, "content": turn.get("content") or ""})
     return plain
 
 

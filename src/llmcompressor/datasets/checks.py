@@ -51,18 +51,22 @@ class CheckedLoader(DataLoader[Any]):
     Args:
         loader: the user's; it makes the batches, and is not changed.
         vocab_size: rows of the model's embedding; ``None`` if it has none.
+        positions: rows of the model's table of positions; ``None`` if it has none.
     """
 
-    def __init__(self, loader: DataLoader[Any], vocab_size: int | None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], vocab_size: int | None, positions: int | None = None
+    ) -> None:
         # The loader's own settings (batch_size, dataset, ...) are seen through this object.
         self.__dict__.update(loader.__dict__)
-        self._loader, self._vocab_size = loader, vocab_size
+        self._loader, self._vocab_size, self._positions = loader, vocab_size, positions
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The user's batches."""
         for number, batch in enumerate(self._loader):
             named = _named(batch)
             self._check(named, number)
+            self._check_length(named, number)
             yield named
 
     def __len__(self) -> int:
@@ -82,6 +86,21 @@ class CheckedLoader(DataLoader[Any]):
                 f"{int(ids[outside][0])}, and the model's vocabulary ends at "
                 f"{self._vocab_size - 1}.",
                 "Tokenize with the model's own tokenizer.",
+            )
+
+    def _check_length(self, batch: Mapping[str, Any], number: int) -> None:
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if self._positions is None or not isinstance(ids, torch.Tensor) or not ids.numel():
+            return
+        # Some models count positions by the mask: padding beyond the table does them no harm.
+        longest = ids.shape[-1]
+        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+            longest = int(mask.sum(dim=-1).max())
+        if longest > self._positions:
+            raise DatasetError(
+                f"Batch {number} of the given DataLoader has samples of {longest} tokens, and the "
+                f"model has positions for {self._positions}.",
+                "Cut them before they are put into a batch.",
             )
 
 

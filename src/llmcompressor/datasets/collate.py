@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompressor.datasets.samples import SEQUENCES, Sample, pad
+from llmcompressor.datasets.samples import SEQUENCES, Sample, cut, pad
 
 __all__ = ["PaddingCollator", "TruncationCollator"]
 
 
 @dataclass(frozen=True)
 class TruncationCollator:
-    """Cuts every sequence to the shortest of the batch: no padding, and fewer tokens.
+    """Cuts every sequence to the shortest of the batch: no padding is added, and text is lost.
 
     Attributes:
         max_length: and to this many tokens.
@@ -31,7 +31,7 @@ class TruncationCollator:
         for name in _sequences(samples):
             shortest = min(len(sample[name]) for sample in samples)
             length = shortest if self.max_length is None else min(shortest, self.max_length)
-            batch[name] = _tensor([sample[name][:length] for sample in samples])
+            batch[name] = _tensor([cut(sample, name, length) for sample in samples])
         return batch
 
 

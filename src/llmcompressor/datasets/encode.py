@@ -11,7 +11,7 @@ from typing import Any
 from llmcompressor.datasets.rows import Row
 from llmcompressor.errors import DatasetError
 
-__all__ = ["Encoder", "pad_id_of", "padding_side_of", "tokenizer_of"]
+__all__ = ["Encoder", "own_bos", "pad_id_of", "padding_side_of", "tokenizer_of"]
 
 _OPTIONS = frozenset(
     {
@@ -77,7 +77,7 @@ class Encoder:
         self._max_length = max_length
         self._cut_media = cut_media
         self._names, self._takes_any = _parameters(processor)
-        self._bos = _own_bos(tokenizer_of(processor))
+        self._bos = own_bos(tokenizer_of(processor))
 
     @property
     def columns(self) -> frozenset[str]:
@@ -151,7 +151,7 @@ def _parameters(processor: Any) -> tuple[frozenset[str], bool]:
     return names, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
-def _own_bos(tokenizer: Any) -> str:
+def own_bos(tokenizer: Any) -> str:
     """The text of the first token, if the tokenizer adds it by itself; otherwise empty."""
     bos, bos_id = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
     if not isinstance(bos, str) or bos_id is None or not _is_tokenizer(tokenizer):

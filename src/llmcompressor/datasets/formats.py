@@ -30,6 +30,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 }
 """Kinds of file → the suffixes they go by."""
 
+_OF_LINES = frozenset({".jsonl", ".ndjson"})
 _LONGEST_CELL = 1 << 30
 _csv_limit = threading.Lock()
 
@@ -115,15 +116,21 @@ def _read_json(path: Path, options: Mapping[str, Any]) -> Rows:
 
 
 def _has_json_lines(path: Path) -> bool:
-    """Whether the first line with anything on it is a row of its own."""
+    """Whether the first line with anything on it is a row of its own.
+
+    ``{"data": [{...}, ...]}`` on a line is one where the file's name says so, and where there are
+    more lines: no JSON document goes on behind its last brace.
+    """
     with path.open("rb") as file:
-        first = next((line for line in file if line.strip()), b"")
+        written = (line for line in file if line.strip())
+        first, second = next(written, b""), next(written, None)
     try:
         value = json.loads(first)
     except ValueError:
         return not first  # an empty file has no lines
     if isinstance(value, dict):
-        return _only_list(value) is None
+        is_alone = second is None and path.suffix.lower() not in _OF_LINES
+        return not is_alone or _only_list(value) is None
     if isinstance(value, list):
         return bool(value) and all(isinstance(token, int) for token in value)
     return True

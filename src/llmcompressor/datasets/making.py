@@ -17,6 +17,7 @@ from llmcompressor.datasets.samples import (
     SEQUENCES,
     Sample,
     add_labels,
+    cut,
     from_processor,
     from_tokenized,
     num_tokens,
@@ -30,7 +31,7 @@ __all__ = ["SampleMaker"]
 
 
 class SampleMaker:
-    """Makes samples of rows and counts those that have no tokens."""
+    """Makes samples of rows and counts those that have no tokens, or more than the model takes."""
 
     def __init__(self, preparation: Preparation) -> None:
         self._it = preparation
@@ -43,7 +44,7 @@ class SampleMaker:
             chat=ChatRenderer(preparation.processor),
         )
         self._encoder: Encoder | None = None
-        self._read = self._empty = 0
+        self._read = self._empty = self._long = self._longest = 0
         # A user's own collator is given rows that came tokenized just as they are.
         self._as_given = (
             callable(args.data_collator)
@@ -86,6 +87,8 @@ class SampleMaker:
             raise DatasetError(f"{name} is empty: {problem}.", "Give data that holds text.")
         if self._empty:
             logger.warning(f"{name}: {self._empty} samples without tokens are left out.")
+        if self._long:
+            logger.warning(self._said_of_long())
         if wanted is not None and samples < wanted:
             logger.warning(f"{name}: {wanted} samples were asked for, there are only {samples}.")
 
@@ -103,10 +106,46 @@ class SampleMaker:
             where=where,
         )
         if not self._it.for_training:
-            return sample
+            return self._within_limit(sample)
         prompt = row.get("prompt")
         ids = self._own_encoder(where).ids(prompt) if isinstance(prompt, str) else None
-        return add_labels(sample, ids)
+        return self._within_limit(add_labels(sample, ids))
+
+    def _within_limit(self, sample: Sample) -> Sample:
+        """A sample that came tokenized; cut, if the model would look for positions it has not."""
+        limit = self._it.model_max_length
+        if limit is None or self._it.args.concatenate_data:
+            return sample
+        length = len(sample.get("input_ids", ()))
+        if self._cuts and self._it.args.max_seq_length is not None:
+            length = min(length, self._it.args.max_seq_length)
+        if length <= limit:
+            return sample
+        self._long, self._longest = self._long + 1, max(self._longest, length)
+        if not self._it.in_table:
+            return sample
+        return {
+            name: cut(sample, name, limit)
+            if name in SEQUENCES and isinstance(value, list)
+            else value
+            for name, value in sample.items()
+        }
+
+    def _said_of_long(self) -> str:
+        limit = self._it.model_max_length
+        said = (
+            f"{self._it.name}: {self._long} samples that came tokenized have up to "
+            f"{self._longest} tokens, and the model takes {limit}"
+        )
+        if self._it.in_table:
+            return f"{said}: they are cut to {limit}."
+        remedy = f" max_seq_length={limit} cuts them." if self._cuts else ""
+        return f"{said}: they are used as they are.{remedy}"
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether samples are cut to ``max_seq_length`` when they are put into a batch."""
+        return self._it.args.data_collator == "truncation"
 
     def _encoded(self, rows: Mapping[int, Row]) -> dict[int, Sample]:
         """Rows of text, images or sound through the processor."""

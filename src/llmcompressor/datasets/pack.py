@@ -14,7 +14,7 @@ __all__ = ["Packer"]
 class Packer:
     """Joins samples in the order in which they come and hands out pieces of ``length`` tokens.
 
-    What remains at the end is less than a piece, and left out.
+    Padding is not joined. What remains at the end is less than a piece, and left out.
     """
 
     def __init__(self, length: int | None) -> None:
@@ -34,15 +34,16 @@ class Packer:
                     "Only text can be concatenated, and the data holds images or sound.",
                     "Give concatenate_data=False.",
                 )
+            joined = _without_padding(sample)
             if not self._held:
-                self._held = {name: [] for name in sample}
+                self._held = {name: [] for name in joined}
             if self._held.keys() != sample.keys():
                 raise DatasetError(
                     f"Samples with {', '.join(sample)} cannot be joined to samples with "
                     f"{', '.join(self._held)}.",
                     "Give all samples the same columns.",
                 )
-            for name, tokens in sample.items():
+            for name, tokens in joined.items():
                 self._held[name] += tokens
             yield from self._complete()
 
@@ -53,3 +54,16 @@ class Packer:
                 name: tokens[start : start + self._length] for name, tokens in self._held.items()
             }
         self._held = {name: tokens[count * self._length :] for name, tokens in self._held.items()}
+
+
+def _without_padding(sample: Sample) -> Sample:
+    """The sample with its real tokens only: between texts, padding could fill pieces of its own."""
+    mask = sample.get("attention_mask")
+    if mask is None or all(mask):
+        return sample
+    return {
+        name: [token for token, real in zip(tokens, mask, strict=True) if real]
+        if len(tokens) == len(mask)
+        else tokens
+        for name, tokens in sample.items()
+    }

@@ -30,6 +30,7 @@ class Preparation:
         vocab_size: rows of the model's embedding; ``None`` if that is not known.
         model_max_length: tokens that the model takes at most; ``None`` if that is not known.
         for_training: add labels.
+        in_table: the model looks positions up, and has none beyond ``model_max_length``.
     """
 
     args: DatasetArguments
@@ -40,6 +41,7 @@ class Preparation:
     vocab_size: int | None = None
     model_max_length: int | None = None
     for_training: bool = False
+    in_table: bool = False
 
     @property
     def model_limit(self) -> int | None:

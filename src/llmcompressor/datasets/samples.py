@@ -22,6 +22,7 @@ __all__ = [
     "SEQUENCES",
     "Sample",
     "add_labels",
+    "cut",
     "from_processor",
     "from_tokenized",
     "num_tokens",
@@ -57,6 +58,9 @@ MAIN_INPUTS = frozenset(
     {"input_features", "input_ids", "input_values", "inputs_embeds", "pixel_values"}
 )
 """A row with one of these needs no processor any more."""
+
+_MASKS = frozenset({"attention_mask", "decoder_attention_mask", "loss_mask"})
+"""Inputs that say of each token whether it counts."""
 
 _BY_PRODUCTS = frozenset(
     {
@@ -129,6 +133,8 @@ def from_tokenized(
                 f"{where} has input_ids that are no sequence of whole numbers.",
                 "Give one sequence of token ids for each sample.",
             )
+        elif name in _MASKS and (mask := _mask(value, name, where)) is not None:
+            sample[name] = mask
         elif (tensor := _as_tensor(value)) is not None and tensor.ndim:
             sample[name] = tensor if batched else tensor.unsqueeze(0)
     return _with_mask(sample, where, decodes="decoder_input_ids" in model_input_names)
@@ -151,6 +157,21 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):  # strings, images, ragged lists
         return None
+
+
+def _mask(value: Any, name: str, where: str) -> list[int] | None:
+    """A mask of floating-point numbers as whole ones; ``None`` if it is no sequence of numbers."""
+    tensor = _as_tensor(value)
+    if tensor is None or not tensor.is_floating_point():
+        return None
+    if tensor.numel() != max(tensor.shape, default=0):  # it has rows and columns
+        return None
+    if not bool((tensor == tensor.round()).all()):
+        raise DatasetError(
+            f"{where} has values in {name} that are no whole numbers.",
+            "Give 1 for a token that counts, and 0 for one that does not.",
+        )
+    return [int(token) for token in tensor.flatten().tolist()]
 
 
 def _with_mask(sample: Sample, where: str, *, decodes: bool) -> Sample:
@@ -246,3 +267,23 @@ def pad(sample: Sample, name: str, length: int, *, pad_id: int, side: str) -> li
     fill = pad_id if name in ("input_ids", "decoder_input_ids") else FILL.get(name, 0)
     missing = [fill] * (length - len(tokens))
     return missing + tokens if side == "left" else tokens + missing
+
+
+def cut(sample: Sample, name: str, length: int) -> list[int]:
+    """At most ``length`` of one of a sample's sequences: padding is cut off before text.
+
+    They begin with the first real token. Where less than ``length`` follows it, padding before it
+    stays, so that samples of one length are of one length still.
+    """
+    tokens: list[int] = sample[name]
+    mask = sample.get(_mask_of(sample, name))
+    if not isinstance(mask, list) or len(mask) != len(tokens) or 1 not in mask:
+        return tokens[:length]
+    start = max(0, min(mask.index(1), len(tokens) - length))
+    return tokens[start : start + length]
+
+
+def _mask_of(sample: Sample, name: str) -> str:
+    """The mask that belongs to a sequence; where there is a decoder, labels are its tokens."""
+    of_decoder = name.startswith("decoder_") or (name == "labels" and "decoder_input_ids" in sample)
+    return "decoder_attention_mask" if of_decoder else "attention_mask"

@@ -10,15 +10,19 @@ from typing import Any, cast
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from llmcompressor.checkpoint.source import is_hub_id
-from llmcompressor.errors import CheckpointError, DatasetError
+from llmcompressor.entrypoints.positions import positions_of
+from llmcompressor.errors import ArgumentError, CheckpointError, DatasetError
 from llmcompressor.evaluation.measure import measure
 from llmcompressor.evaluation.report import Report
 from llmcompressor.evaluation.sources import documents_of
 from llmcompressor.evaluation.windows import choose, cut
+from llmcompressor.logger import logger
 from llmcompressor.progress import other_bars_hidden
 from llmcompressor.utils import dispatch_for_generation
 
 __all__ = ["evaluate"]
+
+_WINDOW = 256
 
 
 def evaluate(
@@ -30,7 +34,7 @@ def evaluate(
     dataset_config_name: str | None = None,
     split: str | None = None,
     text_column: str = "text",
-    max_seq_length: int = 256,
+    max_seq_length: int | None = None,
     num_samples: int | None = None,
     batch_size: int = 8,
     seed: int = 0,
@@ -47,13 +51,14 @@ def evaluate(
             from it and how often both prefer the same token.
         tokenizer: a tokenizer or where one is; that of ``checkpoint``, else that of
             ``reference``, by default.
-        dataset: a text file, a data file, the name of a dataset, a dataset, a list of strings or
-            rows with ``input_ids``; by default modules of the running Python's standard library
-            (those that the embedded model was not trained on).
+        dataset: a text file (one document), a file of rows, the name of a dataset, a dataset, a
+            list of strings or rows with ``input_ids``; by default modules of the running Python's
+            standard library (those that the embedded model was not trained on).
         dataset_config_name: configuration of a named dataset.
         split: split of a dataset; the only one, or ``train``, by default.
         text_column: the column with the text.
-        max_seq_length: tokens of a window.
+        max_seq_length: tokens of a window; 256, or what the models take if that is less, by
+            default.
         num_samples: how many windows, drawn at random; all by default.
         batch_size: windows per forward.
         seed: which windows.
@@ -70,6 +75,7 @@ def evaluate(
     with other_bars_hidden():
         model = _load(checkpoint, trust_remote_code_model)
         original = None if reference is None else _load(reference, trust_remote_code_model)
+        length = _window(max_seq_length, [model, *([] if original is None else [original])])
         tokenizer = _tokenizer(tokenizer, checkpoint, reference, trust_remote_code_model)
         documents = documents_of(
             dataset,
@@ -78,7 +84,7 @@ def evaluate(
             config_name=dataset_config_name,
             split=split,
         )
-        windows = choose(cut(documents, max_seq_length), num_samples, seed)
+        windows = choose(cut(documents, length), num_samples, seed)
         _check_windows(windows, model)
         return measure(model, windows, reference=original, batch_size=batch_size)
 
@@ -125,6 +131,25 @@ def _tokenizer(
                     "Give a folder with tokenizer files, or the name of a model.",
                 ) from error
     return None
+
+
+def _window(asked: int | None, models: Sequence[PreTrainedModel]) -> int:
+    """Tokens of a window: as asked, which no table of positions may be too short for."""
+    for positions in map(positions_of, models):
+        limit = positions.limit
+        if asked is None or limit is None or asked <= limit:
+            continue
+        if positions.in_table:
+            raise ArgumentError(
+                f"max_seq_length is {asked}, and the model has positions for {limit} tokens.",
+                f"Give {limit} or less.",
+            )
+        logger.warning(
+            f"max_seq_length is {asked}, and the model takes {limit} tokens: what it predicts "
+            "beyond them is likely poor, and the perplexity is that of both."
+        )
+    limits = [found.limit for found in map(positions_of, models) if found.limit is not None]
+    return min([_WINDOW, *limits]) if asked is None else asked
 
 
 def _check_windows(windows: Sequence[Sequence[int]], model: PreTrainedModel) -> None:

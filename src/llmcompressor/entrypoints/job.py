@@ -14,6 +14,7 @@ from torch.nn import Module
 from llmcompressor.datasets import table
 from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import Source, open_source
+from llmcompressor.entrypoints.positions import positions_of
 from llmcompressor.entrypoints.task import (
     Records,
     Task,
@@ -113,13 +114,14 @@ class Job(Task):
         """The calibration batches, if a modifier needs them."""
         if not self.needing_data:
             return None
-        config = getattr(model, "config", None)
+        positions = positions_of(model)
         return load_calibration(
             self.dataset_args,
             processor=processor,
             model_input_names=tuple(inspect.signature(model.forward).parameters),
             vocab_size=vocabulary(model),
-            model_max_length=getattr(config, "max_position_embeddings", None),
+            model_max_length=positions.limit,
+            in_table=positions.in_table,
             seed=self.dataset_args.seed,
             source=source,
         )

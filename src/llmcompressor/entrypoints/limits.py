@@ -11,6 +11,7 @@ import torch
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.block_weights import REST, BlockWeights
+from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 
@@ -40,9 +41,12 @@ class Limits:
         Args:
             weights: the blocks.
             asked: a device's name.
+
+        Raises:
+            ArgumentError: there is no such device.
         """
         if asked is not None:
-            return torch.device(asked)
+            return named_device(asked)
         if not torch.cuda.is_available():
             return torch.device("cpu")
         device = torch.device("cuda", torch.cuda.current_device())

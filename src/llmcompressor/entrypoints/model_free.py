@@ -19,6 +19,7 @@ from llmcompressor.checkpoint.expert_stacks import ExpertStack, find_stacks, spl
 from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.source import SourceInfo, inspect_source, is_hub_id
 from llmcompressor.checkpoint.tree_model import TreeModel, build_tree
+from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.streamed import run_blueprint
 from llmcompressor.entrypoints.task import as_path
@@ -143,10 +144,7 @@ def _device(given: Any) -> str | None:
     several = [given] if isinstance(given, str | torch.device) else given
     if several is None:
         return None
-    try:
-        devices = [torch.device(one) for one in several]
-    except (RuntimeError, TypeError, ValueError):
-        devices = []
+    devices = [named_device(one) for one in several] if isinstance(several, Sequence) else []
     if not devices:
         raise ArgumentError(
             f"The argument 'device' cannot be {given!r}.", 'Give a device such as "cuda:0".'

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import torch
 
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.collecting import without_collecting
+from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.limits import Limits
+from llmcompressor.entrypoints.unreached import check_reached
 from llmcompressor.errors import InputError, TargetError
+from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
@@ -124,7 +128,9 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         job.problems,
     )
     with without_collecting():
-        return make_plan(subject, request)
+        found = make_plan(subject, request)
+        reached = _unreached(job, subject, request.modifiers)
+    return replace(found, problems=[*found.problems, *reached], notes=[*job.notes, *found.notes])
 
 
 def _subject(job: _Draft) -> Subject:
@@ -139,6 +145,8 @@ class _Draft(Job):
 
     def __init__(self, **arguments: Any) -> None:
         self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.inputs: set[str] = set()  # of the calibration batches
         super().__init__(**arguments)
 
     @contextmanager
@@ -185,7 +193,7 @@ class _Data:
             return self._assumed("no data was given")
         if isinstance(data, Iterator):
             return self._assumed("the data can be read only once")
-        with job.noting("dataset"):
+        with job.noting("dataset"), _warnings_of_data(job.notes):
             return self._counted()
         return self._assumed("the data cannot be used")
 
@@ -197,6 +205,7 @@ class _Data:
         batches = CalibrationBatches(
             self._model, loader, use_loss_mask=job.dataset_args.use_loss_mask
         )
+        job.inputs = {name for batch in batches for name in batch}
         samples = sum(sum(batches.sizes(index)) for index in range(len(batches)))
         ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
         longest = max((one.shape[-1] for one in ids), default=0)
@@ -209,6 +218,32 @@ class _Data:
         length = min(args.max_seq_length or _ASSUMED_LENGTH, limit)
         how = f"assumed: {why}"
         return Tokens(samples, samples * length, length, how, is_exact=False), samples
+
+
+@contextmanager
+def _warnings_of_data(notes: list[str]) -> Iterator[None]:
+    """Note what the data's preparation warns of: the run would say it in its log."""
+    sink = logger.add(
+        lambda message: notes.append(message.record["message"]),
+        level="WARNING",
+        filter="llmcompressor.datasets",
+    )
+    try:
+        yield
+    finally:
+        logger.remove(sink)
+
+
+def _unreached(job: _Draft, subject: Subject, modifiers: Sequence[Modifier]) -> list[Problem]:
+    """What the data that was read cannot calibrate."""
+    ready = [one for one in modifiers if one.initialized]
+    if not job.inputs:
+        return []
+    try:
+        check_reached(subject.model, ready, job.inputs)
+    except TargetError as error:
+        return [problem_of("dataset", error)]
+    return []
 
 
 def _unused(modifier: Modifier) -> Modifier:
@@ -232,7 +267,7 @@ def _device(job: Job, subject: Subject) -> torch.device:
     """Where the model would compute."""
     asked = job.model_args.device
     if asked is not None:
-        return torch.device(asked)
+        return named_device(asked)
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if subject.blueprint is not None and _is_streamed(job):

@@ -28,6 +28,7 @@ from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.checkpoint.staging import check_output_dir
 from llmcompressor.checkpoint.workspace import is_being_published
 from llmcompressor.core.session import CompressionSession
+from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.errors import ArgumentError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
@@ -96,6 +97,8 @@ class Task:
         self.recipe_args: RecipeArguments = parsed[2]
         self.run_args: RunArguments = parsed[3]
         self.further_args: tuple[Any, ...] = parsed[4:]
+        if self.model_args.device is not None:
+            named_device(self.model_args.device)
         self.recipe = self._read_recipe()
         self.output_dir = self._check_output(output_dir)
 

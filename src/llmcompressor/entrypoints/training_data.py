@@ -17,6 +17,7 @@ from llmcompressor.datasets.calibration import load_training, make_collator
 from llmcompressor.datasets.rows import Stream
 from llmcompressor.datasets.source import Source, is_loader, open_source
 from llmcompressor.datasets.splits import parse_split
+from llmcompressor.entrypoints.positions import positions_of
 from llmcompressor.entrypoints.task import vocabulary
 from llmcompressor.errors import ArgumentError, DatasetError
 
@@ -155,12 +156,13 @@ def _opened(args: DatasetArguments) -> _Role:
 
 
 def _samples(role: _Role, model: Module, processor: Any) -> Any:
-    config = getattr(model, "config", None)
+    positions = positions_of(model)
     return load_training(
         role.args,
         processor=processor,
         model_input_names=tuple(inspect.signature(model.forward).parameters),
         vocab_size=vocabulary(model),
-        model_max_length=getattr(config, "max_position_embeddings", None),
+        model_max_length=positions.limit,
+        in_table=positions.in_table,
         source=role.source,
     )

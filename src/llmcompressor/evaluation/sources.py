@@ -9,6 +9,11 @@ from typing import Any
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import Source, open_source
+from llmcompressor.datasets.chat import ChatRenderer
+from llmcompressor.datasets.encode import own_bos, tokenizer_of
+from llmcompressor.datasets.formats import KINDS, kind_of
+from llmcompressor.datasets.preprocess import RowPreparer
+from llmcompressor.datasets.samples import from_tokenized
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.evaluation.stdlib_text import held_out_texts
 from llmcompressor.evaluation.windows import Window, tokenize
@@ -16,8 +21,6 @@ from llmcompressor.evaluation.windows import Window, tokenize
 __all__ = ["documents_of"]
 
 _ROWS_AT_A_TIME = 64
-# Files of rows; any other file is one text, line breaks and all.
-_FILES_OF_ROWS = frozenset({".csv", ".json", ".jsonl", ".parquet"})
 
 
 def documents_of(
@@ -32,22 +35,28 @@ def documents_of(
 
     Args:
         source: ``None`` for the held-out modules of the running Python's standard library; a
-            text file, which is one document; or whatever ``oneshot`` takes as its data set.
+            text file, which is one document, line breaks and all; or whatever ``oneshot`` takes
+            as its data set, whose rows are read as ``oneshot`` reads them.
         tokenizer: not needed for rows with ``input_ids``.
         text_column: the column with the text.
         config_name: configuration of a named dataset.
         split: which split; the only one, or ``train``, by default.
 
     Raises:
-        DatasetError: there is nothing of the kind, or its rows have no usable column.
+        DatasetError: there is nothing of the kind, a file is neither rows nor text, or the rows
+            have no usable column.
+        ArgumentError: a configuration or split is named of what has none.
     """
     if source is None:
-        return _tokens([{"text": text} for text in held_out_texts()], tokenizer, "text")
+        _refuse_parts("The text that comes with Python", config_name, split)
+        return _tokens([{"text": text} for text in held_out_texts()], tokenizer)
     if isinstance(source, str | Path):
         path = Path(source).expanduser()
-        if path.is_file() and path.suffix.lower() not in _FILES_OF_ROWS:
-            text = path.read_text(encoding="utf-8-sig", errors="replace")
-            return _tokens([{"text": text}], tokenizer, "text")
+        if path.is_file() and kind_of(path) in (None, "text"):
+            _refuse_parts(f"The file {path} is one text, which", config_name, split)
+            return _tokens([{"text": _read_text(path)}], tokenizer)
+        if path.exists():
+            _refuse_parts(f"The data {path}", config_name, None)
         source = str(source)
     args = DatasetArguments(
         dataset=source, dataset_config_name=config_name, splits=split, text_column=text_column
@@ -58,21 +67,59 @@ def documents_of(
             "The argument dataset is a DataLoader, whose batches cannot be cut into windows.",
             "Give the data set itself.",
         )
-    column = text_column if opened.owner is None else "text"  # which its template makes
-    return _tokens(_templated(opened, args, tokenizer), tokenizer, column)
+    return _tokens(_prepared(opened, args, tokenizer), tokenizer)
 
 
-def _templated(
+def _refuse_parts(what: str, config_name: str | None, split: str | None) -> None:
+    """Refuse the name of a part of what has no parts of that kind."""
+    for name, given, kind in (
+        ("dataset_config_name", config_name, "configurations"),
+        ("split", split, "splits"),
+    ):
+        if given is not None:
+            raise ArgumentError(f"{what} has no {kind}: {name}={given!r}.", f"Leave {name} out.")
+
+
+def _read_text(path: Path) -> str:
+    """A file as one text; what another program's binary format holds is none."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _no_text(path, f"it is not UTF-8 ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise DatasetError(f"The file {path} cannot be read: {error}.", "Check it.") from error
+    if "\0" in text:
+        raise _no_text(path, f"it holds a zero byte after {text.index(chr(0))} characters")
+    return text
+
+
+def _no_text(path: Path, why: str) -> DatasetError:
+    suffixes = ", ".join(s for kind, several in KINDS.items() if kind != "text" for s in several)
+    return DatasetError(
+        f"The file {path} is no text: {why}.", f"Give a text in UTF-8, or rows ({suffixes})."
+    )
+
+
+def _prepared(
     opened: Source, args: DatasetArguments, tokenizer: Any
 ) -> Iterator[Mapping[str, Any]]:
-    """The rows, in the words of their data set's own template if it has one."""
-    if opened.owner is None:
-        return _rows(opened)
-    owner = opened.owner(dataset_args=args, split=args.splits, processor=tokenizer)
-    return ({**row, **owner.dataset_template(row)} for row in _rows(opened))
+    """The rows with their ``text``: a template's, a rendered conversation, a named column."""
+    template = None
+    if opened.owner is not None:
+        owner = opened.owner(dataset_args=args, split=args.splits, processor=tokenizer)
+        template = owner.dataset_template
+    prepare = RowPreparer(
+        function=None,
+        template=template,
+        text_column=args.text_column,
+        remove_columns=None,
+        chat=ChatRenderer(tokenizer),
+    )
+    for index, row in enumerate(_rows(opened)):
+        yield prepare(row, f"{opened.name}: sample {index}")
 
 
-def _rows(opened: Source) -> Iterator[Mapping[str, Any]]:
+def _rows(opened: Source) -> Iterator[dict[str, Any]]:
     rows: Any = opened.rows
     if not hasattr(rows, "fetch"):
         yield from rows
@@ -81,36 +128,35 @@ def _rows(opened: Source) -> Iterator[Mapping[str, Any]]:
         yield from rows.fetch(range(start, min(start + _ROWS_AT_A_TIME, len(rows))))
 
 
-def _tokens(
-    rows: Iterable[Mapping[str, Any]], tokenizer: Any, text_column: str
-) -> Iterator[Window]:
-    for row in rows:
-        if "input_ids" in row:
-            yield _real_tokens(row)
+def _tokens(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Window]:
+    bos = own_bos(tokenizer_of(tokenizer))
+    for index, row in enumerate(rows):
+        if row.get("input_ids") is not None:
+            yield _real_tokens(row, f"The data: sample {index}")
         elif tokenizer is None:
             raise DatasetError(
                 "The data holds text, and the model came without its tokenizer.",
                 "Pass `tokenizer`, or rows with `input_ids`.",
             )
         else:
-            yield from tokenize([_text(row, text_column)], tokenizer)
+            # Rendered chats begin with the token that the tokenizer is about to add once more.
+            yield from tokenize([_text(row).removeprefix(bos)], tokenizer)
 
 
-def _real_tokens(row: Mapping[str, Any]) -> Window:
+def _real_tokens(row: Mapping[str, Any], where: str) -> Window:
     """Token ids of a row without its padding."""
-    ids = [int(token) for token in row["input_ids"]]
-    mask = row.get("attention_mask")
-    if mask is None:
-        return ids
-    return [token for token, real in zip(ids, mask, strict=True) if real]
+    given = {name: row.get(name) for name in ("input_ids", "attention_mask")}
+    sample = from_tokenized(given, (), use_loss_mask=False, keep_labels=False, where=where)
+    pairs = zip(sample["input_ids"], sample["attention_mask"], strict=True)
+    return [token for token, real in pairs if real]
 
 
-def _text(row: Mapping[str, Any], column: str) -> str:
-    if isinstance(row.get(column), str):
-        return str(row[column])
+def _text(row: Mapping[str, Any]) -> str:
+    if isinstance(row.get("text"), str):
+        return str(row["text"])
     texts = [name for name, value in row.items() if isinstance(value, str)]
     raise DatasetError(
-        f"The data has no text column {column!r} and no `input_ids`; "
+        "The data has no text column 'text' and no `input_ids`; "
         f"its columns are {', '.join(sorted(row))}.",
-        f"Name the column with `text_column`. {did_you_mean(column, texts)}".rstrip(),
+        f"Name the column with `text_column`. {did_you_mean('text', texts)}".rstrip(),
     )

@@ -139,15 +139,11 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"The recipe {file} cannot be read: {error}.") from error
-    if not text.strip():
-        raise RecipeError(
-            f"The recipe {file} is empty.", "Write `modifiers: {}` if it is meant to be."
-        )
     return parse_text(text, source=f"The recipe {file}", extension=file.suffix.lower())
 
 
 def parse_text(text: str, *, source: str = "The recipe", extension: str = "") -> Any:
-    """The document in a text; ``{}`` for a blank text.
+    """The document in a text.
 
     Args:
         text: YAML, JSON, or either of them as front matter.
@@ -155,10 +151,11 @@ def parse_text(text: str, *, source: str = "The recipe", extension: str = "") ->
         extension: ``.yaml``, ``.json``, ``.md`` settle the form, anything else is tried out.
 
     Raises:
-        RecipeError: the text cannot be parsed, has a key twice or nests without end.
+        RecipeError: the text is blank (what a shell makes of a variable that is not set), cannot be
+            parsed, has a key twice or nests without end.
     """
     if not text.strip():
-        return {}
+        raise RecipeError(f"{source} is empty.", "Write `modifiers: {}` if it is meant to be.")
     if extension not in (".yaml", ".yml", ".json"):
         text = _front_matter(text, source, required=extension == ".md")
     try:

@@ -94,7 +94,7 @@ class Recipe:
         Args:
             path_or_modifiers: a recipe, modifiers, a mapping, a path, a text in YAML, JSON or
                 front matter, or a list of any of these, nested as may be. Nothing (``None``,
-                ``""``, ``{}``, ``[]``) is an empty recipe.
+                ``{}``, ``[]``) is an empty recipe; a blank text is an error.
             modifier_group_name: the stage of modifiers that are given as objects.
             target_stage: keep only this stage.
             recipe_args: values for the recipe's ``args``: a mapping or ``"name=value"`` texts.

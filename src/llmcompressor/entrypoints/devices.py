@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device that a user names, against those that this machine has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from llmcompressor.errors import ArgumentError
+
+__all__ = ["named_device"]
+
+
+def named_device(asked: Any) -> torch.device:
+    """The device of that name.
+
+    Args:
+        asked: a name such as ``"cuda:0"``, or a device.
+
+    Raises:
+        ArgumentError: torch knows none of that name, or this machine has none; says which it has.
+
+    >>> named_device("cpu")
+    device(type='cpu')
+    """
+    counts = _counts()
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError, ValueError):
+        raise _refused(asked, "no device has that name", counts) from None
+    if device.type == "meta":
+        raise _refused(asked, "nothing can be computed there", counts)
+    if (device.index or 0) >= counts.get(device.type, 0):
+        raise _refused(asked, "this machine, or this build of torch, has none", counts)
+    return device
+
+
+def _counts() -> dict[str, int]:
+    """Devices that there are, by their type."""
+    counts = {"cpu": 1}
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.is_available():
+        counts[accelerator.type] = torch.accelerator.device_count()
+    return counts
+
+
+def _refused(asked: Any, why: str, counts: dict[str, int]) -> ArgumentError:
+    names = [kind if count == 1 else f"{kind}:0 to {count - 1}" for kind, count in counts.items()]
+    return ArgumentError(
+        f"The argument 'device' cannot be {str(asked)!r}: {why}.",
+        f"This machine has {' and '.join(names)}.",
+    )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device that is not there is an error before any work, whoever is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmcompressor import model_free_ptq, oneshot, plan, train
+from llmcompressor.entrypoints.devices import named_device
+from llmcompressor.errors import ArgumentError
+
+RECIPE = "modifiers: {QuantizationModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head]}}"
+WRONG = {
+    "gpu": "'gpu': no device has that name",
+    "foo:1": "'foo:1': no device has that name",
+    "meta": "'meta': nothing can be computed there",
+    "xla:7": "'xla:7': this machine, or this build of torch, has none",
+    "cpu:3": "'cpu:3': this machine",
+}
+CALLS: dict[str, Callable[[str, Path, Any], object]] = {
+    "oneshot": lambda model, out, device: oneshot(
+        model=model, recipe=RECIPE, output_dir=out, device=device
+    ),
+    "plan": lambda model, out, device: plan(model, RECIPE, device=device, measure=False),
+    "model_free_ptq": lambda model, out, device: model_free_ptq(
+        model, out, scheme="FP8_DYNAMIC", device=device
+    ),
+    "train": lambda model, out, device: train(
+        model=model, recipe=RECIPE, dataset=["a"], output_dir=out, device=device
+    ),
+}
+
+
+@pytest.mark.parametrize("device", WRONG)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_device_that_is_not_there(call: str, device: str, pico: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=WRONG[device]) as raised:
+        CALLS[call](str(pico), tmp_path / "out", device)
+    assert "cpu" in raised.value.remedy
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.parametrize("call", CALLS)
+def test_cuda_where_there_is_none(call: str, pico: Path, tmp_path: Path) -> None:
+    for device in ("cuda", "cuda:0"):
+        with pytest.raises(ArgumentError, match=f"'{device}': this machine"):
+            CALLS[call](str(pico), tmp_path / "out", device)
+
+
+def test_devices_that_are_there() -> None:
+    assert named_device(torch.device("cpu")) == named_device("cpu") == torch.device("cpu")
+    assert named_device("cpu:0").type == "cpu"
+
+
+def test_accelerators_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert named_device("cuda").type == "cuda"
+    assert named_device("cuda:1").index == 1
+    with pytest.raises(ArgumentError, match="This machine has cpu and cuda:0 to 1"):
+        named_device("cuda:2")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan says which towers the data cannot calibrate; the run would find out at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from llmcompressor import oneshot, plan
+from llmcompressor.errors import TargetError
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+IMAGE = 5
+TEXT = [{"input_ids": list(range(10, 30))}] * 2
+TOWER = "'re:.*vision_tower.*'"
+PROJECTOR = "'re:.*multi_modal.*'"
+
+
+def recipe(modifier: str, *ignored: str) -> str:
+    fields = f"targets: [Linear], ignore: [{', '.join(['lm_head', *ignored])}]"
+    return f"modifiers: {{{modifier}, {fields}}}}}"
+
+
+GPTQ = "GPTQModifier: {scheme: W8A16"
+SPARSE = "SparseGPTModifier: {sparsity: 0.5"
+ROUNDED = "QuantizationModifier: {scheme: W8A16"
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llava")
+    torch.manual_seed(0)
+    config = LlavaConfig(
+        text_config=LlamaConfig(**SIZES, num_hidden_layers=1, num_key_value_heads=2, vocab_size=64),
+        vision_config=CLIPVisionConfig(**SIZES, num_hidden_layers=2, image_size=8, patch_size=4),
+        image_token_id=IMAGE,
+    )
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def images() -> list[dict[str, Any]]:
+    ids = [*[IMAGE] * 4, *range(10, 30)]
+    return [{"input_ids": ids, "pixel_values": torch.rand(3, 8, 8).tolist()}] * 2
+
+
+@pytest.mark.parametrize("modifier", [GPTQ, SPARSE])
+def test_a_tower_without_images_stands_against_the_run(llava: Path, modifier: str) -> None:
+    found = plan(llava, recipe(modifier), TEXT, measure=False)
+    [problem] = found.problems
+    assert not found.ok
+    assert problem.where == "dataset"
+    assert "model.vision_tower" in problem.message
+    assert "no sample holds images" in problem.message
+    assert "ignore list" in problem.remedy
+    with pytest.raises(TargetError, match=r"No calibration batch reached model\.vision_tower"):
+        oneshot(llava, recipe=recipe(modifier), dataset=TEXT)
+
+
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        (recipe(GPTQ, TOWER, PROJECTOR), TEXT),
+        (recipe(ROUNDED), TEXT),
+        (recipe(ROUNDED), None),
+    ],
+)
+def test_what_needs_no_images(llava: Path, text: str, data: Any) -> None:
+    found = plan(llava, text, data, measure=False)
+    assert found.ok, found.problems
+
+
+def test_images_reach_it(llava: Path) -> None:
+    found = plan(llava, recipe(GPTQ), images(), measure=False)
+    assert not [one for one in found.problems if "reaches" in one.message]
