@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmcompressor.verification.families import text_settings
+from llmcompressor.verification.config_changes import Change
 from llmcompressor.verification.files import Files
 
 __all__ = ["DroppedExperts", "Kept", "without_prefixes"]
@@ -52,15 +52,15 @@ class DroppedExperts:
 
     Args:
         checkpoint: what is left.
-        original: the model before.
+        changes: of its ``config.json`` against that of the model before.
     """
 
-    def __init__(self, checkpoint: Files, original: Files) -> None:
+    def __init__(self, checkpoint: Files, changes: Iterable[Change]) -> None:
         self._by_layer: dict[str, list[tuple[str, Kept]]] = {}
         for name, kept in _records(checkpoint):
             parent = without_prefixes(name).removesuffix("experts")
             self._by_layer.setdefault(_layer(parent), []).append((parent, kept))
-        self.changed = dict(_changed_counts(checkpoint.config, original.config))
+        self.changed = dict(_changed_counts(changes))
         """Setting → the original's number of experts and the checkpoint's, where they differ."""
         self.is_unrecorded = not self._by_layer and self._are_fewer(checkpoint)
         """Whether there are fewer experts than before, and nothing says which."""
@@ -173,12 +173,9 @@ def _kept(record: Any) -> Kept | None:
     return Kept(count, tuple(kept))
 
 
-def _changed_counts(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any]
-) -> Iterator[tuple[str, tuple[int, int]]]:
-    first, second = text_settings(theirs), text_settings(ours)
-    for key, before in first.items():
-        now = second.get(key)
+def _changed_counts(changes: Iterable[Change]) -> Iterator[tuple[str, tuple[int, int]]]:
+    for one in changes:
+        key = one.path.rpartition(".")[2]
         is_count = "expert" in key and not any(word in key for word in _NO_COUNT)
-        if is_count and type(before) is int and type(now) is int and now != before:
-            yield key, (before, now)
+        if is_count and type(one.before) is int and type(one.now) is int:
+            yield one.path, (one.before, one.now)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import sqrt
@@ -12,6 +12,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from llmcompressor.verification.config_changes import ABSENT, config_changes
 from llmcompressor.verification.decode import CHUNK, Codes, Part
 from llmcompressor.verification.dropped import DroppedExperts, without_prefixes
 from llmcompressor.verification.facts import Finding, Severity
@@ -51,18 +52,6 @@ _SIDE_FILES = (
     "special_tokens_map.json",
     "preprocessor_config.json",
     "chat_template.jinja",
-)
-_FREE_KEYS = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "dtype",
-        "quantization_config",
-        "tie_word_embeddings",  # R5
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    ]
 )
 _LEAST_COSINE = 0.4
 _LEAST_ROW_COSINE = 0.1
@@ -139,7 +128,8 @@ class Reference:
         self.checkpoint = checkpoint
         self.work = work_of(checkpoint)
         self._experts = ExpertRows(files)
-        self._dropped = DroppedExperts(checkpoint, files)
+        self._changes = config_changes(checkpoint.config, files.config)
+        self._dropped = DroppedExperts(checkpoint, self._changes)
         self._by_tail: dict[str, list[str]] = {}
         for name in files.places:
             self._by_tail.setdefault(without_prefixes(name), []).append(name)
@@ -418,17 +408,10 @@ class Reference:
 
     def beside(self) -> Iterator[Finding]:
         """R6: the configuration and what lies beside the weights."""
-        ours, theirs = self.checkpoint.config, self.files.config
-        for key in sorted(set(theirs) - _FREE_KEYS):
-            if self._dropped.expects(key):
-                continue
-            if key not in ours:
-                said = f"config.json has lost {key}."
-            elif ours[key] != theirs[key] and not isinstance(theirs[key], Mapping):
-                said = f"{key} is {ours[key]!r} in config.json and was {theirs[key]!r}."
-            else:
-                continue
-            yield _finding("R6", "config.json", said, _COPY, Severity.WARNING)
+        for change in self._changes:
+            if not self._dropped.expects(change.path):
+                remedy = _COPY if change.before is not ABSENT else "Remove it."
+                yield _finding("R6", "config.json", change.sentence, remedy, Severity.WARNING)
         for name in _SIDE_FILES:
             there = (self.files.directory / name).is_file()
             if there and not (self.checkpoint.directory / name).is_file():
