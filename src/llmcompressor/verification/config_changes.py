@@ -12,12 +12,12 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ABSENT", "Change", "as_read", "config_changes", "quiet_transformers"]
+__all__ = ["ABSENT", "Change", "as_read", "config_changes", "configuration", "quiet_transformers"]
 
 ABSENT = object()
 """The value of what is not there."""
@@ -100,7 +100,7 @@ def _is_of_every_model(change: Change) -> bool:
 
 def as_read(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """All settings as transformers' class for the model type has them; ``None`` without a class."""
-    read = _configuration(config)
+    read = configuration(config)
     if read is None:
         return None
     try:
@@ -110,14 +110,20 @@ def as_read(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return found
 
 
-def _configuration(config: Mapping[str, Any]) -> Any:
+def configuration(config: Mapping[str, Any], left_out: Container[str] = _FREE) -> Any:
+    """The configuration object that transformers makes of a file, ``None`` if it makes none.
+
+    Args:
+        config: the content of ``config.json``.
+        left_out: the keys that are not to be read.
+    """
     from transformers import CONFIG_MAPPING  # noqa: PLC0415  # loads much
 
     name = config.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
         return None
-    plain = {key: value for key, value in config.items() if key not in _FREE}
-    plain = {key: _without_quantization(value) for key, value in plain.items()}
+    plain = {key: value for key, value in config.items() if key not in left_out}
+    plain = {key: _decoded(value) for key, value in plain.items()}
     try:
         with quiet_transformers():
             return CONFIG_MAPPING[name].from_dict(copy.deepcopy(plain))
@@ -125,10 +131,15 @@ def _configuration(config: Mapping[str, Any]) -> Any:
         return None
 
 
-def _without_quantization(value: Any) -> Any:
+def _decoded(value: Any) -> Any:
+    """A value without quantization settings, and with infinity where transformers wrote it."""
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
     if not isinstance(value, Mapping):
         return value
-    return {key: each for key, each in value.items() if key != "quantization_config"}
+    if set(value) == {"__float__"}:
+        return float(value["__float__"])
+    return {key: _decoded(each) for key, each in value.items() if key != "quantization_config"}
 
 
 @contextmanager
@@ -137,14 +148,17 @@ def quiet_transformers() -> Iterator[None]:
     from transformers.utils import logging  # noqa: PLC0415  # loads much
 
     said: Any = logging
-    level = said.get_verbosity()
+    level, bars = said.get_verbosity(), said.is_progress_bar_enabled()
     said.set_verbosity(said.CRITICAL)
+    said.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         said.set_verbosity(level)
+        if bars:
+            said.enable_progress_bar()
 
 
 def _classes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Change]:
