@@ -228,6 +228,13 @@ def test_a_class_that_nobody_knows_is_not_built(whole: Source, tmp_path: Path) -
     assert {one[:2] for one in found} == {("S70", "model.layers.0")}
 
 
+def test_a_class_of_another_model_type_is_named(whole: Source, tmp_path: Path) -> None:
+    sample = whole("llama")
+    sample.config["architectures"] = ["Qwen3ForCausalLM"]
+    found = errors(sample.write(tmp_path / "other"))
+    assert {one[:2] for one in found} == {("C2", "config.json")}
+
+
 def test_code_that_comes_with_a_model_may_build_it_otherwise(whole: Source, tmp_path: Path) -> None:
     sample = whole("qwen2")
     sample.config["auto_map"] = {"AutoModelForCausalLM": "modeling.Qwen2ForCausalLM"}

@@ -21,7 +21,7 @@ from llmcompressor.verification.config_changes import configuration, quiet_trans
 from llmcompressor.verification.facts import TensorInfo
 from llmcompressor.verification.layout import PLAIN_FLOATS
 
-__all__ = ["Built", "build", "model_class"]
+__all__ = ["Built", "build", "is_of_another_type"]
 
 _FROM_FILES = frozenset(
     {"quantization_config", "compression_config", "architectures", "dtype", "torch_dtype"}
@@ -53,7 +53,7 @@ class Built:
         return any(name == path or name.startswith(f"{path}.") for name in self.shapes)
 
 
-def model_class(config: Mapping[str, Any]) -> Any:
+def _model_class(config: Mapping[str, Any]) -> Any:
     """The class of transformers that a configuration names; ``None`` if there is none."""
     import transformers  # noqa: PLC0415  # loads much
 
@@ -62,6 +62,16 @@ def model_class(config: Mapping[str, Any]) -> Any:
     found = getattr(transformers, first, None) if isinstance(first, str) else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model else None
+
+
+def is_of_another_type(config: Mapping[str, Any]) -> bool:
+    """Whether the class that a configuration names takes configurations of another model type."""
+    kind, settings = _model_class(config), configuration(config, _FROM_FILES)
+    if kind is None or settings is None or not isinstance(kind.config_class, type):
+        return False
+    parts = (getattr(settings, name, None) for name in settings.sub_configs)
+    # the language model of a larger one may be loaded alone
+    return not any(isinstance(each, kind.config_class) for each in (settings, *parts))
 
 
 def build(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> Built | None:
@@ -74,16 +84,21 @@ def build(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> Built
     Returns:
         ``None`` if transformers has no such class, or cannot build it of this configuration.
     """
-    kind, settings = model_class(config), configuration(config, _FROM_FILES)
+    kind, settings = _model_class(config), configuration(config, _FROM_FILES)
     if kind is None or settings is None or not isinstance(settings, kind.config_class or ()):
         return None
+    from transformers import PreTrainedModel  # noqa: PLC0415  # loads much
+
     state = {
         name: torch.empty(info.shape, dtype=torch.bfloat16, device="meta")
         for name, info in headers.items()
     }
     try:
         with quiet_transformers():
-            model, info = kind.from_pretrained(
+            # a class's own way of loading may look for more than weights, and in other places
+            load: Any = PreTrainedModel.from_pretrained
+            model, info = load.__func__(
+                kind,
                 None,
                 config=settings,
                 state_dict=state,
@@ -91,7 +106,7 @@ def build(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> Built
                 device_map={"": "meta"},
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                local_files_only=True,  # some classes look for more than weights
+                local_files_only=True,
             )
     except Exception:  # a class of any kind, and what it cannot load other rules speak of
         return None
