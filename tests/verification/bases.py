@@ -101,7 +101,7 @@ def _t5() -> Sample:
         shapes |= {f"{path}.0.SelfAttention.{own}": (HIDDEN, HIDDEN) for own in "qkvo"}
         shapes[f"{path}.1.DenseReluDense.wi"] = (INNER, HIDDEN)
         shapes[f"{path}.1.DenseReluDense.wo"] = (HIDDEN, INNER)
-    built = ["T5ForConditionalGeneration"]
+    built = ["SampleForConditionalGeneration"]
     return made(shapes, model_type="t5", architectures=built, num_hidden_layers=1)
 
 

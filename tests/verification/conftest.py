@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "entrypoints"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "modifiers"))
 
 import small_models as small
 import torch

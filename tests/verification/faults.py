@@ -70,17 +70,17 @@ WARNING, NOTE = Severity.WARNING, Severity.NOTE
 # ------------------------------------------------------------------ the configuration (S1 to S10)
 
 
-@fault("S1", "quantization_config")
+@fault("S1", "quantization_config", also="T1")
 def configuration_lost(sample: Sample) -> None:
     del sample.config["quantization_config"]
 
 
-@fault("S1", "quantization_config")
+@fault("S1", "quantization_config", also="T1")
 def method_lost(sample: Sample) -> None:
     del sample.settings["quant_method"]
 
 
-@fault("S1", "quantization_config")
+@fault("S1", "quantization_config", also="T1")
 def another_method(sample: Sample) -> None:
     sample.settings["quant_method"] = "gptq"
 
@@ -130,17 +130,17 @@ def index_of_groups(sample: Sample) -> None:
     sample.tensors[f"{UP}.weight_g_idx"] = torch.zeros(HIDDEN, dtype=torch.int32)
 
 
-@fault("S7", "group_0", also="S19 S21")
+@fault("S7", "group_0", also="S19 S21 T4")
 def mixed_precision_without_format(sample: Sample) -> None:
     sample.settings["format"], sample.group["format"] = "mixed-precision", None
 
 
-@fault("S7", "group_0", also="S19 S21")
+@fault("S7", "group_0", also="S19 S21 T4")
 def format_that_is_none(sample: Sample) -> None:
     sample.group["format"] = "pack-quantised"
 
 
-@fault("S8", "group_0", also="S19 S21")
+@fault("S8", "group_0", also="S19 S21 T4")
 def wrong_format(sample: Sample) -> None:
     sample.group["format"] = "int-quantized"
 
@@ -194,7 +194,7 @@ def q_and_k_of_different_groups(sample: Sample) -> None:
     sample.tensors[name] = sample.tensors[name].repeat_interleave(2, dim=1)
 
 
-@fault("S14", QKV, also="C1")
+@fault("S14", QKV, also="C1 T4")
 def q_and_k_in_different_groups(sample: Sample) -> None:
     other = {**sample.group, "weights": {**sample.group["weights"], "group_size": 64}}
     sample.groups["group_1"] = {**other, "targets": [K]}
@@ -254,7 +254,7 @@ def gate_of_the_shared_expert(sample: Sample) -> None:
 # -------------------------------------------------------------- schemes and tensors (S21 to S38)
 
 
-@fault("S21", "group_0", base="FP8_DYNAMIC", also="S19")
+@fault("S21", "group_0", base="FP8_DYNAMIC", also="S19 T4")
 def floats_in_the_wrong_format(sample: Sample) -> None:
     sample.group["format"] = "pack-quantized"
 
@@ -269,7 +269,7 @@ def static_asymmetric_inputs(sample: Sample) -> None:
     sample.group["input_activations"]["symmetric"] = False
 
 
-@fault("S23", UP)
+@fault("S23", UP, also="T4")
 def zero_point_of_a_symmetric_weight(sample: Sample) -> None:
     sample.tensors[f"{UP}.weight_zero_point"] = torch.zeros(32, 1, dtype=torch.int32)
 
@@ -279,7 +279,7 @@ def scale_of_nothing(sample: Sample) -> None:
     sample.tensors[f"{LAYER}.input_layernorm.weight_scale"] = torch.ones(1)
 
 
-@fault("S24", UP, base="W8A8")
+@fault("S24", UP, base="W8A8", also="T4")
 def scales_in_a_row(sample: Sample) -> None:
     sample.tensors[f"{UP}.weight_scale"] = sample.tensors[f"{UP}.weight_scale"].reshape(-1)
 
@@ -289,7 +289,7 @@ def scale_is_a_matrix(sample: Sample) -> None:
     sample.tensors[f"{UP}.weight_scale"] = sample.tensors[f"{UP}.weight_scale"].reshape(1, 1)
 
 
-@fault("S26", UP, base="W3A16")
+@fault("S26", UP, base="W3A16", also="T4")
 def words_of_whole_values(sample: Sample) -> None:
     sample.tensors[f"{UP}.weight_packed"] = torch.ones(INNER, 13, dtype=torch.int32)
 
@@ -299,7 +299,7 @@ def codes_without_offset(sample: Sample) -> None:
     sample.tensors[f"{UP}.weight_packed"] ^= -0x77777778  # 8 in each four bits
 
 
-@fault("S28", UP)
+@fault("S28", UP, also="T4")
 def shape_of_three(sample: Sample) -> None:
     sample.tensors[f"{UP}.weight_shape"] = torch.tensor([INNER, HIDDEN, 1])
 
@@ -352,7 +352,7 @@ def blocks_across_shards(sample: Sample) -> None:
     sample.config |= {"num_attention_heads": 4, "num_key_value_heads": 1}
 
 
-@fault("S37", UP, base="FP8_DYNAMIC", also="S70")
+@fault("S37", UP, base="FP8_DYNAMIC", also="S70 T4")
 def scale_of_another_name(sample: Sample) -> None:
     scale = sample.tensors.pop(f"{UP}.weight_scale")
     sample.tensors[f"{UP}.weight_scale_inv"] = scale
@@ -731,6 +731,45 @@ def status_is_not_compressed(sample: Sample) -> None:
     sample.settings["quantization_status"] = "frozen"
 
 
+# with its rules alone
+BY_TRANSFORMERS = Deployment(server="transformers", tp=(1,))
+
+
+@fault("T1", "quantization_config", deployment=BY_TRANSFORMERS)
+def configuration_is_nowhere(sample: Sample) -> None:
+    del sample.config["quantization_config"]
+
+
+@fault("T1", "quantization_config", deployment=BY_TRANSFORMERS)
+def method_is_empty(sample: Sample) -> None:
+    sample.settings["quant_method"] = ""
+
+
+@fault("T4", UP, base="W4A16_ASYM", deployment=BY_TRANSFORMERS)
+def symmetric_with_zero_points(sample: Sample) -> None:
+    sample.group["weights"]["symmetric"] = True
+
+
+@fault("T4", UP, deployment=BY_TRANSFORMERS)
+def packed_codes_in_a_format_of_bytes(sample: Sample) -> None:
+    sample.settings["format"] = sample.group["format"] = "int-quantized"
+
+
+@fault("T4", UP, severity=WARNING, deployment=BY_TRANSFORMERS)
+def scale_of_inputs_that_are_plain(sample: Sample) -> None:
+    sample.tensors[f"{UP}.input_scale"] = torch.ones(1)
+
+
+@fault("S70", UP, base="W4A16", deployment=BY_TRANSFORMERS)
+def asymmetric_without_zero_points(sample: Sample) -> None:
+    sample.group["weights"]["symmetric"] = False
+
+
+@fault("S70", "model.norm", deployment=BY_TRANSFORMERS)
+def last_norm_lost_for_transformers(sample: Sample) -> None:
+    sample.drop("model.norm.")
+
+
 @fault("T4", "lm_head")
 def head_by_class(sample: Sample) -> None:
     sample.settings["ignore"].remove("lm_head")
@@ -844,7 +883,7 @@ def scales_per_head(sample: Sample) -> None:
 # ----------------------------------------------------- consistency (C), values (V)
 
 
-@fault("C1", UP)
+@fault("C1", UP, also="T4")
 def scales_of_another_group_size(sample: Sample) -> None:
     sample.group["weights"]["group_size"] = 64
 

@@ -65,9 +65,30 @@ def test_a_reference_is_compared(sample: Sample, tmp_path: Path) -> None:
     assert "relative error of weights" in result.stdout
 
 
-@pytest.mark.parametrize("more", [["--serve", "triton"], ["--gpu", "x1"], ["--tp", "0"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--serve", "triton"],
+        ["--gpu", "x1"],
+        ["--tp", "0"],
+        ["--dtype", "foo"],
+        ["--dtype", "int8"],
+    ],
+)
 def test_unusable_facts_leave_with_two(sample: Sample, tmp_path: Path, more: list[str]) -> None:
     assert run(sample.write(tmp_path / "checkpoint"), *more).exit_code == 2
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "torch.bfloat16", "half", "BF16", "fp32"])
+def test_a_dtype_may_be_named_in_many_ways(sample: Sample, tmp_path: Path, dtype: str) -> None:
+    assert run(sample.write(tmp_path / "checkpoint"), "--dtype", dtype).exit_code == 0
+
+
+def test_a_dtype_that_is_not_served_is_a_finding(sample: Sample, tmp_path: Path) -> None:
+    result = run(sample.write(tmp_path / "checkpoint"), "--dtype", "float64", "--json")
+    assert result.exit_code == 1
+    findings = json.loads(result.stdout)["findings"]
+    assert {one["rule"] for one in findings if one["severity"] == "error"} == {"S10"}
 
 
 def test_no_checkpoint_leaves_with_two(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ _DEVICES = {
     "b300": 103,
     "rtx5090": 120,
 }
+_FLOATS = ("auto", "bfloat16", "float16", "float32", "float64")
 _DTYPES = {
     "half": "float16",
     "fp16": "float16",
@@ -130,10 +131,10 @@ class Deployment:
         tp: sizes of tensor parallelism. With the default a misfit above 1 is a warning, sizes
             that are given count in full.
         gpu: the device's capability as ``sm90``, or its name as ``h100``.
-        dtype: the dtype of activations, the model's own if ``None``.
+        dtype: the dtype of activations, the model's own if ``None`` or ``auto``.
 
     Raises:
-        ArgumentError: there is no such server or device, or a size is not positive.
+        ArgumentError: there is no such server, device or dtype, or a size is not positive.
     """
 
     server: str | None = None
@@ -155,6 +156,11 @@ class Deployment:
             raise ArgumentError(
                 f"There is no device named {self.gpu!r}.",
                 f"Give its compute capability as sm90. {did_you_mean(self.gpu, _DEVICES)}",
+            )
+        if self.dtype is not None and self._dtype_name not in _FLOATS:
+            raise ArgumentError(
+                f"There is no dtype of activations named {self.dtype!r}.",
+                did_you_mean(self._dtype_name, (*_FLOATS, *_DTYPES)),
             )
 
     @property
@@ -186,9 +192,11 @@ class Deployment:
         return Severity.ERROR if tp == 1 or self.is_tp_given else Severity.WARNING
 
     @property
-    def plain_dtype(self) -> str | None:
-        """``float16`` for ``half``, ``torch.float16`` and so on."""
-        if self.dtype is None:
-            return None
-        name = self.dtype.removeprefix("torch.")
+    def _dtype_name(self) -> str:
+        name = str(self.dtype).lower().removeprefix("torch.")
         return _DTYPES.get(name, name)
+
+    @property
+    def plain_dtype(self) -> str | None:
+        """``float16`` for ``half``, ``torch.float16`` and so on; ``None`` for the model's own."""
+        return None if self.dtype is None or self._dtype_name == "auto" else self._dtype_name

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import sqrt
@@ -12,7 +12,9 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from llmcompressor.verification.config_changes import ABSENT, config_changes
 from llmcompressor.verification.decode import CHUNK, Codes, Part
+from llmcompressor.verification.dropped import DroppedExperts, without_prefixes
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.files import DTYPES, Files, tensor_chunks
 from llmcompressor.verification.layout import PLAIN_FLOATS
@@ -40,7 +42,6 @@ _QPARAM = re.compile(
     r"(?:.*\.)?(?:weight|input|output|q|k|v)_(?:packed|scale|zero_point|global_scale|shape)$"
 )
 _STACK = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<own>gate_up_proj|down_proj)$")
-_PREFIXES = ("model.", "language_model.", "transformer.")
 _OTHER_NAMES = {usual: short for short, usual in USUAL.items()}
 _MODIFIER = re.compile(r"\b([A-Z]\w*Modifier)\b")
 _SIDE_FILES = (
@@ -51,18 +52,6 @@ _SIDE_FILES = (
     "special_tokens_map.json",
     "preprocessor_config.json",
     "chat_template.jinja",
-)
-_FREE_KEYS = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "dtype",
-        "quantization_config",
-        "tie_word_embeddings",  # R5
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    ]
 )
 _LEAST_COSINE = 0.4
 _LEAST_ROW_COSINE = 0.1
@@ -139,9 +128,11 @@ class Reference:
         self.checkpoint = checkpoint
         self.work = work_of(checkpoint)
         self._experts = ExpertRows(files)
+        self._changes = config_changes(checkpoint.config, files.config)
+        self._dropped = DroppedExperts(checkpoint, self._changes)
         self._by_tail: dict[str, list[str]] = {}
         for name in files.places:
-            self._by_tail.setdefault(_tail(name), []).append(name)
+            self._by_tail.setdefault(without_prefixes(name), []).append(name)
 
     def find(self, name: str, shape: Sequence[int] | None = None) -> list[Source]:
         """Where the original of a tensor may be; more than one way only within a stack.
@@ -150,6 +141,10 @@ class Reference:
             name: the tensor's name in the checkpoint, for a module's weight ``….weight``.
             shape: the shape that it must have there.
         """
+        before = self._dropped.before(name)
+        return [] if before is None else self._find(before, shape)
+
+    def _find(self, name: str, shape: Sequence[int] | None) -> list[Source]:
         for candidate in _candidates(name):
             if candidate in self.files.places:
                 return [Source(candidate)]
@@ -163,7 +158,7 @@ class Reference:
 
     def _near(self, name: str) -> str | None:
         """The one tensor of the original whose name differs in its prefixes alone."""
-        near = self._by_tail.get(_tail(name), [])
+        near = self._by_tail.get(without_prefixes(name), [])
         return near[0] if len(near) == 1 else None
 
     def _nearest(self, sources: list[Source], start: int, ours: Tensor) -> Source | None:
@@ -197,6 +192,8 @@ class Reference:
             used: takes the names of tensors of the original that were found.
         """
         name = codes.entry.name
+        if self._dropped.is_unknown(f"{name}.weight"):
+            return [], None
         source = self._source_of(codes) or self._tied(name)
         if source is None or source.name in self.files.broken:
             return [_finding("R2", name, "The original has no such weight.", _AGAIN)], None
@@ -272,6 +269,8 @@ class Reference:
         place = self.checkpoint.places[name]
         if _QPARAM.match(name) and place.info.numel <= 1 << 16 and not self.find(name):
             return []
+        if self._dropped.is_unknown(name):
+            return []
         sources = self.find(name, place.info.shape)
         if not sources:
             found = self._from_single_experts(name, used)
@@ -282,8 +281,7 @@ class Reference:
             return []
         shape = self.shape(source)
         if shape != place.info.shape:
-            said = f"Its shape is {list(place.info.shape)} and was {list(shape)}."
-            return [_finding("R4", name, said, _COPY)]
+            return self._of_another_shape(name, source, shape)
         if source.expert is not None:
             ours = self.checkpoint.read(name)
             # one of an expert's own, so that it may be compared in each way
@@ -296,6 +294,29 @@ class Reference:
                     tensor_chunks(self.files, source.name, CHUNK),
                     strict=True,
                 )
+            )
+        return [] if same else [self._changed(name)]
+
+    def _of_another_shape(self, name: str, source: Source, shape: tuple[int, ...]) -> list[Finding]:
+        """A tensor with an entry per expert may have lost those of the experts that are gone."""
+        ours = self.checkpoint.places[name].info.shape
+        if self._dropped.is_unknown(name, shape, ours):
+            return []
+        kept = self._dropped.of(name)
+        dimension = self._dropped.entries(name, shape, ours)
+        if kept is None or dimension is None or source.expert is not None:
+            said = f"Its shape is {list(ours)} and was {list(shape)}."
+            return [_finding("R4", name, said, _COPY)]
+        if dimension:
+            theirs = self.files.read(source.name)[:, list(kept.kept)]
+            same = equal(self.checkpoint.read(name), theirs)
+        else:
+            same = all(
+                equal(
+                    self.checkpoint.read(name, now, now + 1),
+                    self.files.read(source.name, before, before + 1),
+                )
+                for now, before in enumerate(kept.kept)
             )
         return [] if same else [self._changed(name)]
 
@@ -340,8 +361,9 @@ class Reference:
     def missing(self, used: set[str]) -> Iterator[Finding]:
         """R1 and R5: what of the original was not found in the checkpoint."""
         yield from compare_tie(self.checkpoint, self.files)
+        yield from self._unrecorded()
         for name in self.files.places:
-            if name in used or _RECOMPUTED.match(name):
+            if name in used or _RECOMPUTED.match(name) or self._dropped.is_gone(name):
                 continue
             twin = self._twin(name, used)
             if twin is not None:
@@ -354,6 +376,19 @@ class Reference:
                 if head
                 else "The original has this tensor, and the checkpoint has not.",
                 _COPY,
+            )
+
+    def _unrecorded(self) -> Iterator[Finding]:
+        """Experts were dropped, and none that is left can be told from the others."""
+        if self._dropped.is_unrecorded:
+            theirs, ours = next(iter(self._dropped.changed.values()))
+            yield _finding(
+                "R1",
+                "config.json",
+                f"Of {theirs} experts {ours} are left, and no compression_report.json says which: "
+                "they and their routers are not compared.",
+                "Put the report of the run that dropped them beside the checkpoint, or compare it "
+                "with the model that has them dropped.",
             )
 
     def _twin(self, name: str, used: set[str]) -> str | None:
@@ -373,15 +408,10 @@ class Reference:
 
     def beside(self) -> Iterator[Finding]:
         """R6: the configuration and what lies beside the weights."""
-        ours, theirs = self.checkpoint.config, self.files.config
-        for key in sorted(set(theirs) - _FREE_KEYS):
-            if key not in ours:
-                said = f"config.json has lost {key}."
-            elif ours[key] != theirs[key] and not isinstance(theirs[key], Mapping):
-                said = f"{key} is {ours[key]!r} in config.json and was {theirs[key]!r}."
-            else:
-                continue
-            yield _finding("R6", "config.json", said, _COPY, Severity.WARNING)
+        for change in self._changes:
+            if not self._dropped.expects(change.path):
+                remedy = _COPY if change.before is not ABSENT else "Remove it."
+                yield _finding("R6", "config.json", change.sentence, remedy, Severity.WARNING)
         for name in _SIDE_FILES:
             there = (self.files.directory / name).is_file()
             if there and not (self.checkpoint.directory / name).is_file():
@@ -393,13 +423,6 @@ def _finding(
     rule: str, module: str, message: str, remedy: str, severity: Severity = Severity.ERROR
 ) -> Finding:
     return Finding(rule, module, message, remedy, severity)
-
-
-def _tail(name: str) -> str:
-    """A name without the prefixes that differ between versions of transformers."""
-    while name.startswith(_PREFIXES):
-        name = name.partition(".")[2]
-    return name
 
 
 def _candidates(name: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from llmcompressor.verification.built import Built, build
 from llmcompressor.verification.expected import (
     Expected,
     columns_of,
@@ -272,6 +273,32 @@ class View:
             return True
         layer, count = _LAYER.match(name), self.size("num_hidden_layers")
         return layer is not None and count is not None and int(layer[1]) >= count
+
+    @cached_property
+    def built(self) -> Built | None:
+        """What transformers' class makes of the headers; ``None`` where it cannot be asked.
+
+        A checkpoint that is only planned is not asked about: what it is made from was loaded so.
+        """
+        if self.tensors is None or (self.settings and not self.is_compressed_tensors):
+            return None
+        headers = self._as_plain()
+        return build(self.config, headers) if headers else None
+
+    def _as_plain(self) -> dict[str, TensorInfo] | None:
+        """The tensors of the model before it was quantized; ``None`` if a size is not known."""
+        found = {}
+        for name, entry in self.entries.items():
+            plain = dict(entry.own)
+            if entry.is_quantized and entry.kind != "other":
+                scheme = self.written(entry)
+                columns = self.columns(entry, scheme) if scheme is not None else None
+                if entry.rows is None or columns is None:
+                    return None
+                plain = {own: info for own, info in plain.items() if own == "bias"}
+                plain["weight"] = TensorInfo("BF16", (entry.rows, columns))
+            found.update({f"{name}.{own}" if name else own: each for own, each in plain.items()})
+        return found
 
     def is_transposed(self, entry: Entry) -> bool:
         """Whether a module's weight is stored ``[in, out]``; codes are ``[out, in]`` always."""

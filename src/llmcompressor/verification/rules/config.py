@@ -13,7 +13,7 @@ from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.rules.base import CONFIG, DEPLOYMENT, Problem, Rule, View, joined
 from llmcompressor.verification.scheme import ACTIVATION_FORMATS, FORMATS
 
-__all__ = ["RULES", "raw_groups"]
+__all__ = ["RULES", "raw_groups", "where"]
 
 _KEYS = frozenset(
     [

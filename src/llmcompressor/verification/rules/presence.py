@@ -7,8 +7,9 @@ import itertools
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from llmcompressor.verification.built import is_of_another_type
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.rules.base import Problem, Rule, View, joined
@@ -45,6 +46,8 @@ _QPARAM = re.compile(
 _KNOWN_LOOSE = re.compile(
     r"(?:.*\.)?(?:rotary_emb\.\w+|inv_freq|position_ids|embed_scale|final_logits_bias)"
 )
+# The first layer of T5 and its like has what all of them use.
+_SHARED_BY_ALL = "relative_attention_bias"
 _HIDDEN_IN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_a_proj")
 _HIDDEN_OUT = ("o_proj", "down_proj")
 # Where hidden sizes are those of the configuration for every module of these names.
@@ -166,7 +169,9 @@ def _incomplete(view: View, stack: str, layers: dict[int, set[str]]) -> Iterator
         fuller = [kind for kind in kinds if own < kind]
         if kinds[frozenset(own)] > 1 or not fuller:
             continue
-        lacking = sorted(min(fuller, key=len) - own)
+        lacking = _not_built(view, f"{stack}.{index}", min(fuller, key=len) - own, stack)
+        if not lacking:
+            continue
         having = sum(set(lacking) <= other for other in layers.values())
         # one layer against one: a bias may be too many there as well as missing here
         is_unclear = having < 2 and all(each.rpartition(".")[0] in own for each in lacking)
@@ -179,15 +184,56 @@ def _incomplete(view: View, stack: str, layers: dict[int, set[str]]) -> Iterator
         )
 
 
+def _not_built(view: View, layer: str, lacking: Iterable[str], stack: str) -> list[str]:
+    """Without what the class has in other layers and not in this one, and what one layer shares."""
+    every = sorted(each for each in lacking if not each.endswith(_SHARED_BY_ALL))
+    built = view.built
+    if built is None or not built.has_module(layer):
+        return every
+    return [
+        each
+        for each in every
+        if built.has_module(f"{layer}.{each}")
+        or not any(
+            name.startswith(f"{stack}.") and f".{each}." in f"{name}." for name in built.shapes
+        )
+    ]
+
+
 def _is_plain_type(view: View) -> bool:
     return str(view.text.get("model_type") or "") in _PLAIN_TYPES
 
 
 def all_is_there(view: View) -> Iterator[Problem]:
     """S70."""
-    yield from layers_are_complete(view)
-    yield from _ends(view)
-    yield from _last_norms(view)
+    found = [*layers_are_complete(view), *_ends(view), *_last_norms(view)]
+    yield from found
+    yield from _missing(view, found)
+
+
+def _missing(view: View, known: list[Problem]) -> Iterator[Problem]:
+    """What the class of transformers has, and nothing was loaded into."""
+    built = view.built
+    if built is None:
+        return
+    lacking: dict[str, list[str]] = defaultdict(list)
+    for name in built.missing:
+        module, _, own = name.rpartition(".")
+        lacking[module].append(own)
+    said = [problem.module for problem in known]
+    for module, names in lacking.items():
+        if not any(module == each or module.startswith(f"{each}.") for each in said):
+            yield Problem(
+                module,
+                f"It has no {joined(names)}, and {built.name} has.",
+                _COPY,
+                _of_foreign_code(view),
+            )
+
+
+def _of_foreign_code(view: View) -> Severity | None:
+    """A checkpoint with code of its own may be built otherwise than transformers' class."""
+    return Severity.WARNING if view.config.get("auto_map") else None
 
 
 def _is_norm(entry: Entry) -> bool:
@@ -315,6 +361,53 @@ def _only_in_one(view: View, stack: str, layers: dict[int, set[str]]) -> Iterato
 def sizes_are_those_of_the_config(view: View) -> Iterator[Problem]:
     """C2."""
     yield from layers_are_counted(view)
+    found = list(_wrong_sizes(view))
+    yield from found
+    yield from _unlike_the_class(view, {problem.module for problem in found})
+
+
+def _unlike_the_class(view: View, known: set[str]) -> Iterator[Problem]:
+    """Shapes that the class of transformers does not take, and numbers that are no floats."""
+    built = view.built
+    if built is None:
+        if view.tensors is not None and is_of_another_type(view.config):
+            yield Problem(
+                "config.json",
+                f"Its class {view.config['architectures'][0]} is not one of the model type "
+                f"{view.config.get('model_type')}.",
+                "Write the class of the original model into architectures.",
+                Severity.WARNING,
+            )
+        return
+    severity = _of_foreign_code(view)
+    for name, (ours, theirs) in built.wrong.items():
+        module, _, own = name.rpartition(".")
+        if module in known or (_is_coded(view, module) and ours == theirs[::-1]):
+            continue  # codes are [out, in] whatever the class has
+        yield Problem(
+            module,
+            f"Its {own} has the shape {list(ours)}, and {built.name} has {list(theirs)} there by "
+            "config.json.",
+            "Correct config.json, or compress the model anew.",
+            severity,
+        )
+    for name in built.not_floats:
+        module, _, own = name.rpartition(".")
+        yield Problem(
+            module,
+            f"Its {own} is stored as {view.headers[name].dtype}, without a scale, and is a float "
+            f"in {built.name}.",
+            _COPY,
+            severity,
+        )
+
+
+def _is_coded(view: View, module: str) -> bool:
+    entry = view.entries.get(module)
+    return entry is not None and entry.is_quantized
+
+
+def _wrong_sizes(view: View) -> Iterator[Problem]:
     if not _is_plain_type(view):
         return
     for entry in view.matrices:

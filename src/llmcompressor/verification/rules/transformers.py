@@ -6,10 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from llmcompressor.verification.expected import expected_tensors, is_stored_so, misfits
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
-from llmcompressor.verification.rules.base import CONFIG, Problem, Rule, View, joined
-from llmcompressor.verification.rules.config import raw_groups
+from llmcompressor.verification.rules.base import Problem, Rule, View, joined
+from llmcompressor.verification.rules.config import raw_groups, where
+from llmcompressor.verification.rules.tensors import KNOWN
 from llmcompressor.verification.scheme import Args, Group, Scheme
 
 __all__ = ["IN_STACKS", "RULES", "experts_are_linears"]
@@ -36,11 +38,13 @@ IN_STACKS = frozenset(
 """Values of ``model_type`` for which transformers has no table that makes stacks of experts."""
 _AS_LINEARS = frozenset({"llama4", "llama4_text"})
 """Values of ``model_type`` whose stacks are replaced by Linears where anything is quantized."""
+_ANEW = "Compress the model anew."
 _STACK = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?:gate_up_proj|down_proj)$")
 
 
 def keys_are_known(view: View) -> Iterator[Problem]:
     """T1."""
+    yield from where(view)
     if not view.settings:
         return
     if not view.settings.get("config_groups") and not view.settings.get("kv_cache_scheme"):
@@ -70,7 +74,49 @@ def status_is_compressed(view: View) -> Iterator[Problem]:
 
 
 def nothing_is_random(view: View) -> Iterator[Problem]:
-    """T4: every module that is looked for compressed has its tensors."""
+    """T4: every module that is looked for compressed has its tensors, and no others."""
+    yield from _plain_instead(view)
+    for entry in view.quantized:
+        group = view.choice(entry, "transformers").group
+        if entry.is_expert or view.is_draft(entry.name) or group is None:
+            continue  # T6 speaks of experts, T5 of what is not found
+        if group.scheme.weights is not None:
+            yield from _other_codes(view, entry, group)
+
+
+def _other_codes(view: View, entry: Entry, group: Group) -> Iterator[Problem]:
+    """The codes that transformers looks for are not those that a module has."""
+    scheme = group.scheme
+    if not is_stored_so(entry, scheme):
+        yield Problem(
+            entry.name,
+            f"transformers looks for codes of {group.name} ({scheme.format}), and they are not "
+            "stored so: its weight is random there.",
+            "Write the scheme that it was compressed with into config.json.",
+        )
+        return
+    columns = view.columns(entry, scheme)
+    if entry.rows is None or columns is None:
+        return
+    wanted = expected_tensors(scheme, entry.rows, columns)
+    is_own = view.written(entry) == scheme
+    for own, what, sentence in misfits(entry.own, wanted):
+        # what its own scheme lacks, S70 and C1 say for every reader
+        is_wide = what == "shape" and entry.own[own].numel > 1  # one number may lie in any shape
+        if is_wide or (what == "missing" and not is_own):
+            yield Problem(entry.name, f"{sentence} transformers looks for {scheme}.", _ANEW)
+    for own in sorted((KNOWN & set(entry.own)) - set(wanted) - {"weight_g_idx"}):
+        is_of_codes = own.startswith("weight")
+        yield Problem(
+            entry.name,
+            f"It has a {own}, which transformers leaves out: {group.name} has none."
+            + (" Its codes are read wrong." if is_of_codes else ""),
+            "Write the scheme that it was compressed with into config.json.",
+            None if is_of_codes else Severity.WARNING,
+        )
+
+
+def _plain_instead(view: View) -> Iterator[Problem]:
     for entry in view.matrices:
         if entry.is_quantized or entry.is_expert or view.is_draft(entry.name):
             continue
@@ -220,10 +266,9 @@ def _lost(entry: Entry, scheme: Scheme, weights: Args) -> Iterator[str]:
 RULES = (
     Rule(
         "T1",
-        "the configuration has groups, and known keys",
+        "the configuration is found, has groups, and known keys",
         keys_are_known,
         server="transformers",
-        needs=CONFIG,
     ),
     Rule(
         "T2",
