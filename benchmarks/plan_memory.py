@@ -27,6 +27,8 @@ RECIPES = {
     "fp8": "QuantizationModifier: {targets: [Linear], scheme: FP8_DYNAMIC, ignore: [lm_head]}",
     "w8a8": "QuantizationModifier: {targets: [Linear], scheme: W8A8, ignore: [lm_head]}",
     "nvfp4": "QuantizationModifier: {targets: [Linear], scheme: NVFP4A16, ignore: [lm_head]}",
+    "r1r2": "SpinQuantModifier: {rotations: [R1, R2]}\n  QuantizationModifier: "
+    "{targets: [Linear], scheme: W4A16, ignore: [lm_head]}",
     "gptq": "GPTQModifier: {targets: [Linear], scheme: W4A16, ignore: [lm_head]}",
 }
 VOCABULARY = 32000

@@ -149,6 +149,7 @@ class BlockStream:
         def let_go() -> None:
             while inside:
                 self._weights.release(inside.pop())
+                give_back_freed()
 
         def arrive(module: Module, args: object) -> None:
             let_go()

@@ -276,6 +276,15 @@ class Modifier(HooksMixin):
         """
         return Effort()
 
+    def beside(self, modules: Sequence[Module], *, together: bool) -> int:
+        """The most bytes that it holds beside weights which it looks at, or changes, without data.
+
+        Args:
+            modules: of a part of the model; their weights may be on the meta device.
+            together: whether the part is a block, and not what lies in none.
+        """
+        return 0
+
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Leave ``modules``, which have seen all data, as they are to be stored.
 

@@ -20,7 +20,7 @@ Legend: R outputs, C inputs, N order of a rotation, T rows of any kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +28,12 @@ from torch import Tensor
 
 from llmcompressor.numerics.hadamard import fast_hadamard, hadamard
 
-__all__ = ["Rotation", "rotated_bias", "rotated_weight"]
+__all__ = ["Rotation", "rotated_bias", "rotated_weight", "rotating_bytes"]
 
-_CHUNK = 1 << 25
-"""Elements that are held in the wide dtype at once: 256 MiB of float64."""
+_CHUNK = 1 << 22
+"""Elements that are rotated at once: 32 MiB of float64."""
+_COPIES = 4
+"""Of what is rotated at once, those that a butterfly of additions holds."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def rotated_weight(
     inputs: Sequence[Rotation] = (),
     outputs: Sequence[Rotation] = (),
     precision: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``Qoutᵀ W diag(g) Qin``: the weight for rotated inputs and outputs.
 
@@ -102,9 +105,10 @@ def rotated_weight(
         inputs: rotations of the input, in the order in which they act; orders divide C.
         outputs: rotations of the output; orders divide R.
         precision: in which all of it is computed.
+        dtype: of what is returned; that of ``W_RC`` if ``None``.
 
     Returns:
-        ``[R, C]`` in the dtype of ``W_RC``, rounded once.
+        ``[R, C]``, rounded once.
     """
 
     def columns(part_TC: Tensor) -> Tensor:
@@ -115,16 +119,35 @@ def rotated_weight(
             wide_TC = rotation(wide_TC)
         return wide_TC
 
-    if outputs:
-        wide_CR = columns(W_RC).T
+    R, C = W_RC.shape
+    result_RC = torch.empty_like(W_RC, dtype=dtype, memory_format=torch.contiguous_format)
+    is_apart = bool(outputs) and result_RC.dtype != precision
+    between_RC = torch.empty_like(result_RC, dtype=precision) if is_apart else result_RC
+    for low, high in _parts(R, C):  # embeddings are long
+        between_RC[low:high] = columns(W_RC[low:high])
+    for low, high in _parts(C, R) if outputs else ():
+        wide_KR = between_RC[:, low:high].T
         for rotation in outputs:
-            wide_CR = rotation(wide_CR)
-        return wide_CR.T.to(W_RC.dtype).contiguous()
-    result_RC = torch.empty_like(W_RC, memory_format=torch.contiguous_format)
-    step = max(1, _CHUNK // max(W_RC.shape[1], 1))
-    for low in range(0, len(W_RC), step):  # embeddings are long
-        result_RC[low : low + step] = columns(W_RC[low : low + step])
+            wide_KR = rotation(wide_KR)
+        result_RC[:, low:high] = wide_KR.T
     return result_RC
+
+
+def rotating_bytes(elements: int, *, by_output: bool) -> int:
+    """Bytes that :func:`rotated_weight` holds in float64, beside the weight and what it returns.
+
+    Args:
+        elements: of the weight.
+        by_output: whether its output is rotated.
+    """
+    return 8 * (_COPIES * min(elements, _CHUNK) + by_output * elements)
+
+
+def _parts(length: int, width: int) -> Iterator[tuple[int, int]]:
+    """First and last row of parts of so many rows that little is held at a time."""
+    step = max(1, _CHUNK // max(width, 1))
+    for low in range(0, length, step):
+        yield low, min(low + step, length)
 
 
 def rotated_bias(

@@ -26,7 +26,7 @@ from llmcompressor.planning.passes import PassContext, Passes, plan_passes
 from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
 from llmcompressor.planning.serving import serving_notes
 from llmcompressor.planning.sizes import Output, predict_output
-from llmcompressor.planning.subject import Part, Subject
+from llmcompressor.planning.subject import REST, Part, Subject
 from llmcompressor.planning.timing import Traffic, estimate_time, operations_of
 from llmcompressor.planning.trial import Trial, try_rounding
 from llmcompressor.planning.workload import widths_of
@@ -221,7 +221,7 @@ class _Maker:
     ) -> Plan:
         subject, request = self._subject, self._request
         trials = self._trials(planned)
-        loads = _loads(parts, output, planned, trials)
+        loads = _loads(parts, output, planned, trials, self._beside)
         passes = plan_passes(request.modifiers, self._context(parts))
         tokens = request.tokens.tokens if request.tokens else 0
         context = request.tokens.longest if request.tokens else 0
@@ -247,6 +247,12 @@ class _Maker:
         footprint = self._footprint(sizes, output, passes)
         phases = estimate_phases(footprint, loads, passes, seconds)
         return replace(plan, phases=phases)
+
+    def _beside(self, part: Part) -> int:
+        """What modifiers hold beside the weights of a part, whatever is rounded."""
+        own, together = list(part.modules.values()), part.name != REST
+        modifiers = [one for one in self._request.modifiers if one.initialized]
+        return max((one.beside(own, together=together) for one in modifiers), default=0)
 
     def _trials(self, planned: Sequence[PlannedModule]) -> dict[str, Trial]:
         found: dict[str, Trial] = {}
@@ -311,6 +317,7 @@ def _loads(
     output: Output,
     planned: Sequence[PlannedModule],
     trials: Mapping[str, Trial],
+    beside: Callable[[Part], int],
 ) -> list[Load]:
     stored = output.stored_bytes
     words = descriptions(planned)
@@ -324,7 +331,7 @@ def _loads(
             Load(
                 part,
                 packed,
-                max((trial.rounding.of(size) for trial, size in sizes), default=0),
+                max([beside(part), *(trial.rounding.of(size) for trial, size in sizes)]),
                 max((trial.packing.of(size) for trial, size in sizes), default=0),
             )
         )

@@ -37,7 +37,7 @@ from llmcompressor.modifiers.rotation.probe import (
 )
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.hadamard import has_hadamard, random_orthogonal, usable_block_sizes
-from llmcompressor.numerics.rotation import Rotation
+from llmcompressor.numerics.rotation import Rotation, rotating_bytes
 
 __all__ = ["RotationModifier", "TransformType"]
 
@@ -46,6 +46,7 @@ TransformType = Literal["hadamard", "random-hadamard", "random-matrix"]
 _PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _UNSEEN_TOLERANCE = 1e-3
 """How far outputs of a float32 model may move where nothing could be tried out before."""
+_FLOAT = 4
 _TURNING = (TransformLocation.INPUT, TransformLocation.OUTPUT)
 """Without these, outputs are wrong; queries and keys turned alike give the same without."""
 
@@ -200,6 +201,21 @@ class RotationModifier(Modifier):
         assert self._plan is not None
         self._plan.fuse(fresh)
         self._rotated |= fresh
+
+    def beside(self, modules: Sequence[Module], *, together: bool) -> int:
+        """What is rotated, in ``precision``; before that a part in float32, to be tried out."""
+        assert self._plan is not None
+        sizes = {
+            one: sum(p.numel() for p in one._parameters.values() if p is not None)
+            for one in modules
+        }
+        rotating = [
+            rotating_bytes(size, by_output=bool(fusion.outputs)) + size * _itemsize(one)
+            for one, size in sizes.items()
+            if (fusion := self._plan.fusions.get(one)) is not None
+        ]
+        wide = sum(sizes.values()) if together else max(sizes.values(), default=0)
+        return max([*rotating, _FLOAT * (wide + max(sizes.values(), default=0))])
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
         """Take the weights of ``modules`` as rotated."""
@@ -437,6 +453,10 @@ def _is_sylvesters(rotation: Rotation) -> bool:
     signs_N = rotation.signs_N
     power_of_two = rotation.order & (rotation.order - 1) == 0
     return power_of_two and signs_N is not None and bool((signs_N > 0).all())
+
+
+def _itemsize(module: Module) -> int:
+    return next((one.dtype.itemsize for one in module._parameters.values() if one is not None), 0)
 
 
 def _device_of(model: Module) -> torch.device:

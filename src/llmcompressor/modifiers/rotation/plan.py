@@ -130,21 +130,23 @@ class Plan:
             known = gains is not None and fusion.norm.module in gains
             gain = gains[fusion.norm.module] if gains and known else fusion.norm.gain()
 
-        def given(one: Tensor) -> Tensor:
-            return one.detach().float() if wide else one.detach()
-
         precision = torch.float32 if wide else self.precision
         found = {
             "weight": rotated_weight(
-                given(weight),
+                weight.detach(),
                 gain_C=gain,
                 inputs=fusion.inputs,
                 outputs=fusion.outputs,
                 precision=precision,
+                dtype=torch.float32 if wide else None,
             )
         }
         if bias is not None and isinstance(module, Linear) and fusion.outputs:
-            found["bias"] = rotated_bias(given(bias), fusion.outputs, precision=precision)
+            found["bias"] = rotated_bias(
+                bias.detach().float() if wide else bias.detach(),
+                fusion.outputs,
+                precision=precision,
+            )
         return found
 
     def gains(self) -> dict[Module, Tensor | None]:

@@ -32,6 +32,7 @@ TOLERANCE = 2e-4
 NARROW_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.2}
 """By dtype, how far outputs may move where weights are rounded anew: without float32, see
 :class:`Probe`. Where something is not rotated that has to be, they mostly move by more."""
+_WIDE = 4
 _FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -307,13 +308,15 @@ def _values(
 ) -> dict[str, Tensor]:
     """The tensors of ``module`` itself that are others where ``plan`` is done, or in float32."""
     found = {}
-    if wide:
-        for name, one in (*module._parameters.items(), *module._buffers.items()):
-            if one is not None and one.is_floating_point() and one.dtype.itemsize < 4:
-                found[name] = one.detach().float()
     fusion = plan.fusions.get(module)
     if fusion is not None:
-        found |= plan.rotated(module, fusion, gains=gains, wide=wide)
+        found = plan.rotated(module, fusion, gains=gains, wide=wide)
+    if wide:
+        for name, one in (*module._parameters.items(), *module._buffers.items()):
+            if one is None or name in found or not one.is_floating_point():
+                continue
+            if one.dtype.itemsize < _WIDE:
+                found[name] = one.detach().float()
     for norm in plan.norms:
         own = found.get("weight", module._parameters.get("weight"))
         if norm.module is module and own is not None:
