@@ -203,7 +203,7 @@ def test_what_is_not_is_named(
     assert [one for one in found if one[:2] == (rule, module) and message in one[2]], found
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "opt", "t5"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss", "granitemoe", "opt", "t5"])
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC", "NVFP4A16"])
 def test_quantized_modules_have_the_shape_of_their_weight(
     model_type: str, scheme: str, whole: Source, tmp_path: Path, compressed: Callable[..., Path]
