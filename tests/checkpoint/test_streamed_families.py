@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers import (
     ModernBertConfig,
     ModernBertForMaskedLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
     RwkvConfig,
@@ -41,6 +44,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "pad_token_id": 0,
 }
+_BOTH = ("num_experts", "num_local_experts")
 HEADS = ["re:lm_head.*", "re:cls.*", "decoder", "re:head.*"]
 IDS = torch.arange(3, 35)[None]
 
@@ -219,3 +223,30 @@ def test_mappings_are_found_where_buffers_have_no_values_yet(tmp_path: Path) -> 
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("streamed", "whole")]
     assert files[0] == files[1]
     assert torch.equal(logits(made[0]), logits(made[1]))
+
+
+@pytest.mark.parametrize("names", [["num_experts"], ["num_local_experts"], ["num_experts", "x"]])
+def test_a_number_is_changed_under_the_name_that_the_file_has(
+    names: list[str], tmp_path: Path
+) -> None:
+    """transformers reads a number of experts by two names; other readers read the file."""
+    torch.manual_seed(0)
+    experts = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**SIZES, **experts, num_key_value_heads=2, head_dim=16)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    content = json.loads(file.read_text())
+    content.pop("num_local_experts", None)
+    content.pop("num_experts", None)
+    file.write_text(json.dumps({**content, **dict.fromkeys(names, 8)}))
+    oneshot(
+        model=str(tmp_path / "model"),
+        recipe=REAPPruningModifier(sparsity=0.5),
+        dataset=data(),
+        output_dir=tmp_path / "out",
+    )
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    found = {name: value for name, value in written.items() if name in ("x", *_BOTH)}
+    assert found == {name: 8 if name == "x" else 4 for name in names}
+    read = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out")
+    assert len(read.model.layers[0].mlp.experts.down_proj) == 4

@@ -129,7 +129,14 @@ def _patch_level(
                 _patch_level(config[key], now, before)
         elif isinstance(now, _PLAIN) and _is_json(now) and _text(now) != _text(before):
             logger.info(f"config.json: {key} becomes {now} (was {before}).")
-            config[key] = json.loads(_text(now))
+            names = [name for name in _names_of(current, key) if name in config]
+            config.update(dict.fromkeys(names or [key], json.loads(_text(now))))
+
+
+def _names_of(config: PretrainedConfig, key: str) -> list[str]:
+    """What an attribute is called, by its class and in files of other spellings."""
+    aliases = config.attribute_map.items()
+    return [key, *(alias for alias, real in aliases if real == key and alias != key)]
 
 
 def _attribute(config: PretrainedConfig, key: str, otherwise: Any) -> Any:
