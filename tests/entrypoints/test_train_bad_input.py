@@ -144,6 +144,11 @@ CASES: dict[str, Case] = {
         DatasetError,
         ("-1 in its labels",),
     ),
+    "labels none of which counts": (
+        {"dataset": [{"input_ids": [3, 4, 5], "labels": [-100] * 3}] * 4},
+        DatasetError,
+        ("-100", "nothing to learn"),
+    ),
     "nothing to evaluate on": (
         {"eval_strategy": "steps", "splits": "train"},
         DatasetError,
@@ -228,6 +233,26 @@ def test_what_has_no_effect_is_said(said: list[str]) -> None:
     assert any("num_calibration_samples" in line for line in said)
     assert any("recipe is empty" in line for line in said)
     assert any("bfloat16" in line and "precision='float32'" in line for line in said)
+
+
+def test_a_teacher_that_nothing_learns_from_is_said(said: list[str]) -> None:
+    given = arguments(None, max_steps=1, distill_teacher=small.llama())
+    train(small.llama(), QUANTIZE, **given)
+    assert any("Without effect in train: distill_teacher" in line for line in said)
+    said.clear()
+    recipe = "modifiers: {OutputDistillationModifier: {}}"
+    train(small.llama(), recipe, **given)
+    assert not any("distill_teacher" in line for line in said)
+
+
+def test_prompts_alone_are_learned_of_a_teacher(tmp_path: Path) -> None:
+    rows = [{"input_ids": [3, 4, 5, 6], "labels": [-100] * 4}] * 8
+    recipe = "modifiers: {OutputDistillationModifier: {}}"
+    given = arguments(tmp_path / "out", dataset=rows, distill_teacher=small.llama(seed=5))
+    train(small.llama(), recipe, **given)
+    found = json.loads((tmp_path / "out" / "train_results.json").read_text())
+    assert found["train_loss"] > 0
+    assert "perplexity" not in found
 
 
 def test_another_recipe_does_not_continue(llama_folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
@@ -20,9 +21,10 @@ from llmcompressor.datasets.splits import parse_split
 from llmcompressor.entrypoints.task import vocabulary
 from llmcompressor.errors import ArgumentError, DatasetError
 
-__all__ = ["TrainingData"]
+__all__ = ["TrainingData", "check_targets"]
 
 _TRAIN = "train"
+_IGNORED = -100  # transformers' label of a position without a target
 _EVAL_ROLES = ("eval", "validation", "test")
 _NOTHING_TO_EVALUATE = "There is nothing to evaluate on: eval_strategy or do_eval is set"
 
@@ -97,6 +99,24 @@ class TrainingData:
         """
         args = self._train.args if given else replace(self._train.args, data_collator="padding")
         return make_collator(args, processor=processor, vocab_size=vocabulary(model))
+
+
+def check_targets(samples: Any) -> None:
+    """Refuse samples to train on of which none has a target; a stream is not read.
+
+    Raises:
+        DatasetError: there is no loss.
+    """
+    if not hasattr(samples, "__len__") or not len(samples):
+        return
+    labels = (one.get("labels") if isinstance(one, Mapping) else None for one in samples)
+    if all(one is not None and bool((torch.as_tensor(one) == _IGNORED).all()) for one in labels):
+        raise DatasetError(
+            "No token of the training data has a label (all are -100), so there is nothing to "
+            "learn.",
+            "Give labels, or leave them out to have them made of the tokens; where the data has "
+            "prompts only, learn from a teacher (OutputDistillationModifier).",
+        )
 
 
 def _train_split(splits: Any) -> Any:

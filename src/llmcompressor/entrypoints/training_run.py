@@ -20,6 +20,7 @@ from llmcompressor.entrypoints.checking import check_written
 from llmcompressor.entrypoints.in_memory import check_finite, load_whole_model
 from llmcompressor.entrypoints.task import compression_report, report_of, undone_on_error
 from llmcompressor.entrypoints.teacher import load_teacher
+from llmcompressor.entrypoints.training_data import check_targets
 from llmcompressor.entrypoints.training_folder import TrainingFolder, opened_folder
 from llmcompressor.entrypoints.training_progress import NotedCheckpoints, TrainingBar
 from llmcompressor.entrypoints.training_task import Training
@@ -30,7 +31,7 @@ from llmcompressor.training import Trainer
 __all__ = ["run_training"]
 
 T = TypeVar("T")
-_KEPT_FIGURES = ("train_loss", "perplexity", "train_samples", "eval_loss")
+_KEPT_FIGURES = ("train_loss", "task_loss", "perplexity", "train_samples", "eval_loss")
 
 
 def run_training(task: Training) -> Module:
@@ -72,6 +73,8 @@ class _Run:
         teacher = load_teacher(task.model_args, device)
         self.processor = task.load_processor(self.model)
         train_samples, eval_samples = task.data.load(self.model, self.processor)
+        if not task.learns_from_teacher:
+            check_targets(train_samples)
         if not hasattr(train_samples, "__len__"):
             task.data.check_steps(task.args.max_steps)
         use_cache = getattr(self.model.config, "use_cache", None)
@@ -135,7 +138,8 @@ class _Run:
         figures: dict[str, Any] = dict(result.metrics)
         figures["train_runtime"] = round(time.monotonic() - began, 4)
         steps_before = 0 if start is None else _step_of(start)
-        _mend_loss(figures, trainer.state.global_step, steps_before)
+        steps = trainer.state.global_step
+        _mend_loss(figures, steps, steps_before, replaced=trainer.loss_was_replaced)
         samples: Any = trainer.train_dataset
         if hasattr(samples, "__len__"):
             figures["train_samples"] = len(samples)
@@ -268,7 +272,7 @@ def _step_of(checkpoint: Path) -> int:
     return int(name) if name.isdigit() else 0
 
 
-def _mend_loss(figures: dict[str, Any], steps: int, steps_before: int) -> None:
+def _mend_loss(figures: dict[str, Any], steps: int, steps_before: int, *, replaced: bool) -> None:
     """The mean loss over the steps of this process; the trainer divides by all steps."""
     taken = steps - steps_before
     if "train_loss" not in figures:
@@ -277,9 +281,10 @@ def _mend_loss(figures: dict[str, Any], steps: int, steps_before: int) -> None:
         del figures["train_loss"]
         return
     figures["train_loss"] *= steps / taken
-    _add_perplexity(figures, "train_loss", "perplexity")
+    if not replaced:  # otherwise it is no cross entropy; the trainer tells of the one below it
+        _add_perplexity(figures, "train_loss", "perplexity")
 
 
 def _add_perplexity(figures: dict[str, Any], loss: str, name: str) -> None:
-    if loss in figures:
+    if math.isfinite(figures.get(loss, math.nan)):
         figures[name] = math.exp(figures[loss]) if figures[loss] < 700 else math.inf

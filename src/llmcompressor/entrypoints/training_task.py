@@ -135,8 +135,15 @@ class Training(Task):
                 "Leave push_to_hub out, and call model.push_to_hub(...) on what train returns.",
             )
         without_effect = [name for name in (*_OF_CALIBRATION, "max_memory") if name in given]
+        if self.model_args.distill_teacher is not None and not self.learns_from_teacher:
+            without_effect.append("distill_teacher (no modifier of the recipe uses a teacher)")
         if without_effect:
             logger.warning(f"Without effect in train: {', '.join(without_effect)}.")
+
+    @property
+    def learns_from_teacher(self) -> bool:
+        """Whether a modifier of the recipe uses the teacher."""
+        return any(each.uses_teacher for each in self.recipe.modifiers)
 
     def _read_resume(self) -> Path | None:
         """The checkpoint that was named; ``True`` is another word for ``resume="must"``."""

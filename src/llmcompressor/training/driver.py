@@ -24,7 +24,7 @@ from llmcompressor.training.checks import (
     warn_of_other_epochs,
     warn_of_schedules,
 )
-from llmcompressor.training.loss import StepLoss, mean_of
+from llmcompressor.training.loss import RunLoss, StepLoss, mean_of, scaled_back
 
 __all__ = ["Inputs", "SessionDriver", "modifiers_to_apply"]
 
@@ -72,7 +72,8 @@ class SessionDriver:
         self._in_micro_batch = False
         self._warned_of_loss = False
         self._step_done = True
-        self._step = StepLoss()
+        self._step, self._first_step = StepLoss(), True
+        self.run_loss = RunLoss()
         self._steps_per_epoch: int | None = None
         self._max_steps: int | None = None
         check_can_train(self._modifiers())
@@ -188,7 +189,11 @@ class SessionDriver:
         self.session.state.batch_data = dict(inputs) if isinstance(inputs, Mapping) else inputs
 
     def loss(
-        self, loss: Tensor, share: Tensor | None, token_weight: Tensor | None = None
+        self,
+        loss: Tensor,
+        share: Tensor | None,
+        token_weight: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
         """Show the loss of a micro-batch to the modifiers.
 
@@ -196,19 +201,18 @@ class SessionDriver:
             loss: what the trainer would differentiate.
             share: of ``micro_batch_share``.
             token_weight: of the function of that name; goes with the event, if there is one.
+            targets: of ``targets_of``.
 
         Returns:
             What it is to differentiate instead, on the same scale; ``loss`` itself if no modifier
             replaced it.
         """
         self._in_micro_batch = False
-        shown = mean_of(loss, share)
+        shown = mean_of(loss, share, targets)
         given = {} if token_weight is None else {"token_weight": token_weight}
         final: Tensor = self.session.event(EventType.LOSS_CALCULATED, loss=shown, **given).loss
-        self._step.add(shown, final, share)
-        if final is shown:
-            return loss
-        return final if share is None else final * share
+        self._step.add(shown, final, share, targets)
+        return loss if final is shown else scaled_back(final, share)
 
     def backward_done(self) -> None:
         """Let go of the graph of the loss."""
@@ -244,6 +248,13 @@ class SessionDriver:
         """The optimizer has stepped; its learning rate is still that of the step."""
         self.send(EventType.OPTIM_POST_STEP)
         self._step_done = True
+        self.run_loss.add(self._step)
+        if self._first_step and self._step.has_nothing:
+            logger.warning(
+                "No token of the first step has a label (all are -100): there is no loss, and "
+                "nothing is learned from it."
+            )
+        self._first_step = False
         if self.begun and self.session.state.loggers is not None:
             self.session.log(EventType.OPTIM_POST_STEP, self._step.figures)
 

@@ -40,8 +40,9 @@ from llmcompressor.modifiers.distillation.pairing import (
     pair_modules,
 )
 from llmcompressor.modifiers.distillation.projection import Projections, check_projection
-from llmcompressor.modifiers.distillation.weight import micro_batch_weight
+from llmcompressor.modifiers.distillation.weight import micro_batch_weight, task_loss
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.numerics.straight_through import touch
 
 __all__ = ["OutputDistillationModifier"]
 
@@ -75,6 +76,7 @@ class OutputDistillationModifier(Modifier):
 
     run_types: ClassVar[frozenset[str]] = frozenset({"train"})
     needs_time: ClassVar[bool] = True
+    uses_teacher: ClassVar[bool] = True
 
     targets: str | list[Target] | None = None
     projection: str | None = None
@@ -246,12 +248,15 @@ class OutputDistillationModifier(Modifier):
         losses = [self._compared(pair, student, teacher, mask_BT) for pair in self._pairs]
         self._drop()
         distance = torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
-        self._note(state.loss, distance, losses)
+        task = task_loss(state.loss, batch)
+        self._note(task, distance, losses)
         weight = micro_batch_weight(batch, given)
         if isinstance(weight, Tensor):
-            weight = weight.to(state.loss.device)
-        task: Tensor = state.loss
-        return self.orig_scale * task + self._scale * weight * distance.to(task.device)
+            weight = weight.to(task.device)
+        added = self._scale * weight * distance.to(task.device)
+        # Even zero times a loss that is none would be none. Its graph stays: data parallel
+        # training wants a gradient for every parameter.
+        return self.orig_scale * task + added if self.orig_scale else touch(added, task)
 
     @property
     def _scale(self) -> float:
