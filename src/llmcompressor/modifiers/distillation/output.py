@@ -17,6 +17,7 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.state import State
@@ -95,6 +96,7 @@ class OutputDistillationModifier(Modifier):
     _student: Outputs | None = PrivateAttr(None)
     _teacher: Outputs | None = PrivateAttr(None)
     _projections: Projections | None = PrivateAttr(None)
+    _catching: set[RemovableHandle] = PrivateAttr(default_factory=set)
     _cut: bool | None = PrivateAttr(None)
     _figures: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
@@ -151,6 +153,7 @@ class OutputDistillationModifier(Modifier):
             expect_whole_parameters(state)
             seed = (self.projection_args or {}).get("seed", 0)
             self._projections = Projections(state.model, teacher, self._pairs, seed)
+            self.register_hook(self._projections.body, self._projections.join_graph, "forward")
         else:
             check_widths(state.model, teacher, self._pairs)
         teacher.eval()
@@ -184,6 +187,7 @@ class OutputDistillationModifier(Modifier):
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Take the learned projections off the student."""
         self._detach()
+        self.remove_hooks()
         if self._projections is not None:
             self._projections.remove()
             self._projections = None
@@ -218,10 +222,11 @@ class OutputDistillationModifier(Modifier):
         )
         for outputs in (self._student, self._teacher):
             for module in outputs.modules:
-                self.register_hook(module, outputs.keep, "forward")
+                self._catching.add(self.register_hook(module, outputs.keep, "forward"))
 
     def _detach(self) -> None:
-        self.remove_hooks()
+        self.remove_hooks(self._catching)
+        self._catching.clear()
         self._student = self._teacher = None
         self._cut = None
 
