@@ -15,6 +15,7 @@ from llmcompressor.core import CompressionSession, EventType, Hardware
 from llmcompressor.core.resuming import check_same_recipe
 from llmcompressor.errors import CheckpointError, InputError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.compiled import compile_anew
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.training.checkpoints import SESSION_FILE, read_session, step_of
@@ -71,6 +72,7 @@ class SessionDriver:
         self._inputs = inputs
         self._in_micro_batch = False
         self._warned_of_loss = False
+        self._hooks: frozenset[int] = frozenset()
         self._step_done = True
         self._step, self._first_step = StepLoss(), True
         self.run_loss = RunLoss()
@@ -176,6 +178,7 @@ class SessionDriver:
         if self._step_done:
             self._step, self._step_done = StepLoss(), False
         self.session.event(EventType.BATCH_START, batch_data=inputs)
+        self._have_hooks_seen()
         self._in_micro_batch = True
 
     @property
@@ -243,6 +246,7 @@ class SessionDriver:
         """Send an event that carries nothing."""
         if self.begun:
             self.session.event(event_type)
+            self._have_hooks_seen()
 
     def step_done(self) -> None:
         """The optimizer has stepped; its learning rate is still that of the step."""
@@ -265,6 +269,16 @@ class SessionDriver:
         return {**step, **self.session.figures()}
 
     # ---- inner workings
+
+    def _have_hooks_seen(self) -> None:
+        """Have a compiled model compiled anew where hooks came or went: it would not notice."""
+        hooks = frozenset[int]().union(*(one.hook_ids for one in self._modifiers_now()))
+        if hooks != self._hooks:
+            compile_anew()
+        self._hooks = hooks
+
+    def _modifiers_now(self) -> list[Modifier]:
+        return self.session.lifecycle.recipe.modifiers
 
     def _modifiers(self) -> list[Modifier]:
         return modifiers_to_apply(self.session, self._inputs.recipe)

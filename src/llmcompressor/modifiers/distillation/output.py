@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.state import State
 from llmcompressor.errors import InputError, RecipeError, TargetError
+from llmcompressor.modeling.compiled import compile_anew
 from llmcompressor.modifiers.distillation.capture import (
     Outputs,
     run_teacher,
@@ -212,6 +213,7 @@ class OutputDistillationModifier(Modifier):
     # ---- hooks
 
     def _attach(self) -> None:
+        compile_anew()
         self._student = Outputs(
             {pair.student: pair.student_name for pair in self._pairs}, "student"
         )
