@@ -25,6 +25,7 @@ from llmcompressor.progress import other_bars_hidden
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.arguments import RecipeArgs
 from llmcompressor.recipe.recipe import RecipeInput
+from llmcompressor.recipe.unused import unused
 from llmcompressor.training.callbacks import ProgressLines, SessionEvents
 from llmcompressor.training.checkpoints import checkpoint_to_resume, write_session
 from llmcompressor.training.checks import check_can_train, check_trainer
@@ -192,6 +193,7 @@ class SessionManagerMixIn(_Base):
     def _new_driver(self, checkpoint: Path | None) -> SessionDriver:
         # Modifiers serve once: a second training reads the recipe again.
         recipe, self._next_recipe = self._next_recipe or self._read_recipe(), None
+        recipe = None if recipe is None else unused(recipe)
         session = active_session()
         if modifiers_to_apply(session, recipe):
             check_trainer(self)
