@@ -319,5 +319,5 @@ def test_declarations_are_those_of_the_base_class() -> None:
     section = source.split("# ---- what pipelines read")[1].split("# ---- phases")[0]
     read = set(re.findall(r"def (\w+)\(self", section))
     read |= {"propagates_error", "must_precede", "needs_later", "rewrites_inputs", "run_types"}
-    read |= {"from_fields", "joins"}
+    read |= {"from_fields", "joins", "uses_teacher"}
     assert told == read

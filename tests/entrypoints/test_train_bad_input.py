@@ -157,7 +157,23 @@ CASES: dict[str, Case] = {
     "nothing but what is trained on to evaluate on": (
         {"eval_strategy": "steps", "eval_steps": 1},
         DatasetError,
-        ("eval_strategy", "'validation'", "dataset={"),
+        ("eval_strategy", "'validation'", "dataset={", "--splits 'eval=train[:100]'"),
+    ),
+    "loggers that are none": (
+        {"loggers": ["foo"]},
+        ArgumentError,
+        ("'foo' is not a logger", "BaseLogger"),
+    ),
+    "no list of loggers": ({"loggers": 5}, ArgumentError, ("5 is no list of loggers",)),
+    "nothing of this name to report to": (
+        {"report_to": "tensorbord"},
+        ArgumentError,
+        ("'tensorbord'", "Did you mean tensorboard"),
+    ),
+    "nothing installed to report to": (
+        {"report_to": ["swanlab"]},
+        ArgumentError,
+        ("swanlab", "not installed", "pip install swanlab"),
     ),
     "nothing to resume": ({"resume_from_checkpoint": True}, OutputError, ("nothing to resume",)),
     "no such checkpoint": (
@@ -243,6 +259,22 @@ def test_a_teacher_that_nothing_learns_from_is_said(said: list[str]) -> None:
     recipe = "modifiers: {OutputDistillationModifier: {}}"
     train(small.llama(), recipe, **given)
     assert not any("distill_teacher" in line for line in said)
+
+
+@pytest.mark.parametrize("changed", [{}, {"scheme": "W8A8", "learned_scales": True}], ids=str)
+def test_what_servers_would_refuse_is_said_before_the_first_step(
+    llama_folder: Path, tmp_path: Path, said: list[str], changed: dict[str, Any]
+) -> None:
+    fields = {"targets": ["Linear"], "ignore": ["lm_head"], "start": 0}
+    two_bits = {"num_bits": 2, "type": "int", "strategy": "tensor"}
+    scheme = {"config_groups": {"g": {"targets": ["Linear"], "weights": two_bits}}}
+    recipe = {"modifiers": {"QuantizationModifier": {**fields, **(changed or scheme)}}}
+    train(str(llama_folder), recipe, **arguments(tmp_path / "out", logging_steps=1))
+    refused = [place for place, line in enumerate(said) if "would not serve" in line]
+    stepped = [place for place, line in enumerate(said) if line.startswith("Step 1:")]
+    assert stepped
+    assert bool(refused) == (not changed), "parameters of the training are not taken for stored"
+    assert all(place < stepped[0] for place in refused)
 
 
 def test_prompts_alone_are_learned_of_a_teacher(tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def _eval_split(splits: Any) -> str:
     if not found:
         raise DatasetError(
             f"{_NOTHING_TO_EVALUATE}, and splits names no split for it.",
-            "Name both, as in splits={'train': 'train', 'eval': 'validation'}.",
+            "Name both, as in splits={'train': 'train', 'eval': 'validation'} "
+            "(--splits train=train --splits eval=validation).",
         )
     return str(found[0])
 
@@ -152,7 +153,8 @@ def _refuse_the_same_data(args: DatasetArguments, split: str) -> None:
     raise DatasetError(
         f"{_NOTHING_TO_EVALUATE}, and the data has no split {split!r}.",
         "Give both in dataset, as in dataset={'train': ..., 'validation': ...}, or cut some of it "
-        "off, as in splits={'train': 'train[100:]', 'eval': 'train[:100]'}.",
+        "off, as in splits={'train': 'train[100:]', 'eval': 'train[:100]'} "
+        "(--splits 'train=train[100:]' --splits 'eval=train[:100]').",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from transformers import PrinterCallback
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import session_of_run
-from llmcompressor.entrypoints.checking import check_written
+from llmcompressor.entrypoints.checking import check_written, warn_unservable_model
 from llmcompressor.entrypoints.in_memory import check_finite, load_whole_model
 from llmcompressor.entrypoints.task import compression_report, report_of, undone_on_error
 from llmcompressor.entrypoints.teacher import load_teacher
@@ -27,6 +28,7 @@ from llmcompressor.entrypoints.training_task import Training
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.training import Trainer
+from llmcompressor.training.optimizer import parameter_ids, without_new_parameters
 
 __all__ = ["run_training"]
 
@@ -50,6 +52,22 @@ def run_training(task: Training) -> Module:
         if task.recipe_args.clear_sparse_session:
             session.reset()
     return model
+
+
+class _Trainer(Trainer):
+    """A trainer that says when its session has begun, and nothing is spread or trained yet."""
+
+    session_has_begun: Callable[[], None] | None = None
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        model = self.accelerator.unwrap_model(self.model)
+        before = parameter_ids(model)
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.session_has_begun is not None:
+            with without_new_parameters(model, before):
+                self.session_has_begun()
+            self.session_has_begun = None
+        return optimizer
 
 
 class _Run:
@@ -110,7 +128,7 @@ class _Run:
             args.save_strategy = type(args.save_strategy)("no")
         if task.own_bar:
             args.disable_tqdm = True
-        trainer = Trainer(
+        trainer = _Trainer(
             model=self.model,
             args=args,
             train_dataset=train,
@@ -122,10 +140,22 @@ class _Run:
             recipe=task.recipe,
             loggers=task.loggers,
         )
+        trainer.session_has_begun = self._warn_unservable
         if task.own_bar:
             trainer.remove_callback(PrinterCallback)
             trainer.add_callback(TrainingBar(stack))
         return trainer
+
+    def _warn_unservable(self) -> None:
+        task = self.task
+        if task.output_dir is not None and task.run_args.verify and self.is_main:
+            warn_unservable_model(
+                self.model,
+                self.session.lifecycle.recipe.modifiers,
+                self.session.state,
+                task.source,
+                packed=task.model_args.save_compressed,
+            )
 
     def _train(self, trainer: Trainer, folder: TrainingFolder) -> dict[str, Any]:
         """Train, and return what is worth knowing of it."""
