@@ -24,14 +24,14 @@ DISTILL = "modifiers: {OutputDistillationModifier: {targets: ['re:.*layers.0$'],
 
 
 class Doubling(Modifier):
-    """Doubles what the last layer gives, within its schedule."""
+    """Doubles what a Linear gives, within its schedule."""
 
     def on_initialize(self, state, **kwargs):
         return True
 
     def on_start(self, state, event, **kwargs):
-        layer = state.model.model.layers[-1]
-        self.register_hook(layer, lambda module, args, output: 2 * output, "forward")
+        linear = state.model.model.layers[-1].mlp.down_proj
+        self.register_hook(linear, lambda module, args, output: 2 * output, "forward")
 
     def on_end(self, state, event, **kwargs):
         self.remove_hooks()

@@ -211,6 +211,10 @@ class SessionDriver:
             replaced it.
         """
         self._in_micro_batch = False
+        # Where the model is spread over devices its loss lies elsewhere than the batch.
+        share, token_weight, targets = (
+            None if one is None else one.to(loss.device) for one in (share, token_weight, targets)
+        )
         shown = mean_of(loss, share, targets)
         given = {} if token_weight is None else {"token_weight": token_weight}
         final: Tensor = self.session.event(EventType.LOSS_CALCULATED, loss=shown, **given).loss
