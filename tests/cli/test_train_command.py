@@ -88,6 +88,10 @@ def test_only_what_was_given_is_passed_on(train: Entrypoint) -> None:
         (["--seed", "3"], {"seed": 3}),
         (["--data-collator", "truncation"], {"data_collator": "truncation"}),
         (["--splits", "train[:90%]", "--splits", "test"], {"splits": ["train[:90%]", "test"]}),
+        (
+            ["--splits", "train=train[:150]", "--splits", "eval=train[150:160]"],
+            {"splits": {"train": "train[:150]", "eval": "train[150:160]"}},
+        ),
         (["--distill-teacher", "large"], {"distill_teacher": "large"}),
         (["--resume-from-checkpoint", "true"], {"resume_from_checkpoint": "true"}),
         (["--resume", "never", "--no-verify"], {"resume": "never", "verify": False}),
@@ -180,3 +184,11 @@ def test_options_are_arguments_with_the_defaults_that_they_state() -> None:
             assert float(stated) == default, name
         elif option.type is bool:
             assert default is False, name
+
+
+@pytest.mark.parametrize("splits", [["train=a", "b"], ["train=a", "train=b"]], ids=str)
+def test_splits_with_and_without_roles_are_refused(train: Entrypoint, splits: list[str]) -> None:
+    result = run(*TRAIN, *(word for one in splits for word in ("--splits", one)))
+    assert result.exit_code == 2
+    assert "--splits" in result.output
+    assert not train.given

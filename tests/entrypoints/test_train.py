@@ -18,7 +18,7 @@ from test_user_modifier import LoggingModifier
 from torch.utils.data import IterableDataset
 from training_cases import QUANTIZE, Freezer, arguments
 
-from llmcompressor import active_session, create_session, train, verify
+from llmcompressor import active_session, create_session, oneshot, train, verify
 from llmcompressor.entrypoints.training_folder import opened_folder
 from llmcompressor.modifiers import factory
 from llmcompressor.recipe import Recipe
@@ -295,3 +295,24 @@ def test_a_best_checkpoint_that_is_not_kept_is_not_named(tmp_path: Path) -> None
 def _best(state_file: Path) -> Path | None:
     named = json.loads(state_file.read_text())["best_model_checkpoint"]
     return None if named is None else Path(named)
+
+
+def test_metrics_of_the_model_before_are_not_carried_over(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    rows = small.token_rows(samples=4, length=12)
+    given = arguments(first, eval_strategy="epoch")
+    train(str(llama_folder), None, **{**given, "dataset": {"train": rows, "validation": rows}})
+    of_training = {"all_results.json", "train_results.json", "trainer_state.json"}
+    found = {path.name for path in first.iterdir()}
+    assert of_training | {"eval_results.json"} <= found
+    train(str(first), None, **arguments(second, max_steps=2))
+    assert {path.name for path in second.iterdir()} == found - {"eval_results.json"}
+    assert json.loads((second / "trainer_state.json").read_text())["global_step"] == 2
+    assert "eval_loss" not in json.loads((second / "all_results.json").read_text())
+    recipe = "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC}}"
+    oneshot(str(first), recipe, output_dir=third)
+    assert not any(path.name.endswith("_results.json") for path in third.iterdir())
+    assert not (third / "trainer_state.json").exists()
+    assert (third / "generation_config.json").exists()

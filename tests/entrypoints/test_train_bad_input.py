@@ -144,6 +144,11 @@ CASES: dict[str, Case] = {
         DatasetError,
         ("-1 in its labels",),
     ),
+    "labels none of which counts": (
+        {"dataset": [{"input_ids": [3, 4, 5], "labels": [-100] * 3}] * 4},
+        DatasetError,
+        ("-100", "nothing to learn"),
+    ),
     "nothing to evaluate on": (
         {"eval_strategy": "steps", "splits": "train"},
         DatasetError,
@@ -152,7 +157,23 @@ CASES: dict[str, Case] = {
     "nothing but what is trained on to evaluate on": (
         {"eval_strategy": "steps", "eval_steps": 1},
         DatasetError,
-        ("eval_strategy", "'validation'", "dataset={"),
+        ("eval_strategy", "'validation'", "dataset={", "--splits 'eval=train[:100]'"),
+    ),
+    "loggers that are none": (
+        {"loggers": ["foo"]},
+        ArgumentError,
+        ("'foo' is not a logger", "BaseLogger"),
+    ),
+    "no list of loggers": ({"loggers": 5}, ArgumentError, ("5 is no list of loggers",)),
+    "nothing of this name to report to": (
+        {"report_to": "tensorbord"},
+        ArgumentError,
+        ("'tensorbord'", "Did you mean tensorboard"),
+    ),
+    "nothing installed to report to": (
+        {"report_to": ["swanlab"]},
+        ArgumentError,
+        ("swanlab", "not installed", "pip install swanlab"),
     ),
     "nothing to resume": ({"resume_from_checkpoint": True}, OutputError, ("nothing to resume",)),
     "no such checkpoint": (
@@ -228,6 +249,42 @@ def test_what_has_no_effect_is_said(said: list[str]) -> None:
     assert any("num_calibration_samples" in line for line in said)
     assert any("recipe is empty" in line for line in said)
     assert any("bfloat16" in line and "precision='float32'" in line for line in said)
+
+
+def test_a_teacher_that_nothing_learns_from_is_said(said: list[str]) -> None:
+    given = arguments(None, max_steps=1, distill_teacher=small.llama())
+    train(small.llama(), QUANTIZE, **given)
+    assert any("Without effect in train: distill_teacher" in line for line in said)
+    said.clear()
+    recipe = "modifiers: {OutputDistillationModifier: {}}"
+    train(small.llama(), recipe, **given)
+    assert not any("distill_teacher" in line for line in said)
+
+
+@pytest.mark.parametrize("changed", [{}, {"scheme": "W8A8", "learned_scales": True}], ids=str)
+def test_what_servers_would_refuse_is_said_before_the_first_step(
+    llama_folder: Path, tmp_path: Path, said: list[str], changed: dict[str, Any]
+) -> None:
+    fields = {"targets": ["Linear"], "ignore": ["lm_head"], "start": 0}
+    two_bits = {"num_bits": 2, "type": "int", "strategy": "tensor"}
+    scheme = {"config_groups": {"g": {"targets": ["Linear"], "weights": two_bits}}}
+    recipe = {"modifiers": {"QuantizationModifier": {**fields, **(changed or scheme)}}}
+    train(str(llama_folder), recipe, **arguments(tmp_path / "out", logging_steps=1))
+    refused = [place for place, line in enumerate(said) if "would not serve" in line]
+    stepped = [place for place, line in enumerate(said) if line.startswith("Step 1:")]
+    assert stepped
+    assert bool(refused) == (not changed), "parameters of the training are not taken for stored"
+    assert all(place < stepped[0] for place in refused)
+
+
+def test_prompts_alone_are_learned_of_a_teacher(tmp_path: Path) -> None:
+    rows = [{"input_ids": [3, 4, 5, 6], "labels": [-100] * 4}] * 8
+    recipe = "modifiers: {OutputDistillationModifier: {}}"
+    given = arguments(tmp_path / "out", dataset=rows, distill_teacher=small.llama(seed=5))
+    train(small.llama(), recipe, **given)
+    found = json.loads((tmp_path / "out" / "train_results.json").read_text())
+    assert found["train_loss"] > 0
+    assert "perplexity" not in found
 
 
 def test_another_recipe_does_not_continue(llama_folder: Path, tmp_path: Path) -> None:

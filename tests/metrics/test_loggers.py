@@ -307,3 +307,14 @@ def test_not_ready_when_nobody_listens():
 def test_wrong_arguments(wrong):
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
         LoggerManager(**wrong)
+
+
+@pytest.mark.parametrize("given", [["foo"], [None], 5, "python"], ids=str)
+def test_a_manager_of_what_is_no_logger_is_refused(given) -> None:
+    with pytest.raises(ArgumentError, match="logger"):
+        LoggerManager(given)
+
+
+def test_a_manager_of_one_logger() -> None:
+    one = PythonLogger()
+    assert LoggerManager(one).loggers == [one]

@@ -360,6 +360,32 @@ def test_a_compiled_student(session: CompressionSession) -> None:
     expect_same_gradients(*found)
 
 
+@pytest.mark.slow
+def test_a_student_that_was_compiled_before_the_start(session: CompressionSession) -> None:
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, **MIDDLE, start=1)
+    compiled = torch.compile(student, backend="eager")
+    plain = loss_of(compiled, BATCH).detach()
+    end_batch()
+    assert loss_of(compiled, BATCH) > plain + 0.1
+    end_batch()
+
+
+def test_a_further_forward_without_gradients_is_not_what_is_compared(
+    session: CompressionSession,
+) -> None:
+    """Trainers run one for their figures."""
+    student, teacher = tiny.llama(), teacher_model()
+    begin(session, student, teacher, **MIDDLE)
+    expected = loss_of(student, BATCH)
+    end_batch()
+    callbacks.batch_start(batch_data=BATCH)
+    loss = student(**BATCH).loss
+    with torch.no_grad():
+        student(input_ids=BATCH["input_ids"].flip(0))
+    torch.testing.assert_close(callbacks.loss_calculated(loss=loss).loss, expected)
+
+
 def test_mixed_precision(session: CompressionSession) -> None:
     student, teacher = tiny.llama(), teacher_model(dtype=torch.bfloat16)
     begin(session, student, teacher)

@@ -13,6 +13,7 @@ import tiny_training as tiny
 from torch import Tensor
 
 from llmcompressor.core import active_session
+from llmcompressor.modifiers.distillation import OutputDistillationModifier
 from llmcompressor.training import Trainer
 
 
@@ -28,6 +29,8 @@ class Ranks(tiny.Recorder):
 def main(folder: Path, batch: int, settings: dict) -> None:
     resume = settings.pop("resume", None)
     masked = settings.pop("masked", True)
+    taught = settings.pop("taught", None)  # fields of the distillation
+    further = [OutputDistillationModifier(**taught)] if taught else []
     trainer = Trainer(
         model=tiny.tiny_model(),
         args=tiny.arguments(
@@ -38,7 +41,8 @@ def main(folder: Path, batch: int, settings: dict) -> None:
             **settings,
         ),
         train_dataset=tiny.Rows(16, uneven=True),
-        recipe=[Ranks(), *([tiny.ScaledMask(start=0)] if masked else [])],
+        recipe=[Ranks(), *([tiny.ScaledMask(start=0)] if masked else []), *further],
+        teacher=tiny.tiny_model(seed=1) if taught else None,
     )
     trainer.train(resume_from_checkpoint=resume)
     [(model, _, hardware)] = Ranks.begun

@@ -66,6 +66,36 @@ def test_two_processes_train_as_one_does(tmp_path):
     assert any(name.endswith("extra_scale") for name in pair[0]["weights"])
 
 
+PROJECTED = {
+    "targets": [["re:.*layers.0$", "re:.*layers.1$"]],
+    "projection": "linear",
+    "comparison": "l2_distance",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "changed"),
+    [
+        ({}, {}),
+        ({"start": 1}, {}),
+        ({"end": 1}, {"gradient_checkpointing": True}),
+        ({"start": 1}, {"gradient_checkpointing": True}),
+    ],
+    ids=str,
+)
+def test_projections_are_learned_by_two_processes_as_by_one(tmp_path, fields, changed):
+    """They are used in the loss, outside the forward that DDP looks at."""
+    settings = {"masked": False, "taught": {**PROJECTED, **fields}, "optim": "sgd", **changed}
+    (tmp_path / "alone").mkdir()
+    distributed_run.main(tmp_path / "alone", 4, dict(settings))
+    alone = json.loads((tmp_path / "alone" / "0.json").read_text())
+    pair = run(tmp_path / "pair", processes=2, batch=2, ddp_backend="gloo", **settings)
+    assert pair[0]["strategy"] == "ddp"
+    assert pair[0]["weights"] == pair[1]["weights"]
+    assert pair[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
 def sharded(folder: Path, name: str, *, processes: int, **settings: Any) -> None:
     """Train under FSDP to a checkpoint."""
     given = {"output_dir": str(folder / name), **sharded_run.FSDP, **settings}

@@ -368,3 +368,17 @@ def test_a_loss_that_no_modifier_sees_is_told_and_a_teacher_in_vain_refused(tmp_
     distilling = "modifiers: {OutputDistillationModifier: {}}"
     with pytest.raises(InputError, match="nothing would be learned from the teacher"):
         train(recipe=distilling, teacher=tiny.tiny_model(seed=1))
+
+
+def test_a_modifier_serves_any_number_of_trainers(tmp_path):
+    recorder = tiny.Recorder()
+    for _ in range(2):
+        trainer = Trainer(
+            model=tiny.tiny_model(),
+            args=tiny.arguments(tmp_path),
+            train_dataset=tiny.Rows(4),
+            recipe=[recorder],
+        )
+        trainer.train()
+    assert len(tiny.Recorder.begun) == 2
+    assert tiny.Recorder.seen == expected([1, 1]) * 2

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,6 @@ class Penalty(Modifier):
 
 
 def train(folder: Path, recipe, *, accumulation: int, batch: int, **changed) -> Trainer:
-    keys = ("loggers", "compute_loss_func", "eval_dataset")
-    extra = {name: changed.pop(name) for name in keys if name in changed}
     settings = {
         "gradient_accumulation_steps": accumulation,
         "per_device_train_batch_size": batch,
@@ -70,15 +69,21 @@ def train(folder: Path, recipe, *, accumulation: int, batch: int, **changed) -> 
         "train_sampling_strategy": "sequential",
         **changed,
     }
-    trainer = Trainer(
+    trainer = trainer_of(folder, recipe, **settings)
+    trainer.train()
+    return trainer
+
+
+def trainer_of(folder: Path, recipe, **changed) -> Trainer:
+    keys = ("loggers", "compute_loss_func", "eval_dataset")
+    extra = {name: changed.pop(name) for name in keys if name in changed}
+    return Trainer(
         model=tiny.tiny_model(),
-        args=tiny.arguments(folder, **settings),
+        args=tiny.arguments(folder, **changed),
         train_dataset=tiny.Rows(12, uneven=True),
         recipe=recipe,
         **extra,
     )
-    trainer.train()
-    return trainer
 
 
 @pytest.mark.parametrize(("accumulation", "batch"), [(1, 4), (3, 2), (4, 2)])
@@ -276,3 +281,37 @@ def test_the_result_tells_the_summary(tmp_path):
     )
     assert trainer.train().metrics["sparsity_percent"] == 100
     assert active_session().lifecycle.finalized
+
+
+class WithoutTargets(tiny.Rows):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return tiny.row(index, ignored=tiny.TOKENS)
+
+
+@pytest.mark.parametrize(("accumulation", "batch"), [(1, 4), (4, 1)])
+def test_a_training_without_a_target_is_no_perfect_one(
+    tmp_path, warned, monkeypatch, accumulation, batch
+):
+    monkeypatch.setattr(tiny, "Rows", WithoutTargets)
+    heard = []
+    manager = LoggerManager(
+        [LambdaLogger(lambda tag, value, values, *_: heard.append(values) or True)],
+        log_frequency=0,
+        log_python=False,
+    )
+    made = train(tmp_path, [Listener()], accumulation=accumulation, batch=batch, loggers=manager)
+    assert not any("perplexity" in entry for entry in made.state.log_history)
+    assert heard
+    assert not any({"loss", "perplexity"} & set(values) for values in heard)
+    assert sum("no token of the first step" in line.lower() for line in warned) == 1
+    assert sum("There is no train_loss" in line for line in warned) == 1
+
+
+def test_a_replaced_loss_comes_with_the_models_own(tmp_path):
+    made = trainer_of(tmp_path, [Penalty()])
+    metrics = made.train().metrics
+    shown = [entry["step_loss"] for entry in made.state.log_history if "step_loss" in entry]
+    assert metrics["task_loss"] == pytest.approx(sum(shown) / len(shown), rel=1e-5)
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["task_loss"]))
+    assert metrics["train_loss"] > metrics["task_loss"]
+    assert "task_loss" not in trainer_of(tmp_path, [Listener()]).train().metrics

@@ -11,7 +11,10 @@ import torch
 from datasets import Dataset
 from test_events import expected
 from torch.nn import Linear
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
+from llmcompressor.errors import InputError
+from llmcompressor.modeling.embeddings import untie_embeddings
 from llmcompressor.training import SessionManagerMixIn
 
 trl = pytest.importorskip("trl", reason="trl is an optional companion")
@@ -82,3 +85,74 @@ def test_without_a_recipe_it_trains_as_trl_does(pico: Path, tmp_path: Path) -> N
     assert losses(made) == losses(plain)
     for ours, theirs in zip(made.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+DISTILL = "modifiers: {OutputDistillationModifier: {orig_scale: 0.5}}"
+LAYERS = r"modifiers: {OutputDistillationModifier: {targets: ['re:.*layers\.\d+$']}}"
+QUANTIZE = """
+modifiers:
+  QuantizationModifier:
+    targets: [TARGETS]
+    config_groups: {g: {targets: [TARGETS], weights: {num_bits: 4, type: int, strategy: channel}}}
+"""
+
+
+class SFTTrainerOfLogits(trl.SFTTrainer):
+    """The remedy that the messages and the documentation tell."""
+
+    compute_loss = Trainer.compute_loss
+
+
+class SparseSFTTrainerOfLogits(SessionManagerMixIn, SFTTrainerOfLogits):
+    pass
+
+
+@pytest.fixture
+def untied(pico: Path, tmp_path: Path) -> Path:
+    """With a head of its own, that can be quantized."""
+    model = AutoModelForCausalLM.from_pretrained(pico, dtype=torch.float32)
+    untie_embeddings(model)
+    model.save_pretrained(tmp_path / "untied")
+    AutoTokenizer.from_pretrained(pico).save_pretrained(tmp_path / "untied")
+    return tmp_path / "untied"
+
+
+def teacher_of(pico: Path):
+    return AutoModelForCausalLM.from_pretrained(pico, dtype=torch.float32)
+
+
+def test_a_head_that_is_not_called_is_told_with_a_remedy(pico: Path, tmp_path: Path) -> None:
+    """TRL computes the loss from the weight of the head."""
+    made = trainer(SparseSFTTrainer, pico, tmp_path, recipe=DISTILL, teacher=teacher_of(pico))
+    with pytest.raises(InputError, match=r"lm_head .*SFTTrainer.*Trainer\.compute_loss"):
+        made.train()
+
+
+@pytest.mark.parametrize("recipe", [DISTILL, LAYERS], ids=["logits", "layers"])
+def test_the_remedy_has_the_head_called(pico: Path, tmp_path: Path, recipe: str) -> None:
+    given = {"recipe": recipe, "teacher": teacher_of(pico)}
+    made = trainer(SparseSFTTrainerOfLogits, pico, tmp_path, **given)
+    made.train()
+    assert all("distill_loss" in one for one in made.state.log_history if "loss" in one)
+    plain = trainer(trl.SFTTrainer, pico, tmp_path / "plain")
+    ours = trainer(SFTTrainerOfLogits, pico, tmp_path / "ours")
+    plain.train()
+    ours.train()
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-4)
+
+
+def test_a_quantized_head_that_is_not_called_is_told(untied: Path, tmp_path: Path, warned) -> None:
+    recipe = QUANTIZE.replace("TARGETS", "'re:.*(lm_head|layers.0.*_proj)$'")
+    trainer(SparseSFTTrainer, untied, tmp_path, recipe=recipe).train()
+    [line] = [line for line in warned if "was not called" in line]
+    assert line.startswith("lm_head was not called in the 2 steps")
+    assert "Trainer.compute_loss" in line
+    warned.clear()
+    trainer(SparseSFTTrainerOfLogits, untied, tmp_path, recipe=recipe).train()
+    assert not any("was not called" in line for line in warned)
+
+
+def test_quantization_that_never_acts_is_refused(untied: Path, tmp_path: Path) -> None:
+    recipe = QUANTIZE.replace("TARGETS", "lm_head")
+    with pytest.raises(InputError, match=r"Nothing was fake-quantized in step 1: .*lm_head"):
+        trainer(SparseSFTTrainer, untied, tmp_path, recipe=recipe).train()

@@ -6,7 +6,7 @@ Import it as ``llmcompressor.args.TrainingArguments``; this module loads transfo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from llmcompressor.args.checks import Check, integer, number, optional, reject
-from llmcompressor.errors import ArgumentError
+from llmcompressor.errors import ArgumentError, did_you_mean
 
 __all__ = ["TrainingArguments"]
 
@@ -61,6 +61,35 @@ _CHECKS: Mapping[str, Check] = {
 }
 """What transformers itself would find out late, or not at all."""
 
+_FOUND_OTHERWISE = ("azure_ml", "flyte", "kubeflow")
+"""Of these transformers does not list whether they are installed, or not always."""
+
+
+def _check_reports(names: Any) -> None:
+    """Refuse what the trainer would find out about when the model is loaded.
+
+    Raises:
+        ArgumentError: it is not known, or not installed.
+    """
+    if not names:
+        return
+    from transformers.integrations import integration_utils  # noqa: PLC0415  # seldom wanted
+
+    known = integration_utils.INTEGRATION_TO_CALLBACK
+    find: Callable[[], list[str]] = integration_utils.get_available_reporting_integrations
+    there = find()
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise ArgumentError(
+                f"There is nothing called {name!r} to report to.", did_you_mean(str(name), known)
+            )
+        if name not in there and name not in _FOUND_OTHERWISE:
+            package = name.replace("_", "-")
+            raise ArgumentError(
+                f"report_to (--report-to) names {name}, which is not installed.",
+                f"Run: pip install {package}; or leave it out.",
+            )
+
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
@@ -91,6 +120,7 @@ class TrainingArguments(transformers.TrainingArguments):
                 f"The training arguments cannot be used: {' '.join(str(error).split())}",
                 "They are those of transformers' TrainingArguments.",
             ) from error
+        _check_reports(self.report_to)
 
     @property
     def device(self) -> torch.device:

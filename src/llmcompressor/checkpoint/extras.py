@@ -45,6 +45,8 @@ _COPIED_SUFFIXES = {
 _COPIED_STEMS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _COPIED_FOLDERS = ("additional_chat_templates",)
 _WRITTEN_HERE = {"config.json", "recipe.yaml", "compression_report.json"}
+_OF_A_RUN = {"all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"}
+"""What a training leaves beside its model: of the model that is copied from, not of the copy."""
 
 
 def extra_tensors(
@@ -162,7 +164,7 @@ def side_files(source: Path) -> list[Path]:
 
 
 def _is_copied(path: Path, without: set[str]) -> bool:
-    if path.name in _WRITTEN_HERE | without:
+    if path.name in _WRITTEN_HERE | _OF_A_RUN | without:
         return False
     if path.is_dir():
         return path.name in _COPIED_FOLDERS

@@ -96,7 +96,7 @@ def train_command(*, debug: bool, **given: Any) -> None:
     """
     with reporting(debug=debug, resumable=True):
         training = training_arguments(given)
-        call = {**call_arguments(given, *_ARGUMENTS), **training}
+        call = {**_with_roles(call_arguments(given, *_ARGUMENTS)), **training}
         with quick_imports():
             from llmcompressor.entrypoints.train import train  # noqa: PLC0415  # loads torch
 
@@ -111,12 +111,30 @@ def run_command(*, debug: bool, **given: Any) -> None:
     """
     with reporting(debug=debug, resumable=True):
         training = training_arguments(given)
-        call = {**call_arguments(given, *_ARGUMENTS), **training}
+        call = {**_with_roles(call_arguments(given, *_ARGUMENTS)), **training}
         with quick_imports():
             from llmcompressor.entrypoints.stages import run_stages  # noqa: PLC0415  # loads torch
 
         _quietly(run_stages, call)
         typer.echo(f"Written: {given['output_dir']}")
+
+
+def _with_roles(call: dict[str, Any]) -> dict[str, Any]:
+    """``--splits role=split``, repeated, as a dict; other splits as they are."""
+    given = call.get("splits")
+    splits = [given] if isinstance(given, str) else given or []
+    named = ["=" in one for one in splits]
+    if not any(named):
+        return call
+    if not all(named):
+        raise typer.BadParameter(
+            "some name their role and some do not; give all as role=split.", param_hint="--splits"
+        )
+    parts = [one.partition("=") for one in splits]
+    found = {role.strip(): split.strip() for role, _, split in parts}
+    if len(found) < len(parts):
+        raise typer.BadParameter("a role is named twice.", param_hint="--splits")
+    return {**call, "splits": found}
 
 
 def _quietly(entrypoint: Callable[..., Any], call: dict[str, Any]) -> None:

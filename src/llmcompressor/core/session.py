@@ -82,8 +82,8 @@ class CompressionSession:
             InputError: the session was finalized.
             RecipeError: the recipe cannot be used.
         """
-        if isinstance(loggers, list | tuple):
-            loggers = LoggerManager(list(loggers))
+        if loggers is not None and not isinstance(loggers, LoggerManager):
+            loggers = LoggerManager(loggers)
         return self._modified(
             self._lifecycle.initialize(
                 recipe=recipe,

@@ -34,6 +34,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.stages import RunType, Stage
+from llmcompressor.recipe.unused import unused
 
 __all__ = [
     "EXPERTS",
@@ -118,7 +119,7 @@ class Task:
                     f"and {_MISMATCH[self.run_type]}. To leave it out, name another stage with "
                     "stage=... (--stage); run_stages (llmcompressor run) runs each in its own way."
                 )
-        return _unused(recipe)
+        return unused(recipe)
 
     def _check_output(self, output_dir: str | Path | None) -> Path | None:
         target = as_path("output_dir", output_dir)
@@ -225,25 +226,6 @@ def check_run_types(stage: Stage, run_type: RunType) -> None:
                 f"Give the recipe to {other} (llmcompressor {other}), or to run_stages "
                 "(llmcompressor run) if it has stages of both kinds.",
             )
-
-
-def _unused(recipe: Recipe) -> Recipe:
-    """The recipe with a new modifier in place of each that was part of a run before.
-
-    A modifier serves once; whoever compresses several models by one recipe, or tries again after
-    an error, need not know that.
-    """
-    if not any(modifier.initialized for modifier in recipe.modifiers):
-        return recipe
-    stages = [
-        replace(stage, modifiers=tuple(map(_like, stage.modifiers))) for stage in recipe.stages
-    ]
-    return Recipe(stages, args=recipe.args)
-
-
-def _like(modifier: Modifier) -> Modifier:
-    fields = {name: getattr(modifier, name) for name in modifier.model_fields_set}
-    return type(modifier)(**fields) if modifier.initialized else modifier
 
 
 def report_of(modifiers: Sequence[Modifier]) -> Records:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
@@ -21,9 +22,10 @@ from llmcompressor.entrypoints.positions import positions_of
 from llmcompressor.entrypoints.task import vocabulary
 from llmcompressor.errors import ArgumentError, DatasetError
 
-__all__ = ["TrainingData"]
+__all__ = ["TrainingData", "check_targets"]
 
 _TRAIN = "train"
+_IGNORED = -100  # transformers' label of a position without a target
 _EVAL_ROLES = ("eval", "validation", "test")
 _NOTHING_TO_EVALUATE = "There is nothing to evaluate on: eval_strategy or do_eval is set"
 
@@ -100,6 +102,24 @@ class TrainingData:
         return make_collator(args, processor=processor, vocab_size=vocabulary(model))
 
 
+def check_targets(samples: Any) -> None:
+    """Refuse samples to train on of which none has a target; a stream is not read.
+
+    Raises:
+        DatasetError: there is no loss.
+    """
+    if not hasattr(samples, "__len__") or not len(samples):
+        return
+    labels = (one.get("labels") if isinstance(one, Mapping) else None for one in samples)
+    if all(one is not None and bool((torch.as_tensor(one) == _IGNORED).all()) for one in labels):
+        raise DatasetError(
+            "No token of the training data has a label (all are -100), so there is nothing to "
+            "learn.",
+            "Give labels, or leave them out to have them made of the tokens; where the data has "
+            "prompts only, learn from a teacher (OutputDistillationModifier).",
+        )
+
+
 def _train_split(splits: Any) -> Any:
     """The user's split for training, where others stand beside it for other uses."""
     return splits[_TRAIN] if isinstance(splits, Mapping) and _TRAIN in splits else splits
@@ -117,7 +137,8 @@ def _eval_split(splits: Any) -> str:
     if not found:
         raise DatasetError(
             f"{_NOTHING_TO_EVALUATE}, and splits names no split for it.",
-            "Name both, as in splits={'train': 'train', 'eval': 'validation'}.",
+            "Name both, as in splits={'train': 'train', 'eval': 'validation'} "
+            "(--splits train=train --splits eval=validation).",
         )
     return str(found[0])
 
@@ -133,7 +154,8 @@ def _refuse_the_same_data(args: DatasetArguments, split: str) -> None:
     raise DatasetError(
         f"{_NOTHING_TO_EVALUATE}, and the data has no split {split!r}.",
         "Give both in dataset, as in dataset={'train': ..., 'validation': ...}, or cut some of it "
-        "off, as in splits={'train': 'train[100:]', 'eval': 'train[:100]'}.",
+        "off, as in splits={'train': 'train[100:]', 'eval': 'train[:100]'} "
+        "(--splits 'train=train[100:]' --splits 'eval=train[:100]').",
     )
 
 

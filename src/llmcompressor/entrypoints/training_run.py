@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,21 +17,23 @@ from transformers import PrinterCallback
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import session_of_run
-from llmcompressor.entrypoints.checking import check_written
+from llmcompressor.entrypoints.checking import check_written, warn_unservable_model
 from llmcompressor.entrypoints.in_memory import check_finite, load_whole_model
 from llmcompressor.entrypoints.task import compression_report, report_of, undone_on_error
 from llmcompressor.entrypoints.teacher import load_teacher
+from llmcompressor.entrypoints.training_data import check_targets
 from llmcompressor.entrypoints.training_folder import TrainingFolder, opened_folder
 from llmcompressor.entrypoints.training_progress import NotedCheckpoints, TrainingBar
 from llmcompressor.entrypoints.training_task import Training
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.training import Trainer
+from llmcompressor.training.optimizer import parameter_ids, without_new_parameters
 
 __all__ = ["run_training"]
 
 T = TypeVar("T")
-_KEPT_FIGURES = ("train_loss", "perplexity", "train_samples", "eval_loss")
+_KEPT_FIGURES = ("train_loss", "task_loss", "perplexity", "train_samples", "eval_loss")
 
 
 def run_training(task: Training) -> Module:
@@ -49,6 +52,22 @@ def run_training(task: Training) -> Module:
         if task.recipe_args.clear_sparse_session:
             session.reset()
     return model
+
+
+class _Trainer(Trainer):
+    """A trainer that says when its session has begun, and nothing is spread or trained yet."""
+
+    session_has_begun: Callable[[], None] | None = None
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        model = self.accelerator.unwrap_model(self.model)
+        before = parameter_ids(model)
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.session_has_begun is not None:
+            with without_new_parameters(model, before):
+                self.session_has_begun()
+            self.session_has_begun = None
+        return optimizer
 
 
 class _Run:
@@ -72,6 +91,8 @@ class _Run:
         teacher = load_teacher(task.model_args, device)
         self.processor = task.load_processor(self.model)
         train_samples, eval_samples = task.data.load(self.model, self.processor)
+        if not task.learns_from_teacher:
+            check_targets(train_samples)
         if not hasattr(train_samples, "__len__"):
             task.data.check_steps(task.args.max_steps)
         use_cache = getattr(self.model.config, "use_cache", None)
@@ -107,7 +128,7 @@ class _Run:
             args.save_strategy = type(args.save_strategy)("no")
         if task.own_bar:
             args.disable_tqdm = True
-        trainer = Trainer(
+        trainer = _Trainer(
             model=self.model,
             args=args,
             train_dataset=train,
@@ -119,10 +140,22 @@ class _Run:
             recipe=task.recipe,
             loggers=task.loggers,
         )
+        trainer.session_has_begun = self._warn_unservable
         if task.own_bar:
             trainer.remove_callback(PrinterCallback)
             trainer.add_callback(TrainingBar(stack))
         return trainer
+
+    def _warn_unservable(self) -> None:
+        task = self.task
+        if task.output_dir is not None and task.run_args.verify and self.is_main:
+            warn_unservable_model(
+                self.model,
+                self.session.lifecycle.recipe.modifiers,
+                self.session.state,
+                task.source,
+                packed=task.model_args.save_compressed,
+            )
 
     def _train(self, trainer: Trainer, folder: TrainingFolder) -> dict[str, Any]:
         """Train, and return what is worth knowing of it."""
@@ -135,7 +168,8 @@ class _Run:
         figures: dict[str, Any] = dict(result.metrics)
         figures["train_runtime"] = round(time.monotonic() - began, 4)
         steps_before = 0 if start is None else _step_of(start)
-        _mend_loss(figures, trainer.state.global_step, steps_before)
+        steps = trainer.state.global_step
+        _mend_loss(figures, steps, steps_before, replaced=trainer.loss_was_replaced)
         samples: Any = trainer.train_dataset
         if hasattr(samples, "__len__"):
             figures["train_samples"] = len(samples)
@@ -268,7 +302,7 @@ def _step_of(checkpoint: Path) -> int:
     return int(name) if name.isdigit() else 0
 
 
-def _mend_loss(figures: dict[str, Any], steps: int, steps_before: int) -> None:
+def _mend_loss(figures: dict[str, Any], steps: int, steps_before: int, *, replaced: bool) -> None:
     """The mean loss over the steps of this process; the trainer divides by all steps."""
     taken = steps - steps_before
     if "train_loss" not in figures:
@@ -277,9 +311,10 @@ def _mend_loss(figures: dict[str, Any], steps: int, steps_before: int) -> None:
         del figures["train_loss"]
         return
     figures["train_loss"] *= steps / taken
-    _add_perplexity(figures, "train_loss", "perplexity")
+    if not replaced:  # otherwise it is no cross entropy; the trainer tells of the one below it
+        _add_perplexity(figures, "train_loss", "perplexity")
 
 
 def _add_perplexity(figures: dict[str, Any], loss: str, name: str) -> None:
-    if loss in figures:
+    if math.isfinite(figures.get(loss, math.nan)):
         figures[name] = math.exp(figures[loss]) if figures[loss] < 700 else math.inf

@@ -19,6 +19,7 @@ from llmcompressor.entrypoints.training_data import TrainingData
 from llmcompressor.entrypoints.training_folder import checkpoint_to_resume
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
+from llmcompressor.metrics import LoggerManager
 from llmcompressor.recipe import Recipe
 
 __all__ = ["NOT_OF_TRAINING", "Training"]
@@ -103,7 +104,8 @@ class Training(Task):
             arguments.setdefault("dataloader_pin_memory", False)
         super().__init__("train", output_dir, (TrainingArguments,), arguments, ("loggers",))
         self.args: TrainingArguments = self.further_args[0]
-        self.loggers = loggers
+        given = loggers is None or isinstance(loggers, LoggerManager)
+        self.loggers: LoggerManager | None = loggers if given else LoggerManager(loggers)
         self.keeps_checkpoints = any(name in arguments for name in _FOR_CHECKPOINTS)
         self.own_bar = arguments.get("disable_tqdm") is None
         self.collator_given = "data_collator" in arguments
@@ -135,8 +137,15 @@ class Training(Task):
                 "Leave push_to_hub out, and call model.push_to_hub(...) on what train returns.",
             )
         without_effect = [name for name in (*_OF_CALIBRATION, "max_memory") if name in given]
+        if self.model_args.distill_teacher is not None and not self.learns_from_teacher:
+            without_effect.append("distill_teacher (no modifier of the recipe uses a teacher)")
         if without_effect:
             logger.warning(f"Without effect in train: {', '.join(without_effect)}.")
+
+    @property
+    def learns_from_teacher(self) -> bool:
+        """Whether a modifier of the recipe uses the teacher."""
+        return any(each.uses_teacher for each in self.recipe.modifiers)
 
     def _read_resume(self) -> Path | None:
         """The checkpoint that was named; ``True`` is another word for ``resume="must"``."""

@@ -33,7 +33,7 @@ class LoggerManager:
         frequency_type: whether the frequency counts epochs or steps.
 
     Raises:
-        ArgumentError: an unknown mode or type, or a negative frequency.
+        ArgumentError: an unknown mode or type, a negative frequency, or what is no logger.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LoggerManager:
         self.log_frequency = log_frequency
         self.mode = mode
         self.frequency_type = frequency_type
-        self._loggers = list(loggers or [])
+        self._loggers = [_checked(each) for each in _listed(loggers)]
         if log_python and not any(isinstance(each, PythonLogger) for each in self._loggers):
             self._loggers.append(PythonLogger())
         self._last: float | None = None
@@ -83,11 +83,7 @@ class LoggerManager:
         Raises:
             ArgumentError: it is none.
         """
-        if not isinstance(logger, BaseLogger):
-            raise ArgumentError(
-                f"{logger!r} is not a logger.", "Derive it from llmcompressor.metrics.BaseLogger."
-            )
-        self._loggers.append(logger)
+        self._loggers.append(_checked(logger))
 
     def log_ready(self, step: int, epoch: float | None = None) -> bool:
         """Whether it is time to log.
@@ -211,3 +207,21 @@ class SystemLogging:
 def _check_choice(argument: str, given: str, options: Iterable[str]) -> None:
     if given not in options:
         raise ArgumentError(f"There is no {argument} {given!r}.", did_you_mean(given, options))
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, BaseLogger):
+        return [given]
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ArgumentError(f"{given!r} is no list of loggers.", "Give loggers in a list.")
+    return list(given)
+
+
+def _checked(logger: Any) -> BaseLogger:
+    if not isinstance(logger, BaseLogger):
+        raise ArgumentError(
+            f"{logger!r} is not a logger.", "Derive it from llmcompressor.metrics.BaseLogger."
+        )
+    return logger

@@ -90,6 +90,11 @@ class HooksMixin(BaseModel):
 
     _hooks: set[RemovableHandle] = PrivateAttr(default_factory=set)
 
+    @property
+    def hook_ids(self) -> frozenset[int]:
+        """What tells the hooks of this object that are on now from those at another time."""
+        return frozenset(handle.id for handle in self._hooks)
+
     def register_hook(
         self, target: Module | Tensor, function: Callable[..., Any], kind: str, **kwargs: Any
     ) -> RemovableHandle:

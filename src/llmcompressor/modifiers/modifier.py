@@ -130,6 +130,8 @@ class Modifier(HooksMixin):
             same pass, so that they have to come in a later one.
         joins: names of modifier classes in whose pass it works if it stands behind them, module
             by module, though each needs data.
+        uses_teacher: whether it learns from the session's teacher, so that tokens without a label
+            teach it something too.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -143,6 +145,7 @@ class Modifier(HooksMixin):
     leaves_open: ClassVar[bool] = False
     begins_a_pass: ClassVar[bool] = False
     needs_time: ClassVar[bool] = False
+    uses_teacher: ClassVar[bool] = False
 
     index: int | None = None
     group: str | None = None

@@ -26,8 +26,10 @@ from torch.nn import Module
 
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
+from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modeling.compiled import compile_anew
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.numerics.straight_through import touch
 from llmcompressor.quantization.attach import tap_attention
@@ -40,6 +42,12 @@ from llmcompressor.schemes.assign import listed
 __all__ = ["AwareTraining"]
 
 _SEARCH_EVERY = 50
+_LOOK_AFTER = 50  # steps, or an epoch if that is shorter: branches may wait for their data
+_NOT_CALLED = (
+    "A head is not called by trainers that compute the loss from its weight, as TRL's SFTTrainer "
+    "does: derive from it a class with compute_loss = transformers.Trainer.compute_loss, or put "
+    "the head on the recipe's ignore list."
+)
 _MISSING = object()
 _KINDS = {"q": "query", "k": "key", "v": "value"}
 
@@ -91,6 +99,8 @@ class AwareTraining:
         self._shadowed: dict[Module, Any] = {}
         self._last_input: tuple[Any, Any, Tensor] | None = None
         self._hooked: set[Module] = set()
+        self._rounded: dict[Module, bool] = {}
+        self._rounding_steps, self._looked = 0, False
 
     @property
     def is_begun(self) -> bool:
@@ -137,6 +147,7 @@ class AwareTraining:
     def put_hooks(self, state: State) -> None:
         """Have forwards come by here from now on."""
         self._is_begun = True
+        compile_anew()
         for module in self._schemes:
             self._hook(module)
         for module, (_, queries) in self._attention.items():
@@ -176,6 +187,8 @@ class AwareTraining:
             self._commit()
         if due:
             self._renew()
+        if self.is_rounding:
+            self._look_for_idle(event)
         if self._steps_left > 0:
             self._steps_left -= 1
             if not self._steps_left:
@@ -189,6 +202,33 @@ class AwareTraining:
         """Static scales stay as they are from here on; learned ones go on being learned."""
         self._is_frozen = True
 
+    def _look_for_idle(self, event: Event) -> None:
+        """See after the first step, and after some, whether what is to be rounded is.
+
+        Raises:
+            InputError: no module was called where this could see it.
+        """
+        self._rounding_steps += 1
+        if self._rounding_steps == 1 and len(self.weights) and not self._rounded:
+            raise InputError(
+                f"Nothing was fake-quantized in step {event.global_step}: no forward came by "
+                f"{listed(self._names[module] for module in self._schemes)}.",
+                f"Train the model that the recipe was applied to. {_NOT_CALLED}",
+            )
+        if self._rounding_steps == min(event.steps_per_epoch or _LOOK_AFTER, _LOOK_AFTER):
+            self.warn_of_idle()
+
+    def warn_of_idle(self) -> None:
+        """Name, once, the modules whose weights are to be rounded and never were."""
+        idle = [self._names[one] for one in self.weights if one not in self._rounded]
+        if idle and self._rounding_steps and not self._looked:
+            logger.warning(
+                f"{listed(idle)} was not called in the {self._rounding_steps} steps since fake "
+                "quantization began: the model does not learn with its rounded weight. "
+                f"{_NOT_CALLED}"
+            )
+        self._looked = True
+
     def _renew(self) -> None:
         self.weights.renew()
         if not self._is_frozen:
@@ -201,6 +241,7 @@ class AwareTraining:
             one.commit(seen)
 
     def _now_rounding(self) -> None:
+        compile_anew()
         left = [f"{one.name} ({one.base})" for one in self._static if not one.is_known]
         if left:
             logger.warning(
@@ -222,6 +263,8 @@ class AwareTraining:
                 self._observe(module, "input", first_tensor(args, kwargs))
             return None
         if module in self.weights:
+            if self._in_batch:
+                self._rounded[module] = True
             self._shadow(module, self.weights(module, weight_of(module)))
         one = self._activations.get(module, {}).get("input")
         x = None if one is None else first_tensor(args, kwargs)

@@ -9,7 +9,7 @@ are learned begin with what the observer finds and are moved by the optimizer fr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +79,12 @@ class FakeWeights:
 
     def __contains__(self, module: Module) -> bool:
         return module in self._args
+
+    def __iter__(self) -> Iterator[Module]:
+        return iter(self._args)
+
+    def __len__(self) -> int:
+        return len(self._args)
 
     def register(self) -> None:
         """Give each module the parameter that its learned scales are made of, all zero."""

@@ -150,6 +150,7 @@ class TrainableMixin(QuantizationMixin):
                 f"No token of the training has reached {listed(unreached)}, whose scale is static.",
                 "Train on data that uses it, or put it on the recipe's ignore list.",
             )
+        aware.warn_of_idle()
         # All first, so that an error leaves the model as it was.
         weights = {m: aware.weights.parameters(m) for m in self._schemes if m in aware.weights}
         static = {module: aware.stored(module) for module in (*self._schemes, *self._attention)}

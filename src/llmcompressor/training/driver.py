@@ -15,6 +15,7 @@ from llmcompressor.core import CompressionSession, EventType, Hardware
 from llmcompressor.core.resuming import check_same_recipe
 from llmcompressor.errors import CheckpointError, InputError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.compiled import compile_anew
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.training.checkpoints import SESSION_FILE, read_session, step_of
@@ -24,7 +25,7 @@ from llmcompressor.training.checks import (
     warn_of_other_epochs,
     warn_of_schedules,
 )
-from llmcompressor.training.loss import StepLoss, mean_of
+from llmcompressor.training.loss import RunLoss, StepLoss, mean_of, scaled_back
 
 __all__ = ["Inputs", "SessionDriver", "modifiers_to_apply"]
 
@@ -71,8 +72,10 @@ class SessionDriver:
         self._inputs = inputs
         self._in_micro_batch = False
         self._warned_of_loss = False
+        self._hooks: frozenset[int] = frozenset()
         self._step_done = True
-        self._step = StepLoss()
+        self._step, self._first_step = StepLoss(), True
+        self.run_loss = RunLoss()
         self._steps_per_epoch: int | None = None
         self._max_steps: int | None = None
         check_can_train(self._modifiers())
@@ -175,6 +178,7 @@ class SessionDriver:
         if self._step_done:
             self._step, self._step_done = StepLoss(), False
         self.session.event(EventType.BATCH_START, batch_data=inputs)
+        self._have_hooks_seen()
         self._in_micro_batch = True
 
     @property
@@ -188,7 +192,11 @@ class SessionDriver:
         self.session.state.batch_data = dict(inputs) if isinstance(inputs, Mapping) else inputs
 
     def loss(
-        self, loss: Tensor, share: Tensor | None, token_weight: Tensor | None = None
+        self,
+        loss: Tensor,
+        share: Tensor | None,
+        token_weight: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
         """Show the loss of a micro-batch to the modifiers.
 
@@ -196,19 +204,22 @@ class SessionDriver:
             loss: what the trainer would differentiate.
             share: of ``micro_batch_share``.
             token_weight: of the function of that name; goes with the event, if there is one.
+            targets: of ``targets_of``.
 
         Returns:
             What it is to differentiate instead, on the same scale; ``loss`` itself if no modifier
             replaced it.
         """
         self._in_micro_batch = False
-        shown = mean_of(loss, share)
+        # Where the model is spread over devices its loss lies elsewhere than the batch.
+        share, token_weight, targets = (
+            None if one is None else one.to(loss.device) for one in (share, token_weight, targets)
+        )
+        shown = mean_of(loss, share, targets)
         given = {} if token_weight is None else {"token_weight": token_weight}
         final: Tensor = self.session.event(EventType.LOSS_CALCULATED, loss=shown, **given).loss
-        self._step.add(shown, final, share)
-        if final is shown:
-            return loss
-        return final if share is None else final * share
+        self._step.add(shown, final, share, targets)
+        return loss if final is shown else scaled_back(final, share)
 
     def backward_done(self) -> None:
         """Let go of the graph of the loss."""
@@ -239,11 +250,19 @@ class SessionDriver:
         """Send an event that carries nothing."""
         if self.begun:
             self.session.event(event_type)
+            self._have_hooks_seen()
 
     def step_done(self) -> None:
         """The optimizer has stepped; its learning rate is still that of the step."""
         self.send(EventType.OPTIM_POST_STEP)
         self._step_done = True
+        self.run_loss.add(self._step)
+        if self._first_step and self._step.has_nothing:
+            logger.warning(
+                "No token of the first step has a label (all are -100): there is no loss, and "
+                "nothing is learned from it."
+            )
+        self._first_step = False
         if self.begun and self.session.state.loggers is not None:
             self.session.log(EventType.OPTIM_POST_STEP, self._step.figures)
 
@@ -254,6 +273,16 @@ class SessionDriver:
         return {**step, **self.session.figures()}
 
     # ---- inner workings
+
+    def _have_hooks_seen(self) -> None:
+        """Have a compiled model compiled anew where hooks came or went: it would not notice."""
+        hooks = frozenset[int]().union(*(one.hook_ids for one in self._modifiers_now()))
+        if hooks != self._hooks:
+            compile_anew()
+        self._hooks = hooks
+
+    def _modifiers_now(self) -> list[Modifier]:
+        return self.session.lifecycle.recipe.modifiers
 
     def _modifiers(self) -> list[Modifier]:
         return modifiers_to_apply(self.session, self._inputs.recipe)

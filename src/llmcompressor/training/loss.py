@@ -13,6 +13,10 @@ So modifiers always see the mean over the micro-batch, and what they make of it 
     loss = share * mean        share = tokens here * processes / tokens of the step
 
 With accumulation or without, on one process or several, the same recipe has the same effect.
+
+A micro-batch without targets has no mean and a share of zero. What is learned of all its tokens
+counts nevertheless, and must not be lost in a product with zero: it goes through a share that is
+so small that terms which are weighted by targets vanish, and its own weight is that much larger.
 """
 
 from __future__ import annotations
@@ -27,9 +31,19 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["StepLoss", "mean_of", "micro_batch_share", "token_weight", "tokens_of_step"]
+__all__ = [
+    "RunLoss",
+    "StepLoss",
+    "mean_of",
+    "micro_batch_share",
+    "scaled_back",
+    "targets_of",
+    "token_weight",
+    "tokens_of_step",
+]
 
 _IGNORED = -100  # transformers' label of a position without a target
+_NO_SHARE = 2.0**-20  # in place of zero; a power of two, so that nothing is rounded
 
 
 def micro_batch_share(
@@ -51,12 +65,28 @@ def micro_batch_share(
     processes = _averaged_processes(trainer)
     if trainer.current_gradient_accumulation_steps == 1 and processes == 1:
         return None
+    targets = targets_of(trainer, inputs)
+    # A step without any target has a share of zero too, not one of 0 / 0.
+    least = torch.as_tensor(num_items_in_batch).clamp(min=1)
+    return None if targets is None else targets * processes / least.to(targets.device)
+
+
+def targets_of(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor | None:
+    """How many targets a micro-batch has.
+
+    Args:
+        trainer: tells whether its loss shifts the labels.
+        inputs: the micro-batch, with its labels.
+
+    Returns:
+        A scalar; ``None`` without labels.
+    """
     labels = inputs.get("shift_labels", inputs.get("labels"))
     if not isinstance(labels, Tensor):
         return None
     if "shift_labels" not in inputs and getattr(trainer, "_loss_shifts_labels", False):
         labels = labels[..., 1:]
-    return labels.ne(_IGNORED).sum() * processes / num_items_in_batch
+    return labels.ne(_IGNORED).sum()
 
 
 def tokens_of_step(trainer: Trainer, batches: Iterable[Any]) -> Tensor | None:
@@ -103,12 +133,22 @@ def token_weight(
     of_tokens = (
         own.to(share.device) * _averaged_processes(trainer) / tokens_in_step.to(share.device)
     )
-    return of_tokens / torch.where(share > 0, share, torch.ones_like(share))
+    return of_tokens / _unit(share)
 
 
 def _tokens_of(batch: Any) -> Tensor | None:
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask.eq(1).sum() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    """How many tokens are no padding; without a mask all are."""
+    if not isinstance(batch, Mapping):
+        return None
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask.eq(1).sum()
+    return torch.tensor(ids.numel(), device=ids.device) if isinstance(ids, Tensor) else None
+
+
+def _unit(share: Tensor) -> Tensor:
+    """The share, and something small in place of zero."""
+    return torch.where(share > 0, share, _NO_SHARE)
 
 
 def _averaged_processes(trainer: Trainer) -> int:
@@ -133,33 +173,101 @@ class StepLoss:
     def __init__(self) -> None:
         self._own: Tensor | float = 0.0
         self._final: Tensor | float = 0.0
+        self._own_weight: Tensor | float = 0.0
         self._weight: Tensor | float = 0.0
+        self.is_empty = True
+        self.is_replaced = False
 
-    def add(self, own: Tensor, final: Tensor, share: Tensor | None) -> None:
+    def add(
+        self, own: Tensor, final: Tensor, share: Tensor | None, targets: Tensor | None = None
+    ) -> None:
         """Add a micro-batch.
 
         Args:
             own: what the model's own loss was, a mean.
             final: what the modifiers made of it.
             share: of :func:`micro_batch_share`.
+            targets: of :func:`targets_of`; without any there is no loss of the model's own.
         """
+        self.is_empty = False
         weight: Tensor | float = 1.0 if share is None else share
-        self._own = self._own + own.detach() * weight
-        self._final = self._final + final.detach() * weight
+        counts = weight if targets is None else weight * targets.gt(0)
+        self._own = self._own + own.detach() * counts
+        self._final = self._final + scaled_back(final.detach(), share)
+        self._own_weight = self._own_weight + counts
         self._weight = self._weight + weight
+        self.is_replaced |= final is not own
+
+    @property
+    def has_nothing(self) -> bool:
+        """Whether there were micro-batches, and no loss in any; this waits for the device."""
+        return not (self.is_empty or self.is_replaced or float(self._own_weight))
+
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The model's own loss times its weight, that weight, and what the optimizer saw."""
+        final = torch.as_tensor(self._final)
+        own, weight = (torch.as_tensor(each) for each in (self._own, self._own_weight))
+        return own.to(final.device), weight.to(final.device), final
 
     def figures(self) -> dict[str, float]:
         """Means over the step on this process: ``loss``, ``step_loss`` and ``perplexity``.
 
         ``loss`` is what the optimizer saw, ``step_loss`` the model's own, and ``perplexity`` is
-        the exponential of the latter. Empty before the first micro-batch.
+        the exponential of the latter. Empty before the first micro-batch; a step without targets
+        has no loss of its own.
         """
-        weight = float(self._weight)
-        if not weight:
+        found: dict[str, float] = {}
+        weight, own_weight = float(self._weight), float(self._own_weight)
+        if own_weight or self.is_replaced:
+            found["loss"] = float(self._final) / (weight or 1.0)
+        if own_weight:
+            own = float(self._own) / own_weight
+            found |= {"step_loss": own, "perplexity": _exp(own)}
+        return found
+
+
+class RunLoss:
+    """The losses of all steps of a run on this process, kept on their device until its end.
+
+    The trainer shows a loss of zero for a step whose loss is none, so that only this tells a
+    training in which nothing was learned from one that has nothing left to learn.
+    """
+
+    def __init__(self) -> None:
+        self._own: Tensor | float = 0.0
+        self._own_steps: Tensor | float = 0.0
+        self._finite_steps: Tensor | float = 0.0
+        self._steps = 0
+        self.is_replaced = False
+
+    def add(self, step: StepLoss) -> None:
+        """Add a step that was taken."""
+        if step.is_empty:  # nobody told of its loss
+            return
+        self._steps += 1
+        own, weight, final = step.sums()
+        self._own = self._own + torch.where(weight > 0, own / weight, 0.0)
+        self._own_steps = self._own_steps + weight.gt(0)
+        known = final.isfinite() if step.is_replaced else final.isfinite() & weight.gt(0)
+        self._finite_steps = self._finite_steps + known
+        self.is_replaced |= step.is_replaced
+
+    @property
+    def has_nothing(self) -> bool:
+        """Whether there were steps, and the loss of none was a number."""
+        return bool(self._steps) and not float(self._finite_steps)
+
+    def figures(self) -> dict[str, float]:
+        """Where modifiers replaced the loss: the mean of the model's own, and its exponential.
+
+        >>> RunLoss().figures()
+        {}
+        """
+        steps = float(self._own_steps)
+        if not self.is_replaced or not steps:
             return {}
-        own = float(self._own) / weight
-        final = float(self._final) / weight
-        return {"loss": final, "step_loss": own, "perplexity": _exp(own)}
+        own = float(self._own) / steps
+        return {"task_loss": own, "perplexity": _exp(own)} if math.isfinite(own) else {}
 
 
 def _exp(value: float) -> float:
@@ -169,9 +277,20 @@ def _exp(value: float) -> float:
         return math.inf
 
 
-def mean_of(loss: Tensor, share: Tensor | None) -> Tensor:
-    """The mean over the micro-batch of a loss that is its part of the step's."""
-    if share is None:
-        return loss
-    # A micro-batch without targets has no mean; its part of the loss is zero.
-    return loss / torch.where(share > 0, share, torch.ones_like(share))
+def mean_of(loss: Tensor, share: Tensor | None, targets: Tensor | None = None) -> Tensor:
+    """The mean over the micro-batch of a loss that is its part of the step's.
+
+    Args:
+        loss: as the trainer has computed it.
+        share: of :func:`micro_batch_share`.
+        targets: of :func:`targets_of`. Without any the mean is none, 0 / 0, and zero is taken.
+    """
+    mean = loss if share is None else loss / _unit(share)
+    if targets is None:
+        return mean
+    return torch.where(targets.to(mean.device) > 0, mean, torch.zeros_like(mean))
+
+
+def scaled_back(mean: Tensor, share: Tensor | None) -> Tensor:
+    """The part of the step's loss that a mean over the micro-batch is; undoes :func:`mean_of`."""
+    return mean if share is None else mean * _unit(share)

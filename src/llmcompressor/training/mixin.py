@@ -25,11 +25,18 @@ from llmcompressor.progress import other_bars_hidden
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.arguments import RecipeArgs
 from llmcompressor.recipe.recipe import RecipeInput
+from llmcompressor.recipe.unused import unused
 from llmcompressor.training.callbacks import ProgressLines, SessionEvents
 from llmcompressor.training.checkpoints import checkpoint_to_resume, write_session
 from llmcompressor.training.checks import check_can_train, check_trainer
 from llmcompressor.training.driver import Inputs, SessionDriver, modifiers_to_apply
-from llmcompressor.training.loss import micro_batch_share, token_weight, tokens_of_step
+from llmcompressor.training.loss import (
+    RunLoss,
+    micro_batch_share,
+    targets_of,
+    token_weight,
+    tokens_of_step,
+)
 from llmcompressor.training.optimizer import bare_optimizer, parameter_ids, train_new_parameters
 from llmcompressor.training.summary import summary
 
@@ -67,6 +74,10 @@ class SessionManagerMixIn(_Base):
         loggers: a ``LoggerManager`` or loggers, for the session.
         **kwargs: as the other base takes them.
 
+    Attributes:
+        loss_was_replaced: whether modifiers put another loss in place of the model's own in the
+            last training.
+
     Raises:
         RecipeError: the recipe cannot be read, or one of its modifiers cannot train.
         ArgumentError: the teacher is no model.
@@ -102,6 +113,7 @@ class SessionManagerMixIn(_Base):
         self._weights_to_load: str | None = None
         self._tokens_in_step: Tensor | None = None
         self._next_recipe = self._read_recipe()
+        self.loss_was_replaced = False
         super().__init__(*args, **kwargs)
         self.add_callback(SessionEvents(lambda: self._driver, self._session_is_ready))
         if not sys.stderr.isatty() and self.pop_callback(ProgressCallback) is not None:
@@ -124,8 +136,9 @@ class SessionManagerMixIn(_Base):
 
         Returns:
             What the other base returns; its metrics also have the model's number of parameters,
-            its sparsity and how much of it is quantized. The model, and so ``save_model``, saves
-            itself compressed from here on.
+            its sparsity and how much of it is quantized; where modifiers replaced the loss, the
+            model's own (``task_loss``) and its exponential (``perplexity``). The model, and so
+            ``save_model``, saves itself compressed from here on.
 
         Raises:
             CheckpointError: there is no complete checkpoint, or it has no session.
@@ -146,6 +159,8 @@ class SessionManagerMixIn(_Base):
         if isinstance(model, PreTrainedModel) and driver.session.lifecycle.recipe.modifiers:
             # from here on, for save_model too; checkpoints of the training hold what is trained
             modify_save_pretrained(model, recipe=driver.session.get_serialized_recipe())
+        self.loss_was_replaced = driver.run_loss.is_replaced
+        self._tell_losses(output.metrics, driver.run_loss)
         figures = summary(model)
         output.metrics.update(figures)
         if self.is_world_process_zero():
@@ -155,6 +170,16 @@ class SessionManagerMixIn(_Base):
                 f"{figures['quantized_percent']:.1f} % are quantized."
             )
         return output
+
+    @staticmethod
+    def _tell_losses(metrics: dict[str, float], losses: RunLoss) -> None:
+        """Mend the metrics where the trainer shows a loss that there was not."""
+        metrics.update(losses.figures())
+        if losses.has_nothing and metrics.pop("train_loss", None) is not None:
+            logger.warning(
+                "No step had a loss that is a number: either no token had a label, or the training "
+                "has diverged. There is no train_loss."
+            )
 
     def _read_recipe(self) -> Recipe | None:
         if self.recipe is None:
@@ -168,6 +193,7 @@ class SessionManagerMixIn(_Base):
     def _new_driver(self, checkpoint: Path | None) -> SessionDriver:
         # Modifiers serve once: a second training reads the recipe again.
         recipe, self._next_recipe = self._next_recipe or self._read_recipe(), None
+        recipe = None if recipe is None else unused(recipe)
         session = active_session()
         if modifiers_to_apply(session, recipe):
             check_trainer(self)
@@ -260,10 +286,11 @@ class SessionManagerMixIn(_Base):
         """As in the other base; in training the modifiers may replace the loss."""
         driver = self._driver
         in_training = driver is not None and driver.awaits_loss  # an evaluation comes here too
-        share = weight = None
+        share = weight = targets = None
         if driver is not None and in_training:
             driver.batch_on_device(inputs)
-            share = micro_batch_share(self, inputs, num_items_in_batch)  # labels may be taken out
+            targets = targets_of(self, inputs)  # now: labels may be taken out
+            share = micro_batch_share(self, inputs, num_items_in_batch)
             weight = token_weight(self, inputs, self._tokens_in_step, share)
         result: Any = super().compute_loss(
             model,
@@ -275,9 +302,9 @@ class SessionManagerMixIn(_Base):
         if driver is None or not in_training:
             return result
         if not return_outputs:
-            return driver.loss(result, share, weight)
+            return driver.loss(result, share, weight, targets)
         loss, outputs = result
-        return driver.loss(loss, share, weight), outputs
+        return driver.loss(loss, share, weight, targets), outputs
 
     # ---- checkpoints and logs
 

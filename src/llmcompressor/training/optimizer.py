@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -11,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from llmcompressor.errors import ArgumentError
 
-__all__ = ["bare_optimizer", "parameter_ids", "train_new_parameters"]
+__all__ = ["bare_optimizer", "parameter_ids", "train_new_parameters", "without_new_parameters"]
 
 
 def bare_optimizer(optimizer: Any) -> Any:
@@ -58,6 +59,29 @@ def train_new_parameters(
         decay = {"weight_decay": 0.0} if "weight_decay" in groups[0] else {}
         optimizer.add_param_group({"params": new, **decay})
     return new
+
+
+@contextmanager
+def without_new_parameters(model: Module, before: Set[int]) -> Iterator[None]:
+    """The model without parameters that were added to it, for whoever asks what will be stored.
+
+    Args:
+        model: with the new parameters; they are back afterwards.
+        before: :func:`parameter_ids` from before they were added.
+    """
+    taken = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) not in before
+    ]
+    for module, name, _ in taken:
+        del module._parameters[name]
+    try:
+        yield
+    finally:
+        for module, name, parameter in taken:
+            module._parameters[name] = parameter
 
 
 def _add_to_stand_in(optimizer: Any, new: list[Parameter]) -> None:

@@ -71,6 +71,9 @@ class Outputs:
         tensor = main_tensor(output)
         if tensor is None:
             return
+        kept = self._kept.get(module)
+        if kept is not None and kept[0].requires_grad and not tensor.requires_grad:
+            return  # a further forward, for a trainer's figures: nothing is learned from it
         if self._offload:
             tensor = tensor.to("cpu")
         self._kept[module] = (tensor, tensor._version)
@@ -88,9 +91,11 @@ class Outputs:
         tensor, version = self._kept.get(module, (None, 0))
         if tensor is None:
             raise InputError(
-                f"{name} gave no tensor in this batch.",
+                f"{name} gave no tensor in this batch: it was not called.",
                 "Compare modules that the forward calls, and send batch_start before the "
-                "forward, loss_calculated after it.",
+                "forward, loss_calculated after it. A head is not called by trainers that compute "
+                "the loss from its weight, as TRL's SFTTrainer does: derive from it a class with "
+                "compute_loss = transformers.Trainer.compute_loss, or name other targets.",
             )
         if tensor._version != version:
             raise InputError(

@@ -17,10 +17,12 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.state import State
 from llmcompressor.errors import InputError, RecipeError, TargetError
+from llmcompressor.modeling.compiled import compile_anew
 from llmcompressor.modifiers.distillation.capture import (
     Outputs,
     run_teacher,
@@ -40,8 +42,9 @@ from llmcompressor.modifiers.distillation.pairing import (
     pair_modules,
 )
 from llmcompressor.modifiers.distillation.projection import Projections, check_projection
-from llmcompressor.modifiers.distillation.weight import micro_batch_weight
+from llmcompressor.modifiers.distillation.weight import micro_batch_weight, task_loss
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.numerics.straight_through import touch
 
 __all__ = ["OutputDistillationModifier"]
 
@@ -75,6 +78,7 @@ class OutputDistillationModifier(Modifier):
 
     run_types: ClassVar[frozenset[str]] = frozenset({"train"})
     needs_time: ClassVar[bool] = True
+    uses_teacher: ClassVar[bool] = True
 
     targets: str | list[Target] | None = None
     projection: str | None = None
@@ -93,6 +97,7 @@ class OutputDistillationModifier(Modifier):
     _student: Outputs | None = PrivateAttr(None)
     _teacher: Outputs | None = PrivateAttr(None)
     _projections: Projections | None = PrivateAttr(None)
+    _catching: set[RemovableHandle] = PrivateAttr(default_factory=set)
     _cut: bool | None = PrivateAttr(None)
     _figures: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
@@ -149,6 +154,7 @@ class OutputDistillationModifier(Modifier):
             expect_whole_parameters(state)
             seed = (self.projection_args or {}).get("seed", 0)
             self._projections = Projections(state.model, teacher, self._pairs, seed)
+            self.register_hook(self._projections.body, self._projections.join_graph, "forward")
         else:
             check_widths(state.model, teacher, self._pairs)
         teacher.eval()
@@ -182,6 +188,7 @@ class OutputDistillationModifier(Modifier):
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Take the learned projections off the student."""
         self._detach()
+        self.remove_hooks()
         if self._projections is not None:
             self._projections.remove()
             self._projections = None
@@ -206,6 +213,7 @@ class OutputDistillationModifier(Modifier):
     # ---- hooks
 
     def _attach(self) -> None:
+        compile_anew()
         self._student = Outputs(
             {pair.student: pair.student_name for pair in self._pairs}, "student"
         )
@@ -216,10 +224,11 @@ class OutputDistillationModifier(Modifier):
         )
         for outputs in (self._student, self._teacher):
             for module in outputs.modules:
-                self.register_hook(module, outputs.keep, "forward")
+                self._catching.add(self.register_hook(module, outputs.keep, "forward"))
 
     def _detach(self) -> None:
-        self.remove_hooks()
+        self.remove_hooks(self._catching)
+        self._catching.clear()
         self._student = self._teacher = None
         self._cut = None
 
@@ -246,12 +255,15 @@ class OutputDistillationModifier(Modifier):
         losses = [self._compared(pair, student, teacher, mask_BT) for pair in self._pairs]
         self._drop()
         distance = torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
-        self._note(state.loss, distance, losses)
+        task = task_loss(state.loss, batch)
+        self._note(task, distance, losses)
         weight = micro_batch_weight(batch, given)
         if isinstance(weight, Tensor):
-            weight = weight.to(state.loss.device)
-        task: Tensor = state.loss
-        return self.orig_scale * task + self._scale * weight * distance.to(task.device)
+            weight = weight.to(task.device)
+        added = self._scale * weight * distance.to(task.device)
+        # Even zero times a loss that is none would be none. Its graph stays: data parallel
+        # training wants a gradient for every parameter.
+        return self.orig_scale * task + added if self.orig_scale else touch(added, task)
 
     @property
     def _scale(self) -> float:

@@ -3,11 +3,16 @@
 
 They are parameters of the student's modules while it is trained, so that the optimizer, the
 gradient clipping and the checkpoints of a Trainer see them; afterwards they are gone.
+
+They are used in the loss, outside the student's forward. Data parallel training looks through the
+graph of the forward's outputs for parameters that get no gradient, and would count those of the
+maps among these, or wait for their gradients while nothing is distilled. So the body of the
+student gives its output with the maps in its graph, from which they get gradients of zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -15,7 +20,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.modifiers.distillation.capture import main_tensor
 from llmcompressor.modifiers.distillation.pairing import Pair, output_width
+from llmcompressor.numerics.straight_through import touch
 
 __all__ = ["Projections", "check_projection"]
 
@@ -47,6 +54,9 @@ class Projections:
 
     A map begins with orthonormal rows or columns, so that it keeps lengths as far as it can.
 
+    Attributes:
+        body: the module of the student below its head; :meth:`join_graph` is a hook for it.
+
     Args:
         student: the model that learns.
         teacher: the model that it learns from.
@@ -61,6 +71,7 @@ class Projections:
         self, student: Module, teacher: Module, pairs: Iterable[Pair], seed: int = 0
     ) -> None:
         self._placed: dict[Pair, str] = {}
+        self.body: Module = getattr(student, "base_model", student)
         generator = torch.Generator().manual_seed(seed)
         for pair in pairs:
             shape = _shape(student, teacher, pair)
@@ -76,6 +87,16 @@ class Projections:
         """The student's output in the teacher's features: ``[R, D_student] → [R, D_teacher]``."""
         weight: Tensor = getattr(pair.student, self._placed[pair])
         return torch.nn.functional.linear(output.to(weight.dtype), weight)
+
+    def join_graph(self, module: Module, args: tuple[Any, ...], output: Any) -> Any:
+        """A forward hook for :attr:`body`, which lies outside of layers that are computed again."""
+        weights = [getattr(pair.student, name) for pair, name in self._placed.items()]
+        if not weights or not torch.is_grad_enabled():
+            return None
+        first = main_tensor(output)
+        if first is None or not first.is_floating_point():
+            return None
+        return _exchanged(output, first, touch(first, *weights))
 
     def remove(self) -> None:
         """Take the parameters off the student's modules."""
@@ -96,6 +117,17 @@ class Projections:
         for pair, name in self._placed.items():
             if _key(pair) in saved:
                 getattr(pair.student, name).copy_(saved[_key(pair)])
+
+
+def _exchanged(output: Any, old: Tensor, new: Tensor) -> Any:
+    """What a module gave, with ``new`` for ``old``."""
+    if output is old:
+        return new
+    if isinstance(output, MutableMapping):
+        for name in [name for name, value in output.items() if value is old]:
+            output[name] = new
+        return output
+    return type(output)(new if value is old else value for value in output)
 
 
 def _shape(student: Module, teacher: Module, pair: Pair) -> tuple[int, int]:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-__all__ = ["micro_batch_weight"]
+__all__ = ["micro_batch_weight", "task_loss"]
 
 _IGNORED = -100  # transformers' label of a position without a target
 
@@ -38,6 +39,15 @@ def micro_batch_weight(batch: Any, given: Mapping[str, Any]) -> float | Tensor:
     total = items if tokens is None else tokens
     weight: Tensor = own / (total.to(own.device) if isinstance(total, Tensor) else total)
     return weight
+
+
+def task_loss(loss: Tensor, batch: Any) -> Tensor:
+    """The loss of the task, zero for a batch without targets: the mean of nothing is 0 / 0."""
+    labels = batch.get("labels", batch.get("shift_labels")) if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor):
+        return loss
+    has_targets = (labels != _IGNORED).any().to(loss.device)
+    return torch.where(has_targets, loss, torch.zeros_like(loss))
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor | None:

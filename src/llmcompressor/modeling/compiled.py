@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled models: they do not notice hooks that come or go, nor that a hook changes its ways."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+__all__ = ["compile_anew"]
+
+
+def compile_anew() -> None:
+    """Have whatever ``torch.compile`` has compiled compiled again at its next call.
+
+    A compiled forward holds the hooks that its modules had when it was traced, and torch leaves
+    out the guards that would tell of others (``skip_nnmodule_hook_guards``). So whoever puts or
+    takes a hook while a model is trained calls this. It costs nothing where nothing is compiled.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
