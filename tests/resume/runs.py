@@ -130,47 +130,33 @@ STARVED = {"moe_calibrate_all_experts": False, "min_tokens_per_module": 0.5}
 """With these experts get too little, and are rounded or pruned without data."""
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "dtype": torch.bfloat16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
 def write_model(folder: Path) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=BLOCKS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        dtype=torch.bfloat16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="150KB")
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="150KB")
     return folder
 
 
 def write_mixture(folder: Path) -> Path:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=128,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_hidden_layers=BLOCKS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        dtype=torch.bfloat16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = Qwen3MoeForCausalLM(config)
+    experts = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, head_dim=16))
     for parameter in model.parameters():
         if parameter.ndim > 1:  # what an expert adds is to matter behind it
             torch.nn.init.normal_(parameter, std=0.1)
