@@ -39,7 +39,8 @@ class _ColumnSquares:
         sums_NC = self.squares_C.new_empty(len(pieces), len(self.squares_C))
 
         def add_up(number: int) -> None:
-            sums_NC[number] = pieces[number].float().square().sum(dim=0)
+            wide_TC = pieces[number].to(torch.float32, copy=True)
+            sums_NC[number] = wide_TC.mul_(wide_TC).sum(dim=0)
 
         if tokens_TC.device.type == "cpu":
             each_on_one_thread(add_up, range(len(pieces)))
