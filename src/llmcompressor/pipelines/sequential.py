@@ -446,7 +446,7 @@ class _Stepper:
         last = self._is_last(unit)
         for one in stop.passes:
             if one.stream == "original":
-                with input_capture(unit.modules) as captured:
+                with input_capture([*unit.modules, unit.stop]) as captured:
                     if last:
                         self._try(one, None)
                     else:

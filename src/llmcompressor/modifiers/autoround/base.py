@@ -3,7 +3,7 @@
 
 Cheng et al., *Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs*,
 arXiv:2309.05516; see :mod:`llmcompressor.numerics.autoround` for the equations. What is minimized
-is the error of each block's output on the inputs that it gets in the original model.
+is how far each block's output, on what the tuned blocks before it give, is from the original one's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modifiers.autoround.tune import Call, Options, Tuned, tune_block
 from llmcompressor.modifiers.modifier import Effort, Granularity
 from llmcompressor.numerics.autoround import Rounding, Start
@@ -78,7 +79,6 @@ class AutoRoundModifier(QuantizationMixin):
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
-    propagates_error: ClassVar[bool] = False
 
     iters: int = Field(default=200, ge=0, le=100_000)
     enable_torch_compile: bool = True
@@ -117,9 +117,9 @@ class AutoRoundModifier(QuantizationMixin):
         return Granularity.BLOCK
 
     @property
-    def changes_at_once(self) -> bool:
-        """Everything is measured on the model as it was."""
-        return False
+    def twin_streams(self) -> bool:
+        """A block is to return, for what tuned ones give it, what the original model does there."""
+        return True
 
     @property
     def records(self) -> dict[str, TuneRecord]:
@@ -167,7 +167,11 @@ class AutoRoundModifier(QuantizationMixin):
         def keep_call(
             module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
-            call = Call(_kept(args), _kept(kwargs), state.token_mask)
+            own = first_tensor(args, kwargs)
+            other = (state.reference_inputs or {}).get(module)
+            same = other is None or own is None or other.shape != own.shape
+            reference = None if same else _kept(other)
+            call = Call(_kept(args), _kept(kwargs), state.token_mask, reference)
             self._calls.setdefault(module, []).append(call)
 
         return keep_call

@@ -37,11 +37,25 @@ class Call:
         args: positional arguments; floating tensors may lie in main memory.
         kwargs: named ones, likewise.
         mask: bool ``[batch, tokens]`` of the real tokens; ``None``: all are.
+        reference: what it gets in the original model in place of the first tensor; ``None``: that.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     mask: Tensor | None
+    reference: Tensor | None = None
+
+    @property
+    def original(self) -> Call:
+        """The same call in the original model."""
+        if self.reference is None:
+            return self
+        for place, value in enumerate(self.args):
+            if isinstance(value, Tensor):
+                args = (*self.args[:place], self.reference, *self.args[place + 1 :])
+                return Call(args, self.kwargs, self.mask)
+        first = next(name for name, value in self.kwargs.items() if isinstance(value, Tensor))
+        return Call(self.args, {**self.kwargs, first: self.reference}, self.mask)
 
     @property
     def rows(self) -> int:
@@ -125,7 +139,9 @@ class _Tuner:
         self._dtype = torch.float32 if self._device.type == "cpu" else None
         self._plain = {name: self._cast(one.detach()) for name, one in block.named_parameters()}
         with torch.no_grad():
-            self._targets = [real_tokens(self._run(call, {}), call.mask).cpu() for call in calls]
+            self._targets = [
+                real_tokens(self._run(call.original, {}), call.mask).cpu() for call in calls
+            ]
         self.values = max(1, sum(target.numel() for target in self._targets))
 
     @torch.no_grad()
