@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitNetConfig, BitNetForCausalLM
 
 from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.block_weights import BlockWeights
-from llmcompressor.errors import TargetError
+from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
@@ -100,6 +100,17 @@ def test_one_block_is_there_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     compressed(str(source), "rounded", tmp_path / "out")
     assert max(most) == 1
     assert not loaded
+
+
+def test_a_broken_weight_is_named_for_what_it_is(tmp_path: Path) -> None:
+    """It is met when the rotated model is tried out, and is no fault of the rotation."""
+    source = model_of(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(source)
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN"):
+        compressed(str(source), "rounded", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_what_would_compute_something_else_is_refused_and_nothing_is_left(tmp_path: Path) -> None:

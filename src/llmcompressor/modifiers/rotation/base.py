@@ -151,11 +151,11 @@ class RotationModifier(Modifier):
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Rotate, and see that the model computes what it did."""
-        self._is_done = True
         if state.keeper is not None:
             self._begin_blocks(state)
         else:
             self._rotate_whole(state)
+        self._is_done = True
 
     def _rotate_whole(self, state: State) -> None:
         model, plan = state.model, self._plan

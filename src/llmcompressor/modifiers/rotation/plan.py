@@ -126,9 +126,10 @@ class Plan:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
         gain = None
-        if fusion.norm is not None:
-            known = gains is not None and fusion.norm.module in gains
-            gain = gains[fusion.norm.module] if gains and known else fusion.norm.gain()
+        if fusion.norm is not None and gains is not None and fusion.norm.module in gains:
+            gain = gains[fusion.norm.module]
+        elif fusion.norm is not None:
+            gain = fusion.norm.gain()
 
         precision = torch.float32 if wide else self.precision
         found = {

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
-from llmcompressor.errors import InputError, TargetError
+from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.flow import probe_inputs
@@ -82,7 +82,7 @@ class Probe:
         """
         try:
             moved = self.moved(plan)
-        except (InputError, torch.OutOfMemoryError):
+        except (CompressorError, torch.OutOfMemoryError):
             raise
         except _FAILURES as error:
             return f"its forward fails ({type(error).__name__}: {error})"
@@ -99,8 +99,10 @@ class Probe:
             own = Plan(torch.float32)
             try:
                 self._before = self._logits(own)
+            except CompressorError:  # of what loads the weights
+                raise
             except _FAILURES as error:
-                logger.info(
+                logger.warning(
                     f"{type(self._model).__name__} does not run in float32 ({error}): whether "
                     "rotations keep its outputs is seen in its own dtype, less sharply."
                 )
@@ -231,6 +233,8 @@ def _watched(model: Any) -> _Watch:
     try:
         with watch:
             logits(model)
+    except CompressorError:  # of what loads the weights
+        raise
     except (TypeError, ValueError) as error:
         raise TargetError(
             f"{type(model).__name__} does not run on token ids alone ({error}), so that it cannot "
