@@ -101,8 +101,13 @@ def _weights() -> list[Case]:
             Case(setting, "GPTQ, as it comes", solved(scheme)),
             Case(setting, "GPTQ, mse observer", solved(scheme, weight_observer="mse")),
             Case(setting, "AWQ", AWQ | rounded(scheme)),
-            Case(setting, "AutoRound", own("AutoRoundModifier", scheme, iters=40)),
+            Case(setting, "AutoRound, 40 steps", own("AutoRoundModifier", scheme, iters=40)),
+            Case(setting, "AutoRound", own("AutoRoundModifier", scheme)),
+            Case(
+                setting, f"{REFERENCE}imatrix_mse", rounded(scheme, weight_observer="imatrix_mse")
+            ),
             Case(setting, f"{REFERENCE}GPTQ", solved(scheme)),
+            Case(setting, f"{REFERENCE}AutoRound", own("AutoRoundModifier", scheme)),
         ]
     asymmetric = preset("W4A16_ASYM")
     cases += [
@@ -216,7 +221,10 @@ BETTER: list[tuple[str, str, str, float]] = [
         for setting, _ in EMBEDDED
         for better, worse in (
             ("GPTQ, as it comes", "round-to-nearest"),
+            ("AutoRound, 40 steps", "round-to-nearest"),
             ("AutoRound", "round-to-nearest"),
+            ("AutoRound", f"{REFERENCE}AutoRound"),
+            ("imatrix_mse observer", f"{REFERENCE}imatrix_mse"),
             ("GPTQ, one forward", f"{REFERENCE}GPTQ"),
             ("GPTQ, as it comes", f"{REFERENCE}GPTQ"),
         )

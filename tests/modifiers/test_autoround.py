@@ -111,7 +111,44 @@ def test_each_block_comes_closer_and_says_so() -> None:
 
 def test_no_steps_round_to_nearest() -> None:
     nearest = QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])
-    assert same(tiny.run(tiny.llama(), autoround(iters=0)), tiny.run(tiny.llama(), nearest))
+    found = tiny.run(tiny.llama(), autoround(iters=0, disable_opt_rtn=True))
+    assert same(found, tiny.run(tiny.llama(), nearest))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_it_begins_with_the_range_that_loses_least(symmetric: bool) -> None:
+    """As a search over every hundredth of the range, written plainly, finds it."""
+    groups = {"all": {"targets": ["Linear"], "weights": {**WEIGHTS, "symmetric": symmetric}}}
+    model = tiny.llama(torch.float32)
+    originals = {name: one.weight.clone() for name, one in tiny.linears(model).items()}
+    found = tiny.run(model, autoround(iters=0, config_groups=groups))
+    widest = 3.5 / 3 if symmetric else 1.0
+    for name, module in tiny.linears(found).items():
+        cells_CN = originals[name].unflatten(1, (-1, 32)).flatten(0, 1)
+        low_C1, high_C1 = cells_CN.amin(1, keepdim=True), cells_CN.amax(1, keepdim=True)
+        least_C = torch.full((len(cells_CN),), torch.inf)
+        for fraction in torch.arange(0.5, 1.0 + 1e-6, 0.01 / widest) * widest:
+            if symmetric:
+                scale_C1 = fraction * torch.maximum(-low_C1, high_C1) / 3.5
+                zero_C1 = torch.zeros_like(scale_C1)
+            else:
+                scale_C1 = fraction * (high_C1 - low_C1) / 7
+                zero_C1 = (-4 - fraction * low_C1 / scale_C1).clamp(-4, 3).round()
+            codes_CN = (cells_CN / scale_C1 + zero_C1).round().clamp(-4, 3)
+            error_CN = (codes_CN - zero_C1) * scale_C1 - cells_CN
+            least_C = torch.minimum(least_C, error_CN.square().sum(1))
+        rounded_CN = module.weight.unflatten(1, (-1, 32)).flatten(0, 1)
+        own_C = (rounded_CN - cells_CN).square().sum(1)
+        assert own_C.sum() < 1.02 * least_C.sum()
+        assert (own_C < 1.1 * least_C).float().mean() > 0.9
+
+
+def test_an_observer_that_was_chosen_decides_where_it_begins() -> None:
+    weights = {**WEIGHTS, "observer": "memoryless_mse", "observer_kwargs": {"maxshrink": 0.1}}
+    groups = {"all": {"targets": ["Linear"], "weights": weights}}
+    nearest = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
+    found = tiny.run(tiny.llama(), autoround(iters=0, config_groups=groups))
+    assert same(found, tiny.run(tiny.llama(), nearest))
 
 
 def test_it_never_ends_worse_than_it_began() -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Linear, Module
@@ -29,16 +30,21 @@ from llmcompressor.modifiers.modifier import Effort, Granularity
 from llmcompressor.numerics.autoround import Rounding, Start
 from llmcompressor.numerics.scales import ScaleFormat
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.quantization.parameters import WeightParameters, weighs_inputs, weight_of
+from llmcompressor.quantization.parameters import (
+    WeightParameters,
+    follows_extremes,
+    observe_weight,
+    weighs_inputs,
+    weight_of,
+)
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, scale_format_of
 
 __all__ = ["AutoRoundModifier", "TuneRecord"]
 
-_NO_EFFECT = {
-    "device_ids": "blocks are tuned where they lie; give device to oneshot.",
-    "disable_opt_rtn": "rounding to nearest is what the observer makes of it.",
-}
+_NO_EFFECT = {"device_ids": "blocks are tuned where they lie; give device to oneshot."}
 """Fields that the technique has elsewhere, and why they are without effect."""
+_SHRUNK_TO = 0.5
+"""The least part of a weight's range that tuning may begin with."""
 _STEP_TOKENS = 2048
 """About what a step runs on: short samples are run together up to this."""
 
@@ -75,7 +81,8 @@ class AutoRoundModifier(QuantizationMixin):
         seed: of the order in which samples are taken.
         enable_torch_compile: accepted, without effect.
         device_ids: accepted, without effect.
-        disable_opt_rtn: accepted, without effect.
+        disable_opt_rtn: begin with the range from the least to the greatest weight, in place of
+            the shrunk one that loses least. Other observers' ranges are taken as they are.
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
@@ -197,7 +204,7 @@ class AutoRoundModifier(QuantizationMixin):
                 "Leave sequential_targets out, or let them name whole blocks.",
             )
         names = {module: inner for inner, module in block.named_modules()}
-        found = {module: self.observe(module) for module in members}
+        found = {module: self._nearest(module) for module in members}
         starts = {
             f"{names[module]}.weight": _start(module, parameters)
             for module, parameters in found.items()
@@ -222,6 +229,24 @@ class AutoRoundModifier(QuantizationMixin):
                 name, rows, tuned.iteration, tuned.error, tuned.error_nearest, moved
             )
         _log(name, tuned)
+
+    def _nearest(self, module: Module) -> WeightParameters:
+        """What to begin with, in a range that loses little: factors only shrink it further.
+
+        The search begins where the greatest weight of a symmetric grid, which has a code fewer
+        above zero than below, is not clamped.
+        """
+        found = self.observe(module)
+        args = found.args
+        if self.disable_opt_rtn or not follows_extremes(args) or not _learns_ranges(args):
+            return found
+        grid = grid_of(args)
+        widest = (grid.qmax - grid.qmin) / (2 * grid.qmax) if args.symmetric else 1.0
+        search = {"norm": 2.0, "maxshrink": 1 - _SHRUNK_TO / widest, "expand": widest}
+        searching = args.model_copy(
+            update={"observer": "memoryless_mse", "observer_kwargs": search}
+        )
+        return replace(observe_weight(weight_of(module).detach(), searching), args=args)
 
     @torch.no_grad()
     def _write(
@@ -248,16 +273,20 @@ class AutoRoundModifier(QuantizationMixin):
         self._block_of.clear()
 
 
+def _learns_ranges(args: QuantizationArgs) -> bool:
+    """Whether scales are numbers that can be moved a little."""
+    return scale_format_of(args) is ScaleFormat.PLAIN
+
+
 def _start(module: Module, parameters: WeightParameters) -> Start:
     args = parameters.args
-    plain = scale_format_of(args) is ScaleFormat.PLAIN
     return Start(
         weight_of(module).detach(),
         parameters.effective_scale,
         None if args.symmetric else parameters.zero_point,
         grid_of(args),
         partition_of(args),
-        (scale_dtype_of(args) or parameters.scale.dtype) if plain else None,
+        (scale_dtype_of(args) or parameters.scale.dtype) if _learns_ranges(args) else None,
     )
 
 
