@@ -66,15 +66,16 @@ def test_planted_experts_go_and_the_rest_computes_as_before(family: str) -> None
 @pytest.mark.parametrize("family", small.FAMILIES)
 def test_from_folder_to_folder(family: str, tmp_path: Path) -> None:
     planted(family).save_pretrained(tmp_path / "model")
-    modifier = REAPPruningModifier(sparsity=0.3, report_path=str(tmp_path / "experts.json"))
+    modifier = REAPPruningModifier(sparsity=0.3, report_path=str(tmp_path / "new" / "experts.json"))
     model = tiny.run(str(tmp_path / "model"), modifier, output_dir=tmp_path / "out")
     assert dropped(modifier) == list(USELESS)
     assert verify(tmp_path / "out").ok
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert count_of(read.config) == 6
     assert torch.equal(tiny.logits(read, tiny.batches()), tiny.logits(model, tiny.batches()))
-    record = json.loads((tmp_path / "experts.json").read_text())
-    assert record == modifier.report()
+    record = modifier.report()
+    left = json.loads((tmp_path / "new" / "experts.json").read_text())
+    assert left == {name.rpartition(".")[0]: one["kept"] for name, one in record.items()}
     for one in record.values():
         assert sum(one["tokens"]) == 8 * 2 * 24 * 2
         assert sorted(one["kept"] + one["dropped"]) == list(range(8))
@@ -202,9 +203,12 @@ def test_an_ignore_entry_that_matches_nothing_is_warned_of(warned: list[str]) ->
 
 
 def test_models_and_fields_that_do_not_fit(tmp_path: Path) -> None:
-    missing = REAPPruningModifier(sparsity=0.5, report_path=str(tmp_path / "none" / "report.json"))
-    with pytest.raises(ArgumentError, match="there is no folder"):
-        tiny.run(small.mixture("mixtral"), missing)
+    (tmp_path / "taken").touch()
+    (tmp_path / "folder.json").mkdir()
+    for place, what in (("taken/report.json", "taken is a file"), ("folder.json", "is a folder")):
+        lost = REAPPruningModifier(sparsity=0.5, report_path=str(tmp_path / place))
+        with pytest.raises(ArgumentError, match=what):
+            tiny.run(small.mixture("mixtral"), lost)
     with pytest.raises(TargetError, match="no mixture"):
         tiny.run(tiny.llama(), REAPPruningModifier(sparsity=0.5))
     with pytest.raises(RecipeError, match=r"\.json"):

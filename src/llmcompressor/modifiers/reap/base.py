@@ -43,7 +43,8 @@ class REAPPruningModifier(Modifier):
     Attributes:
         sparsity: the share of experts to drop, above 0 and below 1; rounded down.
         ignore: mixtures to leave alone, by name, class or ``re:`` pattern.
-        report_path: a ``.json`` file to write what was dropped to.
+        report_path: a ``.json`` file to write which experts are left to: the name of the module
+            that holds a mixture → their numbers, as they were.
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
@@ -88,12 +89,8 @@ class REAPPruningModifier(Modifier):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Find the mixtures, and refuse what could not be written or run afterwards."""
-        if self.report_path is not None and not Path(self.report_path).parent.is_dir():
-            raise ArgumentError(
-                f"report_path is {self.report_path}, and there is no folder "
-                f"{Path(self.report_path).parent}.",
-                "Make it, or choose another.",
-            )
+        if self.report_path is not None:
+            _check_place(Path(self.report_path))
         every = find_layers(state.model)
         ignored = as_targets(self.ignore)
         check_targets(state.model, None, ignored)
@@ -214,8 +211,13 @@ class REAPPruningModifier(Modifier):
         self._drop(state.model, kept)
         self._found.clear()
         if self.report_path is not None:
-            text = json.dumps(self._records, indent=2, allow_nan=False)
-            Path(self.report_path).write_text(f"{text}\n", encoding="utf-8")
+            left = {
+                layer.name.rpartition(".")[0]: kept[layer.experts]
+                for layer in self._layers.values()
+            }
+            path = Path(self.report_path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{json.dumps(left)}\n", encoding="utf-8")
         first = next(iter(self._layers.values()))
         logger.info(
             f"REAPPruningModifier: {len(kept[first.experts])} of {first.count} experts are left in "
@@ -250,6 +252,16 @@ class REAPPruningModifier(Modifier):
             "tokens": found.count_E.tolist(),
         }
         return kept
+
+
+def _check_place(path: Path) -> None:
+    """Refuse a file that could not be written in the end."""
+    there = next(one for one in (path, *path.parents) if one.exists())
+    if path.is_dir() or (there != path and not there.is_dir()):
+        raise ArgumentError(
+            f"report_path is {path}, and {there} is a {'folder' if there.is_dir() else 'file'}.",
+            "Choose another.",
+        )
 
 
 def _routes(
