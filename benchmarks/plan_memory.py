@@ -30,7 +30,9 @@ RECIPES = {
     "r1r2": "SpinQuantModifier: {rotations: [R1, R2]}\n  QuantizationModifier: "
     "{targets: [Linear], scheme: W4A16, ignore: [lm_head]}",
     "gptq": "GPTQModifier: {targets: [Linear], scheme: W4A16, ignore: [lm_head]}",
+    "reap": "REAPPruningModifier: {sparsity: 0.5}",
 }
+CALIBRATED = ("gptq", "reap")
 VOCABULARY = 32000
 
 
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["rtn", "fp8", "gptq"])
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=4096)
+    parser.add_argument("--experts", type=int, default=0, help="Qwen3-MoE with so many per block")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--granularity", default="auto")
@@ -64,7 +67,7 @@ def compare(model: Path, recipe: str, depth: int, work: Path, args: argparse.Nam
         "model": str(model),
         "recipe": f"modifiers:\n  {RECIPES[recipe]}\n",
         "output_dir": str(work / f"{recipe}-{depth}"),
-        "samples": args.samples if recipe == "gptq" else 0,
+        "samples": args.samples if recipe in CALIBRATED else 0,
         "length": args.length,
         "granularity": args.granularity,
     }
@@ -127,7 +130,7 @@ def peak() -> int:
 
 
 def write_model(folder: Path, depth: int, args: argparse.Namespace) -> Path:
-    """A Llama with random weights; one file per block, so that little is held at once."""
+    """A model with random weights; one file per block, so that little is held at once."""
     heads = args.hidden // 128
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -143,6 +146,15 @@ def write_model(folder: Path, depth: int, args: argparse.Namespace) -> Path:
         "rms_norm_eps": 1e-6,
         "torch_dtype": "bfloat16",
     }
+    if args.experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "head_dim": 128,
+            "moe_intermediate_size": args.intermediate // args.experts,
+            "num_experts": args.experts,
+            "num_experts_per_tok": 2,
+        }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     places = {}
@@ -162,6 +174,11 @@ def parts(depth: int, args: argparse.Namespace) -> Iterator[dict[str, torch.Tens
         return torch.randn(rows, columns, generator=generator).mul_(0.02).to(torch.bfloat16)
 
     hidden, inner = args.hidden, args.intermediate
+
+    def mlp(prefix: str, width: int) -> dict[str, torch.Tensor]:
+        rows = {f"{prefix}{one}_proj": matrix(width, hidden) for one in ("gate", "up")}
+        return {**rows, f"{prefix}down_proj": matrix(hidden, width)}
+
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     yield {
         "model.embed_tokens.weight": matrix(VOCABULARY, hidden),
@@ -171,9 +188,12 @@ def parts(depth: int, args: argparse.Namespace) -> Iterator[dict[str, torch.Tens
     for block in range(depth):
         prefix = f"model.layers.{block}."
         own = {f"self_attn.{one}_proj": matrix(hidden, hidden) for one in "qkvo"}
-        own["mlp.gate_proj"] = matrix(inner, hidden)
-        own["mlp.up_proj"] = matrix(inner, hidden)
-        own["mlp.down_proj"] = matrix(hidden, inner)
+        own |= {} if args.experts else mlp("mlp.", inner)
+        for expert in range(args.experts):
+            own |= mlp(f"mlp.experts.{expert}.", inner // args.experts)
+        if args.experts:
+            own["mlp.gate"] = matrix(args.experts, hidden)
+            own |= {f"self_attn.{one}_norm": ones[:128].clone() for one in "qk"}
         own["input_layernorm"] = ones.clone()
         own["post_attention_layernorm"] = ones.clone()
         yield {f"{prefix}{name}.weight": tensor for name, tensor in own.items()}

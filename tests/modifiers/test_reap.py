@@ -14,9 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
+from llmcompressor.core.state import State
 from llmcompressor.errors import ArgumentError, NonFiniteError, RecipeError, TargetError
+from llmcompressor.modifiers.outlined import outlined
 from llmcompressor.modifiers.pruning import REAPPruningModifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.reap.layers import cut, find_layers
 
 USELESS = ((1, 6), (0, 3))
@@ -81,6 +83,53 @@ def test_from_folder_to_folder(family: str, tmp_path: Path) -> None:
         assert sorted(one["kept"] + one["dropped"]) == list(range(8))
     written = json.loads((tmp_path / "out" / "compression_report.json").read_text())
     assert next(iter(record)) in json.dumps(written)
+
+
+@pytest.mark.parametrize("family", small.FAMILIES)
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_block_by_block_and_in_memory_are_the_same(
+    family: str, quantizes: bool, tmp_path: Path, warned: list[str]
+) -> None:
+    """One block is in memory at a time, and experts go with it; a pass behind has none of them."""
+    planted(family).save_pretrained(tmp_path / "model")
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 8}
+    groups = {"all": {"targets": ["re:.*self_attn.o_proj$"], "weights": weights}}
+    for name in ("streamed", "whole"):
+        recipe: list[Any] = [REAPPruningModifier(sparsity=0.5)]
+        if quantizes:
+            recipe.append(GPTQModifier(config_groups=groups))
+        folder = tmp_path / "model"
+        given = AutoModelForCausalLM.from_pretrained(folder) if name == "whole" else str(folder)
+        tiny.run(given, *recipe, output_dir=tmp_path / name)
+    assert not [one for one in warned if "whole model is loaded" in one]
+    for file in ("model.safetensors", "config.json", "compression_report.json"):
+        streamed, whole = ((tmp_path / name / file).read_bytes() for name in ("streamed", "whole"))
+        assert streamed == whole, file
+
+
+@pytest.mark.parametrize("family", small.FAMILIES)
+def test_what_is_only_outlined_is_as_it_was_again(family: str) -> None:
+    def look(model: Any) -> list[Any]:
+        numbers = [
+            (name, key, value)
+            for name, module in model.named_modules()
+            for key, value in vars(module).items()
+            if type(value) is int
+        ]
+        return [
+            model.config.to_dict(),
+            numbers,
+            {key: id(value) for key, value in model.state_dict(keep_vars=True).items()},
+        ]
+
+    model = small.mixture(family)
+    state, modifier = State(model=model), REAPPruningModifier(sparsity=0.5)
+    modifier.initialize(state)
+    before = look(model)
+    with outlined([modifier], state):
+        assert count_of(model.config) == 4
+        assert {len(one.experts.down_proj) for one in small.blocks(model)} == {4}
+    assert look(model) == before
 
 
 @pytest.mark.parametrize("pipeline", ["sequential", "basic", "layer_sequential"])

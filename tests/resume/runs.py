@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_writer, journal
+from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
@@ -111,6 +112,14 @@ def rotated_between() -> list[Any]:
     ]
 
 
+def dropped() -> list[Any]:
+    """Experts go when their block is left, and what comes behind in the next pass has none."""
+    return [
+        REAPPruningModifier(sparsity=0.25),
+        GPTQModifier(targets=_ATTENTION, scheme="W4A16"),
+    ]
+
+
 RECIPES: dict[str, Callable[[], list[Any]]] = {
     "rtn": rtn,
     "gptq": gptq,
@@ -122,12 +131,14 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "pruned_rounded": pruned_rounded,
     "rotated": rotated,
     "rotated_between": rotated_between,
+    "dropped": dropped,
     "starved": gptq,
     "starved_pruned": pruned_rounded,
 }
 NEEDS_DATA = RECIPES.keys() - {"rtn"}
 STARVED = {"moe_calibrate_all_experts": False, "min_tokens_per_module": 0.5}
 """With these experts get too little, and are rounded or pruned without data."""
+MIXTURES = {"dropped", "starved", "starved_pruned"}
 
 
 SIZES: dict[str, Any] = {
@@ -182,7 +193,7 @@ class Job:
         data = rows() if self.recipe in NEEDS_DATA else None
         is_starved = self.recipe.startswith("starved")
         oneshot(
-            model=str(self.model.with_name("mixture") if is_starved else self.model),
+            model=str(self.model.with_name("mixture") if self.recipe in MIXTURES else self.model),
             recipe=RECIPES[self.recipe](),
             dataset=data,
             starved_experts="rtn",

@@ -34,6 +34,7 @@ OTHERS = [
     *(("pruned_rounded", "append", number) for number in (3, 5, 7)),
     *(("rotated", "append", number) for number in (2, 3, 5)),
     *(("rotated_between", "append", number) for number in (3, 5, 6, 8)),
+    *(("dropped", "append", number) for number in (3, 4, 6, 9, 11)),
     *(("starved", "append", number) for number in (3, 4)),
     *(("starved_pruned", "append", number) for number in (3, 5, 6)),
     ("gptq", "write", 9),

@@ -59,6 +59,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.embeddings import embeddings, is_tied, untie_embeddings
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.modifiers.outlined import outlined
 from llmcompressor.pipelines.experts import experts_report
 from llmcompressor.pipelines.mixtures import dense_mixtures, meant_mixtures, warn_unread
 from llmcompressor.pipelines.passes import BY_BLOCK, passes_of, run_passes
@@ -212,20 +213,21 @@ class _Run:
         self._modifiers: list[Modifier] = list(self.session.lifecycle.recipe.modifiers)
         state = self.session.state
         planned = [one for modifier in self._modifiers for one in modifier.planned(state)]
-        prediction = predict(
-            model,
-            planned,
-            self.blueprint.source.tensors,
-            save_compressed=job.model_args.save_compressed,
-            apart=was_tied and not is_tied(model),
-        )
-        if job.run_args.verify:
-            compressed = job.model_args.save_compressed
-            config = planned_config(
-                model, self.blueprint.source.directory, prediction, compressed=compressed
+        with outlined(self._modifiers, state):
+            prediction = predict(
+                model,
+                planned,
+                self.blueprint.source.tensors,
+                save_compressed=job.model_args.save_compressed,
+                apart=was_tied and not is_tied(model),
             )
-            warn_unservable(config, prediction.stored)
-        layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
+            if job.run_args.verify:
+                compressed = job.model_args.save_compressed
+                config = planned_config(
+                    model, self.blueprint.source.directory, prediction, compressed=compressed
+                )
+                warn_unservable(config, prediction.stored)
+            layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
         passes = passes_of(self._modifiers, job.pipeline())
         with opened(job.output_dir, self._fingerprint(), resume=job.run_args.resume) as workspace:
             try:

@@ -105,6 +105,7 @@ class _Maker:
         self._problems = list(request.problems)
         self._notes: list[str] = []
         self._state = State(model=subject.model)
+        self._parts: Sequence[Part] | None = None
         self._reads_ahead = True
         self._base = 0
 
@@ -114,7 +115,7 @@ class _Maker:
         everything = [one for each in planned for one in each or ()]
         names = [[one.name for one in each or ()] for each in planned]
         words = descriptions(everything)
-        parts = self._subject.parts()
+        parts = self._parts_read
         is_ready = None not in planned and not any(one.where == RECIPE for one in self._problems)
         rows = module_rows(subject.model, request.modifiers, everything) if is_ready else []
         plan = Plan(
@@ -149,6 +150,8 @@ class _Maker:
         name = type(modifier).__name__
         try:
             modifier.initialize(self._state)
+            if type(modifier).outline is not Modifier.outline:
+                self._parts = self._parts_read
             modifier.outline(self._state)
             return modifier.planned(self._state)
         except CompressorError as error:
@@ -162,6 +165,11 @@ class _Maker:
                 "what it does is left out."
             )
             return []
+
+    @property
+    def _parts_read(self) -> Sequence[Part]:
+        """The parts of the model as they are read: before anything of them is dropped."""
+        return self._subject.parts() if self._parts is None else self._parts
 
     def _note_stacks(self, rows: Sequence[ModuleRow]) -> None:
         """Say what no recipe can reach: it may be most of the model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,8 +37,9 @@ _PLACES = 10_000
 class REAPPruningModifier(Modifier):
     """Drops the experts of each mixture that add least, by calibration data.
 
-    All of the model is looked at as it was; experts are dropped when calibration ends, with their
-    rows of the router, and the number in the configuration is changed.
+    All of the model is looked at as it was. The experts of a block are dropped when all batches
+    have left it, with their rows of the router; at the end the number in the configuration is
+    changed.
 
     Attributes:
         sparsity: the share of experts to drop, above 0 and below 1; rounded down.
@@ -56,6 +57,7 @@ class REAPPruningModifier(Modifier):
 
     _layers: dict[Module, MoeLayer] = PrivateAttr(default_factory=dict)
     _found: dict[Module, Saliency] = PrivateAttr(default_factory=dict)
+    _kept: dict[Module, Sequence[int]] = PrivateAttr(default_factory=dict)
     _records: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
 
     @field_validator("report_path")
@@ -80,6 +82,16 @@ class REAPPruningModifier(Modifier):
     def calibrated_modules(self, state: State) -> list[Module]:
         """The modules that hold the experts."""
         return list(self._layers)
+
+    @property
+    def works_by_block(self) -> bool:
+        """What an expert adds is known when all batches have passed its block."""
+        return True
+
+    @property
+    def changes_at_once(self) -> bool:
+        """No: what comes behind a mixture is looked at with all of its experts."""
+        return False
 
     def report(self) -> dict[str, Any]:
         """Saliency and tokens of every expert, and which were dropped."""
@@ -118,11 +130,9 @@ class REAPPruningModifier(Modifier):
 
     def outline(self, state: State) -> None:
         """Leave as many experts as will be left, whichever these are."""
-        kept = {
-            module: self._left(layer, torch.zeros(layer.count))
-            for module, layer in self._layers.items()
-        }
-        self._drop(state.model, kept)
+        for layer in self._layers.values():
+            cut(state.model, layer, self._left(layer, torch.zeros(layer.count)))
+        self._tell(state.model)
 
     def _check_counts(
         self, model: Module, every: Sequence[MoeLayer], mine: Sequence[MoeLayer]
@@ -176,10 +186,13 @@ class REAPPruningModifier(Modifier):
     # ------------------------------------------------------------------ while
 
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Watch what the experts are called with."""
+        """Watch what the experts are called with; not in blocks that are finished."""
+        finished = () if state.keeper is None else state.keeper.finished
+        done = tuple(f"{name}." for name in finished)
         for module, layer in self._layers.items():
-            self._found[module] = Saliency.of(layer.count)
-            self.register_hook(module, self._hook(state), "forward_pre", with_kwargs=True)
+            if not layer.name.startswith(done):
+                self._found[module] = Saliency.of(layer.count)
+                self.register_hook(module, self._hook(state), "forward_pre", with_kwargs=True)
 
     def _hook(self, state: State) -> Any:
         @torch.no_grad()
@@ -204,15 +217,42 @@ class REAPPruningModifier(Modifier):
 
         return count
 
+    def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
+        """Drop experts of those of ``modules`` that are mixtures."""
+        for layer in self._mine(modules):
+            if layer.experts in self._found:
+                record = self._choose(layer)
+                if state.keeper is not None:
+                    record = state.keeper.decide(_key(layer), record)
+                self._take(state.model, layer, record)
+
+    def adopt(self, state: State, modules: Iterable[Module]) -> None:
+        """Take over which experts an earlier run has left."""
+        for layer in self._mine(modules):
+            record = state.keeper.decide(_key(layer), None)
+            assert record is not None, "it was written before its block was"
+            self._take(state.model, layer, record)
+
+    def _mine(self, modules: Iterable[Module]) -> list[MoeLayer]:
+        """The mixtures among ``modules`` that have all of their experts."""
+        return [
+            self._layers[one] for one in modules if one in self._layers and one not in self._kept
+        ]
+
+    def _take(self, model: Module, layer: MoeLayer, record: Mapping[str, Any]) -> None:
+        cut(model, layer, record["kept"])
+        self._kept[layer.experts] = record["kept"]
+        self._records[layer.name] = dict(record)
+        self._found.pop(layer.experts, None)
+
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Drop experts everywhere, and say so in the configuration."""
+        """Drop experts that were not dropped with their block, and say so in the configuration."""
         self.remove_hooks()
-        kept = {module: self._choose(layer) for module, layer in self._layers.items()}
-        self._drop(state.model, kept)
-        self._found.clear()
+        self.finish(state, list(self._layers))
+        self._tell(state.model)
         if self.report_path is not None:
             left = {
-                layer.name.rpartition(".")[0]: kept[layer.experts]
+                layer.name.rpartition(".")[0]: list(self._kept[layer.experts])
                 for layer in self._layers.values()
             }
             path = Path(self.report_path)
@@ -220,22 +260,22 @@ class REAPPruningModifier(Modifier):
             path.write_text(f"{json.dumps(left)}\n", encoding="utf-8")
         first = next(iter(self._layers.values()))
         logger.info(
-            f"REAPPruningModifier: {len(kept[first.experts])} of {first.count} experts are left in "
-            f"each of {len(self._layers)} mixtures."
+            f"REAPPruningModifier: {len(self._kept[first.experts])} of {first.count} experts are "
+            f"left in each of {len(self._layers)} mixtures."
         )
 
-    def _drop(self, model: Module, kept: Mapping[Module, Sequence[int]]) -> None:
-        for module, layer in self._layers.items():
-            cut(model, layer, kept[module])
+    def _tell(self, model: Module) -> None:
+        """Change the number in the configuration."""
         first = next(iter(self._layers.values()))
         for config, name in counts_of(model, first.count):
-            setattr(config, name, len(kept[first.experts]))
+            setattr(config, name, len(self._left(first, torch.zeros(first.count))))
 
     def _left(self, layer: MoeLayer, saliency_E: Tensor) -> list[int]:
         gone = set(dropped_experts(saliency_E, self.sparsity, layer.groups))
         return [number for number in range(layer.count) if number not in gone]
 
-    def _choose(self, layer: MoeLayer) -> list[int]:
+    def _choose(self, layer: MoeLayer) -> dict[str, Any]:
+        """What was found of a mixture's experts, and which are to be left."""
         found = self._found[layer.experts]
         saliency_E = found.mean()
         if not bool(saliency_E.isfinite().all()):
@@ -244,14 +284,18 @@ class REAPPruningModifier(Modifier):
                 "weight upstream, or load the model with precision='float32'."
             )
         kept = self._left(layer, saliency_E)
-        self._records[layer.name] = {
+        return {
             "experts": layer.count,
             "kept": kept,
             "dropped": sorted(set(range(layer.count)) - set(kept)),
             "saliency": saliency_E.tolist(),
             "tokens": found.count_E.tolist(),
         }
-        return kept
+
+
+def _key(layer: MoeLayer) -> str:
+    """Under which a run keeps what it has decided on a mixture."""
+    return f"experts of {layer.name}"
 
 
 def _check_place(path: Path) -> None:
