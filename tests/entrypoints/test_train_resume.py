@@ -118,6 +118,27 @@ def test_killed(whole: dict[str, str], llama_folder: Path, tmp_path: Path) -> No
     assert _kept(output) == whole
 
 
+def test_what_a_killed_process_had_begun_is_no_newer_checkpoint(
+    whole: dict[str, str], llama_folder: Path, tmp_path: Path
+) -> None:
+    """One of a later step: those that are complete would make room for it."""
+    output = tmp_path / "out"
+    _break(llama_folder, output, 3)
+    begun = tmp_path / "out.partial" / "training" / "checkpoint-5"
+    begun.mkdir()
+    (begun / "model.safetensors").write_bytes(b"half of it")
+    given = _given(output) | {"save_steps": 1, "save_total_limit": 1}
+    Breaker.at = 4
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(str(llama_folder), _recipe(), **given)
+    finally:
+        Breaker.at = None
+    assert [one.name for one in begun.parent.glob("checkpoint-*")] == ["checkpoint-4"]
+    train(str(llama_folder), _recipe(), **given)
+    assert _kept(output) == whole
+
+
 def test_broken_off_while_older_checkpoints_go(
     whole: dict[str, str],
     llama_folder: Path,
