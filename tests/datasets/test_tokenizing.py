@@ -224,6 +224,15 @@ class TestTraining:
         (sample,) = load_training(DatasetArguments(dataset=[row]))
         assert sample["labels"] == [-100, 7]
 
+    @pytest.mark.parametrize("labels", [{}, {"labels": [5, 6, -100, 9]}])
+    def test_tokens_that_the_loss_mask_leaves_out_have_no_labels(self, labels):
+        row = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 0], **labels}
+        (every,) = load_training(DatasetArguments(dataset=[row]))
+        assert every["labels"] == labels.get("labels", row["input_ids"])
+        (masked,) = load_training(DatasetArguments(dataset=[row], use_loss_mask=True))
+        assert masked["labels"] == [-100, *every["labels"][1:3], -100]
+        assert masked.keys() == every.keys() == {"input_ids", "attention_mask", "labels"}
+
     @pytest.mark.parametrize("collator", ["padding", "truncation", list])
     @pytest.mark.parametrize("streamed", [False, True])
     def test_tokenized_rows_are_cut_whatever_the_collator(self, collator, streamed):
