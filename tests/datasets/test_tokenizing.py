@@ -224,6 +224,37 @@ class TestTraining:
         (sample,) = load_training(DatasetArguments(dataset=[row]))
         assert sample["labels"] == [-100, 7]
 
+    @pytest.mark.parametrize("labels", [{}, {"labels": [5, 6, -100, 9]}])
+    def test_tokens_that_the_loss_mask_leaves_out_have_no_labels(self, labels):
+        row = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 0], **labels}
+        (every,) = load_training(DatasetArguments(dataset=[row]))
+        assert every["labels"] == labels.get("labels", row["input_ids"])
+        (masked,) = load_training(DatasetArguments(dataset=[row], use_loss_mask=True))
+        assert masked["labels"] == [-100, *every["labels"][1:3], -100]
+        assert masked.keys() == every.keys() == {"input_ids", "attention_mask", "labels"}
+
+    @pytest.mark.parametrize("collator", ["padding", "truncation", list])
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_tokenized_rows_are_cut_whatever_the_collator(self, collator, streamed):
+        rows = [
+            {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8], "attention_mask": [1] * 4},
+            {"input_ids": [0, 0, 9, 4], "attention_mask": [0, 0, 1, 1]},
+            {"input_ids": [3]},
+        ]
+        data = iter(rows) if streamed else rows
+        args = DatasetArguments(dataset=data, max_seq_length=2, data_collator=collator)
+        samples = list(load_training(args))
+        assert [one["input_ids"] for one in samples] == [[5, 6], [9, 4], [3]]
+        assert [one["labels"] for one in samples] == [[-100, 6], [9, 4], [3]]
+        assert [one["attention_mask"] for one in samples] == [[1, 1], [1, 1], [1]]
+
+    def test_a_collator_of_the_users_gets_tokenized_rows_as_it_gets_others(self):
+        """What is no sequence of tokens has no axis of its own for the sample."""
+        row = {"input_ids": [5, 6], "pixel_values": [[0.5, 1.0, 1.5]]}
+        args = DatasetArguments(dataset=[row], data_collator=list)
+        (sample,) = load_training(args, model_input_names=("input_ids", "pixel_values"))
+        assert sample["pixel_values"].tolist() == row["pixel_values"]
+
     def test_labels_survive_joining(self, tokenizer):
         args = DatasetArguments(dataset=SOLVED * 8, max_seq_length=16, concatenate_data=True)
         samples = load_training(args, processor=tokenizer)

@@ -212,6 +212,8 @@ quant_stage: {a_modifiers: {GPTQModifier: {targets: Linear, scheme: W4A16, ignor
         (RECIPE, {"dataset": "./none.jsonl"}, InputError, ("./none.jsonl",)),
         (RECIPE, {"max_steps": -1, "dataset": iter([])}, ArgumentError, ("max_steps",)),
         ("modifiers: {}", {}, RecipeError, ("no stages",)),
+        (GPTQ_LAST, {"loggers": ["print"]}, ArgumentError, ("'print' is not a logger",)),
+        (RECIPE, {"loggers": ["print"]}, ArgumentError, ("'print' is not a logger",)),
     ],
 )
 def test_one_error_before_the_first_stage(

@@ -175,6 +175,27 @@ CASES: dict[str, Case] = {
         ArgumentError,
         ("swanlab", "not installed", "pip install swanlab"),
     ),
+    "an optimizer that is not installed": (
+        {"optim": "galore_adamw"},
+        ArgumentError,
+        ("optim", "galore_adamw", "galore_torch"),
+    ),
+    "an argument that the optimizer does not take": (
+        {"adam_beta1": 1.5},
+        ArgumentError,
+        ("adamw_torch", "Invalid beta", "1.5"),
+    ),
+    "learning rates without what they need": (
+        {"lr_scheduler_type": "warmup_stable_decay"},
+        ArgumentError,
+        ("warmup_stable_decay", "num_decay_steps", "lr_scheduler_kwargs"),
+    ),
+    "an argument that learning rates do not take": (
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 2}},
+        ArgumentError,
+        ("cosine", "num_cycle"),
+    ),
+    "shards of one process": ({"fsdp": True}, ArgumentError, ("fsdp", "torchrun")),
     "nothing to resume": ({"resume_from_checkpoint": True}, OutputError, ("nothing to resume",)),
     "no such checkpoint": (
         {"resume_from_checkpoint": "./checkpoint-7"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,54 @@ def test_killed(whole: dict[str, str], llama_folder: Path, tmp_path: Path) -> No
     (tmp_path / "out.partial" / "training" / "checkpoint-4").mkdir()
     train(str(llama_folder), _recipe(), **_given(output))
     assert _kept(output) == whole
+
+
+def test_what_a_killed_process_had_begun_is_no_newer_checkpoint(
+    whole: dict[str, str], llama_folder: Path, tmp_path: Path
+) -> None:
+    """One of a later step: those that are complete would make room for it."""
+    output = tmp_path / "out"
+    _break(llama_folder, output, 3)
+    begun = tmp_path / "out.partial" / "training" / "checkpoint-5"
+    begun.mkdir()
+    (begun / "model.safetensors").write_bytes(b"half of it")
+    given = _given(output) | {"save_steps": 1, "save_total_limit": 1}
+    Breaker.at = 4
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(str(llama_folder), _recipe(), **given)
+    finally:
+        Breaker.at = None
+    assert [one.name for one in begun.parent.glob("checkpoint-*")] == ["checkpoint-4"]
+    train(str(llama_folder), _recipe(), **given)
+    assert _kept(output) == whole
+
+
+def test_broken_off_while_older_checkpoints_go(
+    whole: dict[str, str],
+    llama_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[str],
+) -> None:
+    """The checkpoint that they make room for is in the journal by then."""
+    given = _given(tmp_path / "out", save_total_limit=1)
+    remove = shutil.rmtree
+
+    def removed(path: Any, *args: Any, **kwargs: Any) -> None:
+        remove(path, *args, **kwargs)
+        if Path(path).name == "checkpoint-2":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", removed)
+        with pytest.raises(KeyboardInterrupt):
+            train(str(llama_folder), _recipe(), **given)
+    assert not any("Continuing the training" in line for line in said)
+    train(str(llama_folder), _recipe(), **given)
+    assert any("Continuing the training" in line and "checkpoint-4" in line for line in said)
+    assert _kept(tmp_path / "out") == whole
+    assert [one.name for one in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-5"]
 
 
 @pytest.mark.parametrize("method", ["publish", "remove"])

@@ -22,6 +22,11 @@ def _saved(folder: Path, data: Any) -> str:
     return str(folder / "saved")
 
 
+def _file(folder: Path) -> str:
+    (folder / "texts.jsonl").write_text("".join(f'{{"text": "{one}"}}\n' for one in TEXTS))
+    return str(folder / "texts.jsonl")
+
+
 WITHOUT_SPLITS: dict[str, Any] = {
     "texts": lambda folder: {"dataset": TEXTS},
     "rows": lambda folder: {"dataset": [{"text": text} for text in TEXTS]},
@@ -31,7 +36,9 @@ WITHOUT_SPLITS: dict[str, Any] = {
     "a saved Dataset": lambda folder: {
         "dataset": _saved(folder, Dataset.from_dict({"text": TEXTS}))
     },
-    "the same by its path": lambda folder: {
+    "a file": lambda folder: {"dataset": _file(folder)},
+    "a file by its path": lambda folder: {"dataset_path": _file(folder)},
+    "a saved Dataset by its path": lambda folder: {
         "dataset_path": _saved(folder, Dataset.from_dict({"text": TEXTS}))
     },
 }

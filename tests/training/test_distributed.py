@@ -28,6 +28,8 @@ SCRIPT = Path(distributed_run.__file__)
 
 def launcher(processes: int) -> list[str]:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    # Else they look for each other by the machine's own name, for minutes where nobody knows it.
+    command += ["--local-addr", "localhost"]
     return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 
 

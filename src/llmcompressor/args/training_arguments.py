@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from llmcompressor.args.checks import Check, integer, number, optional, reject
+from llmcompressor.args.optimizer_trial import try_optimizer
 from llmcompressor.errors import ArgumentError, did_you_mean
 
 __all__ = ["TrainingArguments"]
@@ -121,6 +122,7 @@ class TrainingArguments(transformers.TrainingArguments):
                 "They are those of transformers' TrainingArguments.",
             ) from error
         _check_reports(self.report_to)
+        try_optimizer(self)
 
     @property
     def device(self) -> torch.device:

@@ -82,8 +82,7 @@ class CompressionSession:
             InputError: the session was finalized.
             RecipeError: the recipe cannot be used.
         """
-        if loggers is not None and not isinstance(loggers, LoggerManager):
-            loggers = LoggerManager(loggers)
+        loggers = LoggerManager.of(loggers)
         return self._modified(
             self._lifecycle.initialize(
                 recipe=recipe,

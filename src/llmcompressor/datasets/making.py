@@ -109,7 +109,15 @@ class SampleMaker:
             return self._within_limit(sample)
         prompt = row.get("prompt")
         ids = self._own_encoder(where).ids(prompt) if isinstance(prompt, str) else None
-        return self._within_limit(add_labels(sample, ids))
+        sample = self._within_limit(self._as_asked(add_labels(sample, ids)))
+        return unbatched(sample) if callable(self._it.args.data_collator) else sample
+
+    def _as_asked(self, sample: Sample) -> Sample:
+        """A sample to train on; cut here, since the collators of a training do not cut."""
+        asked = self._it.args.max_seq_length
+        if asked is None or self._it.args.concatenate_data:
+            return sample
+        return _cut_to(sample, asked)
 
     def _within_limit(self, sample: Sample) -> Sample:
         """A sample that came tokenized; cut, if the model would look for positions it has not."""
@@ -124,12 +132,7 @@ class SampleMaker:
         self._long, self._longest = self._long + 1, max(self._longest, length)
         if not self._it.in_table:
             return sample
-        return {
-            name: cut(sample, name, limit)
-            if name in SEQUENCES and isinstance(value, list)
-            else value
-            for name, value in sample.items()
-        }
+        return _cut_to(sample, limit)
 
     def _said_of_long(self) -> str:
         limit = self._it.model_max_length
@@ -144,8 +147,8 @@ class SampleMaker:
 
     @property
     def _cuts(self) -> bool:
-        """Whether samples are cut to ``max_seq_length`` when they are put into a batch."""
-        return self._it.args.data_collator == "truncation"
+        """Whether samples are cut to ``max_seq_length``: here, or when they are batched."""
+        return self._it.for_training or self._it.args.data_collator == "truncation"
 
     def _encoded(self, rows: Mapping[int, Row]) -> dict[int, Sample]:
         """Rows of text, images or sound through the processor."""
@@ -215,6 +218,14 @@ class SampleMaker:
                 cut_media=self._it.args.max_seq_length is not None,
             )
         return self._encoder
+
+
+def _cut_to(sample: Sample, length: int) -> Sample:
+    """The sample with at most so many tokens in each of its sequences."""
+    return {
+        name: cut(sample, name, length) if name in SEQUENCES and isinstance(value, list) else value
+        for name, value in sample.items()
+    }
 
 
 def _is_blank(row: Row) -> bool:

@@ -243,12 +243,27 @@ def num_tokens(sample: Mapping[str, Any]) -> int | None:
 def add_labels(sample: Sample, prompt: list[int] | None) -> Sample:
     """The sample with labels: its token ids, except those of the prompt and of padding.
 
+    A ``loss_mask`` goes into the labels: where it is 0 there is none.
+
     Args:
         sample: holds ``input_ids`` and ``attention_mask``; labels that it has are kept.
         prompt: the prompt's own token ids; as many as begin the sample are not learned.
     """
-    if "labels" in sample or "input_ids" not in sample:
+    if "input_ids" not in sample:
         return sample
+    if "labels" not in sample:
+        sample = {**sample, "labels": _labels(sample, prompt)}
+    counts = sample.get("loss_mask")
+    if counts is None or len(counts) != len(sample["labels"]):
+        return sample
+    labels = [
+        label if counted else IGNORED_LABEL
+        for label, counted in zip(sample["labels"], counts, strict=True)
+    ]
+    return {**{name: sample[name] for name in sample if name != "loss_mask"}, "labels": labels}
+
+
+def _labels(sample: Sample, prompt: list[int] | None) -> list[int]:
     ids = sample["input_ids"]
     labels = [
         token if real else IGNORED_LABEL
@@ -258,7 +273,7 @@ def add_labels(sample: Sample, prompt: list[int] | None) -> Sample:
         if token != own:
             break
         labels[place] = IGNORED_LABEL
-    return {**sample, "labels": labels}
+    return labels
 
 
 def pad(sample: Sample, name: str, length: int, *, pad_id: int, side: str) -> list[int]:

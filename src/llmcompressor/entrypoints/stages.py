@@ -41,6 +41,7 @@ from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import NOT_OF_TRAINING, Training
 from llmcompressor.errors import ArgumentError, OutputError, RecipeError
 from llmcompressor.logger import logger
+from llmcompressor.metrics import LoggerManager
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.rotation.base import RotationModifier
@@ -286,6 +287,7 @@ def _check_whole(given: Mapping[str, Any]) -> None:
         raise ArgumentError(
             "A dry run is not there for run_stages.", "Use plan for a stage that is a oneshot."
         )
+    LoggerManager.of(given.get("loggers"))
     plain = {name: value for name, value in given.items() if name not in ("log_dir", "loggers")}
     parse_arguments(
         {"model": "the model", **plain}, *_TRAIN, also_known=("output_dir", "log_dir", "loggers")

@@ -167,8 +167,8 @@ def _has_splits(args: DatasetArguments) -> bool:
     if data is not None and not isinstance(data, str):
         return False
     # Where save_to_disk wrote several data sets, there is a dataset_dict.json instead.
-    folder = Path(args.dataset_path or str(data)).expanduser()
-    return not (folder / "state.json").is_file()
+    place = Path(args.dataset_path or str(data)).expanduser()
+    return not (place.is_file() or (place / "state.json").is_file())
 
 
 def _opened(args: DatasetArguments) -> _Role:

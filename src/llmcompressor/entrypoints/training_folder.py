@@ -61,16 +61,32 @@ class TrainingFolder:
         flush(self.training / name)
         self._workspace.journal.add(BlockEntry(block=name, digest="", source=""))
 
+    def drop_incomplete(self) -> None:
+        """Remove what an earlier process had begun: what is not in the journal is not complete.
+
+        A checkpoint that is left would be taken for a newer one, and those that are written from
+        now on would make room for it.
+        """
+        noted = {f"{_CHECKPOINT}{step}" for step in self._noted_steps()}
+        if not noted:
+            shutil.rmtree(self.training, ignore_errors=True)
+            return
+        for path in self.training.glob(f"{_CHECKPOINT}*"):
+            if path.name not in noted:
+                shutil.rmtree(path)
+
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint that is complete."""
-        if self._workspace is None:
-            return None
-        steps = [int(name.removeprefix(_CHECKPOINT)) for _, name in self._workspace.journal.entries]
-        for step in sorted(steps, reverse=True):
+        for step in sorted(self._noted_steps(), reverse=True):
             checkpoint = self.training / f"{_CHECKPOINT}{step}"
             if (checkpoint / STATE_FILE).is_file():
                 return checkpoint
         return None
+
+    def _noted_steps(self) -> list[int]:
+        if self._workspace is None:
+            return []
+        return [int(name.removeprefix(_CHECKPOINT)) for _, name in self._workspace.journal.entries]
 
     @property
     def is_written(self) -> bool:
@@ -148,8 +164,7 @@ def opened_folder(
         if folder.is_written:
             yield folder
             return
-        if not workspace.journal.entries:  # of what is not in the journal nothing is complete
-            shutil.rmtree(training, ignore_errors=True)
+        folder.drop_incomplete()
         if resume == "must" and folder.last_checkpoint() is None:
             raise OutputError(
                 f"There is nothing to resume: {training} holds no complete checkpoint.",

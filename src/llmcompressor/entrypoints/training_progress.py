@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training tells its user while it runs, and its folder when a checkpoint is complete."""
+"""What a training tells its user while it runs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from llmcompressor.entrypoints.training_folder import TrainingFolder
 from llmcompressor.logger import logger
 from llmcompressor.progress import Advance, progress
 
-__all__ = ["NotedCheckpoints", "TrainingBar"]
+__all__ = ["TrainingBar"]
 
 _SHOWN = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch")
-
-
-class NotedCheckpoints(TrainerCallback):
-    """Writes each checkpoint that is complete to the journal of the run's folder."""
-
-    def __init__(self, folder: TrainingFolder) -> None:
-        self._folder = folder
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint was written; one without an optimizer cannot be continued from."""
-        if not args.save_only_model:
-            self._folder.note(state.global_step)
 
 
 class TrainingBar(TrainerCallback):

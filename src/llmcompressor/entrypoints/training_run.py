@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Module
 from transformers import PrinterCallback
+from transformers.trainer_utils import rotate_checkpoints
 
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.core.session import CompressionSession
@@ -23,7 +24,7 @@ from llmcompressor.entrypoints.task import compression_report, report_of, undone
 from llmcompressor.entrypoints.teacher import load_teacher
 from llmcompressor.entrypoints.training_data import check_targets
 from llmcompressor.entrypoints.training_folder import TrainingFolder, opened_folder
-from llmcompressor.entrypoints.training_progress import NotedCheckpoints, TrainingBar
+from llmcompressor.entrypoints.training_progress import TrainingBar
 from llmcompressor.entrypoints.training_task import Training
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
@@ -55,9 +56,15 @@ def run_training(task: Training) -> Module:
 
 
 class _Trainer(Trainer):
-    """A trainer that says when its session has begun, and nothing is spread or trained yet."""
+    """A trainer that says when its session has begun, and that notes each checkpoint.
+
+    Attributes:
+        session_has_begun: called when nothing is spread or trained yet.
+        folder: where checkpoints are noted, before older ones make room for them.
+    """
 
     session_has_begun: Callable[[], None] | None = None
+    folder: TrainingFolder | None = None
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         model = self.accelerator.unwrap_model(self.model)
@@ -68,6 +75,19 @@ class _Trainer(Trainer):
                 self.session_has_begun()
             self.session_has_begun = None
         return optimizer
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+        if self.folder is not None and not self.args.save_only_model:  # else nothing goes on there
+            self.folder.note(self.state.global_step)
+        if self.args.should_save:
+            # Only now: whenever it is killed, the journal names a checkpoint that is whole.
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(self._get_output_dir(trial=None), limit, best, use_mtime=True)
 
 
 class _Run:
@@ -135,12 +155,12 @@ class _Run:
             eval_dataset=evaluate,
             data_collator=task.data.collator(self.model, self.processor, given=task.collator_given),
             processing_class=self.processor,
-            callbacks=[NotedCheckpoints(folder)],
             teacher=teacher,
             recipe=task.recipe,
             loggers=task.loggers,
         )
         trainer.session_has_begun = self._warn_unservable
+        trainer.folder = folder
         if task.own_bar:
             trainer.remove_callback(PrinterCallback)
             trainer.add_callback(TrainingBar(stack))

@@ -104,8 +104,7 @@ class Training(Task):
             arguments.setdefault("dataloader_pin_memory", False)
         super().__init__("train", output_dir, (TrainingArguments,), arguments, ("loggers",))
         self.args: TrainingArguments = self.further_args[0]
-        given = loggers is None or isinstance(loggers, LoggerManager)
-        self.loggers: LoggerManager | None = loggers if given else LoggerManager(loggers)
+        self.loggers = LoggerManager.of(loggers)
         self.keeps_checkpoints = any(name in arguments for name in _FOR_CHECKPOINTS)
         self.own_bar = arguments.get("disable_tqdm") is None
         self.collator_given = "data_collator" in arguments

@@ -63,6 +63,15 @@ class LoggerManager:
         self.metric = MetricLogging(self)
         self.system = SystemLogging(self)
 
+    @classmethod
+    def of(cls, given: Any) -> LoggerManager | None:
+        """A manager as it is, or one of the loggers that were given; ``None`` for ``None``.
+
+        Raises:
+            ArgumentError: they are no loggers.
+        """
+        return given if given is None or isinstance(given, cls) else cls(given)
+
     @property
     def loggers(self) -> list[BaseLogger]:
         """The loggers, in order; a copy."""
