@@ -200,3 +200,14 @@ def test_rotations_that_transformers_leaves_out_are_its_own_limit(tmp_path: Path
     assert severity(sample, tmp_path, "S77") == {Severity.WARNING}
     assert severity(sample, tmp_path, "S77", server="transformers") == {Severity.ERROR}
     assert severity(sample, tmp_path, "S77", server="vllm") == set()
+
+
+def test_an_ignored_parent_is_told_where_something_below_it_is_not(tmp_path: Path) -> None:
+    """The router of a mixture may be a module with one matrix; writers then list both."""
+    sample = made(sparse(), model_type="granitemoe")
+    router = "model.layers.0.mlp.router"
+    sample.tensors[f"{router}.layer.weight"] = torch.zeros(8, HIDDEN, dtype=torch.bfloat16)
+    sample.settings["ignore"] += [router]
+    assert severity(sample, tmp_path, "S16") == {Severity.WARNING}
+    sample.settings["ignore"] += [f"{router}.layer"]
+    assert not severity(sample, tmp_path, "S16")
