@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan says which towers the data cannot calibrate; the run would find out at its end."""
+"""Plan and run say before any work which towers the data cannot calibrate."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from llmcompressor import oneshot, plan
 from llmcompressor.errors import TargetError
+from llmcompressor.pipelines.sequential import SequentialPipeline
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
 IMAGE = 5
@@ -20,14 +21,15 @@ TOWER = "'re:.*vision_tower.*'"
 PROJECTOR = "'re:.*multi_modal.*'"
 
 
-def recipe(modifier: str, *ignored: str) -> str:
+def recipe(modifiers: str, *ignored: str) -> str:
     fields = f"targets: [Linear], ignore: [{', '.join(['lm_head', *ignored])}]"
-    return f"modifiers: {{{modifier}, {fields}}}}}"
+    return f"modifiers: {{{modifiers}, {fields}}}}}"
 
 
 GPTQ = "GPTQModifier: {scheme: W8A16"
 SPARSE = "SparseGPTModifier: {sparsity: 0.5"
 ROUNDED = "QuantizationModifier: {scheme: W8A16"
+AWQ = "AWQModifier: {n_grid: 2}, QuantizationModifier: {scheme: W4A16"
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +50,10 @@ def images() -> list[dict[str, Any]]:
     return [{"input_ids": ids, "pixel_values": torch.rand(3, 8, 8).tolist()}] * 2
 
 
-@pytest.mark.parametrize("modifier", [GPTQ, SPARSE])
-def test_a_tower_without_images_stands_against_the_run(llava: Path, modifier: str) -> None:
+@pytest.mark.parametrize("modifier", [GPTQ, SPARSE, AWQ])
+def test_a_tower_without_images_stands_against_the_run(
+    llava: Path, modifier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = plan(llava, recipe(modifier), TEXT, measure=False)
     [problem] = found.problems
     assert not found.ok
@@ -57,14 +61,29 @@ def test_a_tower_without_images_stands_against_the_run(llava: Path, modifier: st
     assert "model.vision_tower" in problem.message
     assert "no sample holds images" in problem.message
     assert "ignore list" in problem.remedy
-    with pytest.raises(TargetError, match=r"No calibration batch reached model\.vision_tower"):
-        oneshot(llava, recipe=recipe(modifier), dataset=TEXT)
+
+    def work(*_: Any) -> None:
+        raise AssertionError("calibration has begun")
+
+    monkeypatch.setattr(SequentialPipeline, "__call__", work)
+    for output in (None, tmp_path / "out"):
+        with pytest.raises(TargetError, match="No calibration batch reaches") as caught:
+            oneshot(llava, recipe=recipe(modifier), dataset=TEXT, output_dir=output)
+        assert caught.value.problem == problem.message
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_pauses_the_modifier_decides(llava: Path) -> None:
+    found = plan(llava, recipe(GPTQ), TEXT, measure=False, pipeline="basic")
+    assert found.ok, found.problems
+    oneshot(llava, recipe=recipe(GPTQ), dataset=TEXT, pipeline="basic")
 
 
 @pytest.mark.parametrize(
     ("text", "data"),
     [
         (recipe(GPTQ, TOWER, PROJECTOR), TEXT),
+        (recipe(AWQ, TOWER, PROJECTOR), TEXT),
         (recipe(ROUNDED), TEXT),
         (recipe(ROUNDED), None),
     ],

@@ -68,9 +68,20 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_PARTS: dict[str, Any] = {"text_config": transformers.LlamaConfig(**_ALL_HEADS)}
+_PARTS["vision_config"] = transformers.CLIPVisionConfig(
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    image_size=8,
+    patch_size=4,
+)
+_MODELS["llava"] = ("Llava", {**_PARTS, "image_token_id": 5})
 _CLASSES = {
     "Gemma3Text": "Gemma3ForCausalLM",
     "GPT2": "GPT2LMHeadModel",
+    "Llava": "LlavaForConditionalGeneration",
 }
 
 

@@ -64,6 +64,16 @@ def test_links_of_an_architecture(name: str) -> None:
     assert links_of(small.build(name)) == [LINKS[name]]
 
 
+def test_a_text_model_within_another_is_seen_as_by_itself() -> None:
+    """Its cache is turned on by its own configuration alone, and each run would add to one."""
+    model = small.build("llava")
+    assert links_of(model) == [LINKS["llama_all_heads"]]
+    own = tuple(f"re:.*language_model.*{name}$" for name in QKV)
+    names = [("re:.*input_layernorm$", own)]
+    assert len(named_sets(model, names)) == 2
+    assert model.config.text_config.use_cache
+
+
 def test_blocks_that_differ_are_looked_at_one_by_one() -> None:
     dense, sparse = links_of(small.build("deepseek"))
     assert ("post_attention_layernorm", GATE_UP) in dense

@@ -13,6 +13,7 @@ import tiny_llama as tiny
 import torch
 from torch import Tensor
 from torch.nn import Conv1d, Conv2d, Linear, Module
+from transformers import PhimoeConfig, PhimoeForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from llmcompressor.errors import RecipeError, TargetError
@@ -397,6 +398,26 @@ def test_a_head_that_is_the_embedding_is_left_alone() -> None:
     named = WandaPruningModifier(sparsity=0.5, targets=["Linear", "lm_head"])
     model = tiny.run(tiny.llama(tie_word_embeddings=True), named)
     assert zeros(model.lm_head.weight) >= 0.5
+
+
+@pytest.mark.parametrize("modifier", [SparseGPTModifier, WandaPruningModifier])
+def test_a_router_is_left_alone_unless_it_is_named(modifier: type[Any]) -> None:
+    def routed() -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_local_experts": 4}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        return PhimoeForCausalLM(PhimoeConfig(**sizes, **heads, vocab_size=96, num_hidden_layers=1))
+
+    def router(model: Any) -> torch.Tensor:
+        return model.model.layers[0].mlp.router.weight
+
+    before = router(routed()).clone()
+    for targets in ("Linear", "PhimoeDecoderLayer"):
+        model = tiny.run(routed(), modifier(sparsity=0.5, targets=targets))
+        assert zeros(model.model.layers[0].self_attn.q_proj.weight) >= 0.5
+        assert torch.equal(router(model), before)
+    named = modifier(sparsity=0.5, targets=["Linear", "re:.*router$"])
+    assert zeros(router(tiny.run(routed(), named))) >= 0.5
 
 
 def test_what_cannot_be_factorized_is_chosen_by_score(warned: list[str]) -> None:

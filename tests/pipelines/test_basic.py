@@ -12,9 +12,10 @@ from recorders import Recorder, hooks_left, plain_inputs, run_pipeline
 
 from llmcompressor.core.session_functions import create_session
 from llmcompressor.errors import DatasetError
+from llmcompressor.modeling.inputs import model_inputs
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.pipelines import PIPELINES, infer_pipeline
-from llmcompressor.pipelines.model_runs import calibration_mode, model_inputs, small_batch
+from llmcompressor.pipelines.model_runs import calibration_mode, small_batch
 
 PIPELINES_WITH_DATA = ["basic", "sequential", "layer_sequential", "independent"]
 

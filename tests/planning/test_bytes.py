@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
-from llmcompressor.checkpoint.save import REPORT_FILE
+from llmcompressor.checkpoint.run_report import REPORT_FILE
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache
 
 from llmcompressor.schemes.attention import is_cached_attention
 from llmcompressor.schemes.resolve import resolve_schemes
@@ -56,6 +57,15 @@ class LinearAttention(nn.Module):
         return past_key_values.set_state(self.k_proj(x))
 
 
+class HalfAttention(FullAttention):
+    """As in Whisper: readers put a cache of their own in the place of the one it looks into."""
+
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Any:
+        if isinstance(past_key_values, EncoderDecoderCache):
+            past_key_values = past_key_values.self_attention_cache
+        return super().forward(x, past_key_values)
+
+
 class CacheAttention(nn.Module):
     """It has no projection of one of the names."""
 
@@ -68,6 +78,7 @@ class CacheAttention(nn.Module):
     [
         (FullAttention(), True),
         (InheritingAttention(), True),
+        (HalfAttention(), False),
         (HelpedAttention(), True),
         (LinearAttention(), False),
         (CacheAttention(), False),

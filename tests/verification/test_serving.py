@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -200,3 +201,65 @@ def test_rotations_that_transformers_leaves_out_are_its_own_limit(tmp_path: Path
     assert severity(sample, tmp_path, "S77") == {Severity.WARNING}
     assert severity(sample, tmp_path, "S77", server="transformers") == {Severity.ERROR}
     assert severity(sample, tmp_path, "S77", server="vllm") == set()
+
+
+def test_an_ignored_parent_is_told_where_something_below_it_is_not(tmp_path: Path) -> None:
+    """The router of a mixture may be a module with one matrix; writers then list both."""
+    sample = made(sparse(), model_type="granitemoe")
+    router = "model.layers.0.mlp.router"
+    sample.tensors[f"{router}.layer.weight"] = torch.zeros(8, HIDDEN, dtype=torch.bfloat16)
+    sample.settings["ignore"] += [router]
+    assert severity(sample, tmp_path, "S16") == {Severity.WARNING}
+    sample.settings["ignore"] += [f"{router}.layer"]
+    assert not severity(sample, tmp_path, "S16")
+
+
+def test_experts_with_groups_of_two_sizes_are_one_finding(tmp_path: Path) -> None:
+    """Narrow matrices get narrow groups; each has the shapes of its own scheme."""
+    sample = made(sparse(), "W4A16", model_type="qwen3_moe")
+    [(name, group)] = sample.settings["config_groups"].items()
+    narrow = copy.deepcopy(group)
+    narrow["weights"]["group_size"] = 64
+    narrow["targets"] = [r"re:.*experts\.\d+\.down_proj$"]
+    sample.settings["config_groups"] = {"group_0": narrow, name + "_rest": group}
+    for expert in [each for each in sample.tensors if each.endswith("down_proj.weight_scale")]:
+        if ".experts." in expert:
+            sample.tensors[expert] = sample.tensors[expert].repeat_interleave(2, dim=1)
+    found = rules(sample, tmp_path, server="vllm")
+    assert "S62" in found
+    assert not found & {"S66", "C1"}
+
+
+def test_an_mlp_without_a_gate_is_joined_with_nothing(tmp_path: Path) -> None:
+    """Nemotron's: its up_proj may be targeted by name, in a model with other groups by class."""
+    sample = made(dense(), "W4A16")
+    for name in [each for each in sample.tensors if ".gate_proj." in each]:
+        del sample.tensors[name]
+    assert "S19" not in rules(sample, tmp_path, server="vllm")
+    group = sample.settings["config_groups"]["group_0"]
+    named = copy.deepcopy(group) | {"targets": [r"re:.*\.up_proj$"]}
+    others = copy.deepcopy(group) | {"targets": [r"re:.*([qkvo]|down)_proj$"]}
+    sample.settings["config_groups"] = {"group_0": named, "group_1": others}
+    assert not rules(sample, tmp_path, server="vllm") & {"S14", "S19"}
+
+
+def test_queries_of_cross_attention_are_joined_with_nothing(tmp_path: Path) -> None:
+    """They are of other states than keys and values, and have a range of their own."""
+    sample = made(dense(), "NVFP4")
+    for name in [each for each in sample.tensors if ".self_attn." in each]:
+        crossed = name.replace(".self_attn.", ".encoder_attn.")
+        sample.tensors[crossed] = sample.tensors[name].clone()
+    scale = "model.layers.0.{}.{}_proj.input_global_scale"
+    sample.tensors[scale.format("encoder_attn", "q")] *= 2
+    reader = sample.tensors.__getitem__
+
+    def said() -> list[str]:
+        headers = sample.headers(tmp_path)
+        found = check_serving(sample.config, headers, tensors=reader)
+        return [one.module for one in found if one.rule == "S30"]
+
+    assert not said()
+    sample.tensors[scale.format("encoder_attn", "k")] *= 2
+    assert said() == ["model.layers.0.encoder_attn.kv_proj"]
+    sample.tensors[scale.format("self_attn", "q")] *= 2
+    assert "model.layers.0.self_attn.qkv_proj" in said()

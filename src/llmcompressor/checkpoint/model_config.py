@@ -13,6 +13,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llmcompressor.logger import logger
+from llmcompressor.modeling.settings import setting
 
 __all__ = ["checkpoint_config", "json_text", "write_json"]
 
@@ -120,8 +121,8 @@ def _patch_level(
 ) -> None:
     earlier = fresh.to_dict()
     for key, value in current.to_dict().items():
-        now = _attribute(current, key, value)
-        before = _attribute(fresh, key, earlier.get(key))
+        now = setting(current, key, value)
+        before = setting(fresh, key, earlier.get(key))
         if key in _RUN_TIME or key.startswith("_"):
             continue
         if isinstance(now, PretrainedConfig):
@@ -137,13 +138,6 @@ def _names_of(config: PretrainedConfig, key: str) -> list[str]:
     """What an attribute is called, by its class and in files of other spellings."""
     aliases = config.attribute_map.items()
     return [key, *(alias for alias, real in aliases if real == key and alias != key)]
-
-
-def _attribute(config: PretrainedConfig, key: str, otherwise: Any) -> Any:
-    try:
-        return getattr(config, key, otherwise)
-    except Exception:  # some answer for one layer alone: Gemma 4's head_dim
-        return otherwise
 
 
 def _with_floats(value: Any) -> Any:

@@ -59,7 +59,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, without a copy."""
-    raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # numpy's stubs know no buffers
+    # of a dimension of one element any stride is contiguous, and only a stride of one can be viewed
+    flat = tensor.reshape(-1).as_strided((tensor.numel(),), (1,))
+    raw: Any = flat.view(torch.uint8).numpy()  # numpy's stubs know no buffers
     return memoryview(raw)
 
 

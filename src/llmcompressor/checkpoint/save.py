@@ -39,6 +39,7 @@ from llmcompressor.checkpoint.output_layout import OutputLayout
 from llmcompressor.checkpoint.prediction import Prediction
 from llmcompressor.checkpoint.processor import PROCESSOR_FILES, processor_directory
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
+from llmcompressor.checkpoint.run_report import write_report
 from llmcompressor.checkpoint.shards import ShardWriter, natural_key, parse_size
 from llmcompressor.checkpoint.source import (
     TensorHeader,
@@ -52,7 +53,6 @@ from llmcompressor.logger import logger
 
 __all__ = [
     "DEFAULT_SHARD_SIZE",
-    "REPORT_FILE",
     "SaveOptions",
     "modify_save_pretrained",
     "planned_config",
@@ -62,7 +62,6 @@ __all__ = [
 ]
 
 RECIPE_FILE = "recipe.yaml"
-REPORT_FILE = "compression_report.json"
 DEFAULT_SHARD_SIZE = "20GB"
 _OPTIONS = "_llmcompressor_save_options"
 _HUB_ARGUMENTS = (
@@ -328,7 +327,7 @@ def write_checkpoint(
         folder / "config.json",
         checkpoint_config(model, source, tied=contents.tied, quantization=quantization),
     )
-    _write_report(folder, options)
+    write_report(folder, options.report, source, options.check)
 
 
 def write_beside_weights(
@@ -354,7 +353,7 @@ def write_beside_weights(
     _write_side_files(model, folder, source, options)
     config = planned_config(model, source, prediction, compressed=options.save_compressed)
     write_json(folder / "config.json", config)
-    _write_report(folder, options)
+    write_report(folder, options.report, source, options.check)
 
 
 def planned_config(
@@ -374,14 +373,6 @@ def planned_config(
     if isinstance(model, TreeModel) and quantization is not None:
         quantization = model.merged(quantization, [entry.name for entry in prediction.quantized])
     return checkpoint_config(model, source, tied=prediction.tied, quantization=quantization)
-
-
-def _write_report(folder: Path, options: SaveOptions) -> None:
-    report = dict(options.report or {})
-    if options.check is not None:
-        report["verification"] = dict(options.check(folder))
-    if report:
-        write_json(folder / REPORT_FILE, report)
 
 
 def _quantization(

@@ -28,7 +28,6 @@ __all__ = [
     "disk_errors",
     "flush",
     "put_in_place",
-    "remove_at_once",
     "remove_stale",
     "staged",
     "work_folder",
@@ -174,16 +173,6 @@ def remove_stale(target: Path) -> None:
     _remove_stale(target.parent, target.name)
 
 
-def remove_at_once(folder: Path, name: str) -> None:
-    """Remove a folder beside what is called ``name`` so that at no moment a part of it is there.
-
-    It gets a name first that the next run removes, should this one be killed on the way.
-    """
-    aside = _aside(folder.with_name(name))
-    folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 @contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
     """Say it in one sentence when the disk is full."""
@@ -224,8 +213,10 @@ def _is_in_use(target: Path, *own: Path) -> bool:
 
 def _check_replaceable(target: Path, *, overwrite: bool) -> None:
     if not overwrite:
+        stale = ", ".join(map(str, _stale(target.parent, target.name)))
         raise OutputError(
-            f"The output directory {target} already holds files.",
+            f"The output directory {target} already holds files."
+            + (f" Beside it a run that was killed has left {stale}." if stale else ""),
             "Choose another one, or pass overwrite=True (--overwrite) to replace it.",
         )
     looks_like_checkpoint = (target / "config.json").is_file() or any(target.glob("*.safetensors"))
@@ -278,16 +269,24 @@ def _aside(target: Path) -> Path:
 
 def _remove_stale(folder: Path, name: str) -> None:
     """Delete what a killed run of this machine left behind."""
+    for path in _stale(folder, name):
+        logger.info(f"Removing {path}, left by a run that was killed.")
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _stale(folder: Path, name: str) -> list[Path]:
+    """What a killed run of this machine left behind, and nobody needs."""
     host = _owner().rpartition("-")[0]
     pattern = re.compile(rf"{re.escape(name)}\.(?:partial|old)-{host}-(\d+)-\d+")
     has_target = (folder / name).exists()
+    found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = pattern.fullmatch(path.name)
         # what was moved aside is the only copy as long as nothing has the name
         is_spare = has_target or ".partial-" in path.name
         if match and is_spare and not _is_alive(int(match.group(1))):
-            logger.info(f"Removing {path}, left by a run that was killed.")
-            shutil.rmtree(path, ignore_errors=True)
+            found.append(path)
+    return found
 
 
 def _is_alive(pid: int) -> bool:

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -24,7 +25,6 @@ from llmcompressor.checkpoint.journal import Journal, differences
 from llmcompressor.checkpoint.staging import (
     disk_errors,
     put_in_place,
-    remove_at_once,
     remove_stale,
     work_folder,
 )
@@ -77,8 +77,8 @@ class Workspace:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the working folder; a part of it would look like a run that was broken off."""
-        remove_at_once(self.folder, self.target.name)
+        """Remove the working folder, the journal last: it tells what the rest of one was."""
+        _remove_folder(self.folder, _JOURNAL, _LOCK)
         remove_stale(self.target)
         self._lock.close()
 
@@ -175,7 +175,8 @@ def reserved(target: Path, *, resume: str = "auto") -> Iterator[None]:
         try:
             yield
         finally:
-            remove_at_once(folder, target.name)
+            (folder / _JOURNAL).unlink(missing_ok=True)  # without it the rest is nobody's progress
+            _remove_folder(folder, _LOCK)
             for path in missing:
                 if not any(path.iterdir()):
                     path.rmdir()
@@ -198,6 +199,19 @@ def is_being_published(target: Path) -> bool:
     target = target.expanduser().resolve()
     folder = work_folder(target)
     return was_published(target) or (target in folder.parents and _is_ready(folder))
+
+
+def _remove_folder(folder: Path, *last: str) -> None:
+    """Remove a working folder, and of what it holds these files last, in this order."""
+    for path in [each for each in folder.iterdir() if each.name not in last]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    for name in last:
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another run has come meanwhile, or something stays
+        folder.rmdir()
 
 
 def _is_ready(folder: Path) -> bool:

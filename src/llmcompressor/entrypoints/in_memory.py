@@ -31,6 +31,7 @@ from llmcompressor.pipelines import PIPELINES
 from llmcompressor.pipelines.experts import experts_report
 from llmcompressor.pipelines.mixtures import meant_mixtures
 from llmcompressor.pipelines.passes import run_passes, stretches_of
+from llmcompressor.pipelines.unreached import check_reached
 
 __all__ = ["check_finite", "load_whole_model", "run_in_memory"]
 
@@ -67,7 +68,8 @@ def _run(job: Job, source: Source | None) -> Module:
     mixtures = meant_mixtures(model, job.recipe.modifiers)
     open_experts(model, mixtures)  # type: ignore[arg-type]  # others have no mixtures
     processor = job.load_processor(model)
-    batches = job.load_data(model, processor, source)
+    loader = job.load_data(model, processor, source)
+    batches = None if loader is None else list(loader)
     session = active_session()
     session.reset()
     with undone_on_error(session):
@@ -143,6 +145,8 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
         calib_data=batches,
         copy_data=False,
     )
+    if batches is not None:
+        check_reached(model, session.lifecycle.recipe.modifiers, batches, job.pipeline())
     if job.output_dir is not None and job.run_args.verify:
         warn_unservable_model(
             model,

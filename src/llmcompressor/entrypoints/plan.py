@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from llmcompressor.collecting import without_collecting
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.limits import Limits
-from llmcompressor.entrypoints.unreached import check_reached
 from llmcompressor.errors import InputError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
@@ -110,7 +109,8 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
     job = _Draft(**arguments)
     with without_collecting():
         subject = _subject(job)
-    tokens, batches = _Data(job, subject)()
+    data = _Data(job, subject)
+    tokens, batches = data()
     request = Request(
         [_unused(modifier) for modifier in job.recipe.modifiers],
         _yaml(job.recipe),
@@ -118,6 +118,7 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         job.dataset_args,
         tokens,
         batches,
+        data.samples,
         _device(job, subject),
         _is_streamed(job),
         Limits(job.run_args.max_memory).room,
@@ -129,8 +130,7 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
     )
     with without_collecting():
         found = make_plan(subject, request)
-        reached = _unreached(job, subject, request.modifiers)
-    return replace(found, problems=[*found.problems, *reached], notes=[*job.notes, *found.notes])
+    return replace(found, notes=[*job.notes, *found.notes])
 
 
 def _subject(job: _Draft) -> Subject:
@@ -146,7 +146,6 @@ class _Draft(Job):
     def __init__(self, **arguments: Any) -> None:
         self.problems: list[Problem] = []
         self.notes: list[str] = []
-        self.inputs: set[str] = set()  # of the calibration batches
         super().__init__(**arguments)
 
     @contextmanager
@@ -177,11 +176,16 @@ class _Draft(Job):
 
 
 class _Data:
-    """Counts the calibration data."""
+    """Counts the calibration data.
+
+    Attributes:
+        samples: the first batch with each set of inputs.
+    """
 
     def __init__(self, job: _Draft, subject: Subject) -> None:
         self._job = job
         self._model = subject.model
+        self.samples: list[Mapping[str, Any]] = []
 
     def __call__(self) -> tuple[Tokens | None, int]:
         """The tokens, and the number of batches that run one after another."""
@@ -201,11 +205,12 @@ class _Data:
         job = self._job
         source = job.open_data()
         processor = job.load_processor(self._model)
-        loader = job.load_data(self._model, processor, source)
+        loaded = list(job.load_data(self._model, processor, source))
+        kinds = {frozenset(batch): batch for batch in reversed(loaded)}
+        self.samples = list(reversed(kinds.values()))
         batches = CalibrationBatches(
-            self._model, loader, use_loss_mask=job.dataset_args.use_loss_mask
+            self._model, loaded, use_loss_mask=job.dataset_args.use_loss_mask
         )
-        job.inputs = {name for batch in batches for name in batch}
         samples = sum(sum(batches.sizes(index)) for index in range(len(batches)))
         ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
         longest = max((one.shape[-1] for one in ids), default=0)
@@ -232,18 +237,6 @@ def _warnings_of_data(notes: list[str]) -> Iterator[None]:
         yield
     finally:
         logger.remove(sink)
-
-
-def _unreached(job: _Draft, subject: Subject, modifiers: Sequence[Modifier]) -> list[Problem]:
-    """What the data that was read cannot calibrate."""
-    ready = [one for one in modifiers if one.initialized]
-    if not job.inputs:
-        return []
-    try:
-        check_reached(subject.model, ready, job.inputs)
-    except TargetError as error:
-        return [problem_of("dataset", error)]
-    return []
 
 
 def _unused(modifier: Modifier) -> Modifier:

@@ -63,6 +63,7 @@ from llmcompressor.modifiers.outlined import outlined
 from llmcompressor.pipelines.experts import experts_report
 from llmcompressor.pipelines.mixtures import dense_mixtures, meant_mixtures, warn_unread
 from llmcompressor.pipelines.passes import BY_BLOCK, passes_of, run_passes
+from llmcompressor.pipelines.unreached import check_reached
 from llmcompressor.threads import short_waits
 
 __all__ = ["run_blueprint", "run_streamed", "streamable"]
@@ -211,6 +212,8 @@ class _Run:
         )
         _forget_ties(self.blueprint)  # a modifier may have untied them
         self._modifiers: list[Modifier] = list(self.session.lifecycle.recipe.modifiers)
+        if self.batches is not None:
+            check_reached(model, self._modifiers, self.batches, job.pipeline())
         state = self.session.state
         planned = [one for modifier in self._modifiers for one in modifier.planned(state)]
         with outlined(self._modifiers, state):

@@ -13,7 +13,6 @@ router, a second branch) is never taken.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.hollow import hollow_weights
+from llmcompressor.modeling.inputs import model_inputs, without_cache
 from llmcompressor.modeling.scaling import divided_outputs, multiplied_inputs, norm_offset, swapped
 from llmcompressor.names import named_modules
 
@@ -333,8 +333,10 @@ def probes_of(model: Module, batches: Iterable[Mapping[str, Any]] = ()) -> dict[
     text_is_seen, unseen = False, ""
     for inputs in itertools.chain(_token_ids(model), batches):
         wanted = [block for block in firsts if block not in calls]
-        if not wanted or (text_is_seen and not set(inputs) - _TEXT_KEYS):
+        if not wanted:
             break
+        if text_is_seen and not set(inputs) - _TEXT_KEYS:
+            continue
         try:
             calls |= _first_calls(model, wanted, inputs)
             text_is_seen = True
@@ -391,22 +393,16 @@ def _first_calls(
     training = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.no_grad(), hollow_weights(model) as device, contextlib.suppress(_Enough):
-            model(**_accepted(model, inputs, device))
+        with (
+            torch.no_grad(),
+            hollow_weights(model),
+            without_cache(model),
+            contextlib.suppress(_Enough),
+        ):
+            model(**model_inputs(model, inputs))
     finally:
         for handle in handles:
             handle.remove()
         for module, was_training in training:
             module.training = was_training
     return calls
-
-
-def _accepted(model: Module, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The inputs that the model takes, where it computes, and no cache."""
-    parameters = inspect.signature(model.forward).parameters
-    given = {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in inputs.items()
-        if name in parameters and name != "labels"
-    }
-    return {**given, "use_cache": False} if "use_cache" in parameters else given

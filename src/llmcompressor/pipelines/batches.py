@@ -13,8 +13,9 @@ from torch.nn import Module
 
 from llmcompressor.errors import DatasetError
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modeling.inputs import model_inputs
 from llmcompressor.pipelines.merging import merge_batches
-from llmcompressor.pipelines.model_runs import calibration_mode, model_inputs, token_mask
+from llmcompressor.pipelines.model_runs import calibration_mode, token_mask
 from llmcompressor.pipelines.quick_linears import quick_linears
 from llmcompressor.threads import short_waits
 

@@ -28,6 +28,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
+from llmcompressor.modeling.inputs import model_device
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines.activations import ActivationStore
@@ -37,7 +38,6 @@ from llmcompressor.pipelines.coverage import scarcity_reported
 from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
 from llmcompressor.pipelines.granularity import Plan, Unit, forwards_of, make_plan
-from llmcompressor.pipelines.model_runs import model_device
 from llmcompressor.pipelines.residency import Residency
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
 from llmcompressor.progress import Advance, progress

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -13,12 +14,13 @@ from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.core.state import State
-from llmcompressor.errors import CompressorError, InputError
+from llmcompressor.errors import CompressorError, InputError, TargetError
 from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier, PlannedModule
 from llmcompressor.names import own_parameters
 from llmcompressor.pipelines.merging import RUN_TOKENS
+from llmcompressor.pipelines.unreached import check_reached
 from llmcompressor.planning.machine import measure_rates
 from llmcompressor.planning.matching import STACK, descriptions, match_patterns, module_rows
 from llmcompressor.planning.memory import Footprint, Load, estimate_phases
@@ -53,6 +55,7 @@ class Request:
         args: how data is run.
         tokens: the calibration data; ``None`` if none is needed.
         batches: how many run one after another.
+        samples: the first batch with each set of inputs; none where the data was not read.
         device: where the model would compute.
         is_streamed: blocks would be loaded one by one.
         room: what the limit of the host's memory leaves.
@@ -69,6 +72,7 @@ class Request:
     args: DatasetArguments
     tokens: Tokens | None = None
     batches: int = 0
+    samples: Sequence[Mapping[str, Any]] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     is_streamed: bool = True
     room: Room = lambda used, block: (None, True)
@@ -106,6 +110,7 @@ class _Maker:
         self._notes: list[str] = []
         self._state = State(model=subject.model)
         self._parts: Sequence[Part] | None = None
+        self._state.data.calib = request.samples or None
         self._reads_ahead = True
         self._base = 0
 
@@ -138,6 +143,7 @@ class _Maker:
             self._notes.append("The weight files hold headers and no data: a run needs the data.")
         if is_ready:
             plan = self._with_output(plan, everything, parts)
+        self._find_unreached()
         for modifier in request.modifiers:
             if modifier.initialized:
                 modifier.finalize(self._state)
@@ -170,6 +176,16 @@ class _Maker:
     def _parts_read(self) -> Sequence[Part]:
         """The parts of the model as they are read: before anything of them is dropped."""
         return self._subject.parts() if self._parts is None else self._parts
+
+    def _find_unreached(self) -> None:
+        """What the data that was read cannot calibrate is a problem."""
+        request = self._request
+        ready = [one for one in request.modifiers if one.initialized]
+        try:
+            if request.samples:
+                check_reached(self._subject.model, ready, request.samples, request.pipeline)
+        except TargetError as error:
+            self._problems.append(problem_of("dataset", error))
 
     def _note_stacks(self, rows: Sequence[ModuleRow]) -> None:
         """Say what no recipe can reach: it may be most of the model."""

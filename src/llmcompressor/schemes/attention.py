@@ -16,16 +16,20 @@ __all__ = ["CACHED_ATTENTION", "is_cached_attention"]
 
 CACHED_ATTENTION = (
     "a class with 'attention' in its name, with k_proj, v_proj, qkv_proj or kv_b_proj, and with a "
-    "forward that takes past_key_values and updates them"
+    "forward that takes past_key_values and updates them, and not one half of them (as in an "
+    "encoder-decoder)"
 )
 """What is looked for, for messages."""
+
+_HALVES = "EncoderDecoderCache"
 
 
 def is_cached_attention(module: Module) -> bool:
     """Whether a module is attention that keeps keys and values.
 
     compressed-tensors goes by names and arguments. Those of linear attention may be the same, but
-    what it keeps is one state, which it asks of a cache of its own kind.
+    what it keeps is one state, which it asks of a cache of its own kind. Attention that looks for
+    a half of a cache, its own or the encoder's, does not find it in what readers put in its place.
     """
     kind: Any = type(module)  # hashable, whatever it is a class of
     return (
@@ -46,14 +50,15 @@ def _layer_type(module: Module) -> str | None:
 
 @cache
 def _updates_cache(kind: Any) -> bool:
-    """Whether some method of a class calls an ``update``, as of a cache; yes if that is hidden."""
+    """Whether some method of a class calls an ``update``, as of a whole cache; yes if hidden."""
     forward = inspect.unwrap(kind.forward)
     if not hasattr(forward, "__code__"):
         return True
     own = kind.__mro__[: kind.__mro__.index(Module)]
     methods = (inspect.unwrap(each) for one in own for each in vars(one).values() if callable(each))
     codes = (getattr(method, "__code__", None) for method in methods)
-    return any("update" in _names(code) for code in codes if code is not None)
+    names = {name for code in codes if code is not None for name in _names(code)}
+    return "update" in names and _HALVES not in names
 
 
 def _names(code: CodeType) -> Iterator[str]:

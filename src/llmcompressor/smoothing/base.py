@@ -145,11 +145,11 @@ class SmoothingMixin(Modifier):
         """Find the sets, and check those that the recipe names."""
         model: Module = state.model
         self._names = {module: name for name, module in named_modules(model)}
-        names, sample = self.named(), _sample(state)
+        names, samples = self.named(), _samples(state)
         if names is None:
-            self._sets = find_sets(model, sample, norms_only=self.norms_only)
+            self._sets = find_sets(model, samples, norms_only=self.norms_only)
         else:
-            self._sets = named_sets(model, names, self.ignored(), sample)
+            self._sets = named_sets(model, names, self.ignored(), samples)
         left_out = _matching(model, self.ignored())
         self._sets = [
             one
@@ -315,12 +315,13 @@ class SmoothingMixin(Modifier):
         logger.info(f"{type(self).__name__}: {smoothed} modules smoothed.")
 
 
-def _sample(state: State) -> Iterator[Mapping[str, Any]]:
-    """The first calibration batch, if there is one; drawn only when it is asked for."""
-    if state.data.calib is not None:
-        first = next(iter(state.data.calib), None)
-        if isinstance(first, Mapping):
-            yield first
+def _samples(state: State) -> Iterator[Mapping[str, Any]]:
+    """The first calibration batch with each set of inputs; drawn only when it is asked for."""
+    seen: set[frozenset[str]] = set()
+    for batch in () if state.data.calib is None else state.data.calib:
+        if isinstance(batch, Mapping) and (kind := frozenset(batch)) not in seen:
+            seen.add(kind)
+            yield batch
 
 
 def _matching(model: Module, targets: Sequence[str]) -> set[str]:

@@ -8,7 +8,6 @@ rows, corrections of its scores) is compared entry by entry.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,10 @@ from typing import Any
 
 from llmcompressor.verification.config_changes import Change
 from llmcompressor.verification.files import Files
+from llmcompressor.verification.history import DROPS, Run, layer_of, without_prefixes
 
-__all__ = ["DroppedExperts", "Kept", "without_prefixes"]
+__all__ = ["DroppedExperts", "Kept"]
 
-_REPORT = "compression_report.json"
-_DROPS = "REAPPruningModifier"
-_PREFIXES = ("model.", "language_model.", "transformer.")
-_LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks|block)\.\d+\.")
 _NO_COUNT = ("per_tok", "shared", "group", "size", "dim", "layer", "step", "zero", "capacity")
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<rest>.+)$")
 
@@ -40,26 +36,20 @@ class Kept:
     kept: tuple[int, ...]
 
 
-def without_prefixes(name: str) -> str:
-    """A name without the prefixes that differ between versions of transformers."""
-    while name.startswith(_PREFIXES):
-        name = name.partition(".")[2]
-    return name
-
-
 class DroppedExperts:
     """The experts that a checkpoint no longer has.
 
     Args:
         checkpoint: what is left.
         changes: of its ``config.json`` against that of the model before.
+        runs: those since that model, the latest first.
     """
 
-    def __init__(self, checkpoint: Files, changes: Iterable[Change]) -> None:
+    def __init__(self, checkpoint: Files, changes: Iterable[Change], runs: Iterable[Run]) -> None:
         self._by_layer: dict[str, list[tuple[str, Kept]]] = {}
-        for name, kept in _records(checkpoint):
+        for name, kept in _mixtures(runs).items():
             parent = without_prefixes(name).removesuffix("experts")
-            self._by_layer.setdefault(_layer(parent), []).append((parent, kept))
+            self._by_layer.setdefault(layer_of(parent), []).append((parent, kept))
         self.changed = dict(_changed_counts(changes))
         """Setting → the original's number of experts and the checkpoint's, where they differ."""
         self.is_unrecorded = not self._by_layer and self._are_fewer(checkpoint)
@@ -83,7 +73,7 @@ class DroppedExperts:
     def of(self, name: str) -> Kept | None:
         """What is left of the mixture that a tensor belongs to, if it has lost any."""
         tail = without_prefixes(name)
-        records = self._by_layer.get(_layer(tail), [])
+        records = self._by_layer.get(layer_of(tail), [])
         if len(records) > 1:
             records = [one for one in records if tail.startswith(one[0])]
         return records[0][1] if len(records) == 1 else None
@@ -126,11 +116,6 @@ class DroppedExperts:
         return None if kept is None else _dimension(theirs, ours, kept.count, len(kept.kept))
 
 
-def _layer(tail: str) -> str:
-    match = _LAYER.match(tail)
-    return match[0] if match is not None else ""
-
-
 def _dimension(theirs: Sequence[int], ours: Sequence[int], before: int, now: int) -> int | None:
     """Where one size became another and nothing else changed.
 
@@ -146,20 +131,29 @@ def _dimension(theirs: Sequence[int], ours: Sequence[int], before: int, now: int
     return changed[0] if fits else None
 
 
-def _records(checkpoint: Files) -> Iterator[tuple[str, Kept]]:
-    """Mixture → what is left of it, as the run's report has it; nothing where it cannot be read."""
-    try:
-        report = json.loads((checkpoint.directory / _REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    modifiers = report.get("modifiers") if isinstance(report, Mapping) else None
-    for name, mixtures in modifiers.items() if isinstance(modifiers, Mapping) else ():
-        if not str(name).startswith(_DROPS) or not isinstance(mixtures, Mapping):
-            continue
-        for path, record in mixtures.items():
-            kept = _kept(record)
-            if kept is not None:
-                yield str(path), kept
+def _mixtures(runs: Iterable[Run]) -> dict[str, Kept]:
+    """Mixture → what is left of it after all runs, the latest of which comes first."""
+    found: dict[str, Kept] = {}
+    for run in runs:
+        for name, mixtures in run.records.items():
+            if not str(name).startswith(DROPS) or not isinstance(mixtures, Mapping):
+                continue
+            for path, record in mixtures.items():
+                kept = _kept(record)
+                if kept is not None:
+                    found[str(path)] = _after(kept, found.get(str(path)))
+    return found
+
+
+def _after(first: Kept, then: Kept | None) -> Kept:
+    """What is left if a second run took experts from what the first had left.
+
+    >>> _after(Kept(8, (0, 3, 5, 6)), Kept(4, (1, 2)))
+    Kept(count=8, kept=(3, 5))
+    """
+    if then is None or then.count != len(first.kept):
+        return then or first
+    return Kept(first.count, tuple(first.kept[index] for index in then.kept))
 
 
 def _kept(record: Any) -> Kept | None:

@@ -8,12 +8,12 @@ paths it looks schemes up (S18a). Models without a row are taken to be like Llam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["FAMILIES", "Family", "family_of", "text_settings"]
+__all__ = ["CROSS", "FAMILIES", "Family", "family_of", "text_settings"]
 
 Fusion = Mapping[str, tuple[str, ...]]
 
@@ -26,6 +26,8 @@ _LINEAR_ATTENTION: Fusion = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
+CROSS: Mapping[str, Fusion] = {"encoder_attn": {"kv_proj": ("k_proj", "v_proj")}}
+"""Own name of a cross attention, where queries are of other states → what is joined there."""
 _W123 = ("w1", "w3", "w2")
 _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
@@ -156,27 +158,25 @@ def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) and text else config
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
-    """The row for a configuration; that of Llama if there is none."""
-    for settings in (config, text_settings(config)):
-        found = _BY_TYPE.get(str(settings.get("model_type") or ""))
-        if found is not None:
-            return _without_lora(found, text_settings(config))
-    return _LIKE_LLAMA
+def family_of(config: Mapping[str, Any], present: Collection[str] | None = None) -> Family:
+    """The row for a configuration; that of Llama if there is none.
+
+    Args:
+        config: the content of ``config.json``.
+        present: own names of the modules of a checkpoint, where there is one: what it has no shard
+            of is joined nowhere, as gate and up in an MLP without a gate.
+    """
+    types = [str(each.get("model_type") or "") for each in (config, text_settings(config))]
+    found = next((_BY_TYPE[name] for name in types if name in _BY_TYPE), None)
+    row = _LIKE_LLAMA if found is None else _without_lora(found, text_settings(config))
+    if present is None:
+        return row
+    fused = {key: own for key, own in row.fused.items() if all(one in present for one in own)}
+    return row if fused == dict(row.fused) else replace(row, fused=fused)
 
 
 def _without_lora(family: Family, settings: Mapping[str, Any]) -> Family:
     """DeepSeek joins ``q_a_proj`` only where queries go through a latent (S17)."""
     if family.is_mla and not settings.get("q_lora_rank"):
-        return _replaced(family, dict(_GATE_UP))
+        return replace(family, fused=dict(_GATE_UP))
     return family
-
-
-def _replaced(family: Family, fused: Fusion) -> Family:
-    return Family(
-        types=family.types,
-        fused=fused,
-        plain=family.plain,
-        is_mla=family.is_mla,
-        draft=family.draft,
-    )

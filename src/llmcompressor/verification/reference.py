@@ -14,9 +14,16 @@ from torch import Tensor
 
 from llmcompressor.verification.config_changes import ABSENT, config_changes
 from llmcompressor.verification.decode import CHUNK, Codes, Part
-from llmcompressor.verification.dropped import DroppedExperts, without_prefixes
+from llmcompressor.verification.dropped import DroppedExperts
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.files import DTYPES, Files, tensor_chunks
+from llmcompressor.verification.history import (
+    DROPS,
+    Changed,
+    Run,
+    runs_since,
+    without_prefixes,
+)
 from llmcompressor.verification.layout import PLAIN_FLOATS
 from llmcompressor.verification.scheme import Args
 from llmcompressor.verification.stacks import USUAL, ExpertRows, Source, sources_in, stacks_of
@@ -70,8 +77,13 @@ _WORK = {"QuantizationModifier": Work.NEAREST, "GPTQModifier": Work.SOLVED}
 _MOVES = frozenset({"AWQModifier", "SmoothQuantModifier", "SpinQuantModifier", "QuIPModifier"})
 
 
-def work_of(files: Files) -> Work:
-    """What the recipe in the checkpoint's folder says of its weights."""
+def work_of(files: Files, runs: Sequence[Run] = ()) -> Work:
+    """What is known of what was done to a checkpoint's weights.
+
+    Args:
+        files: the checkpoint; the recipe in its folder is that of the latest run.
+        runs: those that made it, the latest first.
+    """
     path = files.directory / "recipe.yaml"
     try:
         names = set(_MODIFIER.findall(path.read_text(encoding="utf-8")))
@@ -79,6 +91,7 @@ def work_of(files: Files) -> Work:
         return Work.UNKNOWN
     if not names:
         return Work.UNKNOWN
+    names.update(name for run in runs[1:] for name in run.records if name != DROPS)
     if names & _MOVES:
         return Work.MOVED
     found = {_WORK.get(name, Work.UNKNOWN) for name in names}
@@ -126,10 +139,12 @@ class Reference:
     def __init__(self, files: Files, checkpoint: Files) -> None:
         self.files = files
         self.checkpoint = checkpoint
-        self.work = work_of(checkpoint)
+        runs = runs_since(checkpoint, files)
+        self.work = work_of(checkpoint, runs)
+        self._meant = Changed(runs)
         self._experts = ExpertRows(files)
         self._changes = config_changes(checkpoint.config, files.config)
-        self._dropped = DroppedExperts(checkpoint, self._changes)
+        self._dropped = DroppedExperts(checkpoint, self._changes, runs)
         self._by_tail: dict[str, list[str]] = {}
         for name in files.places:
             self._by_tail.setdefault(without_prefixes(name), []).append(name)
@@ -321,13 +336,14 @@ class Reference:
         return [] if same else [self._changed(name)]
 
     def _changed(self, name: str) -> Finding:
-        meant = self.work in (Work.MOVED, Work.UNKNOWN)
+        may_be = self.work in (Work.MOVED, Work.UNKNOWN)
+        meant = self.work is Work.MOVED or name.rpartition(".")[0] in self._meant
         return _finding(
             "R4",
             name,
             "It is not quantized, and differs from the original.",
-            "Check that a modifier was meant to change it." if meant else _COPY,
-            Severity.NOTE if self.work is Work.MOVED else Severity.ERROR,
+            "Check that a modifier was meant to change it." if may_be else _COPY,
+            Severity.NOTE if meant else Severity.ERROR,
         )
 
     def _added(self, name: str) -> list[Finding]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from llmcompressor.verification.families import Family
+from llmcompressor.verification.families import CROSS, Family
 from llmcompressor.verification.layout import EXPERT, Entry, served_name
 from llmcompressor.verification.scheme import Group
 
@@ -127,9 +127,7 @@ class Resolver:
         self.groups = groups
         self.ignore = ignore
         self.family = family
-        self._fused_of = {
-            shard: key for key, shards in family.fused.items() for shard in shards if shards
-        }
+        self._shards = frozenset(shard for shards in family.fused.values() for shard in shards)
         self._experts: dict[str, Choice] = {}
 
     @cached_property
@@ -175,17 +173,16 @@ class Resolver:
     @property
     def shards(self) -> Collection[str]:
         """Own names of modules that vLLM joins with others."""
-        return self._fused_of.keys()
+        return self._shards
 
     def unit(self, name: str) -> tuple[str, tuple[str, ...]]:
         """The joined module that ``name`` is part of and its shards; itself if there is none."""
         parent, dot, last = name.rpartition(".")
-        key = self._fused_of.get(last)
+        fused = CROSS.get(parent.rpartition(".")[2], self.family.fused)
+        key = next((key for key, shards in fused.items() if last in shards), None)
         if key is None or EXPERT.match(name):
             return name, ()
-        return f"{parent}{dot}{key}", tuple(
-            f"{parent}{dot}{shard}" for shard in self.family.fused[key]
-        )
+        return f"{parent}{dot}{key}", tuple(f"{parent}{dot}{shard}" for shard in fused[key])
 
     def vllm(self, entry: Entry) -> Choice:
         """What vLLM 0.33 makes of a module."""

@@ -4,7 +4,8 @@
 A target selects *layers*: a Linear by its class or name, or something with Linears inside, such as
 a decoder layer. What is pruned are the Linears and convolutions of the layers. A target that
 matches no module is tried against the names of weights (``re:.*q_proj.weight``), and
-``__ALL_PRUNABLE__`` stands for every module that can be pruned.
+``__ALL_PRUNABLE__`` stands for every module that can be pruned. The routers of mixtures are left
+out unless a target names them.
 
 A list of sparsities has one per target, or one per layer in the order of the model.
 """
@@ -29,6 +30,7 @@ from llmcompressor.modeling.matching import (
 from llmcompressor.modifiers.sparsity.matrices import is_prunable, matrix_shape, misfit
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.masks import NofM
+from llmcompressor.schemes.assign import is_router, listed
 
 __all__ = ["ALL_PRUNABLE", "Layers", "find_layers", "means_linear"]
 
@@ -73,7 +75,7 @@ def find_layers(
         for inner, module in _prunable_in(everything, name, as_targets(ignore)):
             if module not in names:
                 names[module], layer[module] = inner, name
-    _leave_tied_heads(model, wanted, names, layer)
+    _leave_unnamed(model, wanted, names, layer)
     if not names:
         raise TargetError(
             f"Nothing in {type(model).__name__} is left to prune by "
@@ -156,22 +158,37 @@ def _prunable_in(
             yield name, module
 
 
-def _leave_tied_heads(
+def _leave_unnamed(
     model: Module, wanted: Sequence[str], names: dict[Module, str], layer: dict[Module, str]
 ) -> None:
-    """A head whose weight is the input embedding is pruned only if a target names it."""
+    """Heads whose weight is the input embedding and routers are pruned only if a target names them.
+
+    A router has few weights and decides where each token goes; engines serve it as it is.
+    """
     tables = {id(one.weight) for one in model.modules() if isinstance(one, Embedding)}
+    heads: list[str] = []
+    routers: list[str] = []
     for module, name in list(names.items()):
+        kind = (
+            heads if id(module.weight) in tables else routers if is_router(name, module) else None
+        )
         named = any(
             matches_name(name, target) or matches_name(f"{name}.weight", target)
             for target in wanted
         )
-        if id(module.weight) in tables and not named:
-            logger.info(
-                f"Left unpruned: {name}, whose weight is the input embedding. Name it as a target "
-                "to prune both."
-            )
+        if kind is not None and not named:
+            kind.append(name)
             del names[module], layer[module]
+    for name in heads:
+        logger.info(
+            f"Left unpruned: {name}, whose weight is the input embedding. Name it as a target "
+            "to prune both."
+        )
+    if routers:
+        logger.info(
+            f"Left unpruned: {len(routers)} router gate(s) ({listed(routers)}). To prune one, "
+            "target it by name."
+        )
 
 
 def _check(names: dict[Module, str], group: NofM | None) -> None:

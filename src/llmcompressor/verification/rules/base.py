@@ -156,7 +156,7 @@ class View:
     @cached_property
     def family(self) -> Family:
         """How vLLM builds the architecture."""
-        return family_of(self.config)
+        return family_of(self.config, {entry.last for entry in self.entries.values()})
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -383,6 +383,18 @@ class View:
             if match is not None:
                 experts = found.setdefault(match["experts"], {})
                 experts.setdefault(int(match["index"]), {})[match["own"]] = entry
+        return found
+
+    @cached_property
+    def expert_schemes(self) -> dict[str, dict[Scheme, str]]:
+        """Path of a mixture → the schemes of its projections, each with one that has it."""
+        found: dict[str, dict[Scheme, str]] = {}
+        for path, experts in self.mixtures.items():
+            schemes = found.setdefault(path, {})
+            for entry in (entry for own in experts.values() for entry in own.values()):
+                group = self.resolver.alone(entry).group
+                if group is not None:
+                    schemes.setdefault(group.scheme, entry.name)
         return found
 
     @cached_property

@@ -51,22 +51,13 @@ def experts_are_alike(view: View) -> Iterator[Problem]:
                 "Of expert 0's projections some are ignored and some are not.",
                 "Ignore all experts of a layer or none.",
             )
-        yield from _groups_differ(view, path, every)
-
-
-def _groups_differ(view: View, path: str, every: list[Entry]) -> Iterator[Problem]:
-    schemes: dict[Scheme, str] = {}
-    for entry in every:
-        group = view.resolver.alone(entry).group
-        if group is not None:
-            schemes.setdefault(group.scheme, entry.name)
-    if len(schemes) > 1:
-        names = joined(schemes.values(), 2)
-        yield Problem(
-            path,
-            f"Its projections have different schemes ({names}).",
-            "Quantize all experts of a layer alike.",
-        )
+        schemes = view.expert_schemes[path]
+        if len(schemes) > 1:
+            yield Problem(
+                path,
+                f"Its projections have different schemes ({joined(schemes.values(), 2)}).",
+                "Quantize all experts of a layer alike, in groups that divide the columns of each.",
+            )
 
 
 def _mixture_groups(view: View) -> Iterator[tuple[str, Entry, Group, Args]]:

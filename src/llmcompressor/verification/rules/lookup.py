@@ -167,13 +167,19 @@ def ignore_is_understood(view: View) -> Iterator[Problem]:
                 "List the modules by name.",
                 Severity.WARNING,
             )
-        elif "." in text and not text.startswith("re:") and text in parents - names:
+        elif text in parents - names and "." in text and not _all_ignored(view, text):
             yield Problem(
                 text,
                 "It is a parent of modules; nothing below it is ignored.",
                 f"Write re:{re.escape(text)}.* instead.",
                 Severity.WARNING,
             )
+
+
+def _all_ignored(view: View, parent: str) -> bool:
+    """Whether other entries ignore every matrix below, as where a router and its matrix are."""
+    below = [entry for name, entry in view.entries.items() if name.startswith(f"{parent}.")]
+    return all(view.resolver.alone(one).ignored for one in below if one.kind != "other")
 
 
 def _parents(name: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.verification.facts import Severity
-from llmcompressor.verification.layout import PLAIN_FLOATS, Entry
+from llmcompressor.verification.layout import EXPERT, PLAIN_FLOATS, Entry
 from llmcompressor.verification.rules.base import CONFIG, TENSORS, Misfit, Problem, Rule, View
 
 __all__ = ["KNOWN", "RULES"]
@@ -69,6 +69,16 @@ def shapes_fit(view: View) -> Iterator[Problem]:
     for one in view.misfits:
         is_shape = one.what == "shape" and _is_other(one) and not one.entry.is_expert
         if is_shape or (one.what == "missing" and one.own == "weight_shape"):
+            yield Problem(one.entry.name, one.sentence, _COMPRESS)
+
+
+def experts_fit(view: View) -> Iterator[Problem]:
+    """S66; where schemes differ within a mixture that is what is wrong (S62)."""
+    for one in view.misfits:
+        match = EXPERT.match(one.entry.name)
+        if match is None or one.what != "shape" or not _is_other(one):
+            continue
+        if len(view.expert_schemes[match["experts"]]) == 1:
             yield Problem(one.entry.name, one.sentence, _COMPRESS)
 
 
@@ -316,7 +326,7 @@ RULES = (
     Rule(
         "S66",
         "tensors of experts have exact shapes",
-        _is("shape", lambda one: _is_other(one) and one.entry.is_expert, _COMPRESS),
+        experts_fit,
     ),
     Rule(
         "S70",

@@ -8,7 +8,7 @@ that is by its name. Nothing is said of the modules behind it, nor of a tower th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.nn import Module
@@ -16,6 +16,7 @@ from torch.nn import Module
 from llmcompressor.core.state import State
 from llmcompressor.errors import TargetError
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.pipelines.passes import BY_BLOCK
 
 __all__ = ["check_reached"]
 
@@ -27,17 +28,26 @@ _MODALITIES: Mapping[str, tuple[str, ...]] = {
 _WHAT = {"image": "images", "audio": "sound"}
 
 
-def check_reached(model: Module, modifiers: Iterable[Modifier], inputs: Collection[str]) -> None:
+def check_reached(
+    model: Module,
+    modifiers: Iterable[Modifier],
+    batches: Iterable[Mapping[str, Any]],
+    pipeline: str,
+) -> None:
     """Refuse to calibrate a tower whose inputs are in no batch.
 
     Args:
         model: the model; its weights may be on ``meta``.
         modifiers: those of the recipe, initialized on it.
-        inputs: the names of the inputs of all batches.
+        batches: all of them, or one with each set of inputs.
+        pipeline: which will run; one that does not pause leaves it to the modifiers.
 
     Raises:
         TargetError: names the modules.
     """
+    if pipeline not in BY_BLOCK:
+        return
+    inputs = {name for batch in batches for name in batch}
     state = State(model=model)
     needing = [one for one in modifiers if one.requires_calibration_data]
     wanted = [(one, set(one.calibrated_modules(state))) for one in needing]
