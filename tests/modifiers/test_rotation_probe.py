@@ -257,6 +257,18 @@ def test_two_rotations_before_one_linear() -> None:
     assert not any("rotation_planned_by" in one.__dict__ for one in model.modules())
 
 
+def closed(model: Any) -> Any:
+    """One whose attention cannot be replaced."""
+
+    class Closed(type(model)):  # type: ignore[misc]
+        @classmethod
+        def _can_set_attn_implementation(cls) -> bool:
+            return False
+
+    model.__class__ = Closed
+    return model
+
+
 UNFIT: dict[str, tuple[Any, Any, str]] = {
     "eager attention": (
         lambda: tiny("gpt_oss", head_dim=16, num_local_experts=4, num_experts_per_tok=2),
@@ -269,9 +281,14 @@ UNFIT: dict[str, tuple[Any, Any, str]] = {
         r'Leave R3 out of rotations, or load it with attn_implementation="sdpa"\.$',
     ),
     "attention of its own": (
+        lambda: closed(tiny("llama")),
+        SpinQuantModifier(rotations=["R3"]),
+        r"Closed does not let .*Leave R3 out of rotations\.$",
+    ),
+    "attention that may cross": (
         lambda: tiny("xglm", d_model=64, ffn_dim=128, attention_heads=4, num_layers=2),
         SpinQuantModifier(rotations=["R3"]),
-        r"XGLMForCausalLM .*Leave R3 out of rotations\.$",
+        r"this model has no attention module of the form.*Leave R3 out of rotations\.$",
     ),
     "heads of several widths": (
         lambda: tiny(
