@@ -287,7 +287,7 @@ def test_nothing_is_written_when_a_target_is_not_reached(tmp_path) -> None:
     model = tiny.build("llava")
     text_only = [{"input_ids": torch.full((1, 6), 5), "attention_mask": torch.ones(1, 6).long()}]
     recipe = GPTQModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
-    with pytest.raises(TargetError, match=r"reached model\.vision_tower"):
+    with pytest.raises(TargetError, match=r"reaches model\.vision_tower"):
         oneshot(
             model=model,
             recipe=recipe,
