@@ -259,7 +259,7 @@ def test_routes_are_joined_so_that_every_module_sees_all_its_batches(
             assert all(torch.equal(recorder._references[name][i], x) for i, x in pairs), name
 
 
-def test_a_target_that_no_batch_reaches_is_an_error_that_names_it(tmp_path) -> None:
+def test_a_target_that_no_batch_reaches_is_an_error_that_names_it(warned: list[str]) -> None:
     model = Routed(experts=2, layers=2)
     batches = [{"x": torch.randn(1, 5, 4), "route": 1}]
     with pytest.raises(TargetError, match=r"reached layers\.0\.experts\.0, layers\.1\.experts\.0"):
@@ -268,6 +268,25 @@ def test_a_target_that_no_batch_reaches_is_an_error_that_names_it(tmp_path) -> N
         run_pipeline(model, batches, Recorder(twin=True))
     assert not stubs_left(model)
     assert not hooks_left(model)
+    first, second = warned  # at the beginning of each run, before any batch
+    assert first == second
+    assert "did not call layers.0.experts.0, layers.1.experts.0. If no batch does" in first
+    assert "re:" not in first
+
+
+def test_a_weight_that_is_used_without_its_module_is_told_before_any_batch(
+    warned: list[str],
+) -> None:
+    """Mamba's dt_proj: the pattern for the ignore list is there, and all is well with it."""
+    recipe = {"targets": "Linear", "scheme": "W8A16"}
+    data = DataLoader([{"input_ids": torch.arange(3, 11)[None]}], batch_size=None)
+    with pytest.raises(TargetError, match="dt_proj"):
+        oneshot(model=tiny.build("mamba"), recipe=GPTQModifier(**recipe), dataset=data)
+    [told] = [one for one in warned if "did not call" in one]
+    assert told.endswith("put that on the ignore list (re:.*dt_proj$).\n")
+    spared = GPTQModifier(**recipe, ignore=["lm_head", "re:.*dt_proj$"])
+    oneshot(model=tiny.build("mamba"), recipe=spared, dataset=data)
+    assert len([one for one in warned if "did not call" in one]) == 1
 
 
 class Tolerant(Recorder):
@@ -275,11 +294,12 @@ class Tolerant(Recorder):
         return "experts" in name
 
 
-def test_a_modifier_with_a_policy_is_told_of_what_no_batch_reached() -> None:
+def test_a_modifier_with_a_policy_is_told_of_what_no_batch_reached(warned: list[str]) -> None:
     model = Routed(experts=2, layers=2)
     recorder = Tolerant()
     run_pipeline(model, [{"x": torch.randn(1, 5, 4), "route": 1}], recorder)
     assert {"layers.0.experts.0", "layers.1.experts.0"} <= set(recorder._seen_when_told)
+    assert not any("did not call" in one for one in warned)
     assert not stubs_left(model)
 
 

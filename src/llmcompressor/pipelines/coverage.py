@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many calibration tokens each module saw, and a word on those that saw too few."""
+"""How many calibration tokens each module saw, and a word on those that saw too few or none."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
@@ -20,8 +20,10 @@ from llmcompressor.schemes.assign import listed
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
+    from llmcompressor.modifiers.modifier import Modifier
+    from llmcompressor.pipelines.calibrated import Calibrated
 
-__all__ = ["scarcity_reported"]
+__all__ = ["scarcity_reported", "warn_uncalled"]
 
 
 @contextlib.contextmanager
@@ -88,3 +90,28 @@ class _Counter(HooksMixin):
             if hasattr(module, "in_features"):
                 self._seen[module] = 0
                 self.register_hook(module, count, "forward_pre", with_kwargs=True)
+
+
+def warn_uncalled(calibrated: Calibrated, modifiers: Sequence[Modifier]) -> None:
+    """Tell at the beginning what may turn out at the end to be reached by no batch.
+
+    Args:
+        calibrated: what a first small forward has called.
+        modifiers: of the pass; some have a policy for what no batch reaches.
+    """
+    missed = [
+        name
+        for module, name in calibrated.names.items()
+        if module not in calibrated.order.calls
+        and not all(modifier.accepts_unreached(name) for modifier in modifiers)
+    ]
+    if not missed:
+        return
+    ends = {name.rpartition(".")[2]: None for name in missed}
+    patterns = ", ".join(f"re:.*{end}$" for end in ends if not end.isdecimal())
+    logger.warning(
+        f"A first forward, of a few tokens of the first batch, did not call {listed(missed)}. If "
+        "no batch does, the run will be refused after the last one. Where a model multiplies by "
+        "a weight without calling its module, put that on the ignore list"
+        f"{f' ({patterns})' if patterns else ''}."
+    )

@@ -34,7 +34,7 @@ from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines.activations import ActivationStore
 from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
-from llmcompressor.pipelines.coverage import scarcity_reported
+from llmcompressor.pipelines.coverage import scarcity_reported, warn_uncalled
 from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
 from llmcompressor.pipelines.granularity import Plan, Unit, forwards_of, make_plan
@@ -133,6 +133,7 @@ def _prepare(
     elif dataset_args.sequential_targets:
         forced = forced or Granularity.BLOCK
     calibrated = watch_calibrated(model, batches, owners, blocks)
+    warn_uncalled(calibrated, modifiers)
     propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)
     streams = 2 if propagates and any(modifier.twin_streams for modifier in modifiers) else 1
     undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
