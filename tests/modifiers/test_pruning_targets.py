@@ -123,6 +123,23 @@ def test_nothing_left():
         names("Linear", model=tied)
 
 
+@pytest.mark.parametrize("everything", ["__ALL__", "__ALL_PRUNABLE__", "Linear"])
+def test_routers_are_pruned_by_their_names_alone(everything: str) -> None:
+    model = Model()
+    for block in model.layers:
+        block.mlp = nn.Module()
+        block.mlp.gate, block.mlp.gate_proj = nn.Linear(8, 4), nn.Linear(8, 4)
+    found = names(everything, model=model)
+    assert {f"layers.{i}.mlp.gate_proj.weight" for i in range(2)} <= set(found)
+    assert not [name for name in found if name.endswith("mlp.gate.weight")]
+    for target in ("layers.1.mlp.gate", r"re:layers\.1\.mlp\.gate\.weight"):
+        more = names([everything, target], model=model)
+        assert sorted(more) == sorted([*found, "layers.1.mlp.gate.weight"])
+    only = nn.ModuleDict({"gate": nn.Linear(8, 4)})
+    with pytest.raises(TargetError, match="what matches is ignored, a router, or"):
+        names(everything, model=nn.ModuleDict({"mlp": only}))
+
+
 @pytest.mark.parametrize("targets", ["__ALL__", "re:.*q_proj.weight", "Linear"])
 def test_what_quantization_adds_is_no_weight(targets):
     model = Model()

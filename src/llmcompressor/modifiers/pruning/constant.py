@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.pruning.base import MaskingModifier
-from llmcompressor.modifiers.pruning.targets import listed
+from llmcompressor.schemes.assign import listed
 
 __all__ = ["ConstantPruningModifier"]
 

@@ -23,8 +23,8 @@ from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.pruning.base import MaskingModifier
 from llmcompressor.modifiers.pruning.schedule import Schedule, Window, make_schedule
-from llmcompressor.modifiers.pruning.targets import listed
 from llmcompressor.numerics.masks import Structure, parse_structure
+from llmcompressor.schemes.assign import listed
 
 __all__ = ["MagnitudePruningModifier"]
 

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from llmcompressor.errors import CheckpointError, NonFiniteError
-from llmcompressor.modifiers.pruning.targets import Place, listed
+from llmcompressor.modifiers.pruning.targets import Place
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.masks import Source, Structure, grow_masks
+from llmcompressor.schemes.assign import listed
 
 __all__ = ["MaskedWeights"]
 

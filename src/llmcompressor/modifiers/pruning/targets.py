@@ -7,7 +7,8 @@ matches no module at all is tried against the full names of parameters
 (``re:.*q_proj.weight``). Two words stand for many: ``__ALL_PRUNABLE__`` for the weights of all
 such modules, ``__ALL__`` for every parameter with two or more dimensions.
 
-A head whose weight is the input embedding is reached by its name only, not by its class.
+A head whose weight is the input embedding is reached by its name only, not by its class, and so
+is the router of a mixture: it has few weights and decides where each token goes.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from llmcompressor.modeling.matching import (
     near_matches,
 )
 from llmcompressor.names import named_modules
+from llmcompressor.schemes.assign import is_router, listed
 
-__all__ = ["Place", "find_places", "listed", "means_class"]
+__all__ = ["Place", "find_places", "means_class"]
 
 ALL = "__ALL__"
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
 PRUNABLE_CLASSES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
 # What quantization puts beside a weight is none, though its name begins like that of one.
 _HELPERS = ("_scale", "_zero_point", "_g_idx", "_step")
-_MOST_LISTED = 6
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def find_places(
         for entry in as_targets(ignore)
         if matches_name(place.name, entry) or matches(index.owners[number], place.module, entry)
     }
-    _tell_heads(index, chosen - ignored)
+    _tell_spared(index, chosen - ignored)
     places: dict[int, Place] = {}
     for number in sorted(chosen - ignored - index.skipped):
         places.setdefault(id(index.parameters[number]), index.places[number])
@@ -134,21 +135,11 @@ def find_places(
     if not places:
         raise TargetError(
             f"No parameter of {type(model).__name__} is left to prune by "
-            f"{', '.join(map(repr, as_targets(targets)))}: what matches is ignored or is a head "
-            "that shares the input embedding.",
+            f"{', '.join(map(repr, as_targets(targets)))}: what matches is ignored, a router, or a "
+            "head that shares the input embedding.",
             "Correct targets or ignore.",
         )
     return list(places.values())
-
-
-def listed(names: Sequence[str]) -> str:
-    """Some names for a message: all of a few, the first and the number of many.
-
-    >>> listed("abcdefgh")
-    'a, b, c, d, e, f and 2 more'
-    """
-    rest = len(names) - _MOST_LISTED
-    return ", ".join(names[:_MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 class _Parameters:
@@ -171,12 +162,13 @@ class _Parameters:
         embeddings = (module for _, module in self.modules if isinstance(module, Embedding))
         self._embeddings = {id(each.weight) for each in embeddings}
         self.heads: set[int] = set()
+        self.routers: set[int] = set()
         self.named: set[int] = set()
 
     @property
     def skipped(self) -> set[int]:
-        """Tied heads that no target names."""
-        return self.heads - self.named
+        """Tied heads and routers that no target names."""
+        return (self.heads | self.routers) - self.named
 
     def of(self, target: str) -> set[int]:
         """The parameters that a target means; empty if there are none."""
@@ -192,20 +184,24 @@ class _Parameters:
             }
         else:
             found = self._where(lambda place: matches_name(place.name, target))
-        self._note_heads(found, target)
+        self._note_spared(found, target)
         return found
 
     def _where(self, holds: Callable[[Place], bool]) -> set[int]:
         return {number for number, place in enumerate(self.places) if holds(place)}
 
-    def _note_heads(self, found: set[int], target: str) -> None:
+    def _note_spared(self, found: set[int], target: str) -> None:
         for number in found:
-            place = self.places[number]
-            shared = id(self.parameters[number]) in self._embeddings
-            if not shared or isinstance(place.module, Embedding):
+            place, owner = self.places[number], self.owners[number]
+            if is_router(owner, place.module):
+                self.routers.add(number)
+            elif id(self.parameters[number]) in self._embeddings and not isinstance(
+                place.module, Embedding
+            ):
+                self.heads.add(number)
+            else:
                 continue
-            self.heads.add(number)
-            if matches_name(self.owners[number], target) or matches_name(place.name, target):
+            if matches_name(owner, target) or matches_name(place.name, target):
                 self.named.add(number)
 
 
@@ -214,13 +210,15 @@ def _is_prunable(place: Place) -> bool:
     return place.attribute == "weight" and by_class
 
 
-def _tell_heads(index: _Parameters, chosen: set[int]) -> None:
-    skipped = sorted(index.skipped & chosen)
-    if skipped:
-        names = listed([index.places[number].name for number in skipped])
-        logger.info(
-            f"Left unpruned: {names}, whose weight is the input embedding. Name it to prune both."
-        )
+def _tell_spared(index: _Parameters, chosen: set[int]) -> None:
+    for spared, why, then in (
+        (index.heads, "whose weight is the input embedding", "to prune both"),
+        (index.routers, "which decide where tokens go", "to prune it"),
+    ):
+        skipped = sorted(spared & index.skipped & chosen)
+        if skipped:
+            names = listed(index.places[number].name for number in skipped)
+            logger.info(f"Left unpruned: {names}, {why}. Name it {then}.")
 
 
 def _check(name: str, parameter: Parameter) -> None:
