@@ -10,6 +10,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -263,7 +264,7 @@ def _child(job: Job, die_at: str | None, sender: Any) -> None:
 @contextlib.contextmanager
 def _armed(die_at: str | None) -> Iterator[None]:
     """Die at the n-th line of the journal (before it is there, torn, behind it), at the n-th write,
-    or before the n-th file of the working folder is removed at the end."""
+    or when the first file of the working folder is removed at the end."""
     if die_at is not None:
         kind, number = die_at.rsplit(" ", 1)
         left = itertools.count(int(number) - 1, -1)
@@ -311,14 +312,16 @@ def _arm_writes(strikes: Callable[[str], bool]) -> None:
 
 
 def _arm_removal(strikes: Callable[[str], bool]) -> None:
-    unlink = Path.unlink
+    remove: Any = shutil.rmtree
 
-    def dying_unlink(self: Path, missing_ok: bool = False) -> None:
-        if self.parent.name.endswith(".partial") and strikes("remove"):
+    def dying_remove(path: Any, *arguments: Any, **options: Any) -> None:
+        entry = Path(path) / "journal"
+        if entry.exists() and strikes("remove"):
+            entry.unlink()
             _die()
-        unlink(self, missing_ok=missing_ok)
+        remove(path, *arguments, **options)
 
-    Path.unlink = dying_unlink  # type: ignore[method-assign]
+    shutil.rmtree = dying_remove
 
 
 def tree(folder: Path) -> dict[str, str]:

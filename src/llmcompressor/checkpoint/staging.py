@@ -28,6 +28,7 @@ __all__ = [
     "disk_errors",
     "flush",
     "put_in_place",
+    "remove_at_once",
     "remove_stale",
     "staged",
     "work_folder",
@@ -171,6 +172,16 @@ def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
 def remove_stale(target: Path) -> None:
     """Delete what a killed run of this machine left beside ``target``."""
     _remove_stale(target.parent, target.name)
+
+
+def remove_at_once(folder: Path, name: str) -> None:
+    """Remove a small folder beside what is called ``name`` so that at no moment a part is there.
+
+    It gets a name first that the next run removes, should this one be killed on the way.
+    """
+    aside = _aside(folder.with_name(name))
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from llmcompressor.checkpoint.journal import Journal, differences
 from llmcompressor.checkpoint.staging import (
     disk_errors,
     put_in_place,
+    remove_at_once,
     remove_stale,
     work_folder,
 )
@@ -77,8 +78,12 @@ class Workspace:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the working folder, the journal last: it tells what the rest of one was."""
-        _remove_folder(self.folder, _JOURNAL, _LOCK)
+        """Remove the working folder, the journal last: it tells what the rest of one was.
+
+        A lock without the journal would look like a run that has not begun.
+        """
+        _remove_all_but(self.folder, _JOURNAL, _LOCK)
+        remove_at_once(self.folder, self.target.name)
         remove_stale(self.target)
         self._lock.close()
 
@@ -176,7 +181,10 @@ def reserved(target: Path, *, resume: str = "auto") -> Iterator[None]:
             yield
         finally:
             (folder / _JOURNAL).unlink(missing_ok=True)  # without it the rest is nobody's progress
-            _remove_folder(folder, _LOCK)
+            _remove_all_but(folder, _LOCK)
+            (folder / _LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another run has come meanwhile, or something stays
+                folder.rmdir()
             for path in missing:
                 if not any(path.iterdir()):
                     path.rmdir()
@@ -201,17 +209,12 @@ def is_being_published(target: Path) -> bool:
     return was_published(target) or (target in folder.parents and _is_ready(folder))
 
 
-def _remove_folder(folder: Path, *last: str) -> None:
-    """Remove a working folder, and of what it holds these files last, in this order."""
-    for path in [each for each in folder.iterdir() if each.name not in last]:
+def _remove_all_but(folder: Path, *kept: str) -> None:
+    for path in [each for each in folder.iterdir() if each.name not in kept]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    for name in last:
-        (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # another run has come meanwhile, or something stays
-        folder.rmdir()
 
 
 def _is_ready(folder: Path) -> bool:
