@@ -142,6 +142,8 @@ def test_experts_that_are_dropped(tmp_path: Path, as_object: bool) -> None:
     assert found.sizes is not None
     assert dict(found.sizes.files) == written(tmp_path / "out")
     assert found.sizes.weights < 0.8 * sum(written(source).values())
+    assert ("one block at a time" in found.residency) == (not as_object)
+    assert not [note for note in found.notes if "stay as they are" in note]
 
 
 def test_the_other_files_are_counted(pico: Path, tmp_path: Path) -> None:

@@ -260,6 +260,11 @@ class Modifier(HooksMixin):
         """
         return True
 
+    @property
+    def changes_structure(self) -> bool:
+        """Whether it has an :meth:`outline`: parts of the model will be gone."""
+        return type(self).outline is not Modifier.outline
+
     def outline(self, state: State) -> None:
         """Change a model without values as the run will change its structure, for a plan.
 

@@ -23,7 +23,7 @@ def outlined(modifiers: Sequence[Modifier], state: State) -> Iterator[None]:
         modifiers: initialized ones.
         state: theirs; its model's changed parameters may be on the meta device.
     """
-    changing = [one for one in modifiers if type(one).outline is not Modifier.outline]
+    changing = [one for one in modifiers if one.changes_structure]
     if not changing:
         yield
         return

@@ -156,7 +156,7 @@ class _Maker:
         name = type(modifier).__name__
         try:
             modifier.initialize(self._state)
-            if type(modifier).outline is not Modifier.outline:
+            if modifier.changes_structure:
                 self._parts = self._parts_read
             modifier.outline(self._state)
             return modifier.planned(self._state)
@@ -189,6 +189,10 @@ class _Maker:
 
     def _note_stacks(self, rows: Sequence[ModuleRow]) -> None:
         """Say what no recipe can reach: it may be most of the model."""
+        if any(
+            one.changes_structure for one in self._request.modifiers
+        ):  # it knows stacks, not targets
+            return
         stacks = [row for row in rows if row.why == STACK]
         weights, whole = sum(row.weights for row in stacks), sum(row.weights for row in rows)
         if stacks:
