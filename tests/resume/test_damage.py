@@ -20,6 +20,7 @@ from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_writer, reading
 from llmcompressor.errors import CheckpointError, CompressorError, OutputError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.observers.input_statistics import InputStatistics
 
 Expected = Callable[[str], dict[str, str]]
 
@@ -352,3 +353,19 @@ def test_what_was_moved_aside_goes_when_the_new_one_is_in_place(
     monkeypatch.setattr("llmcompressor.checkpoint.staging._owner", lambda: "vm-1")
     call(small, tmp_path / "output", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "output"]
+
+
+def test_what_is_finished_is_not_measured_again(
+    halfway: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data only passes through it: what was summed up there would stay to the end of the run."""
+    update = InputStatistics.update
+    seen: set[str] = set()
+
+    def recorded(statistics: InputStatistics, *args: Any) -> None:
+        seen.add(statistics.name.split(".")[2])
+        update(statistics, *args)
+
+    monkeypatch.setattr(InputStatistics, "update", recorded)
+    call(small, halfway)
+    assert seen == {"1", "2"}

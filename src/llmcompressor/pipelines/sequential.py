@@ -361,17 +361,20 @@ class _Stepper:
         if self.run.keeps_originals:
             self._keep_originals(unit)
         give_back_freed()
+        residency = self.run.residency
+        is_finished = residency is not None and residency.is_finished(unit.stop)
         if not unit.is_gate:
             LifecycleCallbacks.sequential_epoch_end(modules)
-        elif self.run.residency is not None and self.run.residency.is_finished(unit.stop):
-            self.run.residency.replace_finished(unit.stop)
+        elif residency is not None and is_finished:
+            residency.replace_finished(unit.stop)
         last = self._is_last(unit)
         self.forward.release(unit.stop)
         if last:
             return  # nobody needs what lies behind the last stop, the head for instance
         for one in stop.passes:
             if one.module is stop.module:  # original passes may have gone on already
-                self._send_on(one, hooks_on=unit.is_gate)  # nothing ran inside a gate before
+                # Nothing ran inside a gate before; of what is finished, nothing is wanted any more.
+                self._send_on(one, hooks_on=unit.is_gate and not is_finished)
 
     def _calibrated(self, stop: Stop, unit: Unit) -> tuple[Module, ...]:
         """Run the unit for the hooks' sake; returns what it holds."""
