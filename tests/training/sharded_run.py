@@ -73,7 +73,7 @@ def main(folder: Path, world: int, settings: dict[str, Any]) -> None:
     rows = [{key: value.tolist() for key, value in tiny.row(n).items()} for n in range(32)]
     train(
         model=str(folder / "dense"),
-        recipe=RECIPE,
+        recipe=settings.pop("recipe", RECIPE),
         distill_teacher=str(folder / "dense"),
         dataset=Dataset.from_list(rows),
         precision="float32",

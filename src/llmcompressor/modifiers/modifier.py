@@ -132,6 +132,8 @@ class Modifier(HooksMixin):
             by module, though each needs data.
         uses_teacher: whether it learns from the session's teacher, so that tokens without a label
             teach it something too.
+        changes_weights: whether it changes weights while they are trained, so that they have to be
+            whole and all that is added to them in a forward.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -146,6 +148,7 @@ class Modifier(HooksMixin):
     begins_a_pass: ClassVar[bool] = False
     needs_time: ClassVar[bool] = False
     uses_teacher: ClassVar[bool] = False
+    changes_weights: ClassVar[bool] = False
 
     index: int | None = None
     group: str | None = None

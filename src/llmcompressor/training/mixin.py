@@ -195,8 +195,8 @@ class SessionManagerMixIn(_Base):
         recipe, self._next_recipe = self._next_recipe or self._read_recipe(), None
         recipe = None if recipe is None else unused(recipe)
         session = active_session()
-        if modifiers_to_apply(session, recipe):
-            check_trainer(self)
+        if modifiers := modifiers_to_apply(session, recipe):
+            check_trainer(self, modifiers)
         inputs = Inputs(
             recipe=recipe,
             teacher=self.teacher,
