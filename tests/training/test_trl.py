@@ -141,6 +141,23 @@ def test_the_remedy_has_the_head_called(pico: Path, tmp_path: Path, recipe: str)
     assert losses(ours) == pytest.approx(losses(plain), rel=1e-4)
 
 
+@pytest.mark.parametrize("recipe", [DISTILL, LAYERS], ids=["logits", "layers"])
+def test_a_teacher_teaches_the_adapters_that_trl_adds(
+    pico: Path, tmp_path: Path, recipe: str
+) -> None:
+    peft = pytest.importorskip("peft", reason="peft is an optional companion")
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    given = {"recipe": recipe, "teacher": teacher_of(pico), "peft_config": adapters}
+    made = trainer(SparseSFTTrainerOfLogits, pico, tmp_path, **given)
+    made.train()
+    assert all("distill_loss" in one for one in made.state.log_history if "loss" in one)
+    after = {name: each.detach() for name, each in made.model.named_parameters()}
+    base = dict(made.model.unload().named_parameters())
+    assert all(bool(each.any()) for name, each in after.items() if "lora_B" in name)
+    for name, each in teacher_of(pico).named_parameters():
+        assert torch.equal(base[name], each), name
+
+
 def test_a_quantized_head_that_is_not_called_is_told(untied: Path, tmp_path: Path, warned) -> None:
     recipe = QUANTIZE.replace("TARGETS", "'re:.*(lm_head|layers.0.*_proj)$'")
     trainer(SparseSFTTrainer, untied, tmp_path, recipe=recipe).train()

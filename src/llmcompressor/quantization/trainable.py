@@ -46,7 +46,6 @@ class TrainableMixin(QuantizationMixin):
     """
 
     needs_time: ClassVar[bool] = True
-    changes_weights: ClassVar[bool] = True
 
     num_calibration_steps: int = Field(default=1, ge=1)
     learned_scales: bool = False

@@ -21,6 +21,7 @@ from llmcompressor.core import active_session
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import BaseLogger, LoggerManager
+from llmcompressor.modeling.adapters import adapters_of
 from llmcompressor.progress import other_bars_hidden
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.arguments import RecipeArgs
@@ -156,7 +157,8 @@ class SessionManagerMixIn(_Base):
         finally:
             self._driver, self._weights_to_load = None, None
         model = self.accelerator.unwrap_model(self.model)
-        if isinstance(model, PreTrainedModel) and driver.session.lifecycle.recipe.modifiers:
+        is_whole = isinstance(model, PreTrainedModel) and not adapters_of(model)
+        if is_whole and driver.session.lifecycle.recipe.modifiers:
             # from here on, for save_model too; checkpoints of the training hold what is trained
             modify_save_pretrained(model, recipe=driver.session.get_serialized_recipe())
         self.loss_was_replaced = driver.run_loss.is_replaced
