@@ -144,6 +144,22 @@ def test_flat_pieces_are_refused_to_what_changes_weights(
             check_trainer(trainer, modifiers)
 
 
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
+def test_a_configuration_that_is_left_out_is_told(
+    tmp_path: Path, warned: list[str], name: str
+) -> None:
+    """On the CPU accelerate trains without a word as if it were not there."""
+    recipe = "modifiers: {ConstantPruningModifier: {targets: Linear}}"
+    trainer = Trainer(model=tiny.tiny_model(), args=tiny.arguments(tmp_path), recipe=recipe)
+    modifiers = Recipe.create_instance(trainer.recipe).modifiers
+    check_trainer(trainer, modifiers)
+    assert not warned
+    setattr(trainer.args, name, {"any": "thing"})
+    check_trainer(trainer, modifiers)
+    [line] = warned
+    assert line.startswith(f"{name} has no effect")
+
+
 class Engine:
     """Steps by itself at every second micro-batch."""
 

@@ -98,7 +98,15 @@ def check_trainer(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
 
 
 def _check_spread(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
-    """Refuse parameters that are cut into flat pieces."""
+    """Refuse parameters that are cut into flat pieces; tell of a configuration that is left out."""
+    for name, asked, on in (
+        ("deepspeed", trainer.args.deepspeed, trainer.is_deepspeed_enabled),
+        ("fsdp", trainer.args.fsdp, trainer.is_fsdp_enabled),
+    ):
+        if asked and not on:
+            logger.warning(
+                f"{name} has no effect: accelerate does without it where it computes on the CPU."
+            )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1:
         raise ArgumentError(
