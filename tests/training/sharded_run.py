@@ -64,6 +64,8 @@ def let_processors_shard() -> None:
         plugin = kwargs.get("fsdp_plugin") or self.__dict__.get("fsdp_plugin")
         if plugin is not None and self.distributed_type is DistributedType.MULTI_CPU:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+            if self._mixed_precision != "no":
+                plugin.set_mixed_precision(self._mixed_precision)
 
     AcceleratorState.__init__ = begin
 

@@ -39,6 +39,7 @@ from llmcompressor.training.loss import (
     tokens_of_step,
 )
 from llmcompressor.training.optimizer import bare_optimizer, parameter_ids, train_new_parameters
+from llmcompressor.training.spread import take_off_checkpointing
 from llmcompressor.training.summary import summary
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class SessionManagerMixIn(_Base):
         finally:
             self._driver, self._weights_to_load = None, None
         model = self.accelerator.unwrap_model(self.model)
+        take_off_checkpointing(model)
         is_whole = isinstance(model, PreTrainedModel) and not adapters_of(model)
         if is_whole and driver.session.lifecycle.recipe.modifiers:
             # from here on, for save_model too; checkpoints of the training hold what is trained
