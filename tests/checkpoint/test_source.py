@@ -67,6 +67,14 @@ def test_no_config_names_models_below(single: Path) -> None:
         inspect_source(single.parent)
 
 
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"an adapter \(PEFT\) and no model.*merge_and_unload"
+    ):
+        inspect_source(tmp_path)
+
+
 def test_no_weights(single: Path) -> None:
     (single / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no weights"):

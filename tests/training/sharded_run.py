@@ -64,6 +64,8 @@ def let_processors_shard() -> None:
         plugin = kwargs.get("fsdp_plugin") or self.__dict__.get("fsdp_plugin")
         if plugin is not None and self.distributed_type is DistributedType.MULTI_CPU:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugin
+            if self._mixed_precision != "no":
+                plugin.set_mixed_precision(self._mixed_precision)
 
     AcceleratorState.__init__ = begin
 
@@ -73,7 +75,7 @@ def main(folder: Path, world: int, settings: dict[str, Any]) -> None:
     rows = [{key: value.tolist() for key, value in tiny.row(n).items()} for n in range(32)]
     train(
         model=str(folder / "dense"),
-        recipe=RECIPE,
+        recipe=settings.pop("recipe", RECIPE),
         distill_teacher=str(folder / "dense"),
         dataset=Dataset.from_list(rows),
         precision="float32",

@@ -69,3 +69,19 @@ def test_a_schedule_acts_on_a_compiled_model(tmp_path, recipe):
     again = [type(one)(start=1, end=2) for one in recipe] if isinstance(recipe, list) else recipe
     assert losses(tmp_path / "ours", again, compiled=True) == pytest.approx(plain, rel=1e-4)
     assert len({round(loss, 3) for loss in plain}) > 2, "it does something"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("dynamic", ["true", "false"])
+def test_fake_quantization_stays_compiled(tmp_path, dynamic):
+    """torch gives up what it has compiled too often; the books of fake quantization are no reason.
+
+    A compiled forward ends before a hook and goes on behind it, as often as there are shapes.
+    """
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        recipe = QUANTIZE.replace("START", "0").replace("DYNAMIC", dynamic)
+        assert len(losses(tmp_path, recipe, compiled=True)) == 6

@@ -145,6 +145,42 @@ def test_sharded_processes_train_as_one_does(dense):
     assert_alike(dense / "alone", dense / "sharded")
 
 
+WRAPPED = {
+    "version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "activation_checkpointing": True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"fsdp_config": {**WRAPPED, "reshard_after_forward": False}},
+        {"fsdp_config": {**WRAPPED, "activation_checkpointing_offload": True}},
+    ],
+    ids=["checkpointing", "offloaded"],
+)
+def test_what_fsdp_is_told_makes_no_difference(dense, changed):
+    """Wrappers of accelerate's around layers leave no trace in what is written."""
+    sharded_run.main(dense, 1, {"output_dir": str(dense / "alone"), "use_cpu": True})
+    sharded(dense, "sharded", processes=2, use_cpu=True, ddp_backend="gloo", **changed)
+    assert_alike(dense / "alone", dense / "sharded")
+
+
+@pytest.mark.slow
+def test_sharded_processes_train_in_mixed_precision(dense):
+    """All parameters are cast for the forward, and not only those of products, as alone."""
+    settings = {"use_cpu": True, "bf16": True}
+    sharded_run.main(dense, 1, {"output_dir": str(dense / "alone"), **settings})
+    sharded(dense, "sharded", processes=2, ddp_backend="gloo", **settings)
+    ours = load_file(dense / "sharded" / "model.safetensors")
+    codes = [each for each in ours.values() if each.dtype is torch.int8]
+    assert len(codes) == 14
+    assert all((each == 0).float().mean() >= 0.5 for each in codes)
+    assert losses(dense / "sharded") == pytest.approx(losses(dense / "alone"), rel=1e-2)
+
+
 @pytest.mark.slow
 def test_a_sharded_training_goes_on_where_it_was_killed(dense):
     settings = {"processes": 2, "use_cpu": True, "ddp_backend": "gloo"}

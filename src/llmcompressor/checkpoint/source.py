@@ -38,6 +38,8 @@ _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAX_HEADER = 100_000_000
 _DOWNLOAD = "Download or copy the file again."
+# What PEFT writes instead.
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,12 @@ def inspect_source(
     if not directory.is_dir():
         raise _not_a_directory(directory)
     config_file = directory / CONFIG
+    if not config_file.is_file() and (directory / _ADAPTER).is_file():
+        raise CheckpointError(
+            f"The folder {directory} holds an adapter (PEFT) and no model.",
+            "Merge it into its base (AutoPeftModelForCausalLM.from_pretrained(...)"
+            ".merge_and_unload()), and give that or the folder that it is saved in.",
+        )
     if not config_file.is_file():
         raise CheckpointError(
             f"The folder {directory} holds no model: it has no {CONFIG}.",

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-__all__ = ["compile_anew"]
+__all__ = ["compile_anew", "never_traced"]
 
 
 def compile_anew() -> None:
@@ -19,3 +21,15 @@ def compile_anew() -> None:
     """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+def never_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as a compiled forward is to call it: as Python, between two compiled parts.
+
+    For hooks that keep books. Traced they would be compiled again for each module, because what
+    is in the books is different for each, until torch gives them up.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return function
+    kept: Callable[..., Any] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+    return kept

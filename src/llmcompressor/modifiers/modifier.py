@@ -14,7 +14,14 @@ from pydantic import ConfigDict, PrivateAttr, ValidationError, model_validator
 
 from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.state import State
-from llmcompressor.errors import InputError, LifecycleError, RecipeError, did_you_mean
+from llmcompressor.errors import (
+    InputError,
+    LifecycleError,
+    RecipeError,
+    TargetError,
+    did_you_mean,
+)
+from llmcompressor.modeling.adapters import MERGE, adapters_of
 from llmcompressor.modeling.hooks import HooksMixin
 
 if TYPE_CHECKING:
@@ -132,6 +139,8 @@ class Modifier(HooksMixin):
             by module, though each needs data.
         uses_teacher: whether it learns from the session's teacher, so that tokens without a label
             teach it something too.
+        changes_weights: whether it changes weights of the model, so that in a training they have to
+            be whole, and that no adapters may stand beside them.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -146,6 +155,7 @@ class Modifier(HooksMixin):
     begins_a_pass: ClassVar[bool] = False
     needs_time: ClassVar[bool] = False
     uses_teacher: ClassVar[bool] = False
+    changes_weights: ClassVar[bool] = False
 
     index: int | None = None
     group: str | None = None
@@ -394,10 +404,13 @@ class Modifier(HooksMixin):
         """Prepare for a run, and start where the schedule says so from the first step on.
 
         Raises:
+            TargetError: it changes weights, and the model has adapters.
             LifecycleError: it was initialized or finalized before, or reports a failure.
         """
         self._expect_not(Phase.FINALIZED, "initialized")
         self._expect_not(Phase.INITIALIZED, "initialized")
+        if self.changes_weights:
+            self._check_adapters(state.model)
         if not self.on_initialize(state, **kwargs):
             raise LifecycleError(
                 f"{self._name}.on_initialize did not return true: it reports a failure, or "
@@ -411,6 +424,17 @@ class Modifier(HooksMixin):
         )
         if self.should_start(event) and not state.resumes:
             self._start(state, event, kwargs)
+
+    def _check_adapters(self, model: Any) -> None:
+        adapted = [] if model is None else adapters_of(model)
+        if adapted:
+            from llmcompressor.schemes.assign import listed  # noqa: PLC0415  # for the message
+
+            raise TargetError(
+                f"{self._name} changes weights, and the model has adapters (PEFT) at "
+                f"{listed(adapted)}: only these would be trained and saved.",
+                f"{MERGE} Distillation works beside them.",
+            )
 
     def resume(self, state: State, phases: Iterable[str], saved: Mapping[str, Any]) -> None:
         """Go on where a checkpoint was taken: in its phases, with what it holds.

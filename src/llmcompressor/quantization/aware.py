@@ -29,7 +29,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import first_tensor
-from llmcompressor.modeling.compiled import compile_anew
+from llmcompressor.modeling.compiled import compile_anew, never_traced
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.numerics.straight_through import touch
 from llmcompressor.quantization.attach import tap_attention
@@ -154,15 +154,16 @@ class AwareTraining:
             tap_attention(state.model, module, queries=queries)
             module.quantization_enabled = False  # type: ignore[assignment]  # rounded here instead
             for base in self._activations[module]:
-                self._modifier.register_hook(module, self._states_hook(base), _KINDS[base])
+                hook = never_traced(self._states_hook(base))
+                self._modifier.register_hook(module, hook, _KINDS[base])
 
     def _hook(self, module: Module) -> None:
         if module in self._hooked:
             return
         self._hooked.add(module)
         register = self._modifier.register_hook
-        register(module, self._before, "forward_pre", with_kwargs=True)
-        register(module, self._after, "forward", always_call=True)
+        register(module, never_traced(self._before), "forward_pre", with_kwargs=True)
+        register(module, never_traced(self._after), "forward", always_call=True)
 
     # ------------------------------------------------------------------ events
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -71,6 +71,8 @@ class QuantizationMixin(Modifier):
         bypass_divisibility_checks: accept group sizes that do not divide a weight's columns.
         allow_unmatched: accept targets that match nothing.
     """
+
+    changes_weights: ClassVar[bool] = True
 
     # Read by llmcompressor.schemes, whose errors say more than a union's would.
     config_groups: dict[str, Any] | None = None

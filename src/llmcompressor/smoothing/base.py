@@ -50,6 +50,7 @@ class SmoothingMixin(Modifier):
 
     propagates_error: ClassVar[bool] = True
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    changes_weights: ClassVar[bool] = True
     must_precede: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
     rewrites_inputs: ClassVar[bool] = True
 

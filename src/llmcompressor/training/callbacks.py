@@ -41,7 +41,8 @@ class SessionEvents(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The gradients of the step are complete and clipped."""
-        self._send(EventType.OPTIM_PRE_STEP)
+        if driver := self._driver():
+            driver.before_step()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -24,6 +24,7 @@ __all__ = [
     "check_trainer",
     "warn_of_other_epochs",
     "warn_of_schedules",
+    "zero_stage",
 ]
 
 
@@ -70,13 +71,18 @@ def check_experts(model: Module, modifiers: Sequence[Modifier]) -> None:
         )
 
 
-def check_trainer(trainer: Trainer) -> None:
+def check_trainer(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
     """Refuse ways to train that a recipe's modifiers cannot follow.
+
+    Args:
+        trainer: as it was made.
+        modifiers: of the recipe.
 
     Raises:
         ArgumentError: names the argument.
     """
     args = trainer.args
+    _check_spread(trainer, modifiers)
     if args.auto_find_batch_size:
         raise ArgumentError(
             "auto_find_batch_size starts the training over, and a recipe's modifiers cannot.",
@@ -89,12 +95,40 @@ def check_trainer(trainer: Trainer) -> None:
             "Start one process per device with torchrun, or show one device with "
             "CUDA_VISIBLE_DEVICES=0.",
         )
+
+
+def _check_spread(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
+    """Refuse parameters that are cut into flat pieces; tell of a configuration that is left out."""
+    for name, asked, on in (
+        ("deepspeed", trainer.args.deepspeed, trainer.is_deepspeed_enabled),
+        ("fsdp", trainer.args.fsdp, trainer.is_fsdp_enabled),
+    ):
+        if asked and not on:
+            logger.warning(
+                f"{name} has no effect: accelerate does without it where it computes on the CPU."
+            )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1:
         raise ArgumentError(
             "FSDP version 1 flattens the parameters before there is an optimizer.",
             'Use version 2: fsdp_config={"version": 2, ...}.',
         )
+    changing = [type(one).__name__ for one in modifiers if one.changes_weights]
+    if changing and trainer.is_deepspeed_enabled and zero_stage(trainer.accelerator.state) == 3:
+        raise ArgumentError(
+            "DeepSpeed ZeRO stage 3 keeps each process a flat piece of a parameter, and "
+            f"{', '.join(dict.fromkeys(changing))} works on whole ones.",
+            'Use ZeRO stage 2, or FSDP version 2: fsdp_config={"version": 2, ...}.',
+        )
+
+
+def zero_stage(holder: Any) -> int:
+    """The stage of DeepSpeed's ZeRO; 0 without it.
+
+    Args:
+        holder: what has the attribute ``deepspeed_plugin``.
+    """
+    return getattr(getattr(holder, "deepspeed_plugin", None), "zero_stage", 0)
 
 
 def warn_of_other_epochs(saved: Mapping[str, Any], steps_per_epoch: int | None) -> None:

@@ -25,6 +25,7 @@ from llmcompressor.training.checks import (
     warn_of_other_epochs,
     warn_of_schedules,
 )
+from llmcompressor.training.engine import ToldSteps
 from llmcompressor.training.loss import RunLoss, StepLoss, mean_of, scaled_back
 
 __all__ = ["Inputs", "SessionDriver", "modifiers_to_apply"]
@@ -76,6 +77,7 @@ class SessionDriver:
         self._step_done = True
         self._step, self._first_step = StepLoss(), True
         self.run_loss = RunLoss()
+        self._engine: ToldSteps | None = None
         self._steps_per_epoch: int | None = None
         self._max_steps: int | None = None
         check_can_train(self._modifiers())
@@ -131,6 +133,8 @@ class SessionDriver:
         session.state.optimizer = optimizer
         session.state.hardware = Hardware.detect(wrapped)
         session.state.hardware.distributed_strategy = self._inputs.distributed_strategy
+        if self._inputs.distributed_strategy == "deepspeed":
+            self._engine = ToldSteps(wrapped, lambda: self.send(EventType.OPTIM_PRE_STEP))
         if self._saved is not None:
             session.lifecycle.load_state_dict(self._saved)
             self._saved = None
@@ -160,12 +164,14 @@ class SessionDriver:
 
     def finish(self) -> None:
         """Finalize the session, once."""
+        self._leave_engine()
         lifecycle = self.session.lifecycle
         if self.begun and lifecycle.initialized_ and not lifecycle.finalized:
             self.session.finalize()
 
     def abandon(self) -> None:
         """Reset the session after an error, so that no hook stays behind."""
+        self._leave_engine()
         if self.begun:
             self.session.reset()
 
@@ -252,6 +258,11 @@ class SessionDriver:
             self.session.event(event_type)
             self._have_hooks_seen()
 
+    def before_step(self) -> None:
+        """The optimizer is about to step, unless an engine does that and has told of it."""
+        if self._engine is None:
+            self.send(EventType.OPTIM_PRE_STEP)
+
     def step_done(self) -> None:
         """The optimizer has stepped; its learning rate is still that of the step."""
         self.send(EventType.OPTIM_POST_STEP)
@@ -273,6 +284,11 @@ class SessionDriver:
         return {**step, **self.session.figures()}
 
     # ---- inner workings
+
+    def _leave_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.leave()
+            self._engine = None
 
     def _have_hooks_seen(self) -> None:
         """Have a compiled model compiled anew where hooks came or went: it would not notice."""

@@ -21,6 +21,7 @@ from llmcompressor.core import active_session
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import BaseLogger, LoggerManager
+from llmcompressor.modeling.adapters import adapters_of
 from llmcompressor.progress import other_bars_hidden
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.arguments import RecipeArgs
@@ -38,6 +39,7 @@ from llmcompressor.training.loss import (
     tokens_of_step,
 )
 from llmcompressor.training.optimizer import bare_optimizer, parameter_ids, train_new_parameters
+from llmcompressor.training.spread import take_off_checkpointing
 from llmcompressor.training.summary import summary
 
 if TYPE_CHECKING:
@@ -156,7 +158,9 @@ class SessionManagerMixIn(_Base):
         finally:
             self._driver, self._weights_to_load = None, None
         model = self.accelerator.unwrap_model(self.model)
-        if isinstance(model, PreTrainedModel) and driver.session.lifecycle.recipe.modifiers:
+        take_off_checkpointing(model)
+        is_whole = isinstance(model, PreTrainedModel) and not adapters_of(model)
+        if is_whole and driver.session.lifecycle.recipe.modifiers:
             # from here on, for save_model too; checkpoints of the training hold what is trained
             modify_save_pretrained(model, recipe=driver.session.get_serialized_recipe())
         self.loss_was_replaced = driver.run_loss.is_replaced
@@ -195,8 +199,8 @@ class SessionManagerMixIn(_Base):
         recipe, self._next_recipe = self._next_recipe or self._read_recipe(), None
         recipe = None if recipe is None else unused(recipe)
         session = active_session()
-        if modifiers_to_apply(session, recipe):
-            check_trainer(self)
+        if modifiers := modifiers_to_apply(session, recipe):
+            check_trainer(self, modifiers)
         inputs = Inputs(
             recipe=recipe,
             teacher=self.teacher,

@@ -5,6 +5,9 @@ Gradients are masked before the step and weights after it. The first keeps what 
 the optimizer's memory and of whatever it computes of all gradients; the second makes the zeros
 exact, whatever momentum and weight decay have done to them. A step that a loss scaler skips
 changes nothing.
+
+DeepSpeed takes gradients away as soon as they are there, so with it they are masked where they
+arise.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import math
 import operator
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
@@ -46,6 +50,7 @@ class MaskingModifier(Modifier):
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"train"})
+    changes_weights: ClassVar[bool] = True
 
     start: float | None = 0.0
     targets: str | list[str]
@@ -113,7 +118,14 @@ class MaskingModifier(Modifier):
             TargetError: a target means no parameter, or one that cannot be pruned so.
         """
         self._weights = MaskedWeights(find_places(state.model, self.targets, self.ignore))
+        if state.hardware.distributed_strategy == "deepspeed":
+            self._mask_gradients_as_they_come(self._weights)
         return True
+
+    def _mask_gradients_as_they_come(self, weights: MaskedWeights) -> None:
+        for place in weights.places:
+            if place.parameter.requires_grad:
+                self.register_hook(place.parameter, partial(weights.masked_gradient, place), "hook")
 
     def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
         """Hold what is masked, before and after each step of the optimizer."""
@@ -137,6 +149,7 @@ class MaskingModifier(Modifier):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Zero what is masked, note how sparse each parameter is, and let go of the masks."""
+        self.remove_hooks()
         self.weights.apply()  # weights of an earlier checkpoint may have been loaded
         if self._index is None:
             logger.warning(
@@ -210,6 +223,7 @@ class MaskingModifier(Modifier):
         self._index = saved.get("index")
         self._reached = saved.get("sparsity", 0.0)
         self.weights.load_state_dict(saved.get("masks", {}))
+        self.weights.apply()  # an optimizer's own copy of the weights may say otherwise
 
     # ---- inner workings
 

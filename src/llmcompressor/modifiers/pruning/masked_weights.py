@@ -7,6 +7,9 @@ the rate of memory: a product with a bool tensor or a masked fill take twice to 
 
 A weight that is spread over processes (``DTensor``, as of FSDP version 2) is put together for a
 moment when its mask is chosen, on all processes alike; each keeps and applies its part.
+
+DeepSpeed's optimizers keep a copy of the weights in float32, of which each process has a part, and
+make the weights of it anew at each step. It is masked too: what is let go later grows from zero.
 """
 
 from __future__ import annotations
@@ -78,6 +81,7 @@ class MaskedWeights:
         """Zero what is masked."""
         for place, keep in self._fitting():
             _zero(_local(place.parameter.detach()), keep)
+            _zero_copy(place.parameter, keep)
 
     @torch.no_grad()
     def apply_to_gradients(self) -> None:
@@ -86,6 +90,23 @@ class MaskedWeights:
             gradient = place.parameter.grad
             if gradient is not None and gradient.layout is torch.strided:
                 _zero(_local(gradient), keep)
+
+    @torch.no_grad()
+    def masked_gradient(self, place: Place, gradient: Tensor) -> Tensor | None:
+        """The gradient of a parameter, or of a part of a batch, without what is masked.
+
+        Args:
+            place: the parameter.
+            gradient: of the whole parameter; it stays as it is.
+
+        Returns:
+            A new tensor; ``None`` if nothing is masked.
+        """
+        keep = self._keep.get(place.name)
+        if keep is None or gradient.layout is not torch.strided:
+            return None
+        bits = gradient.view(_BITS[gradient.element_size()])
+        return (bits & keep.to(gradient.device)).view(gradient.dtype)
 
     def drop(self) -> None:
         """Hold nothing any more."""
@@ -187,6 +208,14 @@ class MaskedWeights:
 def _zero(tensor: Tensor, keep: Tensor) -> None:
     """Ands the bits of ``tensor`` with those of ``keep``, int8 of the same shape, in place."""
     tensor.view(_BITS[tensor.element_size()]).bitwise_and_(keep)
+
+
+def _zero_copy(parameter: Any, keep: Tensor) -> None:
+    """Zeroes in this process's part of the optimizer's own copy, if it has one."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is not None:
+        part, copy = mapping.lp_fragment_address, mapping.hp_fragment
+        _zero(copy, keep.flatten()[part.start : part.start + part.numel].to(copy.device))
 
 
 # A DTensor is told by what it can do: importing its module would load all of torch.distributed.

@@ -49,6 +49,7 @@ class REAPPruningModifier(Modifier):
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    changes_weights: ClassVar[bool] = True
     rewrites_inputs: ClassVar[bool] = True
 
     sparsity: float = Field(gt=0.0, lt=1.0)

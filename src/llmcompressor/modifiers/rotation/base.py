@@ -68,6 +68,7 @@ class RotationModifier(Modifier):
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    changes_weights: ClassVar[bool] = True
     begins_a_pass: ClassVar[bool] = True
     must_precede: ClassVar[frozenset[str]] = frozenset(
         {

@@ -78,6 +78,7 @@ class OneShotPruningModifier(Modifier):
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    changes_weights: ClassVar[bool] = True
     must_precede: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
     leaves_open: ClassVar[bool] = True
 
