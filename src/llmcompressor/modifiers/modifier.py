@@ -266,10 +266,11 @@ class Modifier(HooksMixin):
         return type(self).outline is not Modifier.outline
 
     def outline(self, state: State) -> None:
-        """Change a model without values as the run will change its structure, for a plan.
+        """Change a model as the run will change its structure, whatever the values.
 
-        Called after :meth:`initialize`, on a model of which nothing else is done: on its
-        parameters, on the meta device, and on its configuration.
+        Called after :meth:`initialize`, and taken back: modifiers behind it are initialized, and
+        the output is predicted, on that structure. Parameters may be on the meta device, and have
+        to be replaced, not written to; the configuration is changed with them.
         """
 
     def planned(self, state: State) -> list[PlannedModule]:

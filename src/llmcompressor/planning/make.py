@@ -111,6 +111,7 @@ class _Maker:
         self._state = State(model=subject.model)
         self._parts: Sequence[Part] | None = None
         self._state.data.calib = request.samples or None
+        self._widths = widths_of(subject.model.config)  # of the parts that are read
         self._reads_ahead = True
         self._base = 0
 
@@ -315,7 +316,7 @@ class _Maker:
             request.is_streamed,
             parts,
             self._stops(),
-            widths_of(self._subject.model.config),
+            self._widths,
             request.tokens.tokens if request.tokens else 0,
             room,
         )
