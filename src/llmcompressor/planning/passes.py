@@ -129,7 +129,14 @@ def _works(
     owners: dict[Module, list[int]],
     level: Granularity | None,
 ) -> list[BlockWork]:
-    return block_works(context.parts, context.widths, modifiers, owners, level)
+    return block_works(
+        context.parts,
+        context.widths,
+        modifiers,
+        owners,
+        level,
+        every_expert=context.args.moe_calibrate_all_experts,
+    )
 
 
 def _forced(

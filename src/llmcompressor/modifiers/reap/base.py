@@ -24,7 +24,7 @@ from llmcompressor.errors import ArgumentError, NonFiniteError, RecipeError, Tar
 from llmcompressor.logger import logger
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.matching import as_targets, check_targets, matches
-from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier
 from llmcompressor.modifiers.reap.layers import (
     MoeLayer,
     counts_of,
@@ -37,6 +37,8 @@ from llmcompressor.numerics.reap import Saliency, dropped_experts
 
 __all__ = ["REAPPruningModifier"]
 
+_LOOKS = 40
+"""At each value that an expert gets: gathered, ordered by experts, masked, its norm taken."""
 _PLACES = 10_000
 """A share that is proposed is rounded up to a multiple of 1 / 10000."""
 
@@ -89,6 +91,14 @@ class REAPPruningModifier(Modifier):
     def calibrated_modules(self, state: State) -> list[Module]:
         """The modules that hold the experts."""
         return list(self._layers)
+
+    def effort(self, modules: Sequence[Module]) -> Effort:
+        """What the experts of a token return is computed for each of them by itself."""
+        layers = [self._layers[one] for one in modules if one in self._layers]
+        return Effort(
+            gram=sum(layer.products for layer in layers),
+            watch=_LOOKS * sum((layer.top_k or 1) * layer.router_width for layer in layers),
+        )
 
     @property
     def works_by_block(self) -> bool:

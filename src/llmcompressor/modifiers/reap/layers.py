@@ -57,6 +57,28 @@ class MoeLayer:
     chosen_groups: int
     top_k: int | None
 
+    @property
+    def router_width(self) -> int:
+        """Values of a token."""
+        return next(one.shape[-1] for one in self.router.parameters() if one.ndim > 1)
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds for a token that goes to as many experts as usual."""
+        modules = list(self.experts.modules())
+        every = sum(
+            one.numel()
+            for module in modules
+            for one in module._parameters.values()
+            if one is not None and one.ndim > 1
+        )
+        now = (
+            self.experts.num_experts
+            if isinstance(self.experts, LinearExperts)
+            else _stacked(self.experts)
+        )
+        return (self.top_k or 1) * every // (now or 1)
+
 
 def find_layers(model: Module) -> list[MoeLayer]:
     """The mixtures of a model, in order.
