@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
     from llmcompressor.core.state import State
 
-__all__ = ["ExpertWatch", "every_expert_called", "experts_report", "experts_watched"]
+__all__ = ["ExpertWatch", "every_expert_called", "experts_report", "experts_watched", "wave_of"]
 
 _WORKSPACE = 2**32
 """Bytes that the statistics of a wave of experts, and what is solved for it, may take."""
@@ -70,7 +70,7 @@ class ExpertWatch(HooksMixin):
         self._policy = args.starved_experts
         every = args.moe_calibrate_all_experts
         for mixture in self._names:
-            begin_stages(mixture, _wave(mixture, every=every))
+            begin_stages(mixture, wave_of(mixture, every=every))
             if every:
                 mixture.shown = ["all_tokens"] * mixture.num_experts
             else:
@@ -233,8 +233,13 @@ def _is_calibrated(mixture: LinearExperts, modifiers: Sequence[Modifier], state:
     return False
 
 
-def _wave(mixture: LinearExperts, *, every: bool) -> int:
-    """How many experts' statistics and weights in float32 may be held at once."""
+def wave_of(mixture: LinearExperts, *, every: bool) -> int:
+    """How many experts' statistics and weights in float32 may be held at once.
+
+    Args:
+        mixture: whose.
+        every: each of them sees all tokens, so that they share the statistics of their input.
+    """
     form = mixture.form
     moments = form.intermediate**2 + (0 if every else form.hidden**2)
     weights = form.intermediate * form.hidden * len(mixture.entrances)

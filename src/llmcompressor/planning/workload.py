@@ -16,6 +16,7 @@ from llmcompressor.modeling.fused import fused_partners, is_expert
 from llmcompressor.modeling.settings import setting
 from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier
 from llmcompressor.names import own_parameters
+from llmcompressor.pipelines.experts import wave_of
 from llmcompressor.planning.subject import REST, Part
 
 __all__ = ["BlockWork", "Group", "Unit", "Widths", "block_works", "widths_of"]
@@ -179,16 +180,18 @@ def _block_work(
 
 
 def _entrances(part: Part) -> list[tuple[str, ...]]:
-    """Names of the Linears of each mixture that get its tokens."""
+    """Names of the Linears that get the tokens of a mixture, for each wave of its experts."""
     names = {module: name for name, module in part.modules.items()}
+    mixtures = [one for one in part.modules.values() if isinstance(one, LinearExperts)]
+    waves = [
+        (mixture, range(first, min(first + size, mixture.num_experts)))
+        for mixture in mixtures
+        for size in [wave_of(mixture, every=True)]
+        for first in range(0, mixture.num_experts, size)
+    ]
     return [
-        tuple(
-            names[mixture.linear(expert, role)]
-            for expert in range(mixture.num_experts)
-            for role in mixture.entrances
-        )
-        for mixture in part.modules.values()
-        if isinstance(mixture, LinearExperts)
+        tuple(names[mixture.linear(one, role)] for one in wave for role in mixture.entrances)
+        for mixture, wave in waves
     ]
 
 
