@@ -39,6 +39,7 @@ FLOORS = {
     "observers": 3,
     "modifiers.modifier": 3,
     "modifiers.factory": 3,
+    "modifiers.outlined": 3,
     "modifiers.utils": 3,
     "quantization": 4,
     "recipe": 4,
@@ -57,7 +58,11 @@ FLOORS = {
     "__main__": 9,
 }
 # The base class and what finds its subclasses are one room.
-ROOM_OF = {"modifiers.factory": "modifiers.modifier", "modifiers.utils": "modifiers.modifier"}
+ROOM_OF = {
+    "modifiers.factory": "modifiers.modifier",
+    "modifiers.outlined": "modifiers.modifier",
+    "modifiers.utils": "modifiers.modifier",
+}
 # Pages of names that belong elsewhere: they may point anywhere, and hold nothing of their own.
 ALIASES = {
     "",

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from math import ceil
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import PrivateAttr
 from torch import nn
 
 from llmcompressor.core import CompressionLifecycle, EventType, State
+from llmcompressor.errors import LifecycleError
 from llmcompressor.modifiers import Modifier
 
 BATCH = [
@@ -410,3 +413,36 @@ def test_reset_leaves_finalized_modifiers_alone():
     lifecycle.finalize()
     lifecycle.reset()
     assert [name for name, _ in recorder._calls] == ["initialize", "finalize"]
+
+
+class Shortener(Modifier):
+    """The last child will be gone."""
+
+    def on_initialize(self, state, **kwargs):
+        return True
+
+    def outline(self, state):
+        del state.model._modules["2"]
+
+
+class Marker(Modifier):
+    """Marks what it finds."""
+
+    fails: bool = False
+
+    def on_initialize(self, state, **kwargs):
+        for module in state.model.children():
+            module.mark = True
+            module.scale = nn.Parameter(torch.ones(1))
+        return not self.fails
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_modifiers_are_initialized_on_what_those_before_them_will_leave(fails):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    before = list(model.named_children())
+    with pytest.raises(LifecycleError) if fails else contextlib.nullcontext():
+        begun(Shortener(), Marker(fails=fails), model=model)
+    assert list(model.named_children()) == before
+    assert [hasattr(one, "mark") for one in model] == [True, True, False]
+    assert [len(list(one.parameters())) for one in model] == [3, 1, 2]

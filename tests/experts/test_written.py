@@ -338,7 +338,7 @@ def test_calibrated_together_is_calibrated_alone(
 
     given = {"gptq": True, "moe_calibrate_all_experts": False}
     compressed(source[1], tmp_path / "together", **given)
-    monkeypatch.setattr(experts, "_wave", lambda mixture, every: 1)
+    monkeypatch.setattr(experts, "wave_of", lambda mixture, every: 1)
     compressed(source[1], tmp_path / "alone", **given)
     for number in (1, 2):
         records = [

@@ -25,6 +25,16 @@ USELESS = ((1, 6), (0, 3))
 """Of the first and of the second mixture."""
 
 
+class Separate(torch.nn.ModuleList):
+    """Experts that were never stacked, as a model of its own code may have them."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(32, 32) for _ in range(small.EXPERTS))
+
+    def forward(self, hidden: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        return hidden
+
+
 def planted(family: str, **changes: Any) -> Any:
     """Two experts of each mixture return next to nothing."""
     model = small.mixture(family, **changes)
@@ -265,9 +275,10 @@ def test_models_and_fields_that_do_not_fit(tmp_path: Path) -> None:
     for sparsity in (0.0, 1.0, None):
         with pytest.raises(RecipeError, match="sparsity"):
             REAPPruningModifier(sparsity=sparsity)
-    quantizing = QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
-    with pytest.raises(TargetError, match="a run or a stage of its own"):
-        tiny.run(small.mixture("qwen3_moe"), REAPPruningModifier(sparsity=0.5), quantizing)
+    separate = small.mixture("qwen3_moe")
+    separate.model.layers[0].mlp.experts = Separate()
+    with pytest.raises(TargetError, match="modules of its own for each"):
+        tiny.run(separate, REAPPruningModifier(sparsity=0.5))
 
 
 def test_the_mixture_is_run_from_a_folder_too(tmp_path: Path) -> None:

@@ -146,6 +146,31 @@ def test_experts_that_are_dropped(tmp_path: Path, as_object: bool) -> None:
     assert not [note for note in found.notes if "stay as they are" in note]
 
 
+@pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe"])
+def test_experts_that_are_dropped_and_quantized(
+    model: str, as_object: bool, tmp_path: Path
+) -> None:
+    """Of what is left the targets match, and so much is written, as a run finds it."""
+    small = published.small(MODELS[model])
+    source = published.write_weights(tmp_path / "source", small)
+    rows = Dataset.from_dict({"input_ids": torch.randint(3, 100, (4, 16)).tolist()})
+
+    def recipe() -> list[Any]:
+        experts = [r"re:.*experts\.\d+\..*"]
+        return [REAPPruningModifier(sparsity=0.5), GPTQModifier(targets=experts, scheme="W4A16")]
+
+    given: Any = AutoModelForCausalLM.from_pretrained(source) if as_object else str(source)
+    found = plan(given, recipe(), rows, measure=False)
+    made = oneshot(model=given, recipe=recipe(), dataset=rows, output_dir=tmp_path / "out")
+    assert found.sizes is not None
+    assert dict(found.sizes.files) == written(tmp_path / "out")
+    [match] = found.matches
+    quantized = [one for one in made.modules() if hasattr(one, "quantization_scheme")]
+    assert match.matched == match.decided == len(quantized) > 0
+    assert [one.modifiers for one in found.passes] == [["REAPPruningModifier"], ["GPTQModifier"]]
+
+
 def test_the_other_files_are_counted(pico: Path, tmp_path: Path) -> None:
     found = plan(pico, recipe("FP8_DYNAMIC"), measure=False)
     oneshot(model=str(pico), recipe=recipe("FP8_DYNAMIC"), output_dir=tmp_path / "out")

@@ -24,7 +24,7 @@ from llmcompressor.modifiers.awq.base import _Moments as Moments
 from llmcompressor.modifiers.awq.effort import effort_of as awq_effort
 from llmcompressor.modifiers.gptq.effort import effort_of
 from llmcompressor.modifiers.gptq.solve import Options, Problem, solve
-from llmcompressor.modifiers.modifier import Effort, Granularity
+from llmcompressor.modifiers.modifier import Effort, Granularity, Work
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of as sparse_effort
 from llmcompressor.numerics.masks import NofM
@@ -311,7 +311,7 @@ RATES = Rates("cpu", 1e9, 1e9, 1e9, disk_read=100.0, disk_write=50.0, spread=1.0
 def timed(*, is_streamed: bool, forward: int = 0) -> dict[str, float]:
     traffic = Traffic(1000, 500, rounding=2.0, first=100, is_streamed=is_streamed)
     operations = Operations(forward=forward)
-    return estimate_time(RATES, operations, [], 0, traffic)[0]
+    return estimate_time(RATES, operations, [], 0, traffic, Work(), 0, 0)[0]
 
 
 def test_reading_and_writing_beside_the_computing_are_waited_for_where_they_take_longer() -> None:

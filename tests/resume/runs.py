@@ -120,6 +120,25 @@ def dropped() -> list[Any]:
     ]
 
 
+def dropped_quantized() -> list[Any]:
+    """Experts are Linears from the start on; those that are left are quantized in the next pass."""
+    return [REAPPruningModifier(sparsity=0.5), *gptq()]
+
+
+def dropped_rounded() -> list[Any]:
+    """Experts that are left are rounded and written when their block is left, in the one pass."""
+    return [REAPPruningModifier(sparsity=0.5), *rtn()]
+
+
+def dropped_pruned() -> list[Any]:
+    """A pass in front and one behind, and experts that are stored as they are."""
+    return [
+        SmoothQuantModifier(),
+        REAPPruningModifier(sparsity=0.5),
+        SparseGPTModifier(sparsity=0.5, mask_structure="2:4", ignore=["lm_head"]),
+    ]
+
+
 RECIPES: dict[str, Callable[[], list[Any]]] = {
     "rtn": rtn,
     "gptq": gptq,
@@ -132,13 +151,16 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "rotated": rotated,
     "rotated_between": rotated_between,
     "dropped": dropped,
+    "dropped_quantized": dropped_quantized,
+    "dropped_rounded": dropped_rounded,
+    "dropped_pruned": dropped_pruned,
     "starved": gptq,
     "starved_pruned": pruned_rounded,
 }
 NEEDS_DATA = RECIPES.keys() - {"rtn"}
 STARVED = {"moe_calibrate_all_experts": False, "min_tokens_per_module": 0.5}
 """With these experts get too little, and are rounded or pruned without data."""
-MIXTURES = {"dropped", "starved", "starved_pruned"}
+MIXTURES = {name for name in RECIPES if name.startswith(("dropped", "starved"))}
 
 
 SIZES: dict[str, Any] = {

@@ -16,7 +16,7 @@ from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 
 from llmcompressor import oneshot, verify
 from llmcompressor.modifiers.pruning import REAPPruningModifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.verification import Severity
 
 FAMILIES = [*tiny.FAMILIES, "granitemoe"]
@@ -197,3 +197,30 @@ def test_an_expert_that_is_missing_was_not_dropped(
         sample.drop(start)
         found = said(sample.write(tmp_path / str(index)), source)
         assert "R1" in {rule for rule, module, _ in found if ".experts." in module}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_quantized_experts_that_are_left_are_compared_too(family: str, tmp_path: Path) -> None:
+    """Dropped and quantized in one run; two that changed places are found."""
+    tiny.mixture(family).bfloat16().save_pretrained(tmp_path / "source")
+    rows = [{"input_ids": torch.randint(3, 90, (16,)).tolist()} for _ in range(8)]
+    weights = {"num_bits": 8, "strategy": "channel"}
+    groups = {"experts": {"targets": [r"re:.*experts\.\d+\..*"], "weights": weights}}
+    oneshot(
+        model=str(tmp_path / "source"),
+        recipe=[REAPPruningModifier(sparsity=0.5), GPTQModifier(config_groups=groups)],
+        dataset=rows,
+        output_dir=str(tmp_path / "out"),
+        max_seq_length=16,
+        num_calibration_samples=8,
+    )
+    assert not said(tmp_path / "out", tmp_path / "source")
+    sample = Sample.read(tmp_path / "out")
+    packed = next(name for name in sample.tensors if ".experts.0." in name and "packed" in name)
+    for name in (packed, packed.replace("packed", "scale")):
+        other = name.replace(".experts.0.", ".experts.2.")
+        sample.tensors[name], sample.tensors[other] = sample.tensors[other], sample.tensors[name]
+    owner = packed.removesuffix(".weight_packed")
+    found = said(sample.write(tmp_path / "bad"), tmp_path / "source")
+    other = owner.replace(".experts.0.", ".experts.2.")
+    assert {module for _, module, _ in found} == {owner, other}

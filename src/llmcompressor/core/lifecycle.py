@@ -13,6 +13,7 @@ from llmcompressor.core.state import Hardware, State
 from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.modifiers.outlined import Outline
 from llmcompressor.recipe.arguments import RecipeArgs
 from llmcompressor.recipe.recipe import Recipe, RecipeInput
 
@@ -88,7 +89,7 @@ class CompressionLifecycle:
         if self.initialized_:
             return []
         self._read_recipe(recipe, recipe_stage, recipe_args)
-        results = self._call(lambda each: each.initialize(state=self.state, **unknown))
+        results = self._initialize_modifiers(unknown)
         self.initialized_ = True
         return results
 
@@ -234,6 +235,20 @@ class CompressionLifecycle:
             return
         self.recipe = Recipe.create_instance(recipe, target_stage=stage, recipe_args=arguments)
         self._source = (recipe, arguments)
+
+    def _initialize_modifiers(self, given: Mapping[str, Any]) -> list[Any]:
+        """Initialize each on the structure that those before it will leave."""
+        outline = Outline(self.state)
+
+        def initialize(modifier: Any) -> Any:
+            result = modifier.initialize(state=self.state, **given)
+            outline.add(modifier)
+            return result
+
+        try:
+            return self._call(initialize)
+        finally:
+            outline.undo()
 
     def _call(self, call: Callable[[Modifier], Any]) -> list[Any]:
         results = [call(modifier) for modifier in list(self.recipe.modifiers)]

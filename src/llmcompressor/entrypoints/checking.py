@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.modifiers.outlined import outlined
 from llmcompressor.schemes.assign import listed
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.check import verify_files
@@ -102,7 +103,7 @@ def warn_unservable(config: Mapping[str, Any], stored: Iterable[Stored]) -> None
 
 
 def warn_unservable_model(
-    model: Module, modifiers: Iterable[Modifier], state: State, source: str | None, *, packed: bool
+    model: Module, modifiers: Sequence[Modifier], state: State, source: str | None, *, packed: bool
 ) -> None:
     """The same for a model that is in memory.
 
@@ -115,10 +116,11 @@ def warn_unservable_model(
     """
     if not isinstance(model, PreTrainedModel):
         return
-    planned = [one for modifier in modifiers for one in modifier.planned(state)]
-    prediction = predict(model, planned, {}, save_compressed=packed)
     folder = None if source is None else Path(source)
-    config = planned_config(model, folder, prediction, compressed=packed)
+    with outlined(modifiers, state):
+        planned = [one for modifier in modifiers for one in modifier.planned(state)]
+        prediction = predict(model, planned, {}, save_compressed=packed)
+        config = planned_config(model, folder, prediction, compressed=packed)
     warn_unservable(config, prediction.stored)
 
 

@@ -215,8 +215,8 @@ class _Run:
         if self.batches is not None:
             check_reached(model, self._modifiers, self.batches, job.pipeline())
         state = self.session.state
-        planned = [one for modifier in self._modifiers for one in modifier.planned(state)]
         with outlined(self._modifiers, state):
+            planned = [one for modifier in self._modifiers for one in modifier.planned(state)]
             prediction = predict(
                 model,
                 planned,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -126,6 +127,28 @@ class LinearExperts(Module):
         """What the Linears that get tokens do."""
         return (GATE, UP) if self.form.gated else (UP,)
 
+    def keep(self, kept: Sequence[int]) -> None:
+        """Drop all experts but ``kept``.
+
+        The weights move into the first Linears, which stay: who holds them by name or as modules
+        holds what is there afterwards.
+
+        Args:
+            kept: their numbers, rising.
+        """
+        for place, number in enumerate(kept):
+            for part in self.form.parts:
+                target, source = self.linear(place, part.role), self.linear(number, part.role)
+                for kind in ("weight", "bias") if self.form.biased else ("weight",):
+                    target._parameters[kind] = source._parameters[kind]
+        for number in range(len(kept), self.num_experts):
+            del self._modules[str(number)]
+        self.num_experts = len(kept)
+        self.form = replace(self.form, experts=len(kept))
+        self.tokens, self.starved = [0] * len(kept), {}
+        self.shown = ["routed"] * len(kept)
+        self._gating = (copy.copy(self.hollow),)
+
     def end(self) -> None:
         """Take the stages away; the counts stay."""
         for place in range(len(self.stages)):
@@ -144,16 +167,27 @@ class LinearExperts(Module):
         top_k_weights: Tensor | None = None,
     ) -> Tensor:
         """As the original: see :mod:`llmcompressor.modeling.expert_forms`."""
+        if not self.calibrating:
+            return self.mixed(hidden_states, top_k_index, top_k_weights)
         routes = self._routes(hidden_states, top_k_index, top_k_weights)
         result = torch.zeros_like(hidden_states)
-        if not self.calibrating:
-            for expert in range(self.num_experts):
-                if len(routes.rows[expert]):
-                    self.add(result, routes, {expert: self._run(expert, routes)})
-            return result
         for enter, leave in self.stages:
             enter(routes.tokens_TH, routes)
             result = leave(routes.tokens_TH, routes, result)
+        return result
+
+    def mixed(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+    ) -> Tensor:
+        """What :meth:`forward` returns; nothing is shown beside what is routed."""
+        routes = self._routes(hidden_states, top_k_index, top_k_weights)
+        result = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            if len(routes.rows[expert]):
+                self.add(result, routes, {expert: self._run(expert, routes)})
         return result
 
     def counts(self, *arguments: Any, **named: Any) -> list[int]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["Effort", "Granularity", "Modifier", "Phase", "PlannedModule"]
+__all__ = ["DataSize", "Effort", "Granularity", "Modifier", "Phase", "PlannedModule", "Work"]
 
 
 class Phase(Enum):
@@ -77,6 +77,7 @@ class Effort:
     Attributes:
         gram: multiply-adds per token, for second moments of the input.
         cross: multiply-adds per token, for products with the original model's input.
+        watch: values per token that are looked at in other ways, for extremes for instance.
         solve: multiply-adds once all tokens were seen.
         visits: passes over the weights that are not products, column by column for instance.
         statistics: bytes that are held from the first token until the modules are solved.
@@ -85,10 +86,56 @@ class Effort:
 
     gram: int = 0
     cross: int = 0
+    watch: int = 0
     solve: int = 0
     visits: int = 0
     statistics: int = 0
     workspace: int = 0
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """How much calibration data there is, and what a model makes of a token of it.
+
+    Attributes:
+        tokens: of all samples.
+        batch: tokens of one batch.
+        attention: multiply-adds per token of one layer's attention, its Linears left aside.
+        expert_share: the share of a layer's experts that a token is routed to.
+    """
+
+    tokens: int = 0
+    batch: int = 0
+    attention: int = 0
+    expert_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed of a part of a model beside the calibration of its modules.
+
+    Attributes:
+        forward: multiply-adds in the model's dtype.
+        solve: multiply-adds in float32; one in float64 counts twice.
+        visits: passes over single weights that are not products.
+        readings: times that the part is read from its file once more, where it is not in memory.
+        attention: of ``forward``, products between tokens.
+    """
+
+    forward: int = 0
+    solve: int = 0
+    visits: int = 0
+    readings: int = 0
+    attention: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.forward + other.forward,
+            self.solve + other.solve,
+            self.visits + other.visits,
+            self.readings + other.readings,
+            self.attention + other.attention,
+        )
 
 
 @dataclass(frozen=True)
@@ -276,10 +323,11 @@ class Modifier(HooksMixin):
         return type(self).outline is not Modifier.outline
 
     def outline(self, state: State) -> None:
-        """Change a model without values as the run will change its structure, for a plan.
+        """Change a model as the run will change its structure, whatever the values.
 
-        Called after :meth:`initialize`, on a model of which nothing else is done: on its
-        parameters, on the meta device, and on its configuration.
+        Called after :meth:`initialize`, and taken back: modifiers behind it are initialized, and
+        the output is predicted, on that structure. Parameters may be on the meta device, and have
+        to be replaced, not written to; the configuration is changed with them.
         """
 
     def planned(self, state: State) -> list[PlannedModule]:
@@ -293,6 +341,15 @@ class Modifier(HooksMixin):
             modules: of :meth:`calibrated_modules`; their weights may be on the meta device.
         """
         return Effort()
+
+    def work(self, modules: Sequence[Module], data: DataSize) -> Work:
+        """What it computes of a part of the model, beside what :meth:`effort` counts.
+
+        Args:
+            modules: the part's; their weights may be on the meta device.
+            data: the calibration data.
+        """
+        return Work()
 
     def beside(self, modules: Sequence[Module], *, together: bool) -> int:
         """The most bytes that it holds beside weights which it looks at, or changes, without data.

@@ -42,7 +42,7 @@ class BasicPipeline:
             calibrating(
                 model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
             ) as batches,
-            experts_watched(model, state, batches, dataset_args) as experts,
+            experts_watched(model, state, modifiers, batches, dataset_args) as experts,
         ):
             owners = owners_of(modifiers, state)
             state.call_order = watch_calibrated(model, batches, owners, find_blocks(model)).order

@@ -21,6 +21,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.expert_stages import ExpertStage, begin_stages
 from llmcompressor.modeling.experts import LinearExperts, Shown
 from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.schemes.assign import listed
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
     from llmcompressor.core.state import State
 
-__all__ = ["ExpertWatch", "every_expert_called", "experts_report", "experts_watched"]
+__all__ = ["ExpertWatch", "every_expert_called", "experts_report", "experts_watched", "wave_of"]
 
 _WORKSPACE = 2**32
 """Bytes that the statistics of a wave of experts, and what is solved for it, may take."""
@@ -52,19 +53,24 @@ class ExpertWatch(HooksMixin):
     _policy: str = PrivateAttr("all_tokens")
 
     def begin(
-        self, model: Module, state: State, batches: CalibrationBatches, args: DatasetArguments
+        self,
+        model: Module,
+        state: State,
+        modifiers: Sequence[Modifier],
+        batches: CalibrationBatches,
+        args: DatasetArguments,
     ) -> None:
-        """Watch the mixtures of ``model``, in stages."""
+        """Watch those mixtures of ``model`` whose experts modifiers calibrate, in stages."""
         self._names = {
             module: name
             for name, module in model.named_modules()
-            if isinstance(module, LinearExperts)
+            if isinstance(module, LinearExperts) and _is_calibrated(module, modifiers, state)
         }
         self._least = max(1.0, (args.min_tokens_per_module or 0.0) * batches.real_tokens)
         self._policy = args.starved_experts
         every = args.moe_calibrate_all_experts
         for mixture in self._names:
-            begin_stages(mixture, _wave(mixture, every=every))
+            begin_stages(mixture, wave_of(mixture, every=every))
             if every:
                 mixture.shown = ["all_tokens"] * mixture.num_experts
             else:
@@ -169,12 +175,16 @@ _WORDS = {
 
 @contextlib.contextmanager
 def experts_watched(
-    model: Module, state: State, batches: CalibrationBatches, args: DatasetArguments
+    model: Module,
+    state: State,
+    modifiers: Sequence[Modifier],
+    batches: CalibrationBatches,
+    args: DatasetArguments,
 ) -> Iterator[ExpertWatch]:
-    """Show tokens to experts, and count them, while the body runs."""
+    """Show tokens to experts that are calibrated, and count them, while the body runs."""
     watch = ExpertWatch()
     try:
-        watch.begin(model, state, batches, args)
+        watch.begin(model, state, modifiers, batches, args)
         yield watch
     finally:
         watch.end()
@@ -211,8 +221,25 @@ def experts_report(model: Module, within: Callable[[str], bool] | None = None) -
     }
 
 
-def _wave(mixture: LinearExperts, *, every: bool) -> int:
-    """How many experts' statistics and weights in float32 may be held at once."""
+def _is_calibrated(mixture: LinearExperts, modifiers: Sequence[Modifier], state: State) -> bool:
+    """Whether a modifier may look at what single experts of a mixture get."""
+    inside = set(mixture.modules()) - {mixture}
+    for modifier in modifiers:
+        if not modifier.requires_calibration_data:
+            continue
+        own = modifier.calibrated_modules(state)
+        if modifier.runs_to_end or not own or not inside.isdisjoint(own):
+            return True
+    return False
+
+
+def wave_of(mixture: LinearExperts, *, every: bool) -> int:
+    """How many experts' statistics and weights in float32 may be held at once.
+
+    Args:
+        mixture: whose.
+        every: each of them sees all tokens, so that they share the statistics of their input.
+    """
     form = mixture.form
     moments = form.intermediate**2 + (0 if every else form.hidden**2)
     weights = form.intermediate * form.hidden * len(mixture.entrances)

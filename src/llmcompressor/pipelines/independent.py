@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.logger import logger
-from llmcompressor.pipelines.passes import joined
+from llmcompressor.pipelines.passes import joined, with_surveys
 from llmcompressor.pipelines.registry import PIPELINES, infer_pipeline
 from llmcompressor.recipe import Recipe
 
@@ -47,9 +47,8 @@ class IndependentPipeline:
                         f"{type(modifier).__name__} ({done} of {len(whole.modifiers)}): "
                         f"{name} pipeline."
                     )
-                for some in ([one for one in modifiers if one.surveys_first], modifiers):
-                    if some:
-                        lifecycle.recipe = Recipe.from_modifiers(list(some))
-                        PIPELINES.load(name)()(model, dataloader, dataset_args)
+                for some in with_surveys([modifiers]):
+                    lifecycle.recipe = Recipe.from_modifiers(list(some))
+                    PIPELINES.load(name)()(model, dataloader, dataset_args)
         finally:
             lifecycle.recipe = whole

@@ -26,7 +26,7 @@ from llmcompressor.recipe import Recipe
 if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
 
-__all__ = ["BY_BLOCK", "joined", "passes_of", "run_passes", "stretches_of"]
+__all__ = ["BY_BLOCK", "joined", "passes_of", "run_passes", "stretches_of", "with_surveys"]
 
 BY_BLOCK = frozenset({"independent", "sequential", "layer_sequential", "datafree"})
 """The pipelines that need only one block at a time."""
@@ -51,7 +51,14 @@ def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifie
         if (needs and taken and apart) or (taken and behind):
             passes.append([])
         passes[-1].append(modifier)
-    return [each for one in passes for each in (_survey_of(one), one) if each or each is one]
+    return with_surveys(passes)
+
+
+def with_surveys(passes: Sequence[list[Modifier]]) -> list[list[Modifier]]:
+    """The passes, and in front of each who looks at all data before it, changing nothing."""
+    surveys = [[modifier for modifier in one if modifier.surveys_first] for one in passes]
+    pairs = zip(surveys, passes, strict=True)
+    return [each for survey, one in pairs for each in (survey, one) if each or each is one]
 
 
 def joined(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
@@ -71,11 +78,6 @@ def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
     return bool(needing) and all(
         modifier.joins & {base.__name__ for base in type(one).__mro__} for one in needing
     )
-
-
-def _survey_of(modifiers: Sequence[Modifier]) -> list[Modifier]:
-    """Who looks at all data first, in a pass of its own that changes nothing."""
-    return [modifier for modifier in modifiers if modifier.surveys_first]
 
 
 def stretches_of(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:

@@ -78,7 +78,7 @@ class SequentialPipeline:
             calibrating(
                 model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
             ) as batches,
-            experts_watched(model, state, batches, dataset_args) as experts,
+            experts_watched(model, state, modifiers, batches, dataset_args) as experts,
         ):
             keeper = state.keeper
             residency = None if keeper is None else Residency(keeper, state, modifiers)

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from llmcompressor.logger import logger
+from llmcompressor.numerics.gram import CHUNK_TOKENS
+from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.pipelines.quick_linears import quick_linears
 from llmcompressor.planning.result import Rates
 
@@ -20,6 +22,7 @@ __all__ = ["measure_rates"]
 _SECONDS = 0.15
 """Of each measurement of products or memory."""
 _TOKENS, _WIDTH = 512, 1024
+_HEADS, _HEAD = 8, 64
 _COPIED = 2**26
 _WRITTEN = 2**25
 _WRITES = 3
@@ -44,14 +47,34 @@ def measure_rates(device: torch.device, dtype: torch.dtype, folder: Path | None 
     target = torch.empty_like(source)
     memory, spread = _rate(lambda: target.copy_(source), 2 * _COPIED, device)
     spreads.append(spread)
+    between, spread = _rate(_attention(device, dtype), _TOKENS * _TOKENS * _HEADS * _HEAD, device)
+    spreads.append(spread)
+    amount = CHUNK_TOKENS * (_WIDTH**2 * 36 // 64)  # block rows of a triangle
+    moments, spread = _rate(_moments(device, dtype), amount, device)
+    spreads.append(spread)
     read, write = _disk(folder)
-    return Rates(str(device), found[0], found[1], memory, read, write, max(spreads))
+    worst = max(spreads)
+    return Rates(str(device), found[0], found[1], memory, read, write, worst, between, moments)
 
 
 def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
     inputs = torch.ones(_TOKENS, _WIDTH, dtype=dtype, device=device)
     weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
     return lambda: torch.nn.functional.linear(inputs, weight)
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """Of one sample, as it is counted: each token with all before it, for queries and values."""
+    states = torch.ones(1, _HEADS, _TOKENS, _HEAD, dtype=dtype, device=device)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(
+        states, states, states, is_causal=True
+    )
+
+
+def _moments(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    inputs = torch.ones(CHUNK_TOKENS, _WIDTH, dtype=dtype, device=device)
+    statistics = InputStatistics(_WIDTH, device)
+    return lambda: statistics.update(inputs)
 
 
 def _rate(work: Callable[[], object], amount: int, device: torch.device) -> tuple[float, float]:

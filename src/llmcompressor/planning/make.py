@@ -17,7 +17,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import CompressorError, InputError, TargetError
 from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modifiers.modifier import Modifier, PlannedModule
+from llmcompressor.modifiers.modifier import DataSize, Modifier, PlannedModule, Work
 from llmcompressor.names import own_parameters
 from llmcompressor.pipelines.merging import RUN_TOKENS
 from llmcompressor.pipelines.unreached import check_reached
@@ -35,6 +35,11 @@ from llmcompressor.planning.workload import widths_of
 from llmcompressor.verification import Deployment
 
 __all__ = ["RECIPE", "Request", "make_plan", "problem_of"]
+
+_START_SECONDS = 0.05
+_PASS_SECONDS = 0.15
+_MODULE_SECONDS = 0.0007
+"""Of Python, for a run, for each pass with data, and for each module that is quantized."""
 
 RECIPE = "recipe"
 """Where a problem is that leaves nothing to plan."""
@@ -111,6 +116,7 @@ class _Maker:
         self._state = State(model=subject.model)
         self._parts: Sequence[Part] | None = None
         self._state.data.calib = request.samples or None
+        self._widths = widths_of(subject.model.config)  # of the parts that are read
         self._reads_ahead = True
         self._base = 0
 
@@ -254,7 +260,8 @@ class _Maker:
         tokens = request.tokens.tokens if request.tokens else 0
         context = request.tokens.longest if request.tokens else 0
         weights = sum(row.weights for row in plan.scheme_bytes)
-        operations = operations_of(passes, tokens, context, weights)
+        beside, again = self._work(parts, context)
+        operations = operations_of(passes, tokens, context, weights, beside)
         plan = replace(plan, passes=[one for one, _ in passes], operations=operations)
         seconds: Mapping[str, float] = {}
         if request.measure:
@@ -264,17 +271,34 @@ class _Maker:
             words = descriptions(planned)
             rounding = sum(trials[words[id(one.scheme)]].seconds * _weights(one) for one in planned)
             traffic = Traffic(
-                subject.source_bytes * max(len(passes), 1),
+                subject.source_bytes * max(len(passes), 1) + again,
                 sizes.weights,
                 rounding,
                 parts[-1].source + parts[0].source,
                 request.is_streamed,
+                _handling(passes, planned),
             )
-            seconds, time = estimate_time(rates, operations, passes, request.batches, traffic)
+            seconds, time = estimate_time(
+                rates, operations, passes, request.batches, traffic, beside, tokens, context
+            )
             plan = replace(plan, rates=rates, time=time)
         footprint = self._footprint(sizes, output, passes)
         phases = estimate_phases(footprint, loads, passes, seconds)
         return replace(plan, phases=phases)
+
+    def _work(self, parts: Sequence[Part], context: int) -> tuple[Work, int]:
+        """What modifiers compute beside calibration; bytes that they have read once more."""
+        tokens = 0 if self._request.tokens is None else self._request.tokens.tokens
+        batch = tokens // max(self._request.batches, 1)
+        widths = self._widths
+        data = DataSize(tokens, batch, widths.heads * context, widths.expert_share)
+        total, again = Work(), 0
+        for modifier in self._request.modifiers:
+            for part in parts if modifier.initialized else ():
+                own = modifier.work(list(part.modules.values()), data)
+                total += own
+                again += own.readings * part.source * self._request.is_streamed
+        return total, again
 
     def _beside(self, part: Part) -> int:
         """What modifiers hold beside the weights of a part, whatever is rounded."""
@@ -315,7 +339,7 @@ class _Maker:
             request.is_streamed,
             parts,
             self._stops(),
-            widths_of(self._subject.model.config),
+            self._widths,
             request.tokens.tokens if request.tokens else 0,
             room,
         )
@@ -368,6 +392,12 @@ def _loads(
 
 def _weights(planned: PlannedModule) -> int:
     return sum(one.numel() for one in own_parameters(planned.module) if one.ndim > 1)
+
+
+def _handling(passes: Passes, planned: Sequence[PlannedModule]) -> float:
+    """Seconds of Python, whatever the sizes."""
+    calibrating = sum(1 for one, _ in passes if one.forwards)
+    return _START_SECONDS + _PASS_SECONDS * calibrating + _MODULE_SECONDS * len(planned)
 
 
 def _existing(folder: Path | None) -> Path | None:

@@ -15,7 +15,7 @@ from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.calibrated import owners_of
 from llmcompressor.pipelines.granularity import choose_level, forwards_of
-from llmcompressor.pipelines.passes import passes_of
+from llmcompressor.pipelines.passes import joined, passes_of, stretches_of, with_surveys
 from llmcompressor.planning.result import PassPlan
 from llmcompressor.planning.subject import Part
 from llmcompressor.planning.workload import BlockWork, Widths, block_works
@@ -69,8 +69,8 @@ def _divided(modifiers: Sequence[Modifier], context: PassContext) -> list[list[M
     if context.is_streamed:
         return passes_of(modifiers, context.pipeline)
     if context.pipeline == "independent":
-        return [[modifier] for modifier in modifiers]
-    return [list(modifiers)]
+        return with_surveys(joined(modifiers))
+    return stretches_of(modifiers)
 
 
 def _plan_pass(modifiers: list[Modifier], context: PassContext) -> tuple[PassPlan, list[BlockWork]]:
@@ -129,7 +129,14 @@ def _works(
     owners: dict[Module, list[int]],
     level: Granularity | None,
 ) -> list[BlockWork]:
-    return block_works(context.parts, context.widths, modifiers, owners, level)
+    return block_works(
+        context.parts,
+        context.widths,
+        modifiers,
+        owners,
+        level,
+        every_expert=context.args.moe_calibrate_all_experts,
+    )
 
 
 def _forced(

@@ -184,6 +184,8 @@ class Rates:
         disk_read: bytes per second.
         disk_write: bytes per second, until they are durable.
         spread: largest over smallest rate that was seen.
+        attention: multiply-adds per second between tokens; 0 for that of other products.
+        statistics: multiply-adds per second of second moments; 0 for that of other products.
     """
 
     device: str
@@ -193,6 +195,8 @@ class Rates:
     disk_read: float
     disk_write: float
     spread: float
+    attention: float = 0.0
+    statistics: float = 0.0
 
 
 @dataclass(frozen=True)

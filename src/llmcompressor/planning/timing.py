@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from llmcompressor.modifiers.modifier import Work
 from llmcompressor.planning.result import Estimate, Operations, PassPlan, Rates
 from llmcompressor.planning.workload import BlockWork
 
@@ -33,6 +34,7 @@ class Traffic:
         written: bytes of the output.
         rounding: seconds to round and pack all weights.
         first: bytes that have to be read before there is anything to compute.
+        handling: seconds of Python for the run and its modules.
         is_streamed: reading and writing happen beside the computing.
     """
 
@@ -41,6 +43,7 @@ class Traffic:
     rounding: float
     first: int
     is_streamed: bool
+    handling: float = 0.0
 
 
 def operations_of(
@@ -48,6 +51,7 @@ def operations_of(
     tokens: int,
     context: int,
     rounded: int,
+    beside: Work,
 ) -> Operations:
     """Multiply-adds of all passes.
 
@@ -56,14 +60,16 @@ def operations_of(
         tokens: of the calibration data.
         context: of one sample.
         rounded: weights that are rounded.
+        beside: what modifiers compute beside the calibration of modules.
     """
-    forward = gram = cross = solve = 0
+    forward, solve = beside.forward, beside.solve
+    gram = cross = 0
     for one, works in passes:
         if not one.forwards:
             continue
         for work in works:
             per_token = work.forward + work.attention * context
-            forward += one.forwards * tokens * per_token
+            forward += one.forwards * tokens * per_token + one.streams * tokens * work.shown
             for group in work.groups:
                 seen = int(tokens * group.share)
                 gram += seen * group.effort.gram
@@ -78,6 +84,9 @@ def estimate_time(
     passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
     batches: int,
     traffic: Traffic,
+    beside: Work,
+    tokens: int,
+    context: int,
 ) -> tuple[dict[str, float], Estimate]:
     """Seconds that each phase is waited for, and of all with their range.
 
@@ -87,17 +96,28 @@ def estimate_time(
         passes: over the model.
         batches: that run one after another.
         traffic: beside the computing.
+        beside: what modifiers compute beside the calibration of modules.
+        tokens: of the calibration data.
+        context: of one sample.
     """
-    products = operations.forward + operations.gram + operations.cross
+    moments = operations.gram + operations.cross
     stops = sum(len(work.units) for one, works in passes if one.forwards for work in works)
-    calibrate = products / rates.model_products + stops * batches * _STEP_SECONDS
-    visits = sum(
-        group.effort.visits for _, works in passes for work in works for group in work.groups
+    between = beside.attention + sum(
+        one.forwards * tokens * work.attention * context for one, works in passes for work in works
     )
+    calibrate = (operations.forward - between) / rates.model_products
+    calibrate += moments / (rates.statistics or rates.model_products)
+    calibrate += stops * batches * _STEP_SECONDS
+    calibrate += between / (rates.attention or rates.model_products)
+    groups = [group for _, works in passes for work in works for group in work.groups]
+    watched = sum(int(tokens * group.share) * group.effort.watch for group in groups)
+    calibrate += watched * _VISIT_BYTES / rates.memory
+    visits = beside.visits + sum(group.effort.visits for group in groups)
     solve = operations.solve / rates.float32_products + visits * _VISIT_BYTES / rates.memory
     reading = traffic.read / rates.disk_read
     writing = traffic.written / rates.disk_write
-    computing = calibrate + solve + traffic.rounding
+    saving = traffic.rounding + traffic.handling
+    computing = calibrate + solve + saving
     if traffic.is_streamed:
         first = traffic.first / rates.disk_read
         reading = first + max(reading - first - computing, 0.0)
@@ -106,7 +126,7 @@ def estimate_time(
         "load": reading,
         "calibrate": calibrate,
         "solve": solve,
-        "save": traffic.rounding + writing,
+        "save": saving + writing,
     }
     whole = sum(seconds.values())
     doubt = _DOUBT * rates.spread

@@ -11,10 +11,12 @@ from compressed_tensors.quantization import is_cached_attention_module
 from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.modeling.blocks import sub_blocks
+from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.fused import fused_partners, is_expert
 from llmcompressor.modeling.settings import setting
 from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier
 from llmcompressor.names import own_parameters
+from llmcompressor.pipelines.experts import wave_of
 from llmcompressor.planning.subject import REST, Part
 
 __all__ = ["BlockWork", "Group", "Unit", "Widths", "block_works", "widths_of"]
@@ -95,6 +97,7 @@ class BlockWork:
         attention: the same of its attention, per token of context.
         intermediate: elements per token of the widest input of one of its modules.
         units: what is calibrated at each stop.
+        shown: multiply-adds per token of what experts are shown while they are calibrated.
     """
 
     name: str
@@ -102,6 +105,7 @@ class BlockWork:
     attention: int
     intermediate: int
     units: tuple[Unit, ...]
+    shown: int = 0
 
     @property
     def groups(self) -> Iterator[Group]:
@@ -132,6 +136,8 @@ def block_works(
     modifiers: Sequence[Modifier],
     owners: Mapping[Module, Sequence[int]],
     level: Granularity | None,
+    *,
+    every_expert: bool = False,
 ) -> list[BlockWork]:
     """The work of each part of a model in one pass.
 
@@ -141,8 +147,10 @@ def block_works(
         modifiers: those that take part.
         owners: module → the positions of the modifiers that calibrate it.
         level: where forwards are paused; ``None`` where all modules are calibrated at once.
+        every_expert: experts that are calibrated see all tokens.
     """
-    return [_block_work(part, widths, modifiers, owners, level) for part in parts]
+    seen = 1.0 if every_expert else widths.expert_share
+    return [_block_work(part, widths, modifiers, owners, level, seen) for part in parts]
 
 
 def _block_work(
@@ -151,11 +159,12 @@ def _block_work(
     modifiers: Sequence[Modifier],
     owners: Mapping[Module, Sequence[int]],
     level: Granularity | None,
+    seen: float,
 ) -> BlockWork:
     own = {name: module for name, module in part.modules.items() if module in owners}
     groups = [
-        _group(names, [own[name] for name in names], widths, modifiers, owners)
-        for names in _shared_inputs(own)
+        _group(names, [own[name] for name in names], modifiers, owners, seen)
+        for names in _shared_inputs(own, _entrances(part) if seen == 1 else [])
     ]
     forward = sum(_multiplications(name, one, widths) for name, one in part.modules.items())
     attentions = sum(1 for one in part.modules.values() if is_cached_attention_module(one))
@@ -166,17 +175,56 @@ def _block_work(
         attentions * widths.heads,
         max(inputs, default=0),
         tuple(_units(part, own.values(), groups, level)),
+        int(seen * sum(_shown(one, owners) for one in part.modules.values())),
     )
 
 
-def _shared_inputs(own: Mapping[str, Module]) -> Iterator[tuple[str, ...]]:
-    """Names of modules that get one input: those that servers fuse, and every other alone."""
+def _entrances(part: Part) -> list[tuple[str, ...]]:
+    """Names of the Linears that get the tokens of a mixture, for each wave of its experts."""
+    names = {module: name for name, module in part.modules.items()}
+    mixtures = [one for one in part.modules.values() if isinstance(one, LinearExperts)]
+    waves = [
+        (mixture, range(first, min(first + size, mixture.num_experts)))
+        for mixture in mixtures
+        for size in [wave_of(mixture, every=True)]
+        for first in range(0, mixture.num_experts, size)
+    ]
+    return [
+        tuple(names[mixture.linear(one, role)] for one in wave for role in mixture.entrances)
+        for mixture, wave in waves
+    ]
+
+
+def _shown(module: Module, owners: Mapping[Module, object]) -> int:
+    """Multiply-adds for a token that every expert of a mixture is shown, if they are calibrated.
+
+    What lies between an expert's matrices is computed twice.
+    """
+    if not isinstance(module, LinearExperts):
+        return 0
+    if all(inner is module or inner not in owners for inner in module.modules()):
+        return 0
+    form = module.form
+    return module.num_experts * form.hidden * form.intermediate * (2 * len(module.entrances) + 1)
+
+
+def _shared_inputs(
+    own: Mapping[str, Module], together: Iterable[Sequence[str]] = ()
+) -> Iterator[tuple[str, ...]]:
+    """Names of modules that get one input: those that servers fuse, and every other alone.
+
+    Args:
+        own: the modules.
+        together: names of others that get one.
+    """
     taken: set[str] = set()
     order = {name: place for place, name in enumerate(own)}
+    others = {name: names for names in together for name in names}
     for name in own:
         if name in taken:
             continue
-        members = [name, *(partner for partner in fused_partners(name) if partner in own)]
+        partners = [one for one in others.get(name, fused_partners(name)) if one != name]
+        members = [name, *(partner for partner in partners if partner in own)]
         found = tuple(sorted(members, key=order.__getitem__))
         taken.update(found)
         yield found
@@ -185,9 +233,9 @@ def _shared_inputs(own: Mapping[str, Module]) -> Iterator[tuple[str, ...]]:
 def _group(
     names: Sequence[str],
     modules: Sequence[Module],
-    widths: Widths,
     modifiers: Sequence[Modifier],
     owners: Mapping[Module, Sequence[int]],
+    seen: float,
 ) -> Group:
     efforts = []
     for position, modifier in enumerate(modifiers):
@@ -200,7 +248,7 @@ def _group(
         _sum(efforts),
         sum(one.numel() for one in parameters if one.ndim > 1),
         sum(one.numel() * one.element_size() for one in parameters),
-        widths.expert_share if is_expert(names[0]) else 1.0,
+        seen if is_expert(names[0]) else 1.0,
     )
 
 
@@ -210,6 +258,7 @@ def _sum(efforts: Sequence[Effort]) -> Effort:
     return Effort(
         gram=sum(one.gram for one in efforts),
         cross=sum(one.cross for one in efforts),
+        watch=sum(one.watch for one in efforts),
         solve=sum(one.solve for one in efforts),
         visits=sum(one.visits for one in efforts),
         statistics=sum(one.statistics for one in efforts),

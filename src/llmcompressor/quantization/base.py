@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets, is_expert
 from llmcompressor.modeling.matching import check_targets
 from llmcompressor.modeling.quantized_mark import mark_quantized
-from llmcompressor.modifiers.modifier import Granularity, Modifier, PlannedModule
+from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier, PlannedModule
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.scales import global_scale_from_amax
@@ -47,11 +47,15 @@ from llmcompressor.quantization.parameters import (
 )
 from llmcompressor.schemes.assign import is_empty, listed, scheme_for
 from llmcompressor.schemes.attention import CACHED_ATTENTION
-from llmcompressor.schemes.bridge import needs_global_scale
+from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 from llmcompressor.schemes.checks import check_schemes
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
 
 __all__ = ["QuantizationMixin"]
+
+_EXTREMES = 3
+_SEARCHED = 12
+"""Looks at an input, for its extremes, and for a histogram or the like."""
 
 
 class QuantizationMixin(Modifier):
@@ -160,6 +164,23 @@ class QuantizationMixin(Modifier):
     def calibrated_modules(self, state: State) -> list[Module]:
         """The Linears and Embeddings that are quantized."""
         return list(self._schemes)
+
+    def effort(self, modules: Sequence[Module]) -> Effort:
+        """The ranges of inputs that get a static scale."""
+        return Effort(watch=self.watched_values(modules))
+
+    def watched_values(self, modules: Sequence[Module]) -> int:
+        """Looks at the values of one token of the input of ``modules``, for static scales."""
+        schemes = [(one, self._schemes[one]) for one in modules if one in self._schemes]
+        looks = [0]
+        for module, scheme in schemes:
+            args, columns = scheme.input_activations, int(weight_of(module).shape[-1])
+            observer = None if args is None else default_observer(args, "input")
+            if observer is not None:
+                looks.append(columns * (_EXTREMES if observer.endswith("minmax") else _SEARCHED))
+            elif weighs_inputs(scheme.weights):
+                looks.append(columns * _EXTREMES)
+        return max(looks)
 
     # ------------------------------------------------------------------ before
 

@@ -27,11 +27,16 @@ from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modeling.mappings import Names, SmoothSet, find_sets, named_sets
 from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modeling.scaling import divide_outputs, multiply_inputs
-from llmcompressor.modifiers.modifier import Granularity, Modifier
-from llmcompressor.names import named_modules
+from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier, Work
+from llmcompressor.names import named_modules, own_parameters
 from llmcompressor.observers.tokens import real_tokens
 
 __all__ = ["SmoothingMixin", "Tally"]
+
+_WATCHED = 3
+"""Looks at an input for its column's extremes or sizes."""
+_VISITS = 6
+"""Of a weight of a reader: its column's range, the scale, the check."""
 
 
 class Tally(Protocol):
@@ -135,6 +140,18 @@ class SmoothingMixin(Modifier):
         """The Linears that read what is smoothed."""
         readers = (module for one in self.wanted_sets() for module in one.balance.values())
         return list(dict.fromkeys(readers))
+
+    def effort(self, modules: Sequence[Module]) -> Effort:
+        """The extremes of each column, or their like."""
+        columns = [one.shape[-1] for module in modules[:1] for one in _matrices(module)]
+        return Effort(watch=_WATCHED * sum(columns))
+
+    def work(self, modules: Sequence[Module], data: DataSize) -> Work:
+        """Weights are looked at and scaled."""
+        inside = set(modules)
+        sets = [one for one in self.wanted_sets() if one.smooth in inside]
+        readers = [module for one in sets for module in one.balance.values()]
+        return Work(visits=_VISITS * sum(m.numel() for each in readers for m in _matrices(each)))
 
     def report(self) -> dict[str, Any]:
         """What was found for each set, by the name of its smooth module."""
@@ -323,6 +340,10 @@ def _samples(state: State) -> Iterator[Mapping[str, Any]]:
         if isinstance(batch, Mapping) and (kind := frozenset(batch)) not in seen:
             seen.add(kind)
             yield batch
+
+
+def _matrices(module: Module) -> list[Tensor]:
+    return [one for one in own_parameters(module) if one.ndim > 1]
 
 
 def _matching(model: Module, targets: Sequence[str]) -> set[str]:

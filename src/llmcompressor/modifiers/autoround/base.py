@@ -144,6 +144,7 @@ class AutoRoundModifier(QuantizationMixin):
             solve=3 * self.iters * _STEP_TOKENS * elements,
             visits=16 * self.iters * elements,
             workspace=24 * elements,
+            watch=self.watched_values(modules),
         )
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:

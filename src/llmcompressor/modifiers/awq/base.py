@@ -22,10 +22,10 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.mappings import Names, SmoothSet
-from llmcompressor.modifiers.awq.effort import effort_of
-from llmcompressor.modifiers.awq.parents import ParentRuns
+from llmcompressor.modifiers.awq.effort import VISITS, effort_of, run_products
+from llmcompressor.modifiers.awq.parents import ParentRuns, parent_of
 from llmcompressor.modifiers.factory import ModifierFactory
-from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier
+from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier, Work
 from llmcompressor.numerics.awq import (
     Bounds,
     Readers,
@@ -170,12 +170,37 @@ class AWQModifier(SmoothingMixin):
         """Second moments; a product per candidate and Linear; the attempts at its groups."""
         quantized = {each for one in self.wanted_sets() for each in one.balance.values()}
         clipped = [module for module in modules if self.clip and _clip_args(module)]
-        return effort_of(
-            [weight_of(module) for module in modules if module in quantized],
-            points=self.n_grid,
+        judged = quantized if self.loss == "statistics" else set[Module]()
+        found = effort_of(
+            [weight_of(module) for module in modules if module in judged],
+            points=self._points,
             clipped=[weight_of(module) for module in clipped],
             group=_group_of(clipped[0]) if clipped else 0,
         )
+        return replace(found, watch=super().effort(modules).watch)
+
+    def work(self, modules: Sequence[Module], data: DataSize) -> Work:
+        """With ``loss: output`` the parent of a set runs on all data for every candidate."""
+        scaled = super().work(modules, data)
+        if self.loss == "statistics":
+            return scaled
+        inside, parents = set(modules), {name: module for module, name in self._names.items()}
+        runs = self._points + 1
+        for one in self.wanted_sets():
+            if one.smooth in inside:
+                elements = sum(weight_of(each).numel() for each in one.balance.values())
+                products, attention = run_products(parent_of(one, parents), data)
+                scaled += Work(
+                    forward=runs * data.tokens * (products + attention),
+                    attention=runs * data.tokens * attention,
+                    visits=runs * VISITS * elements,
+                )
+        return scaled
+
+    @property
+    def _points(self) -> int:
+        """Candidates of a set."""
+        return self.n_grid * (2 if self.duo_scaling == "both" else 1)
 
     # ------------------------------------------------------------------ while
 

@@ -10,6 +10,9 @@ clipping, a sweep  R C (C + (K + 1) g), groups of g         2 of the weight, 4 C
                    columns, K attempts                      rows at once, 12 C + 20 K g each
 =================  =======================================  ===============================
 
+With ``loss: output`` a candidate is a run of the set's parent on all tokens, and 8 passes over the
+readers' weights, instead.
+
 Before rows are clipped, float32 copies of the weight (8 R C) or of the moments (8 C²) are scaled.
 """
 
@@ -18,17 +21,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from compressed_tensors.quantization import is_cached_attention_module
 from torch import Tensor
+from torch.nn import Module
 
-from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.modeling.experts import LinearExperts
+from llmcompressor.modifiers.modifier import DataSize, Effort
+from llmcompressor.names import own_parameters
 from llmcompressor.numerics.awq import CLIP_ATTEMPTS, CLIPPED_ROWS
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.numerics.quadratic import WIDTH
 
-__all__ = ["effort_of"]
+__all__ = ["VISITS", "effort_of", "run_products"]
 
 _FLOAT = 4
-_VISITS = 8
+_MATRIX = 2
+"""Dimensions; what has more is a stack of experts' matrices."""
+VISITS = 8
 """Passes over a weight for one candidate: scaled, extremes, rounded, compared."""
 
 
@@ -58,6 +67,25 @@ def effort_of(
     )
 
 
+def run_products(parent: Module, data: DataSize) -> tuple[int, int]:
+    """Multiply-adds of a module for one token: with weights, and between tokens.
+
+    Args:
+        parent: an attention, an MLP, a mixture or a Linear; only its form is looked at.
+        data: tells what attention takes, and how many experts a token goes to.
+    """
+    mixtures = [one for one in parent.modules() if isinstance(one, LinearExperts)]
+    experts = {inner for mixture in mixtures for inner in mixture.modules()}
+    found = attention = 0
+    for module in parent.modules():
+        attention += data.attention if is_cached_attention_module(module) else 0
+        for one in own_parameters(module):
+            routed = module in experts or one.ndim > _MATRIX
+            matrix = one.numel() if one.ndim >= _MATRIX else 0
+            found += int(matrix * (data.expert_share if routed else 1))
+    return found, attention
+
+
 def _search(weights: Sequence[Tensor], columns: int, points: int) -> Effort:
     if not weights:
         return Effort()
@@ -65,7 +93,7 @@ def _search(weights: Sequence[Tensor], columns: int, points: int) -> Effort:
     form = columns * (columns + WIDTH) // 2
     return Effort(
         solve=(points + 1) * elements * (columns + WIDTH) // 2,
-        visits=(points + 1) * _VISITS * elements,
+        visits=(points + 1) * VISITS * elements,
         workspace=_FLOAT * max(form, 4 * max(weight.numel() for weight in weights)),
     )
 
@@ -79,7 +107,7 @@ def _clipping(weights: Sequence[Tensor], columns: int, group: int) -> Effort:
     at_once = rows * (12 * columns + 20 * max(CLIP_ATTEMPTS) * group)
     return Effort(
         solve=elements * (len(CLIP_ATTEMPTS) * columns + (tries + len(CLIP_ATTEMPTS)) * group),
-        visits=tries * _VISITS * elements,
+        visits=tries * VISITS * elements,
         workspace=elements * weights[0].element_size()
         + max(8 * elements, 8 * square, 4 * square + 8 * elements // group + at_once),
     )

@@ -24,7 +24,7 @@ from llmcompressor.modeling.scaling import swapped
 from llmcompressor.numerics.awq import ErrorOf, Round
 from llmcompressor.observers.tokens import real_tokens
 
-__all__ = ["ParentRuns"]
+__all__ = ["ParentRuns", "parent_of"]
 
 _Call = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
@@ -105,11 +105,7 @@ class ParentRuns:
         return found
 
     def _parent(self, one: SmoothSet) -> Module:
-        """The lowest module that holds all readers and is called itself."""
-        name = reduce(common_parent, one.balance)
-        while isinstance(self._modules[name], ModuleList | ModuleDict):
-            name = name.rpartition(".")[0]
-        return self._modules[name]
+        return parent_of(one, self._modules)
 
     def _moved(self, value: Any, device: Any) -> Any:
         if isinstance(value, Tensor):
@@ -119,3 +115,16 @@ class ParentRuns:
         if type(value) in (tuple, list):
             return type(value)(self._moved(item, device) for item in value)
         return value
+
+
+def parent_of(one: SmoothSet, modules: Mapping[str, Module]) -> Module:
+    """The lowest module that holds all readers of a set and is called itself.
+
+    Args:
+        one: the set.
+        modules: of the model, by name.
+    """
+    name = reduce(common_parent, one.balance)
+    while isinstance(modules[name], ModuleList | ModuleDict):
+        name = name.rpartition(".")[0]
+    return modules[name]

@@ -169,11 +169,12 @@ class GPTQModifier(QuantizationMixin):
         """Second moments, and one factorization and sweep for all that get one input."""
         solved = [module for module in modules if self._is_solved(module)]
         bits = [grid_of(args).bits for args in map(self._weight_args, solved) if args is not None]
-        return effort_of(
+        found = effort_of(
             [weight_of(module) for module in solved],
             twin=self.twin_streams,
             refinements=self.refinements if min(bits, default=FINE_BITS) < FINE_BITS else 0,
         )
+        return replace(found, watch=self.watched_values(modules))
 
     def _weight_args(self, module: Module) -> QuantizationArgs | None:
         weights: QuantizationArgs | None = self._schemes[module].weights

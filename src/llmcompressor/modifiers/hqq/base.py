@@ -7,6 +7,7 @@ Badri and Shaji, *Half-Quadratic Quantization of Large Machine Learning Models*,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from torch.nn import Module
 
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
+from llmcompressor.modifiers.modifier import DataSize, Work
 from llmcompressor.numerics.hqq import HalfQuadratic, lp_error, refine_cells
 from llmcompressor.numerics.scales import ScaleFormat
 from llmcompressor.quantization.base import QuantizationMixin
@@ -26,6 +28,9 @@ from llmcompressor.schemes.bridge import grid_of, partition_of, scale_format_of
 from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["HQQModifier", "RefineRecord"]
+
+_VISITS = 32
+"""Of a weight in one round: rounded, compared, and its logarithm taken twice."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,11 @@ class HQQModifier(QuantizationMixin):
     def report(self) -> dict[str, Any]:
         """The error of every weight, and that of the scales it began with."""
         return {name: asdict(record) for name, record in self._records.items()}
+
+    def work(self, modules: Sequence[Module], data: DataSize) -> Work:
+        """The rounds, on every weight that is refined."""
+        weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
+        return Work(visits=_VISITS * self.iters * sum(one.numel() for one in weights))
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Find the scales and zero points; the weights themselves are rounded at the end."""

@@ -24,12 +24,21 @@ from llmcompressor.errors import ArgumentError, NonFiniteError, RecipeError, Tar
 from llmcompressor.logger import logger
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.matching import as_targets, check_targets, matches
-from llmcompressor.modifiers.modifier import Granularity, Modifier
-from llmcompressor.modifiers.reap.layers import MoeLayer, counts_of, cut, find_layers, names_of
+from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier
+from llmcompressor.modifiers.reap.layers import (
+    MoeLayer,
+    counts_of,
+    cut,
+    find_layers,
+    mixed,
+    names_of,
+)
 from llmcompressor.numerics.reap import Saliency, dropped_experts
 
 __all__ = ["REAPPruningModifier"]
 
+_LOOKS = 40
+"""At each value that an expert gets: gathered, ordered by experts, masked, its norm taken."""
 _PLACES = 10_000
 """A share that is proposed is rounded up to a multiple of 1 / 10000."""
 
@@ -39,7 +48,7 @@ class REAPPruningModifier(Modifier):
 
     All of the model is looked at as it was. The experts of a block are dropped when all batches
     have left it, with their rows of the router; at the end the number in the configuration is
-    changed.
+    changed. Modifiers behind it in a recipe see a model that has as many experts as are left.
 
     Attributes:
         sparsity: the share of experts to drop, above 0 and below 1; rounded down.
@@ -84,6 +93,14 @@ class REAPPruningModifier(Modifier):
         """The modules that hold the experts."""
         return list(self._layers)
 
+    def effort(self, modules: Sequence[Module]) -> Effort:
+        """What the experts of a token return is computed for each of them by itself."""
+        layers = [self._layers[one] for one in modules if one in self._layers]
+        return Effort(
+            gram=sum(layer.products for layer in layers),
+            watch=_LOOKS * sum((layer.top_k or 1) * layer.router_width for layer in layers),
+        )
+
     @property
     def works_by_block(self) -> bool:
         """What an expert adds is known when all batches have passed its block."""
@@ -126,13 +143,14 @@ class REAPPruningModifier(Modifier):
         self._check_counts(state.model, every, mine)
         for layer in mine:
             self._check_left(layer, layer.top_k)
+            _check_plain(layer, state.turned)
         self._layers = {layer.experts: layer for layer in mine}
         return True
 
     def outline(self, state: State) -> None:
         """Leave as many experts as will be left, whichever these are."""
         for layer in self._layers.values():
-            cut(state.model, layer, self._left(layer, torch.zeros(layer.count)))
+            cut(state.model, layer, range(self._number_left(layer)))
         self._tell(state.model)
 
     def _check_counts(
@@ -209,10 +227,8 @@ class REAPPruningModifier(Modifier):
                 )
 
             def run(*routed: Tensor) -> Tensor:
-                # the class's own forward: a pipeline may have put another one in its place
                 with HooksMixin.disable_hooks():
-                    output: Tensor = type(module).forward(module, *routed)
-                return output
+                    return mixed(module, *routed)
 
             self._found[module].add(run, hidden_TH, index_TK, weight_TK)
 
@@ -269,7 +285,10 @@ class REAPPruningModifier(Modifier):
         """Change the number in the configuration."""
         first = next(iter(self._layers.values()))
         for config, name in counts_of(model, first.count):
-            setattr(config, name, len(self._left(first, torch.zeros(first.count))))
+            setattr(config, name, self._number_left(first))
+
+    def _number_left(self, layer: MoeLayer) -> int:
+        return len(self._left(layer, torch.zeros(layer.count)))
 
     def _left(self, layer: MoeLayer, saliency_E: Tensor) -> list[int]:
         gone = set(dropped_experts(saliency_E, self.sparsity, layer.groups))
@@ -297,6 +316,27 @@ class REAPPruningModifier(Modifier):
 def _key(layer: MoeLayer) -> str:
     """Under which a run keeps what it has decided on a mixture."""
     return f"experts of {layer.name}"
+
+
+def _check_plain(layer: MoeLayer, turned: Mapping[Module, str]) -> None:
+    """Refuse experts for which an earlier modifier has prepared what belongs to each of them.
+
+    Args:
+        layer: the mixture.
+        turned: modules with a rotation in their forward, and who puts it there.
+    """
+    inside = list(layer.experts.modules())
+    problem = ""
+    if any(hasattr(one, "quantization_scheme") for one in inside):
+        problem = "would be quantized before they are dropped"
+    elif owner := next((turned[one] for one in inside if one in turned), ""):
+        problem = f"would have rotations from {owner} in their forward, each its own"
+    if problem:
+        raise RecipeError(
+            f"The experts of {layer.name} {problem}: what does so stands before "
+            "REAPPruningModifier.",
+            "Put REAPPruningModifier before it.",
+        )
 
 
 def _check_place(path: Path) -> None:

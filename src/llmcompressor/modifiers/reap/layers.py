@@ -2,7 +2,8 @@
 """Mixtures of experts in a model, found by their structure, and cut.
 
 A mixture's experts are a module whose own parameters all have one slice per expert, some of them
-matrices, and whose forward gets tokens with the experts and weights of each. Its router is what
+matrices, and whose forward gets tokens with the experts and weights of each; or what has taken its
+place, with Linears for each expert that others work on. Its router is what
 lies beside it and has a matrix with one row per expert. What else of the router has one entry per
 expert (a bias, a correction of scores) is cut with it.
 """
@@ -19,9 +20,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmcompressor.errors import TargetError
+from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.schemes.assign import listed
 
-__all__ = ["MoeLayer", "counts_of", "cut", "find_layers"]
+__all__ = ["MoeLayer", "counts_of", "cut", "find_layers", "mixed"]
 
 _STACK = 3
 _ROUTED_ARGUMENTS = 3
@@ -54,6 +56,28 @@ class MoeLayer:
     groups: int
     chosen_groups: int
     top_k: int | None
+
+    @property
+    def router_width(self) -> int:
+        """Values of a token."""
+        return next(one.shape[-1] for one in self.router.parameters() if one.ndim > 1)
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds for a token that goes to as many experts as usual."""
+        modules = list(self.experts.modules())
+        every = sum(
+            one.numel()
+            for module in modules
+            for one in module._parameters.values()
+            if one is not None and one.ndim > 1
+        )
+        now = (
+            self.experts.num_experts
+            if isinstance(self.experts, LinearExperts)
+            else _stacked(self.experts)
+        )
+        return (self.top_k or 1) * every // (now or 1)
 
 
 def find_layers(model: Module) -> list[MoeLayer]:
@@ -105,14 +129,21 @@ def counts_of(model: Any, count: int) -> list[tuple[Any, str]]:
 
 @torch.no_grad()
 def cut(model: Module, layer: MoeLayer, kept: Sequence[int]) -> None:
-    """Leave a mixture with the experts ``kept``; the configuration is not touched."""
+    """Leave a mixture with the experts ``kept``; the configuration is not touched.
+
+    A ``range`` says that it is about the number alone: of stacks nothing is copied.
+    """
+    inside = {layer.experts}
+    if isinstance(layer.experts, LinearExperts):
+        layer.experts.keep(kept)
+        inside.add(layer.experts.hollow)
     for name, parameter in layer.experts._parameters.items():
         if parameter is not None:
             _replace(layer.experts, name, parameter, 0, kept)
     for module, name, tensor, dimension in _scores(layer):
         _replace(module, name, tensor, dimension, kept)
     holders = [module for name, module in model.named_modules() if _is_above(name, layer.name)]
-    for module in {*holders, *layer.router.modules(), layer.experts}:
+    for module in {*holders, *layer.router.modules(), *inside}:
         for name, value in list(vars(module).items()):
             if _is_count(name, value, layer.count) or (
                 module is layer.router and name == "out_features" and value == layer.count
@@ -120,11 +151,24 @@ def cut(model: Module, layer: MoeLayer, kept: Sequence[int]) -> None:
                 setattr(module, name, len(kept))
 
 
+def mixed(experts: Module, *routed: Tensor) -> Tensor:
+    """What a mixture's experts return, given tokens with experts and weights.
+
+    It is what their class computes: a pipeline may have put another forward in its place.
+    """
+    if isinstance(experts, LinearExperts):
+        return experts.mixed(*routed)
+    output: Tensor = type(experts).forward(experts, *routed)
+    return output
+
+
 # ---------------------------------------------------------------------- finding
 
 
 def _takes_routes(module: Module) -> bool:
     """Whether a forward takes three tensors, as tokens, experts and weights are."""
+    if isinstance(module, LinearExperts):
+        return module.form.routed
     if type(module).forward is Module.forward or not (module._parameters or module._modules):
         return False
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
@@ -135,7 +179,9 @@ def _takes_routes(module: Module) -> bool:
 
 
 def _stacked(module: Module) -> int | None:
-    """How many experts a module holds in stacks; ``None`` if it does not."""
+    """How many experts a module holds in stacks, or held in some; ``None`` if it does not."""
+    if isinstance(module, LinearExperts):
+        return module.num_experts
     parameters = [one for one in module._parameters.values() if one is not None]
     counts = {len(one) if one.ndim else 0 for one in parameters}
     if len(counts) != 1 or not any(one.ndim == _STACK for one in parameters):
@@ -147,9 +193,9 @@ def _refuse_separate(name: str, module: Module) -> None:
     numbered = [key for key in module._modules if key.isdecimal()]
     if numbered:
         raise TargetError(
-            f"REAPPruningModifier drops experts that are stacked in one tensor, and {name} has "
-            "Linears for each: another modifier of the recipe works on them.",
-            "Prune first, in a run or a stage of its own, and give its output to the next.",
+            f"REAPPruningModifier drops experts that transformers keeps stacked in one tensor, and "
+            f"the {type(module).__name__} {name} has modules of its own for each.",
+            "Put it on the ignore list, or leave REAPPruningModifier out.",
         )
 
 
@@ -212,8 +258,10 @@ def _scores(layer: MoeLayer) -> Iterator[tuple[Module, str, Tensor, int]]:
 
 
 def _replace(module: Module, name: str, old: Tensor, dimension: int, kept: Sequence[int]) -> None:
-    rows = torch.tensor(kept, device=old.device)
-    new = old.detach().index_select(dimension, rows)
+    if isinstance(kept, range):
+        new = old.detach().narrow(dimension, kept.start, len(kept))
+    else:
+        new = old.detach().index_select(dimension, torch.tensor(kept, device=old.device))
     if isinstance(old, Parameter):
         module._parameters[name] = Parameter(new, requires_grad=old.requires_grad)
     else:

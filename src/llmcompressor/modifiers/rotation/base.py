@@ -19,7 +19,8 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.modifiers.modifier import DataSize, Granularity, Modifier, Work
+from llmcompressor.modifiers.rotation.effort import rotating_work, trial_work
 from llmcompressor.modifiers.rotation.online import (
     ONLINE_DTYPE,
     add_schemes,
@@ -202,6 +203,12 @@ class RotationModifier(Modifier):
         assert self._plan is not None
         self._plan.fuse(fresh)
         self._rotated |= fresh
+
+    def work(self, modules: Sequence[Module], data: DataSize) -> Work:
+        """To try the rotations out, and to multiply them into the weights."""
+        assert self._plan is not None
+        rotating = rotating_work(self._plan, modules, _PRECISIONS[self.precision])
+        return rotating + trial_work(self._plan, modules)
 
     def beside(self, modules: Sequence[Module], *, together: bool) -> int:
         """What is rotated, in ``precision``; before that a part in float32, to be tried out."""

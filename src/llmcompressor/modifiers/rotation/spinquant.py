@@ -32,7 +32,9 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modeling.embeddings import untie_embeddings
 from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modifiers.modifier import DataSize, Work
 from llmcompressor.modifiers.rotation.base import RotationModifier
+from llmcompressor.modifiers.rotation.effort import learning_work
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
 from llmcompressor.modifiers.rotation.learned import learn_rotations
 from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, SpinQuantMapping
@@ -306,6 +308,14 @@ class SpinQuantModifier(RotationModifier):
         return self.written(scheme, [rotation], online=online)
 
     # ------------------------------------------------------------------ learning
+
+    def work(self, modules: Sequence[Module], data: DataSize) -> Work:
+        """To rotate, and to learn before that."""
+        found = super().work(modules, data)
+        if not self.learnable or self._plan is None:
+            return found
+        learned = [self._made[name] for name in self._learnable]
+        return found + learning_work(self._plan, modules, learned, data, self.learning_steps)
 
     def learn(self, state: State, plan: Plan) -> None:
         """Learn R1 and R2 by Cayley SGD, with what comes after it rounded as it will be."""

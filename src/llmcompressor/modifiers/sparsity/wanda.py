@@ -19,7 +19,7 @@ from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["WandaPruningModifier"]
 
-_VISITS = 12
+_VISITS = 45
 _PIECE = 256
 """Tokens that are widened at once: few enough for a processor's cache, and for its allocator."""
 

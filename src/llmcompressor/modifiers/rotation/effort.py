@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What rotations take, by counting: a weight of R rows and C columns, rotations of order N.
+
+=========================  ===============================================  ======================
+step                       passes over a weight                             multiply-adds
+=========================  ===============================================  ======================
+by the input, Hadamard     10 + 12 per butterfly in float64, 5 + 5 else     R C B
+by the output, the same    50 more in float64, 20 else                      R C B
+by any other matrix        10                                               R C N
+trying it out              3, and once as above in float32                  3 runs of 8 tokens
+=========================  ===============================================  ======================
+
+N is a power of two, one butterfly for each of its doublings, times a base B. Multiply-adds in
+float64 count twice. A model that is not in memory is read three times to be tried out.
+
+To learn, every step makes all rotated weights in float32 and runs one batch forward and back: three
+times the products of both, and 60 passes over the weights to round them; a matrix takes 8 N³ to
+move. Before and after, the losses of eight batches are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.nn import Embedding, Module
+
+from llmcompressor.modifiers.modifier import DataSize, Work
+from llmcompressor.modifiers.rotation.plan import Fusion, Plan
+from llmcompressor.names import own_parameters
+from llmcompressor.numerics.hadamard import split_order
+from llmcompressor.numerics.rotation import Rotation
+
+__all__ = ["learning_work", "rotating_work", "trial_work"]
+
+_TRIAL_TOKENS = 8
+_TRIAL_RUNS = 3
+_TRIAL_VISITS = 3
+_ROUNDING_VISITS = 60
+_COMPARED = 16
+_BACKWARD = 3
+_WIDE, _NARROW = torch.float64, torch.float32
+_FIXED = {_WIDE: 10, _NARROW: 5}
+_BUTTERFLY = {_WIDE: 12, _NARROW: 5}
+_TURNED = {_WIDE: 50, _NARROW: 20}
+_FACTOR = {_WIDE: 2, _NARROW: 1}
+
+
+def rotating_work(plan: Plan, modules: Sequence[Module], precision: torch.dtype) -> Work:
+    """To multiply rotations into the weights of ``modules``."""
+    wide = _WIDE if precision == _WIDE else _NARROW
+    found = Work()
+    for module in modules:
+        fusion = plan.fusions.get(module)
+        if fusion is not None:
+            found += _fusing(fusion, _elements([module]), wide)
+    return found
+
+
+def trial_work(plan: Plan, modules: Sequence[Module]) -> Work:
+    """To see, on a few tokens in float32, that the model computes what it did."""
+    elements = _elements(modules)
+    products = _TRIAL_RUNS * _TRIAL_TOKENS * _elements(_multiplying(modules))
+    runs = Work(solve=products, visits=_TRIAL_VISITS * elements, readings=_TRIAL_RUNS)
+    return runs + rotating_work(plan, modules, _NARROW)
+
+
+def learning_work(
+    plan: Plan,
+    modules: Sequence[Module],
+    learned: Iterable[Rotation],
+    data: DataSize,
+    steps: int,
+) -> Work:
+    """To learn rotations of the weights of ``modules``.
+
+    Args:
+        plan: what is multiplied into which weight.
+        modules: of a part of the model.
+        learned: the rotations among those of the plan.
+        data: the calibration data.
+        steps: how many.
+    """
+    known = {id(one): one for one in learned}
+    elements, turned = _elements(modules), 0
+    mine: set[int] = set()
+    for module in modules:
+        fusion = plan.fusions.get(module, Fusion())
+        for one in (*fusion.inputs, *fusion.outputs):
+            turned += _elements([module]) * (one.order if id(one) in known else 0)
+            mine |= {id(one)} & known.keys()
+    runs = _BACKWARD * steps + _COMPARED
+    moves = sum(8 * known[each].order ** 3 for each in mine)
+    return Work(
+        forward=runs * data.batch * _elements(_multiplying(modules)),
+        solve=runs * turned + steps * moves,
+        visits=(steps + _COMPARED) * _ROUNDING_VISITS * elements,
+    )
+
+
+def _fusing(fusion: Fusion, elements: int, precision: torch.dtype) -> Work:
+    found = Work()
+    for number, one in enumerate((*fusion.inputs, *fusion.outputs)):
+        visits, products = _FIXED[precision], one.order
+        if one.signs_N is not None:
+            power, products = split_order(one.order)
+            visits += _BUTTERFLY[precision] * (power.bit_length() - 1)
+            products = products if products > 1 else 0
+        if number >= len(fusion.inputs):
+            visits += _TURNED[precision]
+        found += Work(solve=_FACTOR[precision] * elements * products, visits=elements * visits)
+    return found
+
+
+def _multiplying(modules: Iterable[Module]) -> list[Module]:
+    return [one for one in modules if not isinstance(one, Embedding)]
+
+
+def _elements(modules: Iterable[Module]) -> int:
+    return sum(one.numel() for module in modules for one in own_parameters(module) if one.ndim > 1)
