@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import psutil
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.core.state import State
+from llmcompressor.modeling.spilled import activation_budget
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.calibrated import owners_of
@@ -21,8 +21,6 @@ from llmcompressor.planning.subject import Part
 from llmcompressor.planning.workload import BlockWork, Widths, block_works
 
 __all__ = ["PassContext", "Passes", "plan_passes"]
-
-_SHARE_OF_FREE_MEMORY = 0.5
 
 Passes = list[tuple[PassPlan, list[BlockWork]]]
 """The passes in order, each with the work of every part of the model."""
@@ -150,4 +148,4 @@ def _budget(context: PassContext) -> int:
         return int(context.args.activation_budget)
     if context.room is not None:
         return context.room
-    return int(psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY)
+    return activation_budget(None)
