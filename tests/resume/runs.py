@@ -112,6 +112,12 @@ def rotated_between() -> list[Any]:
     ]
 
 
+def learned() -> list[Any]:
+    """Rotations that are learned before the first block is rotated, with all blocks read often."""
+    spin = SpinQuantModifier(rotations=["R1", "R2", "R4"], learnable=True, learning_steps=3)
+    return [spin, *gptq()]
+
+
 def dropped() -> list[Any]:
     """Experts go when their block is left, and what comes behind in the next pass has none."""
     return [
@@ -131,6 +137,7 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "pruned_rounded": pruned_rounded,
     "rotated": rotated,
     "rotated_between": rotated_between,
+    "learned": learned,
     "dropped": dropped,
     "starved": gptq,
     "starved_pruned": pruned_rounded,

@@ -271,7 +271,7 @@ class _Run:
 
         def begin(stage: int) -> None:
             stream.stage = stage
-            self._counts = any(one.requires_calibration_data for one in passes[stage])
+            self._counts = any(one.collects for one in passes[stage])
 
         state.keeper = stream
         try:

@@ -32,7 +32,9 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modeling.embeddings import untie_embeddings
 from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modifiers.modifier import Effort, Learning
 from llmcompressor.modifiers.rotation.base import RotationModifier
+from llmcompressor.modifiers.rotation.effort import learning_of, making_of
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
 from llmcompressor.modifiers.rotation.learned import learn_rotations
 from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, SpinQuantMapping
@@ -41,7 +43,6 @@ from llmcompressor.modifiers.rotation.parts import down_projections, find_heads
 from llmcompressor.modifiers.rotation.plan import Online, Plan
 from llmcompressor.modifiers.rotation.stream import Stream, find_stream, unseen_linears
 from llmcompressor.modifiers.rotation.targets import short_targets
-from llmcompressor.names import named_modules
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.quantization.attach import cached_attention_modules, check_states
 from llmcompressor.schemes.assign import listed
@@ -307,6 +308,17 @@ class SpinQuantModifier(RotationModifier):
 
     # ------------------------------------------------------------------ learning
 
+    def learning(self) -> Learning | None:
+        """Steps along each matrix that is learned."""
+        if not self.learnable:
+            return None
+        return learning_of(self._learnable.values(), steps=self.learning_steps)
+
+    def making(self, modules: Sequence[Module]) -> Effort:
+        """Weights are made of the matrices."""
+        assert self._plan is not None
+        return making_of(self._plan, modules)
+
     def learn(self, state: State, plan: Plan) -> None:
         """Learn R1 and R2 by Cayley SGD, with what comes after it rounded as it will be."""
         start = {name: self._made[name] for name in self._learnable}
@@ -317,7 +329,8 @@ class SpinQuantModifier(RotationModifier):
             state.data.calib,
             steps=self.learning_steps,
             rate=self.learning_rate,
-            names={module: name for name, module in named_modules(state.model)},
+            keeper=state.keeper,
+            budget=state.activation_budget,
         )
         for fusion in plan.fusions.values():
             for rotations in (fusion.inputs, fusion.outputs):

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What learning rotations takes: bytes and multiply-adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch.nn import Module
+
+from llmcompressor.modifiers.modifier import Effort, Learning
+from llmcompressor.modifiers.rotation.learned import COMPARED
+from llmcompressor.modifiers.rotation.plan import Fusion, Plan
+from llmcompressor.modifiers.rotation.turned import PIECE
+
+__all__ = ["learning_of", "making_of"]
+
+_HELD = 24
+"""Bytes per entry of a matrix: it and its momentum in float64, its leaf and gradient in float32."""
+_STEPPING = 80
+"""Bytes per entry of a matrix while a step is taken: ten in float64."""
+_SOLVED = 8
+"""Products of its size that a step of a matrix costs."""
+_FLOAT = 4
+_ROUNDED = 5
+"""Bytes per weight: its gradient, and whether rounding has cut it off."""
+
+
+def learning_of(orders: Iterable[int], *, steps: int) -> Learning:
+    """What is learned of matrices of these sizes.
+
+    Args:
+        orders: of all of them.
+        steps: how many.
+    """
+    sizes = list(orders)
+    return Learning(
+        steps=steps,
+        compared=COMPARED,
+        held=_HELD * sum(size**2 for size in sizes),
+        stepping=_STEPPING * max(sizes, default=0) ** 2,
+        products=_SOLVED * sum(size**3 for size in sizes),
+    )
+
+
+def making_of(plan: Plan, modules: Sequence[Module]) -> Effort:
+    """What it takes to make the weights of ``modules`` once, and their gradients.
+
+    Args:
+        plan: what is multiplied into which weight.
+        modules: of one part of the model; their weights may be on the meta device.
+    """
+    own = [(one, plan.fusions[one]) for one in modules if one in plan.fusions]
+    return Effort(
+        solve=sum(_products(module, fusion) for module, fusion in own),
+        statistics=sum(_size(module) * _itemsize(module) for module, _ in own),
+        workspace=max((_workspace(module, fusion) for module, fusion in own), default=0),
+    )
+
+
+def _products(module: Module, fusion: Fusion) -> int:
+    return _size(module) * sum(one.order for one in (*fusion.inputs, *fusion.outputs))
+
+
+def _workspace(module: Module, fusion: Fusion) -> int:
+    """Most bytes beside the weight while its gradient goes back to the rotations."""
+    rotations = len(fusion.inputs) + len(fusion.outputs)
+    scheme = getattr(module, "quantization_scheme", None)
+    rounded = scheme is not None and getattr(scheme, "weights", None) is not None
+    elements = _size(module)
+    if not rounded and not fusion.outputs:
+        elements = min(elements, PIECE)
+    per_weight = _FLOAT * (rotations + 2) + (_ROUNDED if rounded else _itemsize(module))
+    return elements * per_weight + _size(module) * _itemsize(module)
+
+
+def _size(module: Module) -> int:
+    return module.get_parameter("weight").numel()
+
+
+def _itemsize(module: Module) -> int:
+    return module.get_parameter("weight").dtype.itemsize
