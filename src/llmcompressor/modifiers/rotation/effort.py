@@ -16,13 +16,13 @@ __all__ = ["learning_of", "making_of"]
 
 _HELD = 24
 """Bytes per entry of a matrix: it and its momentum in float64, its leaf and gradient in float32."""
-_STEPPING = 80
-"""Bytes per entry of a matrix while a step is taken: ten in float64."""
+_STEPPING = 64
+"""Bytes per entry of a matrix while a step is taken: eight in float64."""
 _SOLVED = 8
 """Products of its size that a step of a matrix costs."""
 _FLOAT = 4
-_ROUNDED = 5
-"""Bytes per weight: its gradient, and whether rounding has cut it off."""
+_ROUNDED = 9
+"""Bytes per weight that is rounded: before and after, and whether it was cut off."""
 
 
 def learning_of(orders: Iterable[int], *, steps: int) -> Learning:
@@ -66,11 +66,14 @@ def _workspace(module: Module, fusion: Fusion) -> int:
     rotations = len(fusion.inputs) + len(fusion.outputs)
     scheme = getattr(module, "quantization_scheme", None)
     rounded = scheme is not None and getattr(scheme, "weights", None) is not None
-    elements = _size(module)
-    if not rounded and not fusion.outputs:
-        elements = min(elements, PIECE)
-    per_weight = _FLOAT * (rotations + 2) + (_ROUNDED if rounded else _itemsize(module))
-    return elements * per_weight + _size(module) * _itemsize(module)
+    whole, narrow = _size(module), _itemsize(module)
+    if rounded:
+        making = whole * (_FLOAT * (rotations + 1) + _ROUNDED)
+    elif fusion.outputs:
+        making = whole * (_FLOAT * (rotations + 2) + narrow)
+    else:
+        making = min(whole, PIECE) * (_FLOAT * (rotations + 1) + narrow)
+    return making + whole * narrow  # its gradient
 
 
 def _size(module: Module) -> int:
