@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_llama as tiny
+import tiny_mixtures as mixtures
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -233,6 +234,20 @@ def test_the_files_are_those_of_a_model_in_memory(
         assert one == other, name
     assert torch.equal(tiny.logits(returned, tiny.batches()), tiny.logits(whole, tiny.batches()))
     assert not [one for one in verify(tmp_path / "streamed").findings if one.severity == "error"]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_that_a_batch_does_not_reach_are_learned_around(
+    family: str, tmp_path: Path
+) -> None:
+    """Of eight experts each token goes to two: the files are those of a model in memory, too."""
+    mixtures.mixture(family).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    recipe = [spin(), rounded("W8A8")]
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    compressed(whole, [one.model_copy() for one in recipe], tmp_path / "whole")
+    compressed(str(tmp_path / "model"), recipe, tmp_path / "streamed")
+    one, other = (tmp_path / kind / "model.safetensors" for kind in ("whole", "streamed"))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_one_block_is_there_at_a_time_and_little_waits(
