@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +71,11 @@ def written(folder: Path, *, tied: bool = False) -> Path:
     model = with_gains(tiny.llama(torch.bfloat16, tie_word_embeddings=tied))
     model.save_pretrained(folder)
     return folder
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    report = json.loads((folder / "compression_report.json").read_text())
+    return dict(report["modifiers"]["SpinQuantModifier"][""])
 
 
 def compressed(model: Any, recipe: list[Any], output: Path, **more: Any) -> Any:
@@ -234,6 +240,10 @@ def test_the_files_are_those_of_a_model_in_memory(
         assert one == other, name
     assert torch.equal(tiny.logits(returned, tiny.batches()), tiny.logits(whole, tiny.batches()))
     assert not [one for one in verify(tmp_path / "streamed").findings if one.severity == "error"]
+    reports = [recorded(tmp_path / kind) for kind in ("whole", "streamed")]
+    assert reports[0].pop("moved") >= 0
+    assert reports[0] == reports[1]
+    assert {"weights", "loss_before", "loss_after"} == set(reports[1])
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

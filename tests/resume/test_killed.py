@@ -60,7 +60,7 @@ def test_killed_at_a_boundary(
     assert not job.partial.exists()
 
 
-@pytest.mark.parametrize("recipe", ["rtn", "gptq", "two"])
+@pytest.mark.parametrize("recipe", ["rtn", "gptq", "two", "learned"])
 @pytest.mark.parametrize("moments", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(
     recipe: str, moments: int, model: Path, tmp_path: Path, expected: Expected

@@ -22,6 +22,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from llmcompressor.quantization.fake_activations import dynamic_fake_quantize
 from llmcompressor.schemes.bridge import needs_global_scale
 from llmcompressor.threads import short_waits
 
-__all__ = ["COMPARED", "learn_rotations"]
+__all__ = ["COMPARED", "Learned", "learn_rotations"]
 
 _IGNORED = -100
 COMPARED = 8
@@ -51,6 +52,21 @@ COMPARED = 8
 _PROGRESS = "rotations"
 _SHARE_OF_KEEPING = 0.1
 """Of the time that learning takes: how much may go into keeping how far it is."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of learning.
+
+    Attributes:
+        rotations: by name; the first ones where the loss did not fall.
+        loss_before: of the rounded model on the batches that are compared, with the first ones.
+        loss_after: with those that were learned.
+    """
+
+    rotations: dict[str, Rotation]
+    loss_before: float
+    loss_after: float
 
 
 def learn_rotations(
@@ -63,7 +79,7 @@ def learn_rotations(
     rate: float,
     keeper: Any = None,
     budget: int | None = None,
-) -> dict[str, Rotation]:
+) -> Learned:
     """Learn the rotations of ``start``, all others staying what they are.
 
     Args:
@@ -75,9 +91,6 @@ def learn_rotations(
         rate: of the first step; it falls to zero linearly.
         keeper: who has the weights of the blocks; ``None`` if all are in memory.
         budget: bytes of activations that may wait in main memory; half of what is free if ``None``.
-
-    Returns:
-        Name → learned rotation; those of ``start`` where the loss did not fall.
 
     Raises:
         DatasetError: there is no batch.
@@ -107,13 +120,13 @@ def learn_rotations(
         if record.loss_after is None:
             record.loss_after = learning.mean_loss(data[:COMPARED])
             record.keep(learning)
-    told = f"Rotations learned in {steps} steps: loss {record.loss_before:.4f} before, "
-    told += f"{record.loss_after:.4f} after"
-    if not record.loss_after < record.loss_before:
+    before, after = record.loss_before, record.loss_after
+    told = f"Rotations learned in {steps} steps: loss {before:.4f} before, {after:.4f} after"
+    if not after < before:
         logger.warning(f"{told}. They are no better, so the first ones are kept.")
-        return dict(start)
+        return Learned(dict(start), before, after)
     logger.info(f"{told}.")
-    return learning.rotations()
+    return Learned(learning.rotations(), before, after)
 
 
 class _Record:

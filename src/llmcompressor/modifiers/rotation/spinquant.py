@@ -36,7 +36,7 @@ from llmcompressor.modifiers.modifier import Effort, Learning
 from llmcompressor.modifiers.rotation.base import RotationModifier
 from llmcompressor.modifiers.rotation.effort import learning_of, making_of
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
-from llmcompressor.modifiers.rotation.learned import learn_rotations
+from llmcompressor.modifiers.rotation.learned import Learned, learn_rotations
 from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, SpinQuantMapping
 from llmcompressor.modifiers.rotation.online import check_states_visible
 from llmcompressor.modifiers.rotation.parts import down_projections, find_heads
@@ -91,6 +91,7 @@ class SpinQuantModifier(RotationModifier):
 
     _stream: Stream | None = PrivateAttr(None)
     _learnable: dict[str, int] = PrivateAttr(default_factory=dict)
+    _outcome: Learned | None = PrivateAttr(None)
 
     @field_validator("rotations", mode="before")
     @classmethod
@@ -319,10 +320,18 @@ class SpinQuantModifier(RotationModifier):
         assert self._plan is not None
         return making_of(self._plan, modules)
 
+    def report(self) -> dict[str, Any]:
+        """Of learning also the losses before and after: learned ones are kept if it fell."""
+        found = super().report()
+        if found and self._outcome is not None:
+            losses = (self._outcome.loss_before, self._outcome.loss_after)
+            found[""] |= dict(zip(("loss_before", "loss_after"), losses, strict=True))
+        return found
+
     def learn(self, state: State, plan: Plan) -> None:
         """Learn R1 and R2 by Cayley SGD, with what comes after it rounded as it will be."""
         start = {name: self._made[name] for name in self._learnable}
-        learned = learn_rotations(
+        self._outcome = outcome = learn_rotations(
             state.model,
             plan,
             start,
@@ -332,6 +341,7 @@ class SpinQuantModifier(RotationModifier):
             keeper=state.keeper,
             budget=state.activation_budget,
         )
+        learned = outcome.rotations
         for fusion in plan.fusions.values():
             for rotations in (fusion.inputs, fusion.outputs):
                 for place, rotation in enumerate(rotations):
