@@ -29,10 +29,12 @@ RECIPES = {
     "nvfp4": "QuantizationModifier: {targets: [Linear], scheme: NVFP4A16, ignore: [lm_head]}",
     "r1r2": "SpinQuantModifier: {rotations: [R1, R2]}\n  QuantizationModifier: "
     "{targets: [Linear], scheme: W4A16, ignore: [lm_head]}",
+    "learned": "SpinQuantModifier: {rotations: [R1, R2], learnable: true, learning_steps: 2}\n"
+    "  QuantizationModifier: {targets: [Linear], scheme: W4A16, ignore: [lm_head]}",
     "gptq": "GPTQModifier: {targets: [Linear], scheme: W4A16, ignore: [lm_head]}",
     "reap": "REAPPruningModifier: {sparsity: 0.5}",
 }
-CALIBRATED = ("gptq", "reap")
+CALIBRATED = ("gptq", "reap", "learned")
 VOCABULARY = 32000
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import small_models as small
 import torch
+from compressed_tensors.transform import HadamardTransform
 from huggingface_hub import constants
 from transformers import (
     AutoConfig,
@@ -27,9 +28,12 @@ from transformers import (
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint.block_weights import BlockWeights
+from llmcompressor.core import active_session
 from llmcompressor.entrypoints import oneshot as module
+from llmcompressor.entrypoints.limits import Limits
 from llmcompressor.errors import ArgumentError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.transform import QuIPModifier
 
 _SIZES: dict[str, Any] = {
     "vocab_size": small.VOCABULARY,
@@ -254,6 +258,31 @@ def test_a_limit_without_room_for_a_block(folders: Callable[[str], Path], tmp_pa
             max_memory="10MiB",
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_limit_is_asked_when_the_matrices_that_stay_in_forwards_are_there(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in use then counts: three blocks have a matrix of their own each."""
+    there: list[int] = []
+    room = Limits.room
+
+    def noted(self: Limits, used: int, block: int) -> Any:
+        modules = active_session().state.model.modules()
+        weights = [one.weight for one in modules if isinstance(one, HadamardTransform)]
+        there.append(sum(one.nbytes for one in weights if not one.is_meta))
+        return room(self, used, block)
+
+    monkeypatch.setattr(Limits, "room", noted)
+    turned = QuIPModifier(rotations=["v"], targets=r"re:.*down_proj$", ignore=[], randomize=True)
+    oneshot(
+        model=str(folders("llama")),
+        recipe=[turned, RECIPES["FP8_DYNAMIC"]()],
+        output_dir=tmp_path / "output",
+        max_memory="100GiB",
+    )
+    width = AutoConfig.from_pretrained(folders("llama")).intermediate_size
+    assert there == [3 * 4 * width**2]
 
 
 @pytest.mark.parametrize("limit", ["lots", {"tpu": "1GiB"}, "0=1GiB,1", -1])

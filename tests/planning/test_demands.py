@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import published_models as published
@@ -17,7 +18,9 @@ from compressed_tensors.quantization import (
 )
 from torch.nn import Linear, Module
 
+from llmcompressor.args import ModelArguments
 from llmcompressor.checkpoint.compress import compress, quantized_module
+from llmcompressor.core.state import State
 from llmcompressor.memory import TOLERATED
 from llmcompressor.modifiers.awq.base import AWQModifier
 from llmcompressor.modifiers.awq.base import _Moments as Moments
@@ -27,6 +30,7 @@ from llmcompressor.modifiers.gptq.solve import Options, Problem, solve
 from llmcompressor.modifiers.modifier import Effort, Granularity, Work
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of as sparse_effort
+from llmcompressor.modifiers.transform import QuIPModifier
 from llmcompressor.numerics.masks import NofM
 from llmcompressor.numerics.sparse_choice import Share, Sparsity
 from llmcompressor.numerics.sparse_fit import sparse_fit
@@ -34,7 +38,7 @@ from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.planning.machine import measure_rates
 from llmcompressor.planning.memory import Footprint, Load, estimate_phases
 from llmcompressor.planning.result import Operations, PassPlan, Phase, Rates
-from llmcompressor.planning.subject import REST, Part
+from llmcompressor.planning.subject import REST, Part, open_subject
 from llmcompressor.planning.timing import Traffic, estimate_time
 from llmcompressor.planning.trial import Peak, Trial, counted_memory, try_rounding
 from llmcompressor.planning.workload import BlockWork, Group, Unit, block_works, widths_of
@@ -327,3 +331,19 @@ def test_the_machine_is_measured_in_about_a_second() -> None:
     assert rates.spread >= 1
     positive = (rates.model_products, rates.float32_products, rates.memory)
     assert min(*positive, rates.disk_read, rates.disk_write) > 0
+
+
+@pytest.mark.parametrize("randomize", [False, True])
+def test_matrices_that_stay_in_forwards_are_there_all_the_time(
+    randomize: bool, llama_folder: Path
+) -> None:
+    """They do not go with their block, whether all blocks share one or each has its own."""
+    subject = open_subject(ModelArguments(model=str(llama_folder)))
+    before = subject.parts()
+    modifier = QuIPModifier(rotations=["v"], targets=r"re:.*down_proj$", randomize=randomize)
+    modifier.initialize(State(model=subject.model))
+    after = subject.parts()
+    width = subject.model.config.intermediate_size
+    matrices = 4 * width**2 * (len(before) - 1 if randomize else 1)
+    assert [one.loaded for one in after[:-1]] == [one.loaded for one in before[:-1]]
+    assert after[-1].loaded == before[-1].loaded + matrices

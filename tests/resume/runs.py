@@ -26,6 +26,7 @@ from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_writer, journal
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.rotation import learned as rotations
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
@@ -112,6 +113,14 @@ def rotated_between() -> list[Any]:
     ]
 
 
+def learned() -> list[Any]:
+    """Rotations that are learned before the first block is rotated; on random weights they may be
+    no better than the first ones, and are kept all the same."""
+    rotations._is_better = lambda after, before: True  # type: ignore[assignment]
+    spin = SpinQuantModifier(rotations=["R1", "R2", "R4"], learnable=True, learning_steps=3)
+    return [spin, *gptq()]
+
+
 def dropped() -> list[Any]:
     """Experts go when their block is left, and what comes behind in the next pass has none."""
     return [
@@ -150,6 +159,7 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "pruned_rounded": pruned_rounded,
     "rotated": rotated,
     "rotated_between": rotated_between,
+    "learned": learned,
     "dropped": dropped,
     "dropped_quantized": dropped_quantized,
     "dropped_rounded": dropped_rounded,

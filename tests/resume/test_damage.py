@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_writer, reading
+from llmcompressor.checkpoint.journal import Journal
 from llmcompressor.errors import CheckpointError, CompressorError, OutputError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.observers.input_statistics import InputStatistics
@@ -87,6 +88,34 @@ def test_a_damaged_file_of_the_working_folder(
         assert {name: hashed for name, hashed in tree(partial).items() if name != "lock"} == {
             name: hashed for name, hashed in before.items() if name != "lock"
         }
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, remove])
+def test_what_was_learned_is_damaged(
+    damage: Callable[[Path], None], model: Path, tmp_path: Path, expected: Expected
+) -> None:
+    """It is learned again, and the blocks that were made with it are made again."""
+    job = Job(model, "learned", tmp_path / "output")
+    assert run(job, die_at="append 8").code == KILLED
+    [kept] = (job.partial / "scratch").glob("*rotations*")
+    damage(kept)
+    again = run(job)
+    assert again.code == 0, again.said
+    assert "damaged on the disk" in again.said
+    assert "they are done again" in again.said
+    assert tree(job.output) == expected("learned")
+
+
+def test_what_was_learned_is_not_learned_again(
+    model: Path, tmp_path: Path, expected: Expected
+) -> None:
+    job = Job(model, "learned", tmp_path / "output")
+    assert run(job, die_at="append 8").code == KILLED
+    (progress,) = Journal(job.partial / "journal").progress.values()
+    assert progress.figures["steps"] == 3
+    assert progress.figures["after"] is not None
+    assert run(job).code == 0
+    assert tree(job.output) == expected("learned")
 
 
 def own_copy(model: Path, tmp_path: Path) -> Path:

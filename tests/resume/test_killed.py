@@ -34,6 +34,9 @@ OTHERS = [
     *(("pruned_rounded", "append", number) for number in (3, 5, 7)),
     *(("rotated", "append", number) for number in (2, 3, 5)),
     *(("rotated_between", "append", number) for number in (3, 5, 6, 8)),
+    *(("learned", "append", number) for number in (1, 2, 3, 4, 6, 8, 10)),
+    ("learned", "torn", 3),
+    ("learned", "appended", 2),
     *(("dropped", "append", number) for number in (3, 4, 6, 9, 11)),
     *(("dropped_quantized", "append", number) for number in range(1, 14)),
     *(("dropped_rounded", "append", number) for number in range(1, 10)),
@@ -60,7 +63,7 @@ def test_killed_at_a_boundary(
     assert not job.partial.exists()
 
 
-@pytest.mark.parametrize("recipe", ["rtn", "gptq", "two"])
+@pytest.mark.parametrize("recipe", ["rtn", "gptq", "two", "learned"])
 @pytest.mark.parametrize("moments", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(
     recipe: str, moments: int, model: Path, tmp_path: Path, expected: Expected

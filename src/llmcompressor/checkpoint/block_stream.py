@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from llmcompressor.checkpoint.block_writer import BlockWriter
 from llmcompressor.checkpoint.blueprint import Blueprint
 from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.finished_blocks import FinishedBlocks
-from llmcompressor.checkpoint.journal import BlockEntry
+from llmcompressor.checkpoint.journal import BlockEntry, ProgressEntry
 from llmcompressor.checkpoint.layout import LoadedName
 from llmcompressor.checkpoint.on_demand import load_on_demand
 from llmcompressor.checkpoint.output_layout import OutputLayout
@@ -37,6 +38,7 @@ __all__ = ["BlockStream"]
 _CPU = torch.device("cpu")
 
 Report = Callable[[Sequence[str]], Mapping[str, Any]]
+Visit = Callable[[Module, Module | None], None]
 
 
 class BlockStream:
@@ -141,35 +143,85 @@ class BlockStream:
         self._writer.flush()
         self._restorer.restore(block, self._workspace.files, modules)
 
+    def remember(
+        self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
+    ) -> None:
+        """Keep how far the present pass is with something, in the place of what was kept of it."""
+        journal, stage = self._workspace.journal, self.stage
+        last = journal.progress.get((stage, name))
+        number = 0 if last is None else last.number + 1
+        digest = self._scratch.write(stage, f"{name}-{number}", tensors)
+        journal.advance(ProgressEntry(stage, name, number, digest, dict(figures)))
+        if last is not None:
+            self._scratch.remove(stage, f"{name}-{last.number}")
+
+    def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What an earlier run, or this one, has kept last in the present pass, if it is intact."""
+        entry = self._workspace.journal.progress.get((self.stage, name))
+        if entry is None:
+            return None
+        file = f"{name}-{entry.number}"
+        if self._scratch.digest(self.stage, file) != entry.digest:
+            logger.warning(f"{file}: damaged on the disk, and done again.")
+            return None
+        return self._scratch.read(self.stage, file), dict(entry.figures)
+
+    def forget(self) -> None:
+        """Take nothing of the present pass, nor of those behind it, for finished."""
+        gone = {one for one in self._intact if one[0] >= self.stage}
+        if gone:
+            logger.warning("What all blocks depend on is lost: they are done again.")
+        self._intact -= gone
+        self._done -= gone
+
     @contextmanager
-    def visiting(self) -> Iterator[None]:
-        """Have forwards find every block loaded, one at a time, as the pass before left it."""
-        inside: list[str] = []
+    def visits(self) -> Iterator[Visit]:
+        """Bring blocks in one at a time, as the pass before left them; nothing is written.
+
+        Yields:
+            What brings in a block and begins to read another one. The one before goes then, and
+            the last one at the end.
+        """
+        inside: list[Module] = []
 
         def let_go() -> None:
             while inside:
-                self._weights.release(inside.pop())
+                self._weights.release(self.names[inside.pop()])
                 give_back_freed()
 
-        def arrive(module: Module, args: object) -> None:
-            let_go()
-            block = self.names[module]
-            if self.stage > 0:
-                self._put_scratch(self.stage - 1, block)
-            else:
-                self._weights.load(block)
-                following = self._weights.after(block)
-                if following is not None:
-                    self._weights.read_ahead(following)
-            inside.append(block)
+        def visit(module: Module, then: Module | None) -> None:
+            if module not in inside:
+                let_go()
+                block = self.names[module]
+                if self.stage > 0:
+                    self._put_scratch(self.stage - 1, block)
+                else:
+                    self._weights.load(block)
+                inside.append(module)
+            if then is not None and self.stage == 0:
+                self._weights.read_ahead(self.names[then])
 
-        handles = [one.register_forward_pre_hook(arrive, prepend=True) for one in self.names]
         try:
-            yield
+            yield visit
         finally:
-            for handle in handles:
-                handle.remove()
             let_go()
+
+    @contextmanager
+    def visiting(self) -> Iterator[None]:
+        """Have forwards find every block loaded, one at a time, as the pass before left it."""
+        following = dict(pairwise([*self.names, None]))
+        with self.visits() as visit:
+            handles = [
+                one.register_forward_pre_hook(
+                    lambda module, args: visit(module, following[module]), prepend=True
+                )
+                for one in self.names
+            ]
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
 
     def leave(self, block: str) -> None:
         """Write a block, unless that was done by an earlier run, and let go of it."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run has finished, on disk, so that a run that was killed can go on.
 
-One line per finished block is appended after the block's data is durable. A line carries a
-checksum: one that was torn by a crash, or damaged later, counts as not written, and its block is
-done again. The first line is the run's fingerprint: everything that decides the bytes of the
-output. A run goes on only where all of it agrees.
+One line per finished block is appended after the block's data is durable, and one each time that
+something which is learned before the blocks was kept. A line carries a checksum: one that was torn
+by a crash, or damaged later, counts as not written, and what it tells of is done again. The first
+line is the run's fingerprint: everything that decides the bytes of the output. A run goes on only
+where all of it agrees.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import xxhash
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
-__all__ = ["BlockEntry", "Journal", "differences"]
+__all__ = ["BlockEntry", "Journal", "ProgressEntry", "differences"]
 
 _RUN, _BLOCK, _CHOICE, _READY = "run", "block", "choice", "ready"
+_PROGRESS = "progress"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,25 @@ class BlockEntry:
     files: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ProgressEntry:
+    """How far a pass is with something that is no block.
+
+    Attributes:
+        stage: which of several passes over the model.
+        name: of what is in progress.
+        number: how often that was kept before.
+        digest: hash of its tensors as they were written.
+        figures: what else is kept of it.
+    """
+
+    stage: int
+    name: str
+    number: int
+    digest: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Journal:
     """The journal of one run.
 
@@ -60,13 +81,20 @@ class Journal:
         self.fingerprint: dict[str, Any] | None = None
         self.entries: dict[tuple[int, str], BlockEntry] = {}
         self.choices: dict[str, Any] = {}
+        self.progress: dict[tuple[int, str], ProgressEntry] = {}
         self.is_ready = False
         self._read()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is anything that a later call could go on with."""
+        return bool(self.entries or self.progress)
 
     def begin(self, fingerprint: Mapping[str, Any]) -> None:
         """Write the first line; what was there is replaced."""
         self.entries.clear()
         self.choices.clear()
+        self.progress.clear()
         self.is_ready = False
         self.fingerprint = dict(fingerprint)
         self._replace([_line(_RUN, self.fingerprint)])
@@ -84,6 +112,11 @@ class Journal:
         """Append a finished block; its data must be durable."""
         self._append(_BLOCK, vars(entry))
         self.entries[entry.stage, entry.block] = entry
+
+    def advance(self, entry: ProgressEntry) -> None:
+        """Append how far something is; its data must be durable."""
+        self._append(_PROGRESS, vars(entry))
+        self.progress[entry.stage, entry.name] = entry
 
     def decide(self, name: str, value: Any) -> Any:
         """A choice that depends on the machine's state: the one made when the run began.
@@ -110,19 +143,7 @@ class Journal:
     def _read(self) -> None:
         if not self._file.is_file():
             return
-        damaged = 0
-        for kind, content in _lines(self._file):
-            if kind == _RUN:
-                self.fingerprint = content
-            elif kind == _BLOCK:
-                entry = BlockEntry(**content)
-                self.entries[entry.stage, entry.block] = entry
-            elif kind == _CHOICE:
-                self.choices[content["name"]] = content["value"]
-            elif kind == _READY:
-                self.is_ready = True
-            else:
-                damaged += 1
+        damaged = sum(not self._take(kind, content) for kind, content in _lines(self._file))
         if damaged:
             logger.warning(f"{damaged} damaged line(s) of {self._file}: what they say is redone.")
         if damaged or not self._file.read_bytes().endswith(b"\n"):
@@ -133,6 +154,24 @@ class Journal:
                 'Start afresh with resume="never" (--resume never), or restore the file.',
             )
 
+    def _take(self, kind: str, content: dict[str, Any]) -> bool:
+        """Take in a line; whether it is one."""
+        if kind == _RUN:
+            self.fingerprint = content
+        elif kind == _BLOCK:
+            entry = BlockEntry(**content)
+            self.entries[entry.stage, entry.block] = entry
+        elif kind == _CHOICE:
+            self.choices[content["name"]] = content["value"]
+        elif kind == _PROGRESS:
+            made = ProgressEntry(**content)
+            self.progress[made.stage, made.name] = made
+        elif kind == _READY:
+            self.is_ready = True
+        else:
+            return False
+        return True
+
     def _mend(self) -> None:
         """Write what could be read anew, so that lines can be appended."""
         if self.fingerprint is None:
@@ -141,6 +180,7 @@ class Journal:
         lines += [
             _line(_CHOICE, {"name": name, "value": value}) for name, value in self.choices.items()
         ]
+        lines += [_line(_PROGRESS, vars(entry)) for entry in self.progress.values()]
         lines += [_line(_BLOCK, vars(entry)) for entry in self.entries.values()]
         if self.is_ready:
             lines.append(_line(_READY, {}))

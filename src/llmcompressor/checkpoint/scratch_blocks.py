@@ -54,6 +54,10 @@ class ScratchBlocks:
         """The tensors of a block by their names in the model, on the CPU."""
         return self._read(self._file(stage, block))[0]
 
+    def remove(self, stage: int, block: str) -> None:
+        """Let go of a block; nothing happens where it is not there."""
+        self._file(stage, block).unlink(missing_ok=True)
+
     def digest(self, stage: int, block: str) -> str | None:
         """The hash of a block's data; ``None`` if it is not there or damaged."""
         try:

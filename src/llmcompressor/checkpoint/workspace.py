@@ -89,12 +89,13 @@ class Workspace:
 
     def abandon(self) -> None:
         """Throw the progress away: nobody can go on from it."""
-        if self.journal.entries:
+        if self.journal.is_begun:
             logger.warning(
                 f"{self.folder} is removed: the same call would fail again, and no other one could "
                 "go on from what is finished."
             )
         self.journal.entries.clear()
+        self.journal.progress.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -238,7 +239,7 @@ def _check_kinds(folder: Path) -> None:
 
 def _has_progress(folder: Path) -> bool:
     journal = folder / _JOURNAL
-    return _is_ready(folder) or (journal.is_file() and bool(Journal(journal).entries))
+    return _is_ready(folder) or (journal.is_file() and Journal(journal).is_begun)
 
 
 def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:

@@ -139,6 +139,8 @@ class State:
             the modifier is called.
         call_order: which modules a forward calls when, and which of them get the same tensor
             (``llmcompressor.modeling.call_order.CallOrder``).
+        activation_budget: bytes of activations that may wait in main memory; ``None`` for what
+            the free memory allows.
         progress: called by long work inside a modifier to say how far it is.
         keeper: who has the weights of blocks that are loaded one by one
             (``llmcompressor.pipelines.residency.Keeper``); ``None`` if the model is in memory.
@@ -165,6 +167,7 @@ class State:
     cached: set[Any] = field(default_factory=set)
     turned: dict[Any, str] = field(default_factory=dict)
     call_order: Any = None
+    activation_budget: int | None = None
     progress: Callable[..., Any] | None = None
     keeper: Any = None
 

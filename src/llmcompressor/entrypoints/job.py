@@ -132,7 +132,9 @@ class Job(Task):
         inferred = infer_pipeline(self.recipe.modifiers)
         if asked != "independent" and inferred == "datafree":
             if asked != "datafree":
-                logger.info(f"The recipe needs no data: {asked} would run the model for nothing.")
+                logger.info(
+                    f"The recipe collects no data: {asked} would run the model for nothing."
+                )
             return "datafree"
         return asked
 

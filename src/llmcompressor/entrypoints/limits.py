@@ -14,6 +14,7 @@ from llmcompressor.checkpoint.block_weights import REST, BlockWeights
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
+from llmcompressor.memory import give_back_freed
 
 __all__ = ["Limits"]
 
@@ -71,6 +72,7 @@ class Limits:
         Raises:
             ArgumentError: the limit leaves no room for one block.
         """
+        give_back_freed(at_least=0)
         used = psutil.Process().memory_info().rss
         block = max(map(weights.source_bytes, weights.blocks), default=0)
         activations, weights.reads_ahead = self.room(used, block)

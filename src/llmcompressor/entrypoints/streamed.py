@@ -164,8 +164,7 @@ def run_blueprint(
         weights.check()
     with undone_on_error(session):
         _load_rest(blueprint, weights, tied=args.tie_word_embeddings)
-        job.dataset_args = limits.bound(job.dataset_args, weights)
-        _Run(job, blueprint, weights, batches, processor, session)()
+        _Run(job, blueprint, weights, limits, batches, processor, session)()
     if job.recipe_args.clear_sparse_session:
         session.reset()
     return model
@@ -197,6 +196,7 @@ class _Run:
     job: Job
     blueprint: Blueprint
     weights: BlockWeights
+    limits: Limits
     batches: Sequence[Any] | None
     processor: Any
     session: CompressionSession
@@ -211,6 +211,8 @@ class _Run:
             model=model, start=-1, recipe=job.recipe, calib_data=self.batches, copy_data=False
         )
         _forget_ties(self.blueprint)  # a modifier may have untied them
+        # what stays is there by now, matrices of rotations among it
+        job.dataset_args = self.limits.bound(job.dataset_args, self.weights)
         self._modifiers: list[Modifier] = list(self.session.lifecycle.recipe.modifiers)
         if self.batches is not None:
             check_reached(model, self._modifiers, self.batches, job.pipeline())
@@ -271,7 +273,7 @@ class _Run:
 
         def begin(stage: int) -> None:
             stream.stage = stage
-            self._counts = any(one.requires_calibration_data for one in passes[stage])
+            self._counts = any(one.collects for one in passes[stage])
 
         state.keeper = stream
         try:

@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["DataSize", "Effort", "Granularity", "Modifier", "Phase", "PlannedModule", "Work"]
+__all__ = [
+    "DataSize",
+    "Effort",
+    "Granularity",
+    "Learning",
+    "Modifier",
+    "Phase",
+    "PlannedModule",
+    "Work",
+]
 
 
 class Phase(Enum):
@@ -136,6 +145,25 @@ class Work:
             self.readings + other.readings,
             self.attention + other.attention,
         )
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What a modifier takes that learns before its pass.
+
+    Attributes:
+        steps: batches that run forward and backward, one after another.
+        compared: batches at most that run forward before the first step, and after the last.
+        held: bytes from the first step to the last.
+        stepping: further bytes while a step is taken.
+        products: multiply-adds of a step, beside those of the model and of its weights.
+    """
+
+    steps: int
+    compared: int = 0
+    held: int = 0
+    stepping: int = 0
+    products: int = 0
 
 
 @dataclass(frozen=True)
@@ -259,6 +287,20 @@ class Modifier(HooksMixin):
         return False
 
     @property
+    def learns_first(self) -> bool:
+        """Whether it takes the calibration batches itself, when its pass begins.
+
+        No data is run through the model for it then. It begins a pass, so that it finds the model
+        as all before it have left it.
+        """
+        return False
+
+    @property
+    def collects(self) -> bool:
+        """Whether a pipeline has to run data through the model for it."""
+        return self.requires_calibration_data and not self.learns_first
+
+    @property
     def finest_granularity(self) -> Granularity:
         """The smallest part of a model that this modifier can work on at a time."""
         return Granularity.BLOCK
@@ -350,6 +392,23 @@ class Modifier(HooksMixin):
             data: the calibration data.
         """
         return Work()
+
+    def learning(self) -> Learning | None:
+        """What learning takes, where it :attr:`learns_first`."""
+        return None
+
+    def making(self, modules: Sequence[Module]) -> Effort:
+        """What it takes to make the weights of ``modules`` anew while it learns, once.
+
+        Args:
+            modules: of a part of the model; their weights may be on the meta device.
+
+        Returns:
+            As ``solve`` the multiply-adds, as ``visits`` passes over single weights, as
+            ``statistics`` the bytes of the weights made, as ``workspace`` further ones while one of
+            them, or its gradient, is made.
+        """
+        return Effort()
 
     def beside(self, modules: Sequence[Module], *, together: bool) -> int:
         """The most bytes that it holds beside weights which it looks at, or changes, without data.

@@ -9,9 +9,7 @@ to them stays valid: the frames of the model's own code never notice.
 from __future__ import annotations
 
 import inspect
-import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from llmcompressor.errors import OutputError
-from llmcompressor.memory import let_go_of_pages
 from llmcompressor.modeling.paused_forward import Pass
+from llmcompressor.modeling.spilled import Spill
 
 __all__ = ["ActivationStore", "held_tensors"]
 
@@ -94,7 +91,6 @@ class ActivationStore:
 
     Attributes:
         peak: the most bytes that were held at once.
-        spilled: bytes written to files, in sum.
     """
 
     def __init__(
@@ -110,10 +106,13 @@ class ActivationStore:
         self._keep = {tensor.untyped_storage().data_ptr() for tensor in owned}
         self._parked: dict[Pass, list[_Parked]] = {}
         self._held = 0
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._files = 0
+        self._files = Spill()
         self.peak = 0
-        self.spilled = 0
+
+    @property
+    def spilled(self) -> int:
+        """Bytes written to files, in sum."""
+        return self._files.written
 
     def park(self, one: Pass) -> None:
         """Put away what ``one``, now suspended, holds."""
@@ -128,7 +127,7 @@ class ActivationStore:
             if record.home.type != "cpu":
                 _exchange(tensors, torch.device("cpu"))
             if in_files:
-                record.file = self._spill(tensors, record.bytes)
+                record.file = self._spill(tensors)
             else:
                 self._held += record.bytes
             records.append(record)
@@ -146,9 +145,7 @@ class ActivationStore:
 
     def close(self) -> None:
         """Remove the files."""
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        self._files.close()
 
     def _storages(self, one: Pass) -> list[list[Tensor]]:
         """Tensors by storage: views of one storage move together."""
@@ -161,18 +158,9 @@ class ActivationStore:
                 storages.setdefault(storage.data_ptr(), []).append(tensor)
         return list(storages.values())
 
-    def _spill(self, tensors: list[Tensor], nbytes: int) -> Path:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="llmcompressor-activations-")
-        file = Path(self._folder.name) / f"{self._files}.bin"
-        self._files += 1
-        _reserve(file, nbytes)
-        self.spilled += nbytes
-        mapped = torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
-        storage = tensors[0].untyped_storage()
-        mapped.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)))
-        let_go_of_pages(mapped.data_ptr(), nbytes)
-        _point(tensors, mapped.untyped_storage())
+    def _spill(self, tensors: list[Tensor]) -> Path:
+        file, storage = self._files.put(tensors[0].untyped_storage())
+        _point(tensors, storage)
         return file
 
 
@@ -180,19 +168,6 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is nothing but a view of a storage, which can be exchanged."""
     special = tensor.is_inference() or tensor.is_meta or tensor.is_conj() or tensor.is_neg()
     return type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not special
-
-
-def _reserve(file: Path, nbytes: int) -> None:
-    """Take the disk space now: writing to a mapped file on a full disk would end the process."""
-    try:
-        with file.open("wb") as handle:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(handle.fileno(), 0, nbytes)
-    except OSError as error:
-        raise OutputError(
-            f"Activations that exceed the memory cannot be put into {file.parent}: {error}.",
-            "Have TMPDIR name a folder with more space, or calibrate with fewer samples.",
-        ) from error
 
 
 def _exchange(tensors: list[Tensor], device: torch.device) -> None:

@@ -74,6 +74,8 @@ class DataFreePipeline:
         """Fire the calibration events for all modifiers of the active session."""
         session = active_session()
         state = session.state
+        given = None if dataset_args is None else dataset_args.activation_budget
+        state.activation_budget = None if given is None else int(given)
         with calibration_mode(model):
             LifecycleCallbacks.calibration_epoch_start()
             if state.keeper is None:

@@ -7,7 +7,7 @@ quantizes what SparseGPT has just pruned. Those that need no data join a neighbo
 stands before the modifier that needs data is done when a block is entered, what stands behind it
 when the block is left. It does not where weights would be rounded that were pruned, and that data
 has passed: the file would not hold those with which a broken-off run goes on. One that wants to
-see all layers before it begins has a pass more in front.
+see all layers before it begins has a pass more in front. One that learns first begins a pass.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifie
         needs = modifier.requires_calibration_data
         taken = any(one.requires_calibration_data for one in passes[-1])
         alone = pipeline == "independent" and not _joins(modifier, passes[-1])
-        apart = alone or any(one.rewrites_inputs for one in passes[-1])
+        apart = alone or any(_rewrites(one) for one in passes[-1])
         behind = not needs and any(one.leaves_open for one in passes[-1])
         behind = behind or modifier.begins_a_pass
-        if (needs and taken and apart) or (taken and behind):
+        first = modifier.learns_first and bool(passes[-1])
+        if first or (needs and taken and apart) or (taken and behind):
             passes.append([])
         passes[-1].append(modifier)
     return with_surveys(passes)
@@ -81,13 +82,22 @@ def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
 
 
 def stretches_of(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
-    """The modifiers, cut behind each that rewrites what others would collect in its pass."""
+    """The modifiers, cut behind each that rewrites what others would collect in its pass.
+
+    And before each that learns first.
+    """
     stretches: list[list[Modifier]] = [[]]
     for modifier in modifiers:
-        if any(one.rewrites_inputs for one in stretches[-1]):
+        first = modifier.learns_first and bool(stretches[-1])
+        if first or any(_rewrites(one) for one in stretches[-1]):
             stretches.append([])
         stretches[-1].append(modifier)
     return stretches
+
+
+def _rewrites(modifier: Modifier) -> bool:
+    """Whether others cannot collect, in its pass, what it makes of the model."""
+    return modifier.rewrites_inputs or modifier.learns_first
 
 
 def run_passes(

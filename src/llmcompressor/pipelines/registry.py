@@ -24,6 +24,6 @@ PIPELINES = Table(
 
 
 def infer_pipeline(modifiers: Sequence[Modifier]) -> str:
-    """``"sequential"`` if any of ``modifiers`` needs calibration data, else ``"datafree"``."""
-    needs_data = any(modifier.requires_calibration_data for modifier in modifiers)
-    return "sequential" if needs_data else "datafree"
+    """``"sequential"`` if data has to run through for any of ``modifiers``, else ``"datafree"``."""
+    collects = any(modifier.collects for modifier in modifiers)
+    return "sequential" if collects else "datafree"

@@ -8,10 +8,11 @@ and told when all passes have left it and every modifier is done with it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.modifiers.modifier import Modifier
@@ -54,6 +55,20 @@ class Keeper(Protocol):
 
     def visiting(self) -> AbstractContextManager[None]:
         """While the body runs, a forward finds each block loaded; nothing is written."""
+
+    def visits(self) -> AbstractContextManager[Callable[[Module, Module | None], None]]:
+        """The same, at the call of what is given: it loads a block and reads another one ahead."""
+
+    def remember(
+        self, name: str, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]
+    ) -> None:
+        """Keep how far the present pass is with something, in the place of what was kept of it."""
+
+    def recall(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What an earlier run, or this one, has kept last in the present pass."""
+
+    def forget(self) -> None:
+        """Take nothing of the present pass, nor of those behind it, for finished."""
 
 
 class Residency:

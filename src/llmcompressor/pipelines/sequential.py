@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch.nn import Module
 
@@ -30,6 +29,7 @@ from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
 from llmcompressor.modeling.inputs import model_device
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
+from llmcompressor.modeling.spilled import activation_budget, room_on
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines.activations import ActivationStore
 from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from llmcompressor.core.state import State
 
 __all__ = ["LayerSequentialPipeline", "SequentialPipeline"]
-
-_SHARE_OF_FREE_MEMORY = 0.5
 
 
 class SequentialPipeline:
@@ -196,16 +194,12 @@ def _is_undeclared(modifier: Modifier, state: State) -> bool:
 
 
 def _budget(dataset_args: DatasetArguments) -> int:
-    given = dataset_args.activation_budget
-    return int(given or psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY)
+    return activation_budget(dataset_args.activation_budget)
 
 
 def _resident_budget(device: torch.device, budget: int) -> int:
     """Bytes of activations that may stay where the passes run."""
-    if device.type != "cuda":
-        return budget
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * _SHARE_OF_FREE_MEMORY)
+    return room_on(device) if device.type == "cuda" else budget
 
 
 @dataclass

@@ -49,7 +49,7 @@ def check_reached(
         return
     inputs = {name for batch in batches for name in batch}
     state = State(model=model)
-    needing = [one for one in modifiers if one.requires_calibration_data]
+    needing = [one for one in modifiers if one.collects]
     wanted = [(one, set(one.calibrated_modules(state))) for one in needing]
     for modality, prefixes in _MODALITIES.items():
         if any(name.startswith(prefixes) for name in inputs):

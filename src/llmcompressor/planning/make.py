@@ -256,7 +256,7 @@ class _Maker:
         subject, request = self._subject, self._request
         trials = self._trials(planned)
         loads = _loads(parts, output, planned, trials, self._beside)
-        passes = plan_passes(request.modifiers, self._context(parts))
+        passes, learned = plan_passes(request.modifiers, self._context(parts))
         tokens = request.tokens.tokens if request.tokens else 0
         context = request.tokens.longest if request.tokens else 0
         weights = sum(row.weights for row in plan.scheme_bytes)
@@ -283,7 +283,7 @@ class _Maker:
             )
             plan = replace(plan, rates=rates, time=time)
         footprint = self._footprint(sizes, output, passes)
-        phases = estimate_phases(footprint, loads, passes, seconds)
+        phases = estimate_phases(footprint, loads, passes, seconds, learned)
         return replace(plan, phases=phases)
 
     def _work(self, parts: Sequence[Part], context: int) -> tuple[Work, int]:
@@ -341,6 +341,8 @@ class _Maker:
             self._stops(),
             self._widths,
             request.tokens.tokens if request.tokens else 0,
+            request.tokens.longest * request.args.batch_size if request.tokens else 0,
+            -(-request.tokens.samples // request.args.batch_size) if request.tokens else 0,
             room,
         )
 

@@ -13,6 +13,7 @@ one batch's             while it runs through a block
 statistics              from the first token of a unit until it is solved
 copies of a unit        from there on, where the original model runs too
 a solver's workspace    while a unit is solved
+what is learned          before a pass; see :mod:`llmcompressor.planning.learning`
 packed tensors          of a block while it is packed, and of the one before while it is written
 freed memory            so much of what came and went as is not returned to the system
 ======================  ==========================================================================
@@ -25,9 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from llmcompressor.memory import TOLERATED
-from llmcompressor.planning.result import PassPlan, Phase
+from llmcompressor.planning.learning import PartLearning
+from llmcompressor.planning.result import LearningPlan, PassPlan, Phase
 from llmcompressor.planning.subject import REST, Part
 from llmcompressor.planning.workload import BlockWork
 
@@ -110,6 +113,7 @@ def estimate_phases(
     loads: Sequence[Load],
     passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
     seconds: Mapping[str, float],
+    learned: Mapping[int, Sequence[PartLearning]] = MappingProxyType({}),
 ) -> list[Phase]:
     """Each phase of a run.
 
@@ -118,26 +122,46 @@ def estimate_phases(
         loads: of the blocks in order, and of what lies in none at the end.
         passes: over the model, with the work of each part.
         seconds: phase → how long it is waited for.
+        learned: number of a pass → what learning before it takes of each part.
     """
     peaks = {"load": _loading(footprint, loads)}
+    for number, parts in learned.items():
+        learning = passes[number][0].learning
+        assert learning is not None
+        peaks["learn"] = _most([peaks.get("learn"), _learning(footprint, loads, learning, parts)])
     for one, works in passes:
         if one.forwards:
             calibrate, solve = _calibrating(footprint, loads, one, works)
             peaks["calibrate"] = _most([peaks.get("calibrate"), calibrate])
             peaks["solve"] = _most([peaks.get("solve"), solve])
     peaks["save"] = _saving(footprint, loads, passes)
-    spilled = max((one.spilled for one, _ in passes), default=0)
-    disk = {"load": 0, "calibrate": spilled, "solve": spilled, "save": footprint.output}
-    if footprint.is_streamed:  # the space of the output is taken at the beginning
-        scratch = min(footprint.scratches, 1) * sum(one.part.loaded for one in loads[:-1])
-        spilled += footprint.output + scratch
-        disk = {"load": footprint.output, "calibrate": spilled, "solve": spilled, "save": spilled}
-    disk["save"] += footprint.others
+    disk = _disk(footprint, loads, passes)
     gone = _gone([one.part.loaded for one in loads[:-1]]) if footprint.is_streamed else 0
     return [
         Phase(name, *_placed(footprint, peak, gone), disk[name], seconds.get(name, 0.0))
         for name, peak in peaks.items()
     ]
+
+
+def _disk(
+    footprint: Footprint,
+    loads: Sequence[Load],
+    passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
+) -> dict[str, int]:
+    """The most bytes on disk in each phase."""
+    spilled = max((one.spilled for one, _ in passes), default=0)
+    learning = [one.learning for one, _ in passes if one.learning is not None]
+    learn = max((one.spilled for one in learning), default=0)
+    disk = {"load": 0, "calibrate": spilled, "solve": spilled, "save": footprint.output}
+    if footprint.is_streamed:  # the space of the output is taken at the beginning
+        scratch = min(footprint.scratches, 1) * sum(one.part.loaded for one in loads[:-1])
+        scratch += sum(one.kept for one in learning)
+        spilled += footprint.output + scratch
+        learn += footprint.output + scratch
+        disk = {"load": footprint.output, "calibrate": spilled, "solve": spilled, "save": spilled}
+    disk["learn"] = learn
+    disk["save"] += footprint.others
+    return disk
 
 
 def _most(moments: Sequence[_Moment | None]) -> _Moment:
@@ -180,6 +204,28 @@ def _loading(footprint: Footprint, loads: Sequence[Load]) -> _Moment:
     for index, one in enumerate(loads):
         held = _resident(footprint, loads, index)
         moments.append(_Moment(held.model + one.part.converted, held.host))
+    return _most(moments)
+
+
+def _learning(
+    footprint: Footprint,
+    loads: Sequence[Load],
+    learning: LearningPlan,
+    parts: Sequence[PartLearning],
+) -> _Moment:
+    """While the backward is at the most demanding part, or a step is taken behind it."""
+    waiting = min(learning.activations, learning.budget)
+    block = max((one.part.loaded for one in loads[:-1]), default=0)
+    moments = []
+    for index, (load, part) in enumerate(zip(loads, parts, strict=True)):
+        held = _resident(footprint, loads, index)
+        model = held.model + learning.held + waiting
+        if load.part.name == REST and footprint.is_streamed:  # the last block is still there
+            model += block
+        passing = part.held + part.workspace
+        moments.append(_Moment(model + passing, held.host, passing))
+        stepping = held.model + learning.held + learning.stepping
+        moments.append(_Moment(stepping, held.host, learning.stepping))
     return _most(moments)
 
 

@@ -4,28 +4,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import psutil
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.core.state import State
+from llmcompressor.modeling.spilled import activation_budget
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.calibrated import owners_of
 from llmcompressor.pipelines.granularity import choose_level, forwards_of
 from llmcompressor.pipelines.passes import joined, passes_of, stretches_of, with_surveys
+from llmcompressor.planning.learning import LearningContext, PartLearning, plan_learning
 from llmcompressor.planning.result import PassPlan
 from llmcompressor.planning.subject import Part
 from llmcompressor.planning.workload import BlockWork, Widths, block_works
 
-__all__ = ["PassContext", "Passes", "plan_passes"]
-
-_SHARE_OF_FREE_MEMORY = 0.5
+__all__ = ["Learned", "PassContext", "Passes", "plan_passes"]
 
 Passes = list[tuple[PassPlan, list[BlockWork]]]
 """The passes in order, each with the work of every part of the model."""
+Learned = dict[int, list[PartLearning]]
+"""Number of a pass → what learning before it takes of each part of the model."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class PassContext:
         stops: what the user calls a block; empty for the decoder layers.
         widths: of its forward.
         tokens: of the calibration data.
+        longest: of one batch.
+        batches: how many there are.
         room: bytes that ``max_memory`` leaves for activations; ``None`` where it says nothing.
     """
 
@@ -52,17 +55,42 @@ class PassContext:
     stops: Sequence[Module]
     widths: Widths
     tokens: int
+    longest: int
+    batches: int
     room: int | None
 
 
-def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> Passes:
-    """The passes of a run.
+def plan_passes(modifiers: Sequence[Modifier], context: PassContext) -> tuple[Passes, Learned]:
+    """The passes of a run, and what is learned before them.
 
     Args:
         modifiers: of the recipe, initialized.
         context: of the run.
     """
-    return [_plan_pass(taking, context) for taking in _divided(modifiers, context) if taking]
+    passes: Passes = []
+    learned: Learned = {}
+    for taking in _divided(modifiers, context):
+        if not taking:
+            continue
+        one, works = _plan_pass(taking, context)
+        learning, parts = plan_learning(taking, _learning_context(context, works))
+        if learning is not None:
+            learned[len(passes)] = parts
+        passes.append((replace(one, learning=learning), works))
+    return passes, learned
+
+
+def _learning_context(context: PassContext, works: Sequence[BlockWork]) -> LearningContext:
+    return LearningContext(
+        context.parts,
+        works,
+        context.longest,
+        context.batches,
+        context.widths.hidden,
+        context.state.model.dtype.itemsize,
+        context.widths.expert_share,
+        _budget(context),
+    )
 
 
 def _divided(modifiers: Sequence[Modifier], context: PassContext) -> list[list[Modifier]]:
@@ -76,7 +104,7 @@ def _divided(modifiers: Sequence[Modifier], context: PassContext) -> list[list[M
 def _plan_pass(modifiers: list[Modifier], context: PassContext) -> tuple[PassPlan, list[BlockWork]]:
     name = infer_pipeline(modifiers) if context.pipeline == "independent" else context.pipeline
     names = [type(modifier).__name__ for modifier in modifiers]
-    needing = [modifier for modifier in modifiers if modifier.requires_calibration_data]
+    needing = [modifier for modifier in modifiers if modifier.collects]
     if name == "datafree" or not needing:
         return PassPlan(names, name), _works(context, [], {}, None)
     owners = owners_of(needing, context.state)
@@ -157,4 +185,4 @@ def _budget(context: PassContext) -> int:
         return int(context.args.activation_budget)
     if context.room is not None:
         return context.room
-    return int(psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY)
+    return activation_budget(None)

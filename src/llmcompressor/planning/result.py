@@ -11,6 +11,7 @@ from typing import Any
 __all__ = [
     "Dense",
     "Estimate",
+    "LearningPlan",
     "Match",
     "ModuleRow",
     "Operations",
@@ -134,7 +135,7 @@ class Phase:
     """The demands of one phase of the run.
 
     Attributes:
-        name: ``load``, ``calibrate``, ``solve`` or ``save``.
+        name: ``load``, ``learn``, ``calibrate``, ``solve`` or ``save``.
         host: most bytes resident in main memory, Python and its libraries included.
         device: most bytes on the accelerator, 0 without one.
         disk: most bytes on disk: output, scratch, and activations that exceed their budget.
@@ -157,6 +158,7 @@ class Operations:
         gram: of the second moments of inputs.
         cross: of the products between inputs and original inputs.
         solve: of the solvers.
+        learn: of all that is learned before passes.
         rounded: weights that are rounded and packed.
     """
 
@@ -165,11 +167,12 @@ class Operations:
     cross: int = 0
     solve: int = 0
     rounded: int = 0
+    learn: int = 0
 
     @property
     def total(self) -> int:
         """All multiply-adds."""
-        return self.forward + self.gram + self.cross + self.solve
+        return self.forward + self.gram + self.cross + self.solve + self.learn
 
 
 @dataclass(frozen=True)
@@ -228,6 +231,41 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class LearningPlan:
+    """What is learned before a pass, with forwards and backwards through all blocks.
+
+    Attributes:
+        steps: batches that run forward and backward.
+        compared: batches that run forward alone.
+        tokens: of one batch.
+        activations: bytes of what goes into blocks and waits for the backward.
+        budget: bytes of them that may stay in memory.
+        spilled: bytes that go to files.
+        held: bytes of what is learned, all the time.
+        stepping: further bytes while a step is taken.
+        kept: bytes on the disk of how far it is.
+        read: bytes of weights that are read for it.
+        forwards: multiply-adds of the model, backwards among them.
+        products: multiply-adds in float32, of the weights that are made and of the steps.
+        visits: passes over single weights that are not products.
+    """
+
+    steps: int
+    compared: int
+    tokens: int
+    activations: int
+    budget: int
+    spilled: int
+    held: int
+    stepping: int
+    kept: int
+    read: int
+    forwards: int
+    products: int
+    visits: int
+
+
+@dataclass(frozen=True)
 class PassPlan:
     """One pass over the model.
 
@@ -241,6 +279,7 @@ class PassPlan:
         activations: bytes that waiting forwards hold.
         budget: bytes of them that may stay in memory.
         spilled: bytes that go to files at once.
+        learning: what is learned before it; ``None`` for nothing.
     """
 
     modifiers: Sequence[str]
@@ -252,6 +291,7 @@ class PassPlan:
     activations: int = 0
     budget: int = 0
     spilled: int = 0
+    learning: LearningPlan | None = None
 
 
 @dataclass(frozen=True)

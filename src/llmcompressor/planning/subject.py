@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.transform import HadamardTransform
 from torch import Tensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
@@ -41,7 +42,8 @@ class Part:
     Attributes:
         name: of the block.
         modules: the block and everything inside, by name.
-        loaded: bytes of its parameters in the model's dtype.
+        loaded: bytes of its parameters in the model's dtype; the matrices of rotations in the
+            forward, which stay when a block goes, count for what lies in none.
         source: bytes of its tensors in the files.
         converted: bytes of those that become something else while they are loaded, in another
             dtype or merged with others: both are held then.
@@ -95,9 +97,10 @@ class Subject:
         for name, module in self.module_names.items():
             members[region.get(module, REST)][name] = module
         source = self._source_of(members)
+        loaded = {name: _own_bytes(_coming(modules.values())) for name, modules in members.items()}
+        loaded[REST] += _own_bytes(_staying(self.model.modules()))
         return [
-            Part(name, modules, _own_bytes(modules.values()), *source[name])
-            for name, modules in members.items()
+            Part(name, modules, loaded[name], *source[name]) for name, modules in members.items()
         ]
 
     def _source_of(self, members: Mapping[str, Mapping[str, Module]]) -> dict[str, tuple[int, int]]:
@@ -201,6 +204,16 @@ def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
         empty = torch.empty_like(parameter.detach(), device="meta")
         memo[id(parameter)] = Parameter(empty, requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
+
+
+def _coming(modules: Iterable[Module]) -> Iterator[Module]:
+    """Those whose parameters come and go with their block."""
+    return (module for module in modules if not isinstance(module, HadamardTransform))
+
+
+def _staying(modules: Iterable[Module]) -> Iterator[Module]:
+    """Those whose parameters are there from the beginning, wherever they lie."""
+    return (module for module in modules if isinstance(module, HadamardTransform))
 
 
 def _own_bytes(modules: Iterable[Module]) -> int:

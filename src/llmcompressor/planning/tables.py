@@ -124,6 +124,9 @@ def _print_run(plan: Plan, console: Console) -> None:
         if each.level:
             runs = f"{each.forwards} forward{'s' if each.forwards > 1 else ''}"
             text += f", paused at {each.level} level, {runs} ({each.reason})"
+        if each.learning is not None:
+            tokens = each.learning.tokens
+            text += f", behind {each.learning.steps} steps of learning on {tokens:,} tokens each"
         lines.append(f"{text}.")
     total = plan.operations.total
     if total:

@@ -8,11 +8,11 @@ is an estimate within a factor, which is stated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmcompressor.modifiers.modifier import Work
-from llmcompressor.planning.result import Estimate, Operations, PassPlan, Rates
+from llmcompressor.planning.result import Estimate, LearningPlan, Operations, PassPlan, Rates
 from llmcompressor.planning.workload import BlockWork
 
 __all__ = ["Traffic", "estimate_time", "operations_of"]
@@ -47,7 +47,7 @@ class Traffic:
 
 
 def operations_of(
-    passes: Iterable[tuple[PassPlan, Sequence[BlockWork]]],
+    passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
     tokens: int,
     context: int,
     rounded: int,
@@ -75,7 +75,9 @@ def operations_of(
                 gram += seen * group.effort.gram
                 cross += seen * group.effort.cross if one.streams > 1 else 0
                 solve += group.effort.solve
-    return Operations(forward, gram, cross, solve, rounded)
+    learning = [one.learning for one, _ in passes if one.learning is not None]
+    learn = sum(one.forwards + one.products for one in learning)
+    return Operations(forward, gram, cross, solve, rounded, learn)
 
 
 def estimate_time(
@@ -128,6 +130,17 @@ def estimate_time(
         "solve": solve,
         "save": saving + writing,
     }
+    learning = [one.learning for one, _ in passes if one.learning is not None]
+    if learning:
+        seconds["learn"] = sum(_learning_seconds(rates, one, traffic) for one in learning)
     whole = sum(seconds.values())
     doubt = _DOUBT * rates.spread
     return seconds, Estimate(whole, whole / doubt, whole * doubt)
+
+
+def _learning_seconds(rates: Rates, learning: LearningPlan, traffic: Traffic) -> float:
+    computing = learning.forwards / rates.model_products
+    computing += learning.products / rates.float32_products
+    computing += learning.visits * _VISIT_BYTES / rates.memory
+    reading = learning.read / rates.disk_read if traffic.is_streamed else 0.0
+    return max(computing, reading)

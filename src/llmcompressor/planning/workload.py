@@ -32,10 +32,12 @@ class Widths:
     Attributes:
         heads: width of all heads of one layer together.
         expert_share: the share of the experts that a token is routed to.
+        hidden: width of what goes from block to block.
     """
 
     heads: int
     expert_share: float
+    hidden: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def widths_of(config: Any) -> Widths:
     experts = _first(text, _EXPERT_COUNTS)
     chosen = _first(text, _EXPERTS_PER_TOKEN)
     share = chosen / experts if experts and chosen else 1.0
-    return Widths(heads * width, min(share, 1.0))
+    return Widths(heads * width, min(share, 1.0), hidden)
 
 
 def _first(config: Any, names: Iterable[str]) -> int:

@@ -56,7 +56,7 @@ class RotationModifier(Modifier):
     """Rotates weights, and what passes between them; the model computes what it did before.
 
     A model that would not compute what it does is refused before anything is changed: when it is
-    initialized, or, block by block, when its pass begins. To learn takes all of it in memory.
+    initialized, or, block by block, when its pass begins.
 
     Attributes:
         transform_type: ``hadamard``; ``random-hadamard``, with random signs; or ``random-matrix``,
@@ -112,8 +112,13 @@ class RotationModifier(Modifier):
 
     @property
     def works_by_block(self) -> bool:
-        """Unless matrices are learned, each weight is rotated by itself."""
-        return not self.learnable
+        """Each weight is rotated by itself."""
+        return True
+
+    @property
+    def learns_first(self) -> bool:
+        """Matrices are learned before the first weight is rotated."""
+        return self.learnable
 
     # ------------------------------------------------------------------ phases
 
@@ -184,6 +189,8 @@ class RotationModifier(Modifier):
             with state.keeper.visiting():
                 self._try_out(state.model, plan, by_part=False)
         plan.rest(rests=False)
+        if self.learnable:
+            self.learn(state, plan)
         logger.info(
             f"{type(self).__name__}: {len(plan.fusions)} weights are rotated, {len(plan.online)} "
             "rotations stay in the forward."

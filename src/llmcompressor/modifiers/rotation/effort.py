@@ -12,10 +12,6 @@ trying it out              3, and once as above in float32                  3 ru
 
 N is a power of two, one butterfly for each of its doublings, times a base B. Multiply-adds in
 float64 count twice. A model that is not in memory is read three times to be tried out.
-
-To learn, every step makes all rotated weights in float32 and runs one batch forward and back: three
-times the products of both, and 60 passes over the weights to round them; a matrix takes 8 N³ to
-move. Before and after, the losses of eight batches are compared.
 """
 
 from __future__ import annotations
@@ -25,20 +21,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn import Embedding, Module
 
-from llmcompressor.modifiers.modifier import DataSize, Work
+from llmcompressor.modifiers.modifier import Work
 from llmcompressor.modifiers.rotation.plan import Fusion, Plan
 from llmcompressor.names import own_parameters
 from llmcompressor.numerics.hadamard import split_order
-from llmcompressor.numerics.rotation import Rotation
 
-__all__ = ["learning_work", "rotating_work", "trial_work"]
+__all__ = ["rotating_work", "trial_work"]
 
 _TRIAL_TOKENS = 8
 _TRIAL_RUNS = 3
 _TRIAL_VISITS = 3
-_ROUNDING_VISITS = 60
-_COMPARED = 16
-_BACKWARD = 3
 _WIDE, _NARROW = torch.float64, torch.float32
 _FIXED = {_WIDE: 10, _NARROW: 5}
 _BUTTERFLY = {_WIDE: 12, _NARROW: 5}
@@ -63,39 +55,6 @@ def trial_work(plan: Plan, modules: Sequence[Module]) -> Work:
     products = _TRIAL_RUNS * _TRIAL_TOKENS * _elements(_multiplying(modules))
     runs = Work(solve=products, visits=_TRIAL_VISITS * elements, readings=_TRIAL_RUNS)
     return runs + rotating_work(plan, modules, _NARROW)
-
-
-def learning_work(
-    plan: Plan,
-    modules: Sequence[Module],
-    learned: Iterable[Rotation],
-    data: DataSize,
-    steps: int,
-) -> Work:
-    """To learn rotations of the weights of ``modules``.
-
-    Args:
-        plan: what is multiplied into which weight.
-        modules: of a part of the model.
-        learned: the rotations among those of the plan.
-        data: the calibration data.
-        steps: how many.
-    """
-    known = {id(one): one for one in learned}
-    elements, turned = _elements(modules), 0
-    mine: set[int] = set()
-    for module in modules:
-        fusion = plan.fusions.get(module, Fusion())
-        for one in (*fusion.inputs, *fusion.outputs):
-            turned += _elements([module]) * (one.order if id(one) in known else 0)
-            mine |= {id(one)} & known.keys()
-    runs = _BACKWARD * steps + _COMPARED
-    moves = sum(8 * known[each].order ** 3 for each in mine)
-    return Work(
-        forward=runs * data.batch * _elements(_multiplying(modules)),
-        solve=runs * turned + steps * moves,
-        visits=(steps + _COMPARED) * _ROUNDING_VISITS * elements,
-    )
 
 
 def _fusing(fusion: Fusion, elements: int, precision: torch.dtype) -> Work:

@@ -10,36 +10,63 @@ schemes which later modifiers of the recipe have put on the modules. Gradients p
 the rounding. The model's own parameters stay as they are: each step makes rotated and rounded
 weights from them, runs one batch forward and backward, and takes a step of Cayley SGD.
 
-A step takes the time of one batch of training and the memory of a copy of the weights in
-float32, two with gradients.
+A step takes the time of a batch of training, and of making each weight anew three times. Blocks are
+in memory one at a time, or lie there anyway: a forward keeps what goes into each of them, and the
+backward comes to them in reverse order (:mod:`llmcompressor.modeling.recomputed`). With blocks that
+are loaded for it, how far the learning is stands in the run's journal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn import Linear, Module
 
 from llmcompressor.errors import DatasetError, NonFiniteError
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.rotation.plan import Fusion, Plan
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.inputs import model_device
+from llmcompressor.modeling.recomputed import Arrive, Recomputed
+from llmcompressor.modeling.spilled import Shelf, activation_budget, room_on
+from llmcompressor.modifiers.rotation.plan import Plan
+from llmcompressor.modifiers.rotation.turned import Turned
 from llmcompressor.numerics.cayley import cayley_step
 from llmcompressor.numerics.rotation import Rotation
-from llmcompressor.numerics.straight_through import fake_quantize_matrix
 from llmcompressor.progress import progress
 from llmcompressor.quantization.fake_activations import dynamic_fake_quantize
-from llmcompressor.quantization.parameters import extreme_parameters
-from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_of
+from llmcompressor.schemes.bridge import needs_global_scale
+from llmcompressor.threads import short_waits
 
-__all__ = ["learn_rotations"]
+__all__ = ["COMPARED", "Learned", "learn_rotations"]
 
 _IGNORED = -100
-_COMPARED = 8
+COMPARED = 8
 """Batches on which the learned rotations are compared with those they began with."""
+_PROGRESS = "rotations"
+_SHARE_OF_KEEPING = 0.1
+"""Of the time that learning takes: how much may go into keeping how far it is."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of learning.
+
+    Attributes:
+        rotations: by name; the first ones where the loss did not fall.
+        loss_before: of the rounded model on the batches that are compared, with the first ones.
+        loss_after: with those that were learned.
+    """
+
+    rotations: dict[str, Rotation]
+    loss_before: float
+    loss_after: float
 
 
 def learn_rotations(
@@ -50,8 +77,9 @@ def learn_rotations(
     *,
     steps: int,
     rate: float,
-    names: Mapping[Module, str],
-) -> dict[str, Rotation]:
+    keeper: Any = None,
+    budget: int | None = None,
+) -> Learned:
     """Learn the rotations of ``start``, all others staying what they are.
 
     Args:
@@ -61,10 +89,8 @@ def learn_rotations(
         batches: calibration batches, gone through in order, again where there are fewer than steps.
         steps: how many.
         rate: of the first step; it falls to zero linearly.
-        names: of all modules.
-
-    Returns:
-        Name → learned rotation; those of ``start`` where the loss did not fall.
+        keeper: who has the weights of the blocks; ``None`` if all are in memory.
+        budget: bytes of activations that may wait in main memory; half of what is free if ``None``.
 
     Raises:
         DatasetError: there is no batch.
@@ -73,29 +99,91 @@ def learn_rotations(
     data = [_with_labels(model, batch) for batch in batches or ()]
     if not data:
         raise DatasetError("Learned rotations need calibration data.", "Pass dataset=...")
-    quantized = [m for m in names if getattr(m, "quantization_scheme", None) is not None]
-    if not quantized:
-        logger.warning(
-            "No later modifier quantizes anything: rotations are learned for nothing to be rounded."
-        )
-    handles = [module.register_forward_pre_hook(_round_input) for module in quantized]
-    try:
-        learning = _Learning(model, plan, names, start)
-        before = learning.mean_loss(data[:_COMPARED])
-        with progress(steps, "Learning rotations") as advance:
-            for step in range(steps):
+    record = _Record(keeper)
+    shelf = Shelf(activation_budget(budget), room_on(model_device(model)))
+    with (
+        _arriving(keeper) as arrive,
+        contextlib.closing(shelf),
+        _rounded_inputs(model),
+        short_waits(),
+    ):
+        learning = _Learning(model, plan, start, arrive, shelf)
+        if not record.continues(learning):
+            record.loss_before = learning.mean_loss(data[:COMPARED])
+            record.keep(learning)
+        with progress(steps - record.steps, "Learning rotations") as advance:
+            for step in range(record.steps, steps):
                 loss = learning.step(data[step % len(data)], rate * (1 - step / steps))
+                record.steps = step + 1
+                record.keep_at_times(learning, last=step + 1 == steps)
                 advance(1, note=f"loss {loss:.4f}")
-        after = learning.mean_loss(data[:_COMPARED])
-    finally:
-        for handle in handles:
-            handle.remove()
+        if record.loss_after is None:
+            record.loss_after = learning.mean_loss(data[:COMPARED])
+            record.keep(learning)
+    before, after = record.loss_before, record.loss_after
     told = f"Rotations learned in {steps} steps: loss {before:.4f} before, {after:.4f} after"
-    if not after < before:
+    if not _is_better(after, before):
         logger.warning(f"{told}. They are no better, so the first ones are kept.")
-        return dict(start)
+        return Learned(dict(start), before, after)
     logger.info(f"{told}.")
-    return learning.rotations()
+    return Learned(learning.rotations(), before, after)
+
+
+def _is_better(after: float, before: float) -> bool:
+    """Whether what was learned is kept."""
+    return after < before
+
+
+class _Record:
+    """How far the learning is, kept with the run's progress.
+
+    Args:
+        keeper: who keeps it; nothing is kept without one.
+
+    Attributes:
+        steps: that were done.
+        loss_before: on the batches that are compared.
+        loss_after: on the same; ``None`` while it is learned.
+    """
+
+    def __init__(self, keeper: Any) -> None:
+        self._keeper = keeper
+        self.steps = 0
+        self.loss_before = 0.0
+        self.loss_after: float | None = None
+        self._took = 0.0
+        self._since = time.monotonic()
+
+    def continues(self, learning: _Learning) -> bool:
+        """Whether an earlier run has begun; ``learning`` is then where that one was."""
+        if self._keeper is None:
+            return False
+        found = self._keeper.recall(_PROGRESS)
+        if found is None:
+            self._keeper.forget()
+            return False
+        tensors, figures = found
+        learning.load(tensors)
+        self.steps, self.loss_before = figures["steps"], figures["before"]
+        self.loss_after = figures["after"]
+        if self.loss_after is None:
+            logger.info(f"Learning goes on behind step {self.steps}.")
+        return True
+
+    def keep_at_times(self, learning: _Learning, *, last: bool) -> None:
+        """Keep it, unless that would take a large share of the time."""
+        if last or (time.monotonic() - self._since) * _SHARE_OF_KEEPING >= self._took:
+            self.keep(learning)
+
+    def keep(self, learning: _Learning) -> None:
+        """Keep it; it is durable when this returns."""
+        if self._keeper is None:
+            return
+        began = time.monotonic()
+        figures = {"steps": self.steps, "before": self.loss_before, "after": self.loss_after}
+        self._keeper.remember(_PROGRESS, learning.tensors(), figures)
+        self._since = time.monotonic()
+        self._took = self._since - began
 
 
 class _Learning:
@@ -104,132 +192,176 @@ class _Learning:
     Args:
         model: its parameters stay what they are.
         plan: what is multiplied into which weight.
-        names: of all modules.
         start: the rotations to begin with, by name.
+        arrive: brings in a block.
+        shelf: where what goes into blocks waits.
     """
 
     def __init__(
-        self,
-        model: Any,
-        plan: Plan,
-        names: Mapping[Module, str],
-        start: Mapping[str, Rotation],
+        self, model: Any, plan: Plan, start: Mapping[str, Rotation], arrive: Arrive, shelf: Shelf
     ) -> None:
-        device = next(model.parameters()).device
-        self._model, self._plan, self._names = model, plan, names
-        self._matrices = {name: one.matrix().to(device) for name, one in start.items()}
+        device = model_device(model)
+        self._model = model
+        self._matrices = {name: one.matrix().contiguous().to(device) for name, one in start.items()}
         self._momenta = {name: torch.zeros_like(one) for name, one in self._matrices.items()}
-        self._names_of = {id(rotation): name for name, rotation in start.items()}
+        self._turned = Turned(plan, start)
+        blocks = list(find_blocks(model))
+        self._names = {block: self._turned.sources(block.modules()) for block in blocks}
+        self._blocks = Recomputed(blocks, arrive, self._inside, shelf)
+        self._others = _Others(model, plan, self._turned)
 
     def step(self, batch: Mapping[str, Any], rate: float) -> float:
         """One step on one batch; returns the loss before it."""
         with torch.enable_grad():
             leaves = {name: one.float().requires_grad_() for name, one in self._matrices.items()}
-            loss = self._loss(leaves, batch)
-            gradients = torch.autograd.grad(loss, list(leaves.values()))
+            loss, gradients = self._loss(leaves, batch, descend=True)
         for name, gradient in zip(leaves, gradients, strict=True):
-            self._matrices[name], self._momenta[name] = cayley_step(
-                self._matrices[name], gradient, self._momenta[name], rate
-            )
-        return float(loss.detach())
+            if gradient is None:  # nothing that it rotates was called
+                continue
+            moved = cayley_step(self._matrices[name], gradient, self._momenta[name], rate)
+            # a solver returns columns first, files hold rows: products of the two are summed
+            # differently, and a run that is continued is to go on with the same bits
+            self._matrices[name], self._momenta[name] = (one.contiguous() for one in moved)
+        return loss
 
     @torch.no_grad()
     def mean_loss(self, batches: Sequence[Mapping[str, Any]]) -> float:
         """Of several batches, with the matrices as they are."""
         leaves = {name: one.float() for name, one in self._matrices.items()}
-        return sum(float(self._loss(leaves, batch)) for batch in batches) / len(batches)
+        return sum(self._loss(leaves, batch)[0] for batch in batches) / len(batches)
 
     def rotations(self) -> dict[str, Rotation]:
         """The matrices as they are."""
         return {name: Rotation.of_matrix(one.cpu()) for name, one in self._matrices.items()}
 
-    def _loss(self, leaves: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
-        weights = _weights(self._plan, self._names, self._names_of, leaves)
-        loss = _loss(self._model, weights, batch)
-        if not torch.isfinite(loss):
-            raise NonFiniteError("The loss of the rounded model is not finite.")
-        return loss
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a later run needs to go on."""
+        matrices = {f"matrix {name}": one for name, one in self._matrices.items()}
+        return matrices | {f"momentum {name}": one for name, one in self._momenta.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on where :meth:`tensors` were taken."""
+        for name, one in self._matrices.items():
+            self._matrices[name] = tensors[f"matrix {name}"].to(one.device)
+            self._momenta[name] = tensors[f"momentum {name}"].to(one.device)
+
+    def _inside(self, block: Module, matrices: Sequence[Tensor]) -> AbstractContextManager[object]:
+        leaves = dict(zip(self._names[block], matrices, strict=True))
+        return self._turned.inside(block.modules(), leaves)
+
+    def _loss(
+        self, leaves: Mapping[str, Tensor], batch: Mapping[str, Any], *, descend: bool = False
+    ) -> tuple[float, Sequence[Tensor | None]]:
+        """The loss, and where it is to descend its gradients."""
+        made_of = {block: [leaves[one] for one in own] for block, own in self._names.items()}
+        while True:
+            with self._blocks.made_of(made_of), self._others.turned(leaves):
+                loss = _loss(self._model, batch)
+                if self._others.find_uncalled():
+                    continue
+                if not torch.isfinite(loss):
+                    raise NonFiniteError("The loss of the rounded model is not finite.")
+                if not descend:
+                    return float(loss), ()
+                wanted = list(leaves.values())
+                return float(loss.detach()), torch.autograd.grad(loss, wanted, allow_unused=True)
+
+
+class _Others:
+    """What lies in no block: rotated while it is called, or else all the time.
+
+    Args:
+        model: it is loaded, but for its blocks.
+        plan: what is multiplied into which weight.
+        turned: makes the weights.
+    """
+
+    def __init__(self, model: Module, plan: Plan, turned: Turned) -> None:
+        inside = {part for block in find_blocks(model) for part in block.modules()}
+        outside = [module for module in model.modules() if module not in inside]
+        self._turned = turned
+        self._calls = [module for module in outside if module in plan.fusions]
+        self._standing = [module for module in outside if module not in plan.fusions]
+        self._called: set[Module] = set()
+
+    @contextlib.contextmanager
+    def turned(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+        """While the body runs, the parameters are the rotated ones.
+
+        Args:
+            leaves: name → the rotation as it is now.
+        """
+        own = {module: module.__dict__.get("forward") for module in self._calls}
+        try:
+            for module in self._calls:
+                stub = self._stub(module, module.forward, leaves)
+                module.forward = stub
+            with self._turned.inside(self._standing, leaves):
+                yield
+        finally:
+            for module, forward in own.items():
+                if forward is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.forward = forward
+
+    def find_uncalled(self) -> bool:
+        """Whether a weight was not called, so that its module may have been read without that."""
+        missed = [module for module in self._calls if module not in self._called]
+        self._standing += missed
+        self._calls = [module for module in self._calls if module in self._called]
+        return bool(missed)
+
+    def _stub(self, module: Module, forward: Any, leaves: Mapping[str, Tensor]) -> Any:
+        def turned(*args: Any, **kwargs: Any) -> Any:
+            self._called.add(module)
+            with self._turned.inside([module], leaves):
+                return forward(*args, **kwargs)
+
+        turned.__wrapped__ = forward  # type: ignore[attr-defined]  # inspect.signature looks through
+        return turned
+
+
+@contextlib.contextmanager
+def _arriving(keeper: Any) -> Iterator[Arrive]:
+    """What brings in the blocks, where they are not all there."""
+    if keeper is None:
+        yield lambda block, then: None
+        return
+    with keeper.visits() as visit:
+        yield visit
+
+
+@contextlib.contextmanager
+def _rounded_inputs(model: Module) -> Iterator[None]:
+    """What goes into quantized modules is rounded while the body runs."""
+    quantized = [m for m in model.modules() if getattr(m, "quantization_scheme", None) is not None]
+    if not quantized:
+        logger.warning(
+            "No later modifier quantizes anything: rotations are learned for nothing to be rounded."
+        )
+    handles = [module.register_forward_pre_hook(_round_input) for module in quantized]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _with_labels(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """A batch with the next tokens to predict, padding left out."""
-    device = next(model.parameters()).device
+    device = model_device(model)
     ids, mask = batch["input_ids"].to(device), batch.get("attention_mask")
     labels = ids if mask is None else ids.masked_fill(mask.to(device) == 0, _IGNORED)
     inputs = {"input_ids": ids, "labels": labels, "use_cache": False}
     return inputs if mask is None else {**inputs, "attention_mask": mask.to(device)}
 
 
-def _loss(model: Any, weights: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Tensor:
+def _loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = functional_call(model, dict(weights), kwargs=inputs, tie_weights=False).logits
-    flat = logits[:, :-1].flatten(0, 1).float()
+    flat = model(**inputs).logits[:, :-1].flatten(0, 1).float()
     return torch.nn.functional.cross_entropy(
         flat, batch["labels"][:, 1:].flatten(), ignore_index=_IGNORED
-    )
-
-
-def _weights(
-    plan: Plan,
-    names: Mapping[Module, str],
-    names_of: Mapping[int, str],
-    leaves: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    """Parameter name → rotated and rounded value, a function of the leaves."""
-    found = {}
-    for module, fusion in plan.fusions.items():
-        for own, value in _rotated(module, fusion, names_of, leaves).items():
-            dtype = module.get_parameter(own).dtype
-            rounded = _rounded(module, value) if own == "weight" else value
-            found[f"{names[module]}.{own}"] = rounded.to(dtype)
-    for norm in plan.norms:
-        weight = norm.module._parameters.get("weight")
-        if weight is not None:
-            found[f"{names[norm.module]}.weight"] = torch.full_like(weight, 1.0 - norm.offset)
-    return found
-
-
-def _rotated(
-    module: Module, fusion: Fusion, names_of: Mapping[int, str], leaves: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    def turn(x: Tensor, rotation: Rotation) -> Tensor:
-        name = names_of.get(id(rotation))
-        if name is None:
-            return rotation(x)
-        return (x.reshape(*x.shape[:-1], -1, rotation.order) @ leaves[name]).flatten(-2)
-
-    weight = module.get_parameter("weight").detach().float()
-    gain = None if fusion.norm is None else fusion.norm.gain()
-    if gain is not None:
-        weight = weight * gain.to(weight)
-    for rotation in fusion.inputs:
-        weight = turn(weight, rotation)
-    for rotation in fusion.outputs:
-        weight = turn(weight.T, rotation).T
-    found = {"weight": weight}
-    bias = module._parameters.get("bias")
-    if bias is not None and isinstance(module, Linear) and fusion.outputs:
-        value = bias.detach().float()
-        for rotation in fusion.outputs:
-            value = turn(value, rotation)
-        found["bias"] = value
-    return found
-
-
-def _rounded(module: Module, weight: Tensor) -> Tensor:
-    scheme: Any = getattr(module, "quantization_scheme", None)
-    args = None if scheme is None else scheme.weights
-    if args is None:
-        return weight
-    parameters = extreme_parameters(weight, args)
-    zero = None if args.symmetric else parameters.zero_point
-    return fake_quantize_matrix(
-        weight,
-        parameters.effective_scale,
-        zero,
-        grid_of(args),
-        partition_of(args),
-        through=parameters.through,
     )
 
 

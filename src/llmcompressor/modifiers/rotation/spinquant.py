@@ -32,18 +32,17 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modeling.embeddings import untie_embeddings
 from llmcompressor.modeling.matching import match_named_modules
-from llmcompressor.modifiers.modifier import DataSize, Work
+from llmcompressor.modifiers.modifier import Effort, Learning
 from llmcompressor.modifiers.rotation.base import RotationModifier
-from llmcompressor.modifiers.rotation.effort import learning_work
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
-from llmcompressor.modifiers.rotation.learned import learn_rotations
+from llmcompressor.modifiers.rotation.learned import Learned, learn_rotations
+from llmcompressor.modifiers.rotation.learning_effort import learning_of, making_of
 from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, SpinQuantMapping
 from llmcompressor.modifiers.rotation.online import check_states_visible
 from llmcompressor.modifiers.rotation.parts import down_projections, find_heads
 from llmcompressor.modifiers.rotation.plan import Online, Plan
 from llmcompressor.modifiers.rotation.stream import Stream, find_stream, unseen_linears
 from llmcompressor.modifiers.rotation.targets import short_targets
-from llmcompressor.names import named_modules
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.quantization.attach import cached_attention_modules, check_states
 from llmcompressor.schemes.assign import listed
@@ -92,6 +91,7 @@ class SpinQuantModifier(RotationModifier):
 
     _stream: Stream | None = PrivateAttr(None)
     _learnable: dict[str, int] = PrivateAttr(default_factory=dict)
+    _outcome: Learned | None = PrivateAttr(None)
 
     @field_validator("rotations", mode="before")
     @classmethod
@@ -309,26 +309,39 @@ class SpinQuantModifier(RotationModifier):
 
     # ------------------------------------------------------------------ learning
 
-    def work(self, modules: Sequence[Module], data: DataSize) -> Work:
-        """To rotate, and to learn before that."""
-        found = super().work(modules, data)
-        if not self.learnable or self._plan is None:
-            return found
-        learned = [self._made[name] for name in self._learnable]
-        return found + learning_work(self._plan, modules, learned, data, self.learning_steps)
+    def learning(self) -> Learning | None:
+        """Steps along each matrix that is learned."""
+        if not self.learnable:
+            return None
+        return learning_of(self._learnable.values(), steps=self.learning_steps)
+
+    def making(self, modules: Sequence[Module]) -> Effort:
+        """Weights are made of the matrices."""
+        assert self._plan is not None
+        return making_of(self._plan, modules)
+
+    def report(self) -> dict[str, Any]:
+        """Of learning also the losses before and after: learned ones are kept if it fell."""
+        found = super().report()
+        if found and self._outcome is not None:
+            losses = (self._outcome.loss_before, self._outcome.loss_after)
+            found[""] |= dict(zip(("loss_before", "loss_after"), losses, strict=True))
+        return found
 
     def learn(self, state: State, plan: Plan) -> None:
         """Learn R1 and R2 by Cayley SGD, with what comes after it rounded as it will be."""
         start = {name: self._made[name] for name in self._learnable}
-        learned = learn_rotations(
+        self._outcome = outcome = learn_rotations(
             state.model,
             plan,
             start,
             state.data.calib,
             steps=self.learning_steps,
             rate=self.learning_rate,
-            names={module: name for name, module in named_modules(state.model)},
+            keeper=state.keeper,
+            budget=state.activation_budget,
         )
+        learned = outcome.rotations
         for fusion in plan.fusions.values():
             for rotations in (fusion.inputs, fusion.outputs):
                 for place, rotation in enumerate(rotations):

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory-mapped files for activations that do not fit their budget."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from llmcompressor.errors import OutputError
+from llmcompressor.memory import let_go_of_pages
+
+__all__ = ["Shelf", "Spill", "activation_budget", "room_on"]
+
+_SHARE_OF_FREE_MEMORY = 0.5
+
+
+def activation_budget(given: int | str | None) -> int:
+    """Bytes of activations that may stay in main memory: as given, else half of what is free."""
+    return int(given or psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY)
+
+
+def room_on(device: torch.device) -> int:
+    """Bytes of activations that may stay on an accelerator: half of what is free there."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * _SHARE_OF_FREE_MEMORY)
+
+
+class Spill:
+    """Files in a temporary folder, which is made when the first one is written.
+
+    Attributes:
+        written: bytes that were written, in sum.
+    """
+
+    def __init__(self) -> None:
+        self.written = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._files = 0
+
+    def put(self, storage: torch.UntypedStorage) -> tuple[Path, torch.UntypedStorage]:
+        """Copy a storage to a file of its own.
+
+        Returns:
+            The file, and the storage that is mapped to it.
+
+        Raises:
+            OutputError: the disk has no room for it.
+        """
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="llmcompressor-activations-")
+        file = Path(self._folder.name) / f"{self._files}.bin"
+        self._files += 1
+        nbytes = storage.nbytes()
+        _reserve(file, nbytes)
+        self.written += nbytes
+        mapped = torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        mapped.copy_(source.set_(storage, 0, (nbytes,), (1,)))
+        let_go_of_pages(mapped.data_ptr(), nbytes)
+        return file, mapped.untyped_storage()
+
+    def close(self) -> None:
+        """Remove the files."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+class Shelf:
+    """Tensors that wait to be taken back: where they are, else in main memory, else in files.
+
+    Args:
+        budget: bytes that may wait in main memory.
+        on_device: bytes that may wait on an accelerator.
+
+    Attributes:
+        peak: the most bytes that waited in main memory at once.
+    """
+
+    def __init__(self, budget: int, on_device: int = 0) -> None:
+        self._budgets = {True: budget, False: on_device}
+        self._held = {True: 0, False: 0}
+        self._spill = Spill()
+        self._kept: dict[int, Tensor] = {}
+        self._files: dict[int, Path] = {}
+        self._count = 0
+        self.peak = 0
+
+    @property
+    def spilled(self) -> int:
+        """Bytes written to files, in sum."""
+        return self._spill.written
+
+    def put(self, tensor: Tensor) -> int:
+        """Put a tensor away.
+
+        Returns:
+            A ticket for :meth:`take`.
+        """
+        self._count += 1
+        ticket, kept = self._count, tensor.detach()
+        if kept.device.type != "cpu" and not self._fits(kept):
+            kept = kept.to("cpu")
+        if self._fits(kept):
+            self._hold(kept, 1)
+        else:
+            apart = kept.clone(memory_format=torch.contiguous_format)
+            self._files[ticket], storage = self._spill.put(apart.untyped_storage())
+            mapped = torch.empty(0, dtype=apart.dtype)
+            kept = mapped.set_(storage, 0, apart.size(), apart.stride())
+        self._kept[ticket] = kept
+        return ticket
+
+    def take(self, ticket: int, device: torch.device) -> Tensor:
+        """The tensor of a ticket; the shelf lets go of it."""
+        tensor = self._kept.pop(ticket)
+        file = self._files.pop(ticket, None)
+        if file is None:
+            self._hold(tensor, -1)
+            return tensor.to(device)
+        there = tensor.to(device, copy=True)
+        file.unlink(missing_ok=True)
+        return there
+
+    def _fits(self, tensor: Tensor) -> bool:
+        on_host = tensor.device.type == "cpu"
+        return self._held[on_host] + _bytes(tensor) <= self._budgets[on_host]
+
+    def _hold(self, tensor: Tensor, sign: int) -> None:
+        self._held[tensor.device.type == "cpu"] += sign * _bytes(tensor)
+        self.peak = max(self.peak, self._held[True])
+
+    def clear(self) -> None:
+        """Forget what nobody has taken."""
+        for file in self._files.values():
+            file.unlink(missing_ok=True)
+        self._kept.clear()
+        self._files.clear()
+        self._held = dict.fromkeys(self._held, 0)
+
+    def close(self) -> None:
+        """Forget everything, and remove the files."""
+        self.clear()
+        self._spill.close()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _reserve(file: Path, nbytes: int) -> None:
+    """Take the disk space now: writing to a mapped file on a full disk would end the process."""
+    try:
+        with file.open("wb") as handle:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle.fileno(), 0, nbytes)
+    except OSError as error:
+        raise OutputError(
+            f"Activations that exceed the memory cannot be put into {file.parent}: {error}.",
+            "Have TMPDIR name a folder with more space, or calibrate with fewer samples.",
+        ) from error

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What learning rotations takes: memory as it was counted, and all of it in the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmcompressor import plan
+from llmcompressor.core import create_session
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.spilled import Shelf
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.rotation import learned
+from llmcompressor.modifiers.transform import SpinQuantModifier
+from llmcompressor.planning.learning import LearningContext, plan_learning
+from llmcompressor.planning.memory import Footprint, Load, estimate_phases
+from llmcompressor.planning.result import PassPlan
+from llmcompressor.planning.subject import REST, Part
+from llmcompressor.planning.trial import counted_memory
+from llmcompressor.planning.workload import BlockWork
+
+BLOCKS, STEPS = 3, 4
+
+
+def spin(**more: Any) -> SpinQuantModifier:
+    return SpinQuantModifier(learnable=True, learning_steps=STEPS, **more)
+
+
+def rounded() -> QuantizationModifier:
+    return QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
+
+
+def llama(hidden: int, intermediate: int, vocabulary: int) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        vocab_size=vocabulary,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=hidden // 64,
+        tie_word_embeddings=False,
+    )
+    model: Any = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    return model.requires_grad_(False)
+
+
+def parts_of(model: Any) -> list[Part]:
+    blocks = find_blocks(model)
+    inside = {name: dict(block.named_modules(prefix=name)) for block, name in blocks.items()}
+    known = {name for one in inside.values() for name in one}
+    inside[REST] = {name: one for name, one in model.named_modules() if name not in known}
+    return [Part(name, modules, 0, 0, 0) for name, modules in inside.items()]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    [
+        ((256, 1024, 500), 64),  # weights
+        ((256, 1024, 500), 512),  # activations
+        ((256, 512, 8000), 256),  # logits
+        ((512, 1024, 500), 64),  # the step of a matrix
+    ],
+)
+def test_what_a_step_holds_is_what_was_counted(sizes: tuple[int, int, int], tokens: int) -> None:
+    model, modifier = llama(*sizes), spin()
+    with create_session() as session:
+        session.initialize(model=model, recipe=[modifier, rounded()])
+    parts = parts_of(model)
+    works = [BlockWork(one.name, 0, 0, 0, ()) for one in parts]
+    context = LearningContext(parts, works, tokens, 1, sizes[0], 2, 1.0, 10**9)
+    found, own = plan_learning([modifier], context)
+    assert found is not None
+    footprint = Footprint(0, True, 0, True, 0, 0, 0, 2, 0)
+    loads = [Load(part, 0, 0, 0) for part in parts]
+    passes = [(PassPlan(["SpinQuantModifier"], "datafree", learning=found), works)]
+    phases = {one.name: one for one in estimate_phases(footprint, loads, passes, {}, {0: own})}
+
+    start = {name: modifier._made[name] for name in modifier._learnable}
+    shelf = Shelf(10**9)
+    way = learned._Learning(model, modifier._plan, start, lambda block, then: None, shelf)  # type: ignore[arg-type]
+    batch = learned._with_labels(model, {"input_ids": torch.randint(3, sizes[2], (1, tokens))})
+    with learned._rounded_inputs(model), counted_memory() as counter:
+        way.step(batch, 0.1)
+    before = found.held * 2 // 3  # matrices and momenta were there before
+    assert phases["learn"].device - before == pytest.approx(counter.peak, rel=0.25)
+
+
+def test_the_plan_of_a_run_that_learns(tmp_path: Path) -> None:
+    llama(128, 256, 200).save_pretrained(tmp_path / "model")
+    rows = [{"input_ids": [5] * 16}] * 3
+    found = plan(tmp_path / "model", [spin(), rounded()], rows, measure=False)
+    assert found.ok, found.problems
+    [one] = found.passes
+    assert one.pipeline == "datafree"
+    assert one.learning is not None
+    assert (one.learning.steps, one.learning.compared, one.learning.tokens) == (STEPS, 6, 16)
+    assert one.learning.activations == BLOCKS * 16 * 128 * 2
+    assert [phase.name for phase in found.phases] == ["load", "learn", "save"]
+    assert found.residency.startswith("one block")
+    assert found.operations.learn == one.learning.forwards + one.learning.products > 0
+    assert "behind 4 steps of learning on 16 tokens each" in str(found)
+    with_disk = next(phase for phase in found.phases if phase.name == "learn").disk
+    plain = plan(tmp_path / "model", [rounded()], measure=False)
+    assert plain.sizes is not None
+    assert with_disk == plain.sizes.weights + one.learning.kept
+
+
+def test_what_goes_into_blocks_and_does_not_fit_is_on_the_disk(tmp_path: Path) -> None:
+    llama(128, 256, 200).save_pretrained(tmp_path / "model")
+    rows = [{"input_ids": [5] * 16}] * 3
+    roomy, tight = (
+        plan(tmp_path / "model", [spin(), rounded()], rows, measure=False, activation_budget=budget)
+        for budget in ("1GiB", "1KiB")
+    )
+    learning = tight.passes[0].learning
+    assert learning is not None
+    assert learning.spilled == learning.activations - 1024
+    disks = [{phase.name: phase.disk for phase in one.phases} for one in (tight, roomy)]
+    assert disks[0]["learn"] == disks[1]["learn"] + learning.spilled
+    assert disks[0]["save"] == disks[1]["save"]
+
+
+def test_the_time_of_learning_grows_with_its_steps(tmp_path: Path) -> None:
+    llama(128, 256, 200).save_pretrained(tmp_path / "model")
+    rows = [{"input_ids": [5] * 16}] * 3
+    few, many = (SpinQuantModifier(learnable=True, learning_steps=steps) for steps in (10, 100_000))
+    found = [plan(tmp_path / "model", [one, rounded()], rows) for one in (few, many)]
+    short, long = (
+        next(phase for phase in one.phases if phase.name == "learn").seconds for one in found
+    )
+    assert long > 100 * short > 0
+    assert found[1].time is not None
+    assert found[1].time.seconds >= long
