@@ -28,6 +28,7 @@ __all__ = [
     "SPAN",
     "each_on_one_thread",
     "each_span",
+    "in_turn",
     "one_thread",
     "short_waits",
     "wide_span",
@@ -146,6 +147,17 @@ def each_on_one_thread(work: Callable[[T], None], items: Sequence[T]) -> None:
     for helper in helpers:
         if not helper.cancelled():
             helper.result()
+
+
+@contextlib.contextmanager
+def in_turn() -> Iterator[None]:
+    """In the body, the calling thread does all pieces itself, one after the other."""
+    outer = getattr(_here, "is_piece", False)
+    _here.is_piece = True
+    try:
+        yield
+    finally:
+        _here.is_piece = outer
 
 
 def _taken(left: deque[T]) -> Iterator[T]:

@@ -155,6 +155,8 @@ def test_what_packing_takes_of_another_size_follows_from_the_trial(is_written: b
 
     assert trial.packing.of(2048 * 512) == pytest.approx(counter.peak, rel=0.25)
     assert trial.seconds > 0
+    again = try_rounding(scheme, torch.bfloat16, torch.device("cpu"), is_written=is_written)
+    assert (again.rounding, again.packing) == (trial.rounding, trial.packing)
     assert try_rounding(QuantizationScheme(targets=[]), torch.bfloat16, torch.device("cpu")) == (
         Trial(0.0, Peak(0.0, 0.0, 0.0), Peak(0.0, 0.0, 0.0))
     )

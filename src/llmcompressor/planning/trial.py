@@ -17,9 +17,10 @@ from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from llmcompressor.checkpoint.compress import compress, quantized_module
+from llmcompressor.checkpoint.compress import QuantizedModule, compress, quantized_module
 from llmcompressor.errors import CompressorError
 from llmcompressor.quantization.parameters import observe_weight
+from llmcompressor.threads import in_turn
 
 __all__ = ["MemoryCounter", "Peak", "Trial", "counted_memory", "try_rounding"]
 
@@ -119,10 +120,20 @@ def _once(
     weight_RC = torch.randn(rows, columns, generator=generator).mul_(0.02).to(device, dtype)
     entry = quantized_module("trial", linear, scheme)
     assert entry is not None
-    start = time.perf_counter()
     with counted_memory() as rounding:
-        parameters = observe_weight(weight_RC, scheme.weights)
-        rounded_RC = weight_RC if entry.is_raw else parameters.round(weight_RC)
+        own = _rounded(weight_RC, scheme, entry)
+    with counted_memory() as packing:
+        compress(entry, own)
+    start = time.perf_counter()  # apart: counting takes time, and it has one thread
+    compress(entry, _rounded(weight_RC, scheme, entry))
+    seconds = time.perf_counter() - start
+    return _Measured(weight_RC.numel(), seconds, rounding.peak, packing.peak)
+
+
+def _rounded(weight_RC: Tensor, scheme: Any, entry: QuantizedModule) -> dict[str, Tensor]:
+    """A weight and its parameters, as they are handed over to be packed."""
+    parameters = observe_weight(weight_RC, scheme.weights)
+    rounded_RC = weight_RC if entry.is_raw else parameters.round(weight_RC)
     own = {"weight": rounded_RC, "weight_scale": parameters.scale}
     if not scheme.weights.symmetric:
         own["weight_zero_point"] = parameters.zero_point
@@ -130,10 +141,7 @@ def _once(
         own["weight_global_scale"] = parameters.global_scale
     for base in ("input", "output"):
         own |= {f"{base}_scale": torch.ones(1), f"{base}_global_scale": torch.ones(1)}
-    with counted_memory() as packing:
-        compress(entry, own)
-    seconds = time.perf_counter() - start
-    return _Measured(weight_RC.numel(), seconds, rounding.peak, packing.peak)
+    return own
 
 
 class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -153,17 +161,20 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for one in tree_iter((args, kwargs)):
             if isinstance(one, Tensor):
-                self._seen.add(one.untyped_storage().data_ptr())
+                self._meet(one.untyped_storage(), 0)
         result = func(*args, **(kwargs or {}))
         for one in tree_iter(result):
             if isinstance(one, Tensor):
-                self._count(one)
+                self._meet(one.untyped_storage(), one.untyped_storage().nbytes())
         return result
 
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage.data_ptr(), storage.nbytes()
-        if not size or key in self._seen:
+    def _meet(self, storage: torch.UntypedStorage, size: int) -> None:
+        """A storage counts when it is first seen; what was there before the body counts nothing.
+
+        Also that is forgotten when it goes: its address serves others then.
+        """
+        key = storage.data_ptr()
+        if not storage.nbytes() or key in self._seen:
             return
         self._seen.add(key)
         self.now += size
@@ -177,7 +188,11 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 @contextmanager
 def counted_memory() -> Iterator[MemoryCounter]:
-    """Count the bytes of all tensors that are made in the body, on any device."""
+    """Count the bytes of all tensors that are made in the body, on any device.
+
+    Pieces come one after the other: what other threads make would not be seen, and would be
+    another number each time.
+    """
     counter = MemoryCounter()
-    with counter:
+    with in_turn(), counter:
         yield counter
