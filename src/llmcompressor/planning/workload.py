@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from compressed_tensors.quantization import is_cached_attention_module
 from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.modeling.blocks import sub_blocks
+from llmcompressor.modeling.expert_forms import DOWN
 from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.fused import fused_partners, is_expert
 from llmcompressor.modeling.settings import setting
@@ -72,12 +74,14 @@ class Unit:
 
     @property
     def workspace(self) -> int:
-        """Further bytes while it is solved: of one group, beside the solutions of those before."""
+        """Further bytes while it is solved, beside the solutions of what was solved before."""
         most = solutions = 0
-        for group in self.groups:
-            if group.effort.solve:
-                most = max(most, solutions + group.effort.workspace)
-                solutions += _FLOAT * group.elements
+        solved = [(one.effort, one.elements) for one in self.groups if one.effort.solve]
+        for (effort, elements), alike in Counter(solved).items():
+            for first in range(0, alike, effort.together):
+                at_once = min(effort.together, alike - first)
+                most = max(most, solutions + at_once * effort.workspace)
+                solutions += at_once * _FLOAT * elements
         return most
 
     @property
@@ -164,9 +168,11 @@ def _block_work(
     seen: float,
 ) -> BlockWork:
     own = {name: module for name, module in part.modules.items() if module in owners}
+    waves = _waves(part, every=seen == 1)
+    entering = [enter for enter, _ in waves] if seen == 1 else []
     groups = [
         _group(names, [own[name] for name in names], modifiers, owners, seen)
-        for names in _shared_inputs(own, _entrances(part) if seen == 1 else [])
+        for names in _shared_inputs(own, entering)
     ]
     forward = sum(_multiplications(name, one, widths) for name, one in part.modules.items())
     attentions = sum(1 for one in part.modules.values() if is_cached_attention_module(one))
@@ -176,23 +182,26 @@ def _block_work(
         0 if part.name == REST else forward,  # what lies in no block is run once, or not at all
         attentions * widths.heads,
         max(inputs, default=0),
-        tuple(_units(part, own.values(), groups, level)),
+        tuple(_units(part, own, groups, level, [stage for wave in waves for stage in wave])),
         int(seen * sum(_shown(one, owners) for one in part.modules.values())),
     )
 
 
-def _entrances(part: Part) -> list[tuple[str, ...]]:
-    """Names of the Linears that get the tokens of a mixture, for each wave of its experts."""
+def _waves(part: Part, *, every: bool) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """For each wave of experts: names of its Linears that get tokens, and of those behind."""
     names = {module: name for name, module in part.modules.items()}
     mixtures = [one for one in part.modules.values() if isinstance(one, LinearExperts)]
     waves = [
         (mixture, range(first, min(first + size, mixture.num_experts)))
         for mixture in mixtures
-        for size in [wave_of(mixture, every=True)]
+        for size in [wave_of(mixture, every=every)]
         for first in range(0, mixture.num_experts, size)
     ]
     return [
-        tuple(names[mixture.linear(one, role)] for one in wave for role in mixture.entrances)
+        (
+            tuple(names[mixture.linear(one, role)] for one in wave for role in mixture.entrances),
+            tuple(names[mixture.linear(one, DOWN)] for one in wave),
+        )
         for mixture, wave in waves
     ]
 
@@ -265,17 +274,22 @@ def _sum(efforts: Sequence[Effort]) -> Effort:
         visits=sum(one.visits for one in efforts),
         statistics=sum(one.statistics for one in efforts),
         workspace=max((one.workspace for one in efforts), default=0),
+        together=max((one.together for one in efforts), default=1),
     )
 
 
 def _units(
-    part: Part, own: Collection[Module], groups: Sequence[Group], level: Granularity | None
+    part: Part,
+    own: Mapping[str, Module],
+    groups: Sequence[Group],
+    level: Granularity | None,
+    stages: Sequence[Sequence[str]],
 ) -> Iterator[Unit]:
     if level is Granularity.LINEAR or (level is not None and part.name == REST):
-        yield from (Unit((group,)) for group in groups)
+        yield from _by_stage(own, groups, stages)
     elif level is Granularity.SUB_BLOCK:
         block = part.modules[part.name]
-        stops = list(sub_blocks(block, part.name, set(own)))
+        stops = list(sub_blocks(block, part.name, set(own.values())))
         for stop in stops:
             inside = set(stop.modules())
             members = tuple(group for group in groups if group.modules[0] in inside)
@@ -283,6 +297,19 @@ def _units(
                 yield Unit(members)
     elif groups:
         yield Unit(tuple(groups))
+
+
+def _by_stage(
+    own: Mapping[str, Module], groups: Sequence[Group], stages: Sequence[Sequence[str]]
+) -> Iterator[Unit]:
+    """Each group by itself; those of a wave of experts, which wait at one stop, together."""
+    stage_of = {
+        own[name]: place for place, names in enumerate(stages) for name in names if name in own
+    }
+    found: dict[object, list[Group]] = {}
+    for group in groups:
+        found.setdefault(stage_of.get(group.modules[0], group.modules), []).append(group)
+    yield from (Unit(tuple(members)) for members in found.values())
 
 
 def _multiplications(name: str, module: Module, widths: Widths) -> int:

@@ -173,6 +173,7 @@ class GPTQModifier(QuantizationMixin):
             [weight_of(module) for module in solved],
             twin=self.twin_streams,
             refinements=self.refinements if min(bits, default=FINE_BITS) < FINE_BITS else 0,
+            batched=self.batched_quantization is not False,
         )
         return replace(found, watch=self.watched_values(modules))
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.numerics.batching import BATCH_ELEMENTS
 from llmcompressor.numerics.cholesky import PANEL
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.threads import SPAN
@@ -37,13 +38,16 @@ _VISITS_OF_SWEEP = 24
 _VISITS_OF_REFINEMENT = 26
 
 
-def effort_of(weights: Sequence[Tensor], *, twin: bool, refinements: int) -> Effort:
+def effort_of(
+    weights: Sequence[Tensor], *, twin: bool, refinements: int, batched: bool = True
+) -> Effort:
     """What it takes to solve Linears with one input.
 
     Args:
         weights: each ``[R_i, C]``; only their forms are looked at.
         twin: with the inputs of the original model.
         refinements: rounds of coordinate descent.
+        batched: those of one form are solved together.
     """
     if not weights:
         return Effort()
@@ -70,4 +74,5 @@ def effort_of(weights: Sequence[Tensor], *, twin: bool, refinements: int) -> Eff
         visits=elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT),
         statistics=_FLOAT * square * streams + buffered,
         workspace=largest,
+        together=max(1, BATCH_ELEMENTS // square) if batched else 1,
     )

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import torch
 
 from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.numerics.batching import BATCH_ELEMENTS
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.threads import SPAN
 
@@ -71,4 +72,5 @@ def effort_of(
         visits=elements * (refinements * _VISITS_OF_ROUND or _VISITS_OF_SWEEP),
         statistics=_FLOAT * (square * streams + streams * CHUNK_TOKENS * columns),
         workspace=fitting if refinements else 8 * square + 13 * elements,
+        together=max(1, BATCH_ELEMENTS // square),
     )
