@@ -137,6 +137,12 @@ class Learning:
             for rotation in fusion.outputs:
                 weight = self._whole(rotation, leaves, weight.shape[0]).T @ weight
             found[f"{names[module]}.weight"] = self._rounded(module, weight)
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                turned = bias.detach()
+                for rotation in fusion.outputs:
+                    turned = turned @ self._whole(rotation, leaves, len(turned))
+                found[f"{names[module]}.bias"] = turned
         return found
 
     def _whole(self, rotation: Any, leaves: Mapping[str, Tensor], width: int) -> Tensor:
@@ -154,9 +160,14 @@ class Learning:
         return fake_quantize_matrix(weight, found.effective_scale, zero, *way)
 
 
+@pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("scheme", ["W8A8", "W4A16_ASYM", "W4A8"])
-def test_the_gradient_is_that_of_one_graph_over_the_whole_model(scheme: str) -> None:
-    learning = Learning(with_gains(tiny.llama()), scheme)
+def test_the_gradient_is_that_of_one_graph_over_the_whole_model(scheme: str, biases: bool) -> None:
+    model = with_gains(tiny.llama(attention_bias=biases, mlp_bias=biases))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    learning = Learning(model, scheme)
     (loss, found), (expected, gradients) = learning.by_block(), learning.in_one_graph()
     assert loss == pytest.approx(expected, rel=1e-6)
     for name, gradient in found.items():
