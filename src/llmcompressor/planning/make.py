@@ -223,7 +223,8 @@ class _Maker:
     def _residency(self) -> str:
         if self._request.is_streamed:
             return "one block at a time, the next one read ahead"
-        return "the whole model in memory"
+        reason = self._subject.whole
+        return "the whole model in memory" + (f", because {reason}" if reason else "")
 
     # ------------------------------------------------------------------ the output
 
@@ -232,7 +233,12 @@ class _Maker:
     ) -> Plan:
         subject, request = self._subject, self._request
         try:
-            output = predict_output(subject, planned, save_compressed=request.save_compressed)
+            output = predict_output(
+                subject,
+                planned,
+                is_streamed=request.is_streamed,
+                save_compressed=request.save_compressed,
+            )
         except InputError as error:
             self._problems.append(problem_of("output", error))
             return plan

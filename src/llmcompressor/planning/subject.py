@@ -27,7 +27,7 @@ from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules, own_parameters
-from llmcompressor.pipelines.mixtures import meant_mixtures
+from llmcompressor.pipelines.mixtures import dense_mixtures, meant_mixtures
 
 __all__ = ["REST", "Part", "Subject", "open_subject"]
 
@@ -70,6 +70,8 @@ class Subject:
         is_in_memory: it was given loaded.
         is_hollow: its files hold headers and no data.
         blueprint: what it was built as; ``None`` if it was given loaded.
+        whole: why its blocks cannot be read one by one; empty where they can, as far as that is
+            decided by its files.
     """
 
     model: PreTrainedModel
@@ -81,6 +83,7 @@ class Subject:
     is_in_memory: bool
     is_hollow: bool = False
     blueprint: Blueprint | None = None
+    whole: str = ""
 
     @cached_property
     def module_names(self) -> Mapping[str, Module]:
@@ -157,7 +160,10 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
     if not args.tie_word_embeddings:
         untie_embeddings(blueprint.model)
     mixtures = meant_mixtures(blueprint.model, modifiers)
-    if open_blueprint(blueprint, mixtures):  # the run has to read whole stacks
+    whole = open_blueprint(
+        blueprint, mixtures, dense_mixtures(mixtures, blueprint.model, modifiers)
+    )
+    if whole:
         open_experts(blueprint.model, mixtures)
     size = _file_bytes(source.tensors.values())
     return Subject(
@@ -170,6 +176,7 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
         is_in_memory=False,
         is_hollow=source.size < size,
         blueprint=blueprint,
+        whole=whole,
     )
 
 
