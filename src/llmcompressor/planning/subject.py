@@ -20,7 +20,7 @@ from llmcompressor.args import ModelArguments
 from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
 from llmcompressor.checkpoint.experts import open_blueprint, open_experts
 from llmcompressor.checkpoint.layout import LoadedName
-from llmcompressor.checkpoint.load import check_unquantized, untie_embeddings
+from llmcompressor.checkpoint.load import check_unadapted, check_unquantized, untie_embeddings
 from llmcompressor.checkpoint.reading import DTYPES
 from llmcompressor.checkpoint.source import TensorHeader, inspect_source, local_directory
 from llmcompressor.errors import ArgumentError, CheckpointError
@@ -130,10 +130,12 @@ def open_subject(args: ModelArguments, modifiers: Sequence[Modifier] = ()) -> Su
     Raises:
         TargetError: experts that they are about cannot be taken apart.
         CheckpointError: it is not on this machine, is damaged, incomplete or quantized already.
-        ArgumentError: what was given is no model.
+        ArgumentError: what was given is no model, or has adapters.
     """
     if isinstance(args.model, str | Path):
         return _from_folder(args, modifiers)
+    if isinstance(args.model, Module):
+        check_unadapted(args.model)
     if not isinstance(args.model, PreTrainedModel):
         raise ArgumentError(
             f"The model is a {type(args.model).__name__}, which cannot be planned.",
