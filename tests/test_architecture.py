@@ -25,6 +25,7 @@ FLOORS = {
     "names": 0,
     "threads": 0,
     "typing": 0,
+    "units": 0,
     "registry": 1,
     "progress": 1,
     "metrics": 1,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llmcompressor import oneshot
+from llmcompressor import oneshot, plan
 from llmcompressor.checkpoint import block_stream
 from llmcompressor.entrypoints import oneshot as oneshot_module
 from llmcompressor.entrypoints.verify import verify
@@ -384,6 +384,35 @@ def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Pat
     assert float((stack == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
     found = mixtures.logits(reread(tmp_path / "out"))
     assert torch.allclose(found, mixtures.logits(returned), atol=1e-6)
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_a_plan_knows_that_pruned_experts_go_back_into_stacks(
+    family: str, as_object: bool, tmp_path: Path
+) -> None:
+    mixtures.saved(family, tmp_path / "source")
+
+    def given() -> Any:
+        folder = tmp_path / "source"
+        return AutoModelForCausalLM.from_pretrained(folder) if as_object else str(folder)
+
+    def recipe() -> SparseGPTModifier:
+        return SparseGPTModifier(targets="Linear", sparsity=0.5, ignore=["lm_head"])
+
+    found = plan(given(), recipe(), mixtures.rows(), measure=False)
+    said: list[str] = []
+    sink = logger.add(said.append, level="WARNING")
+    oneshot(given(), recipe=recipe(), dataset=mixtures.rows(), output_dir=tmp_path / "out")
+    logger.remove(sink)
+    files = {one.name: one.stat().st_size for one in (tmp_path / "out").glob("*.safetensors")}
+    assert found.sizes is not None
+    assert dict(found.sizes.files) == files
+    assert not [one for one in found.serving if one.rule == "T6"]
+    assert not [text for text in said if "T6" in text]
+    by_block = family == "qwen3_moe" and not as_object
+    assert found.residency.startswith("one block" if by_block else "the whole model")
+    assert ("a stack of experts" in found.residency) == (family == "gpt_oss" and not as_object)
 
 
 @pytest.mark.parametrize(

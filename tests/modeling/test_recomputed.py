@@ -160,6 +160,7 @@ def test_what_exceeds_the_budget_waits_in_files_that_go(
     shelf = Shelf(24 * 4 * 2)
     tickets = [shelf.put(one) for one in given]
     assert (shelf.peak, shelf.spilled) == (24 * 4 * 2, 7 * 4)
+    assert not list(tmp_path.iterdir())  # what is killed now leaves none behind
     for ticket, one in zip(reversed(tickets), reversed(given), strict=True):
         back = shelf.take(ticket, one.device)
         assert torch.equal(back, one)

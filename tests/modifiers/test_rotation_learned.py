@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.core import create_session
+from llmcompressor.errors import DatasetError
 from llmcompressor.modeling.spilled import Shelf, Spill
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.rotation import learned
@@ -72,6 +73,10 @@ def written(folder: Path, *, tied: bool = False) -> Path:
     model = with_gains(tiny.llama(torch.bfloat16, tie_word_embeddings=tied))
     model.save_pretrained(folder)
     return folder
+
+
+def tensors_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
 
 
 def recorded(folder: Path) -> dict[str, Any]:
@@ -137,6 +142,12 @@ class Learning:
             for rotation in fusion.outputs:
                 weight = self._whole(rotation, leaves, weight.shape[0]).T @ weight
             found[f"{names[module]}.weight"] = self._rounded(module, weight)
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                turned = bias.detach()
+                for rotation in fusion.outputs:
+                    turned = turned @ self._whole(rotation, leaves, len(turned))
+                found[f"{names[module]}.bias"] = turned
         return found
 
     def _whole(self, rotation: Any, leaves: Mapping[str, Tensor], width: int) -> Tensor:
@@ -154,9 +165,14 @@ class Learning:
         return fake_quantize_matrix(weight, found.effective_scale, zero, *way)
 
 
+@pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("scheme", ["W8A8", "W4A16_ASYM", "W4A8"])
-def test_the_gradient_is_that_of_one_graph_over_the_whole_model(scheme: str) -> None:
-    learning = Learning(with_gains(tiny.llama()), scheme)
+def test_the_gradient_is_that_of_one_graph_over_the_whole_model(scheme: str, biases: bool) -> None:
+    model = with_gains(tiny.llama(attention_bias=biases, mlp_bias=biases))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    learning = Learning(model, scheme)
     (loss, found), (expected, gradients) = learning.by_block(), learning.in_one_graph()
     assert loss == pytest.approx(expected, rel=1e-6)
     for name, gradient in found.items():
@@ -228,6 +244,26 @@ def test_what_is_no_better_is_not_kept(tmp_path: Path, monkeypatch: pytest.Monke
     compressed(str(source), [plain, rounded("W8A8")], tmp_path / "plain")
     one, other = (tmp_path / kind / "model.safetensors" for kind in ("learned", "plain"))
     assert one.read_bytes() == other.read_bytes()
+
+
+def test_samples_of_one_token_have_nothing_to_predict(tmp_path: Path) -> None:
+    source = str(written(tmp_path / "source"))
+    rows = [{"input_ids": row} for row in tiny.batches()[0]["input_ids"].tolist()]
+    short = [{"input_ids": [5]}]
+    for name, data in {"long": rows, "mixed": [rows[0], *short, rows[1]]}.items():
+        oneshot(
+            source,
+            recipe=[spin(), rounded("W8A8")],
+            dataset=data,
+            shuffle_calibration_samples=False,
+            output_dir=tmp_path / name,
+        )
+    assert tensors_of(tmp_path / "mixed") == tensors_of(tmp_path / "long")
+    with pytest.raises(DatasetError, match="no sample has two tokens"):
+        oneshot(
+            source, recipe=[spin(), rounded("W8A8")], dataset=short, output_dir=tmp_path / "short"
+        )
+    assert not (tmp_path / "short.partial").exists()
 
 
 def test_a_step_holds_one_block_however_many_there_are() -> None:

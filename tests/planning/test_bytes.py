@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
 from llmcompressor.checkpoint.run_report import REPORT_FILE
+from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
 
 PRESETS = ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16"]
@@ -182,3 +184,28 @@ def test_the_other_files_are_counted(pico: Path, tmp_path: Path) -> None:
     )
     assert found.sizes is not None
     assert found.sizes.others == others
+
+
+def test_every_pass_but_the_last_leaves_its_blocks_on_the_disk(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def modifiers() -> list[Any]:
+        return [
+            SmoothQuantModifier(),
+            GPTQModifier(targets=["re:.*mlp.*proj$"], scheme="W8A8"),
+            QuantizationModifier(targets=["re:.*self_attn.*proj$"], scheme="FP8"),
+        ]
+
+    held = []
+    publish = Workspace.publish
+
+    def measured(self: Workspace, *, replace: bool) -> None:
+        held.append(sum(one.stat().st_size for one in self.folder.rglob("*") if one.is_file()))
+        publish(self, replace=replace)
+
+    monkeypatch.setattr(Workspace, "publish", measured)
+    rows = Dataset.from_dict({"input_ids": torch.randint(3, 160, (4, 16)).tolist()})
+    found = plan(llama_folder, modifiers(), rows, measure=False)
+    assert len(found.passes) == 3
+    oneshot(model=str(llama_folder), recipe=modifiers(), dataset=rows, output_dir=tmp_path / "out")
+    assert found.peak_disk == pytest.approx(held[0], rel=0.1)

@@ -20,6 +20,7 @@ from llmcompressor.entrypoints.plan import plan_from_arguments
 from llmcompressor.errors import ArgumentError, CheckpointError, InputError
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.sparsity import WandaPruningModifier
 from llmcompressor.planning.result import Match, Plan
 
 GPTQ = "modifiers:\n  GPTQModifier: {targets: [Linear], scheme: W4A16, ignore: [lm_head]}\n"
@@ -81,6 +82,12 @@ def test_every_matrix_is_accounted_for_with_its_reason(pico: Path) -> None:
     assert reasons["lm_head"] == "its weight is the input embedding's"
     names = {name for name, module in model.named_modules() if list(module.parameters(False))}
     assert sum(row.modules for row in found.modules) == sum("norm" not in name for name in names)
+
+
+def test_what_is_pruned_alone_has_no_scheme(pico: Path) -> None:
+    recipe = WandaPruningModifier(targets=["Linear"], sparsity=0.5, ignore=["lm_head"])
+    reasons = {row.pattern: row.why for row in quick(pico, recipe, rows()).modules}
+    assert reasons["model.layers.*.mlp.up_proj"] == "WandaPruningModifier quantizes no weights"
 
 
 # ---------------------------------------------------------------------- what would fail

@@ -16,7 +16,7 @@ import torch
 from runs import BLOCKS, KILLED, Job, rows, run, tree, write_model
 from safetensors.torch import load_file, save_file
 
-from llmcompressor import oneshot
+from llmcompressor import oneshot, plan
 from llmcompressor.checkpoint import block_writer, reading
 from llmcompressor.checkpoint.journal import Journal
 from llmcompressor.errors import CheckpointError, CompressorError, OutputError
@@ -211,9 +211,31 @@ def test_a_disk_too_small_is_found_before_any_work(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(OutputError, match="GB more"):
+    with pytest.raises(OutputError, match="kB more, and the disk"):
         call(small, tmp_path / "output")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_what_waits_between_passes_has_to_fit_the_disk_too(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = [
+        GPTQModifier(targets=["re:.*mlp.*proj"], scheme="W4A16"),
+        QuantizationModifier(targets=["re:.*self_attn.*_proj"], scheme="FP8"),
+    ]
+    planned = plan(str(model), recipe, rows(), output_dir=tmp_path / "output", measure=False)
+    assert planned.ok
+    assert planned.sizes is not None
+    usage = shutil.disk_usage(tmp_path)
+    room = planned.sizes.weights + 1000
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
+    found = plan(str(model), recipe, rows(), output_dir=tmp_path / "output", measure=False)
+    [problem] = found.problems
+    assert "for blocks between passes" in problem.message
+    with pytest.raises(OutputError) as caught:
+        oneshot(str(model), recipe, rows(), output_dir=tmp_path / "output")
+    assert caught.value.problem.split(" the disk")[0] == problem.message.split(" the disk")[0]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_shard_that_cannot_be_read_in_mid_run(

@@ -12,9 +12,9 @@ import tiny_training as tiny
 import torch
 from safetensors.torch import load_file
 
-from llmcompressor import oneshot, train
+from llmcompressor import evaluate, oneshot, plan, train, verify
 from llmcompressor.core import CompressionSession
-from llmcompressor.errors import ArgumentError, TargetError
+from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
 from llmcompressor.modeling.adapters import adapters_of
 from llmcompressor.training import Trainer
 
@@ -133,3 +133,40 @@ def test_a_teacher_teaches_adapters(make: Callable[[], Any], tmp_path: Path) -> 
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     for ours, theirs in zip(again.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("make", [wrapped, added, prompted])
+def test_a_plan_refuses_them_as_the_run_does(make: Callable[[], Any], tmp_path: Path) -> None:
+    recipe = "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC}}"
+    with pytest.raises(ArgumentError, match="merge_and_unload") as planned:
+        plan(make(), recipe, measure=False)
+    with pytest.raises(ArgumentError) as caught:
+        oneshot(make(), recipe=recipe, output_dir=tmp_path / "out")
+    assert str(planned.value) == str(caught.value)
+
+
+def test_a_model_with_adapters_is_measured() -> None:
+    windows = [{"input_ids": [[3, 4, 5, 6, 7, 8]]}]
+    plain = evaluate(tiny.tiny_model(), dataset=windows[0], max_seq_length=6)
+    found = evaluate(wrapped(), dataset=windows[0], max_seq_length=6)
+    assert found.loss == pytest.approx(plain.loss)  # what it adds is zero at first
+
+
+def test_a_folder_with_an_adapter_alone(tmp_path: Path) -> None:
+    wrapped().save_pretrained(tmp_path / "adapter")
+    tiny.tiny_model().save_pretrained(tmp_path / "model")
+    for refused in (
+        lambda: verify(tmp_path / "adapter"),
+        lambda: verify(tmp_path / "model", reference=tmp_path / "adapter"),
+        lambda: train(
+            str(tmp_path / "model"),
+            DISTILL,
+            tiny.Rows(8),
+            tmp_path / "out",
+            distill_teacher=str(tmp_path / "adapter"),
+            max_steps=1,
+        ),
+    ):
+        with pytest.raises(CheckpointError, match="holds an adapter") as caught:
+            refused()
+        assert "merge_and_unload" in str(caught.value)

@@ -28,6 +28,7 @@ from llmcompressor.checkpoint.on_demand import load_on_demand
 from llmcompressor.checkpoint.output_layout import OutputLayout
 from llmcompressor.checkpoint.prediction import Prediction, stored_block
 from llmcompressor.checkpoint.scratch_blocks import ScratchBlocks
+from llmcompressor.checkpoint.space import lacking
 from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_freed
@@ -55,6 +56,7 @@ class BlockStream:
         workspace: the folder and journal of the run.
         report: what was recorded of some modules, given their names.
         stages: how many passes there are.
+        scratch: bytes that all but the last of them leave in files.
         compressed: weights are stored as codes.
 
     Attributes:
@@ -72,6 +74,7 @@ class BlockStream:
         report: Report,
         *,
         stages: int = 1,
+        scratch: int = 0,
         compressed: bool = True,
     ) -> None:
         self._blueprint = blueprint
@@ -84,7 +87,8 @@ class BlockStream:
         self._last = stages - 1
         self._compressed = compressed
         self._scratch = ScratchBlocks(workspace.scratch)
-        self._writer = BlockWriter(workspace.files, layout)
+        left = 0 if workspace.journal.is_ready else lacking(workspace.scratch, scratch)
+        self._writer = BlockWriter(workspace.files, layout, scratch=left)
         self._restorer = FinishedBlocks(
             self._model, prediction.quantized, layout, weights, weights.device
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import queue
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from llmcompressor.checkpoint.output_layout import OutputLayout
 from llmcompressor.checkpoint.reading import DTYPES, bytes_of, dtype_name
-from llmcompressor.errors import CheckpointError, OutputError
+from llmcompressor.checkpoint.space import check_space, lacking
+from llmcompressor.errors import CheckpointError
 
 __all__ = ["BlockWriter"]
 
@@ -39,6 +39,7 @@ class BlockWriter:
     Args:
         folder: where the files are.
         layout: what they hold.
+        scratch: bytes beside them that the disk has to have room for.
 
     Creating it takes the disk space of the whole output, so that a full disk is found at once.
 
@@ -46,10 +47,10 @@ class BlockWriter:
         OutputError: there is not enough space.
     """
 
-    def __init__(self, folder: Path, layout: OutputLayout) -> None:
+    def __init__(self, folder: Path, layout: OutputLayout, *, scratch: int = 0) -> None:
         self._folder = folder
         self._layout = layout
-        self._check_space()
+        check_space(folder, output=lacking(folder, layout.file_size), scratch=scratch)
         self._files = {file.name: self._create(file.name) for file in layout.files}
         self._jobs: queue.Queue[_Job | None] = queue.Queue(_WAITING)
         self._failure: BaseException | None = None
@@ -161,17 +162,6 @@ class BlockWriter:
             raise CheckpointError(
                 f"{name} was to be stored as {planned} and is {found[0]} {found[1]}.",
                 "This is a defect of llmcompressor; the model was not written.",
-            )
-
-    def _check_space(self) -> None:
-        present = sum(file.stat().st_blocks * 512 for file in self._folder.iterdir())
-        needed = self._layout.file_size - present
-        free = shutil.disk_usage(self._folder).free
-        if needed > free:
-            raise OutputError(
-                f"The output needs {needed / 1e9:.2f} GB more and the disk that holds "
-                f"{self._folder} has {free / 1e9:.2f} GB left.",
-                "Free some space or choose another output directory.",
             )
 
     def _create(self, name: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from llmcompressor.checkpoint.source import PieceHeader, TensorHeader
 from llmcompressor.modeling.expert_forms import Mixture, Part, StackForm
 from llmcompressor.modeling.experts import LinearExperts, put_together, take_apart
 
-__all__ = ["close_dense", "open_blueprint", "open_experts"]
+__all__ = ["close_dense", "dense_closed", "open_blueprint", "open_experts"]
 
 _PER_EXPERT = re.compile(r"\.(\d+)\.(\w+\.(?:weight|bias))$")
 
@@ -48,11 +49,30 @@ def open_experts(model: PreTrainedModel, mixtures: Sequence[Mixture]) -> dict[st
 
 def close_dense(model: PreTrainedModel) -> None:
     """Put the experts of a model that are not quantized into stacks again."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LinearExperts) and not any(
-            hasattr(linear, "quantization_scheme") for linear in module.modules()
-        ):
-            model.set_submodule(name, put_together(module))
+    for name, module in _dense(model):
+        model.set_submodule(name, put_together(module))
+
+
+@contextmanager
+def dense_closed(model: PreTrainedModel) -> Iterator[None]:
+    """While the body runs, the model is as :func:`close_dense` will leave it, without the data."""
+    dense = _dense(model)
+    try:
+        for name, module in dense:
+            model.set_submodule(name, put_together(module, hollow=True))
+        yield
+    finally:
+        for name, module in dense:
+            model.set_submodule(name, module)
+
+
+def _dense(model: PreTrainedModel) -> list[tuple[str, LinearExperts]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, LinearExperts)
+        and not any(hasattr(linear, "quantization_scheme") for linear in module.modules())
+    ]
 
 
 def open_blueprint(

@@ -11,21 +11,27 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch.nn import Module
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from llmcompressor.checkpoint.source import (
+    adapter_error,
+    holds_adapter,
     inspect_source,
     is_hub_id,
     quantization_method,
     quantized_error,
 )
-from llmcompressor.errors import CheckpointError, did_you_mean
+from llmcompressor.errors import ArgumentError, CheckpointError, did_you_mean
 from llmcompressor.logger import logger
+from llmcompressor.modeling.adapters import MERGE, adapters_of
 from llmcompressor.modeling.embeddings import untie_embeddings
+from llmcompressor.schemes.assign import listed
 
 __all__ = [
     "AUTO_CLASSES",
     "check_complete",
+    "check_unadapted",
     "check_unquantized",
     "load_model",
     "loading_error",
@@ -126,6 +132,20 @@ def load_model(
         untie_embeddings(loaded)
     loaded.train(mode=False)
     return loaded
+
+
+def check_unadapted(model: Module) -> None:
+    """Refuse a model object with adapters of PEFT.
+
+    Raises:
+        ArgumentError: it has some.
+    """
+    if adapted := adapters_of(model):
+        raise ArgumentError(
+            f"The model has adapters (PEFT) at {listed(adapted)}, and compressed checkpoints hold "
+            "the weights of a model without.",
+            MERGE,
+        )
 
 
 def check_unquantized(model: PreTrainedModel) -> None:
@@ -230,6 +250,8 @@ def loading_error(place: str, error: BaseException) -> CheckpointError:
             f"The model {place} brings its own code.",
             "Pass trust_remote_code_model=True to run it.",
         )
+    if holds_adapter(Path(place)):
+        return adapter_error(Path(place))
     remedy = "Check the name, the folder and (for a model on the hub) the connection and token."
     if not Path(place).exists():
         folders = [

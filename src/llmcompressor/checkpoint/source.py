@@ -24,6 +24,8 @@ __all__ = [
     "PieceHeader",
     "SourceInfo",
     "TensorHeader",
+    "adapter_error",
+    "holds_adapter",
     "inspect_source",
     "is_hub_id",
     "local_directory",
@@ -129,6 +131,20 @@ def local_directory(
     return Path(cached).parent if isinstance(cached, str) else None
 
 
+def holds_adapter(directory: Path) -> bool:
+    """Whether a folder holds what PEFT has learned beside a model, and not the model."""
+    return not (directory / CONFIG).is_file() and (directory / _ADAPTER).is_file()
+
+
+def adapter_error(directory: Path) -> CheckpointError:
+    """The error for a folder that holds an adapter."""
+    return CheckpointError(
+        f"The folder {directory} holds an adapter (PEFT) and no model.",
+        "Merge it into its base (AutoPeftModelForCausalLM.from_pretrained(...)"
+        ".merge_and_unload()), and give that or the folder that it is saved in.",
+    )
+
+
 def inspect_source(
     model: str | os.PathLike[str], *, allow_quantized: bool = False, headers_only: bool = False
 ) -> SourceInfo:
@@ -150,12 +166,8 @@ def inspect_source(
     if not directory.is_dir():
         raise _not_a_directory(directory)
     config_file = directory / CONFIG
-    if not config_file.is_file() and (directory / _ADAPTER).is_file():
-        raise CheckpointError(
-            f"The folder {directory} holds an adapter (PEFT) and no model.",
-            "Merge it into its base (AutoPeftModelForCausalLM.from_pretrained(...)"
-            ".merge_and_unload()), and give that or the folder that it is saved in.",
-        )
+    if holds_adapter(directory):
+        raise adapter_error(directory)
     if not config_file.is_file():
         raise CheckpointError(
             f"The folder {directory} holds no model: it has no {CONFIG}.",

@@ -32,7 +32,15 @@ from llmcompressor.checkpoint.staging import (
 from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
 
-__all__ = ["Workspace", "is_being_published", "opened", "reserved", "was_published"]
+__all__ = [
+    "Workspace",
+    "files_of",
+    "is_being_published",
+    "opened",
+    "reserved",
+    "scratch_of",
+    "was_published",
+]
 
 _JOURNAL, _LOCK, _FILES, _SCRATCH = "journal", "lock", "files", "scratch"
 
@@ -56,12 +64,12 @@ class Workspace:
     @property
     def files(self) -> Path:
         """Where the output grows, or where it is if it has its name already."""
-        return self.target if self.is_published else self.folder / _FILES
+        return self.target if self.is_published else files_of(self.folder)
 
     @property
     def scratch(self) -> Path:
         """Where blocks wait between two passes over the model."""
-        return self.folder / _SCRATCH
+        return scratch_of(self.folder)
 
     def start_afresh(self, fingerprint: Mapping[str, Any]) -> None:
         """Forget what was finished."""
@@ -101,6 +109,16 @@ class Workspace:
     def close(self) -> None:
         """Give the lock back."""
         self._lock.close()
+
+
+def files_of(folder: Path) -> Path:
+    """Where the output grows in a working folder."""
+    return folder / _FILES
+
+
+def scratch_of(folder: Path) -> Path:
+    """Where blocks wait between two passes in a working folder."""
+    return folder / _SCRATCH
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn import Module
 from transformers import PreTrainedModel
 
+from llmcompressor.checkpoint.experts import dense_closed
 from llmcompressor.checkpoint.output_layout import Stored
 from llmcompressor.checkpoint.prediction import predict
 from llmcompressor.checkpoint.save import planned_config
@@ -117,7 +118,7 @@ def warn_unservable_model(
     if not isinstance(model, PreTrainedModel):
         return
     folder = None if source is None else Path(source)
-    with outlined(modifiers, state):
+    with outlined(modifiers, state), dense_closed(model):
         planned = [one for modifier in modifiers for one in modifier.planned(state)]
         prediction = predict(model, planned, {}, save_compressed=packed)
         config = planned_config(model, folder, prediction, compressed=packed)

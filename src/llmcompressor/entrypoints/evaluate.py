@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from torch.nn import Module
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from llmcompressor.checkpoint.source import is_hub_id
@@ -17,6 +18,7 @@ from llmcompressor.evaluation.report import Report
 from llmcompressor.evaluation.sources import documents_of
 from llmcompressor.evaluation.windows import choose, cut
 from llmcompressor.logger import logger
+from llmcompressor.modeling.adapters import adapters_of
 from llmcompressor.progress import other_bars_hidden
 from llmcompressor.utils import dispatch_for_generation
 
@@ -46,7 +48,7 @@ def evaluate(
     overlap. Checkpoints are loaded by transformers as any user would load them.
 
     Args:
-        checkpoint: folder, name or model.
+        checkpoint: folder, name or model; one with adapters (PEFT) too.
         reference: the original model; with it the report has its loss, the mean KL divergence
             from it and how often both prefer the same token.
         tokenizer: a tokenizer or where one is; that of ``checkpoint``, else that of
@@ -92,6 +94,13 @@ def evaluate(
 def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreTrainedModel:
     if isinstance(source, PreTrainedModel):
         return source
+    if isinstance(source, Module) and adapters_of(source):  # it runs as its base does
+        return cast("PreTrainedModel", source)
+    if not isinstance(source, str | Path):
+        raise ArgumentError(
+            f"What is to be measured is a {type(source).__name__}.",
+            "Pass a folder, the id of a model on the hub, or a loaded transformers model.",
+        )
     path = Path(source).expanduser()
     if not path.is_dir() and not is_hub_id(str(source)):
         raise CheckpointError(f"There is no model folder {source}.", "Check the path.")
@@ -119,7 +128,7 @@ def _tokenizer(
     if given is not None and not isinstance(given, str | Path):
         return given
     for source in (checkpoint, reference) if given is None else (given,):
-        place = source.name_or_path if isinstance(source, PreTrainedModel) else source
+        place = source.config.name_or_path if isinstance(source, Module) else source
         if not place:
             continue
         try:

@@ -12,6 +12,7 @@ from torch.nn import Module
 from llmcompressor.checkpoint.experts import close_dense, open_experts
 from llmcompressor.checkpoint.finite import first_nonfinite
 from llmcompressor.checkpoint.load import (
+    check_unadapted,
     check_unquantized,
     load_model,
     untie_embeddings,
@@ -27,13 +28,11 @@ from llmcompressor.entrypoints.task import EXPERTS, Task
 from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_freed
-from llmcompressor.modeling.adapters import MERGE, adapters_of
 from llmcompressor.pipelines import PIPELINES
 from llmcompressor.pipelines.experts import experts_report
 from llmcompressor.pipelines.mixtures import meant_mixtures
 from llmcompressor.pipelines.passes import run_passes, stretches_of
 from llmcompressor.pipelines.unreached import check_reached
-from llmcompressor.schemes.assign import listed
 
 __all__ = ["check_finite", "load_whole_model", "run_in_memory"]
 
@@ -129,12 +128,7 @@ def _given_model(task: Task, given: Any) -> Module:
             "Pass a folder, the id of a model on the hub, or a loaded transformers model.",
         )
     model: Any = given
-    if adapted := adapters_of(model):
-        raise ArgumentError(
-            f"The model has adapters (PEFT) at {listed(adapted)}, and compressed checkpoints hold "
-            "the weights of a model without.",
-            MERGE,
-        )
+    check_unadapted(model)
     check_unquantized(model)
     _check_values(model)
     if not task.model_args.tie_word_embeddings:

@@ -120,7 +120,7 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         batches,
         data.samples,
         _device(job, subject),
-        _is_streamed(job),
+        _is_streamed(job, subject),
         Limits(job.run_args.max_memory).room,
         job.model_args.save_compressed,
         job.output_dir,
@@ -249,11 +249,11 @@ def _yaml(recipe: Recipe) -> str:
     return recipe.yaml() if recipe.modifiers else ""
 
 
-def _is_streamed(job: Job) -> bool:
+def _is_streamed(job: Job, subject: Subject) -> bool:
     """Whether blocks are loaded one by one, given somewhere to write them."""
     is_place = isinstance(job.model_args.model, str | os.PathLike)
     by_block = all(modifier.works_by_block for modifier in job.recipe.modifiers)
-    return is_place and by_block and job.pipeline() in BY_BLOCK
+    return is_place and by_block and job.pipeline() in BY_BLOCK and not subject.whole
 
 
 def _device(job: Job, subject: Subject) -> torch.device:
@@ -263,7 +263,7 @@ def _device(job: Job, subject: Subject) -> torch.device:
         return named_device(asked)
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if subject.blueprint is not None and _is_streamed(job):
+    if subject.blueprint is not None and _is_streamed(job, subject):
         weights = BlockWeights(subject.blueprint, list(find_blocks(subject.model).values()))
         try:
             return Limits(job.run_args.max_memory).choose_device(weights, None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.checkpoint.block_stream import BlockStream
@@ -233,10 +234,11 @@ class _Run:
                 )
                 warn_unservable(config, prediction.stored)
             layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
+            left = sum(_stored_bytes(block) for block in find_blocks(model))
         passes = passes_of(self._modifiers, job.pipeline())
         with opened(job.output_dir, self._fingerprint(), resume=job.run_args.resume) as workspace:
             try:
-                self._work(workspace, prediction, layout, passes)
+                self._work(workspace, prediction, layout, passes, left)
             except _IN_THE_CALL:
                 workspace.abandon()
                 raise
@@ -247,6 +249,7 @@ class _Run:
         prediction: Prediction,
         layout: OutputLayout,
         passes: Sequence[Sequence[Modifier]],
+        left: int,
     ) -> None:
         stream = BlockStream(
             self.blueprint,
@@ -256,6 +259,7 @@ class _Run:
             workspace,
             self._report,
             stages=len(passes),
+            scratch=left * (len(passes) - 1),
             compressed=self.job.model_args.save_compressed,
         )
         try:
@@ -360,3 +364,8 @@ class _Run:
             },
         )
         return prints | {"weights": self.weights.fingerprint}
+
+
+def _stored_bytes(block: Module) -> int:
+    """What a block takes in a file between two passes."""
+    return sum(one.nbytes for one in block.state_dict().values() if isinstance(one, Tensor))

@@ -279,8 +279,13 @@ def take_apart(mixture: Mixture, names: Mapping[str, str]) -> LinearExperts:
     return made
 
 
-def put_together(mixture: LinearExperts) -> Module:
-    """A module like the one that ``mixture`` was made of, with the present weights in stacks."""
+def put_together(mixture: LinearExperts, *, hollow: bool = False) -> Module:
+    """A module like the one that ``mixture`` was made of, with the present weights in stacks.
+
+    Args:
+        mixture: its Linears stay as they are.
+        hollow: the stacks have no data.
+    """
     form = mixture.form
     whole = copy.copy(mixture.hollow)
     stacks: dict[str, Parameter | None] = {}
@@ -290,10 +295,13 @@ def put_together(mixture: LinearExperts) -> Module:
             for expert in range(form.experts):
                 own = getattr(mixture.linear(expert, part.role), kind).detach()
                 if key not in stacks:
-                    empty = own.new_empty(form.shape_of(key))
+                    device = "meta" if hollow else own.device
+                    empty = own.new_empty(form.shape_of(key), device=device)
                     stacks[key] = Parameter(empty, requires_grad=empty.is_floating_point())
                 stack = stacks[key]
                 assert stack is not None
+                if hollow:
+                    continue
                 matrix_of(stack.data, form, expert, part).copy_(own)
     whole._parameters = stacks
     return whole

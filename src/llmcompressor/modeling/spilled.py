@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -33,7 +35,7 @@ def room_on(device: torch.device) -> int:
 
 
 class Spill:
-    """Files in a temporary folder, which is made when the first one is written.
+    """Temporary files that have no name once they are mapped: what dies leaves none behind.
 
     Attributes:
         written: bytes that were written, in sum.
@@ -41,36 +43,24 @@ class Spill:
 
     def __init__(self) -> None:
         self.written = 0
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._files = 0
 
-    def put(self, storage: torch.UntypedStorage) -> tuple[Path, torch.UntypedStorage]:
+    def put(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """Copy a storage to a file of its own.
 
         Returns:
-            The file, and the storage that is mapped to it.
+            The storage that is mapped to it; the file goes with it.
 
         Raises:
             OutputError: the disk has no room for it.
         """
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="llmcompressor-activations-")
-        file = Path(self._folder.name) / f"{self._files}.bin"
-        self._files += 1
         nbytes = storage.nbytes()
-        _reserve(file, nbytes)
+        with _reserved(nbytes) as name:
+            mapped = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
         self.written += nbytes
-        mapped = torch.from_file(str(file), shared=True, size=nbytes, dtype=torch.uint8)
         source = torch.empty(0, dtype=torch.uint8, device=storage.device)
         mapped.copy_(source.set_(storage, 0, (nbytes,), (1,)))
         let_go_of_pages(mapped.data_ptr(), nbytes)
-        return file, mapped.untyped_storage()
-
-    def close(self) -> None:
-        """Remove the files."""
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        return mapped.untyped_storage()
 
 
 class Shelf:
@@ -89,7 +79,7 @@ class Shelf:
         self._held = {True: 0, False: 0}
         self._spill = Spill()
         self._kept: dict[int, Tensor] = {}
-        self._files: dict[int, Path] = {}
+        self._in_files: set[int] = set()
         self._count = 0
         self.peak = 0
 
@@ -112,7 +102,8 @@ class Shelf:
             self._hold(kept, 1)
         else:
             apart = kept.clone(memory_format=torch.contiguous_format)
-            self._files[ticket], storage = self._spill.put(apart.untyped_storage())
+            storage = self._spill.put(apart.untyped_storage())
+            self._in_files.add(ticket)
             mapped = torch.empty(0, dtype=apart.dtype)
             kept = mapped.set_(storage, 0, apart.size(), apart.stride())
         self._kept[ticket] = kept
@@ -121,13 +112,11 @@ class Shelf:
     def take(self, ticket: int, device: torch.device) -> Tensor:
         """The tensor of a ticket; the shelf lets go of it."""
         tensor = self._kept.pop(ticket)
-        file = self._files.pop(ticket, None)
-        if file is None:
+        if ticket not in self._in_files:
             self._hold(tensor, -1)
             return tensor.to(device)
-        there = tensor.to(device, copy=True)
-        file.unlink(missing_ok=True)
-        return there
+        self._in_files.remove(ticket)
+        return tensor.to(device, copy=True)
 
     def _fits(self, tensor: Tensor) -> bool:
         on_host = tensor.device.type == "cpu"
@@ -139,30 +128,40 @@ class Shelf:
 
     def clear(self) -> None:
         """Forget what nobody has taken."""
-        for file in self._files.values():
-            file.unlink(missing_ok=True)
         self._kept.clear()
-        self._files.clear()
+        self._in_files.clear()
         self._held = dict.fromkeys(self._held, 0)
 
     def close(self) -> None:
-        """Forget everything, and remove the files."""
+        """Forget everything."""
         self.clear()
-        self._spill.close()
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _reserve(file: Path, nbytes: int) -> None:
-    """Take the disk space now: writing to a mapped file on a full disk would end the process."""
+@contextlib.contextmanager
+def _reserved(nbytes: int) -> Iterator[str]:
+    """A file that has its name while the body runs.
+
+    Its disk space is taken now: writing to a mapped file on a full disk would end the process.
+    """
+    name = ""
     try:
-        with file.open("wb") as handle:
+        descriptor, name = tempfile.mkstemp(prefix="llmcompressor-activations-")
+        try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(handle.fileno(), 0, nbytes)
+                os.posix_fallocate(descriptor, 0, nbytes)
+        finally:
+            os.close(descriptor)
+        yield name
     except OSError as error:
         raise OutputError(
-            f"Activations that exceed the memory cannot be put into {file.parent}: {error}.",
+            "Activations that exceed the memory cannot be put into "
+            f"{Path(name).parent if name else 'a temporary file'}: {error}.",
             "Have TMPDIR name a folder with more space, or calibrate with fewer samples.",
         ) from error
+    finally:
+        if name:
+            Path(name).unlink(missing_ok=True)

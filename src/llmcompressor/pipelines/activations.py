@@ -12,7 +12,6 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -78,7 +77,7 @@ class _Parked:
     bytes: int
     home: torch.device
     """Where it was, and belongs when its pass runs."""
-    file: Path | None = None
+    in_file: bool = False
 
 
 class ActivationStore:
@@ -127,7 +126,8 @@ class ActivationStore:
             if record.home.type != "cpu":
                 _exchange(tensors, torch.device("cpu"))
             if in_files:
-                record.file = self._spill(tensors)
+                _point(tensors, self._files.put(tensors[0].untyped_storage()))
+                record.in_file = True
             else:
                 self._held += record.bytes
             records.append(record)
@@ -136,16 +136,14 @@ class ActivationStore:
     def fetch(self, one: Pass) -> None:
         """Bring back what ``one`` holds: it is about to run."""
         for record in self._parked.pop(one, []):
-            if record.file is not None or record.home.type != "cpu":
+            if record.in_file or record.home.type != "cpu":
                 _exchange(record.tensors, record.home)
-            if record.file is None:
+            if not record.in_file:
                 self._held -= record.bytes
-            else:
-                record.file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the files."""
-        self._files.close()
+        """Forget what was put away; what still refers to it can be read on."""
+        self._parked.clear()
 
     def _storages(self, one: Pass) -> list[list[Tensor]]:
         """Tensors by storage: views of one storage move together."""
@@ -157,11 +155,6 @@ class ActivationStore:
             if storage.nbytes() >= _SMALLEST and storage.data_ptr() not in self._keep:
                 storages.setdefault(storage.data_ptr(), []).append(tensor)
         return list(storages.values())
-
-    def _spill(self, tensors: list[Tensor]) -> Path:
-        file, storage = self._files.put(tensors[0].untyped_storage())
-        _point(tensors, storage)
-        return file
 
 
 def _is_plain(tensor: Tensor) -> bool:

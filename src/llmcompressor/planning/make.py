@@ -13,8 +13,11 @@ import torch
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
+from llmcompressor.checkpoint.space import check_space, lacking
+from llmcompressor.checkpoint.staging import work_folder
+from llmcompressor.checkpoint.workspace import files_of, scratch_of
 from llmcompressor.core.state import State
-from llmcompressor.errors import CompressorError, InputError, TargetError
+from llmcompressor.errors import CompressorError, InputError, OutputError, TargetError
 from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import DataSize, Modifier, PlannedModule, Work
@@ -220,7 +223,8 @@ class _Maker:
     def _residency(self) -> str:
         if self._request.is_streamed:
             return "one block at a time, the next one read ahead"
-        return "the whole model in memory"
+        reason = self._subject.whole
+        return "the whole model in memory" + (f", because {reason}" if reason else "")
 
     # ------------------------------------------------------------------ the output
 
@@ -229,7 +233,12 @@ class _Maker:
     ) -> Plan:
         subject, request = self._subject, self._request
         try:
-            output = predict_output(subject, planned, save_compressed=request.save_compressed)
+            output = predict_output(
+                subject,
+                planned,
+                is_streamed=request.is_streamed,
+                save_compressed=request.save_compressed,
+            )
         except InputError as error:
             self._problems.append(problem_of("output", error))
             return plan
@@ -284,7 +293,25 @@ class _Maker:
             plan = replace(plan, rates=rates, time=time)
         footprint = self._footprint(sizes, output, passes)
         phases = estimate_phases(footprint, loads, passes, seconds, learned)
+        self._check_space(output, footprint.scratches)
         return replace(plan, phases=phases)
+
+    def _check_space(self, output: Output, scratches: int) -> None:
+        """A disk that is too small is a problem."""
+        target = self._request.output_dir
+        if target is None:
+            return
+        folder, scratch = work_folder(target), 0
+        if self._request.is_streamed and scratches:  # as large as modifiers leave the blocks
+            scratch = scratches * sum(part.loaded for part in self._subject.parts()[:-1])
+        try:
+            check_space(
+                folder,
+                output=lacking(files_of(folder), output.layout.file_size),
+                scratch=lacking(scratch_of(folder), scratch),
+            )
+        except OutputError as error:
+            self._problems.append(problem_of("output_dir", error))
 
     def _work(self, parts: Sequence[Part], context: int) -> tuple[Work, int]:
         """What modifiers compute beside calibration; bytes that they have read once more."""

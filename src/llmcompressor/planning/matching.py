@@ -16,6 +16,7 @@ from llmcompressor.modeling.matching import as_targets, matches, near_matches
 from llmcompressor.modifiers.modifier import Modifier, PlannedModule
 from llmcompressor.names import Forms, named_modules, own_parameters
 from llmcompressor.planning.result import Match, ModuleRow
+from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.schemes.assign import is_router
 from llmcompressor.schemes.presets import format_of
 
@@ -185,7 +186,7 @@ def module_rows(
     unique = {id(scheme): scheme for scheme in schemes.values()}
     words = descriptions(planned)
     formats = {key: str(format_of(one)) for key, one in unique.items()}
-    wanted = [_patterns_of(modifier) for modifier in modifiers]
+    wanted = [(modifier, *_patterns_of(modifier)) for modifier in modifiers]
     embedded = {
         id(parameter)
         for _, module in named_modules(model)
@@ -220,14 +221,14 @@ def _matrices(model: Module) -> Iterator[tuple[str, Module, int]]:
 def _why_dense(
     name: str,
     module: Module,
-    patterns: Sequence[tuple[Sequence[str], Sequence[str]]],
+    patterns: Sequence[tuple[Modifier, Sequence[str], Sequence[str]]],
     embedded: Collection[int],
 ) -> str:
     """Why a module that owns a matrix is not quantized."""
-    targeted = False
-    for targets, ignore in patterns:
+    targeted: list[Modifier] = []
+    for modifier, targets, ignore in patterns:
         if any(matches(name, module, one) for one in targets):
-            targeted = True
+            targeted.append(modifier)
             entry = next((one for one in ignore if matches(name, module, one)), None)
             if entry is not None:
                 return f"ignored by {entry!r}"
@@ -236,7 +237,9 @@ def _why_dense(
     if targeted and any(id(one) in embedded for one in own_parameters(module)):
         return "its weight is the input embedding's"
     if targeted:
-        return "its scheme quantizes no weights"
+        quantizing = any(isinstance(one, QuantizationMixin) for one in targeted)
+        name = "its scheme" if quantizing else type(targeted[0]).__name__
+        return f"{name} quantizes no weights"
     stack = any(isinstance(one, Tensor) and one.ndim == 3 for one in module.parameters())
     if stack and not isinstance(module, Linear | Embedding):
         return STACK

@@ -154,7 +154,7 @@ def _disk(
     learn = max((one.spilled for one in learning), default=0)
     disk = {"load": 0, "calibrate": spilled, "solve": spilled, "save": footprint.output}
     if footprint.is_streamed:  # the space of the output is taken at the beginning
-        scratch = min(footprint.scratches, 1) * sum(one.part.loaded for one in loads[:-1])
+        scratch = footprint.scratches * sum(one.part.loaded for one in loads[:-1])
         scratch += sum(one.kept for one in learning)
         spilled += footprint.output + scratch
         learn += footprint.output + scratch

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from llmcompressor.checkpoint.experts import dense_closed
 from llmcompressor.checkpoint.extras import side_files
 from llmcompressor.checkpoint.layout import LoadedName, checkpoint_names
 from llmcompressor.checkpoint.model_config import json_text
@@ -119,19 +121,24 @@ def _own(planned: PlannedModule) -> tuple[int, int]:
 
 
 def predict_output(
-    subject: Subject, planned: Sequence[PlannedModule], *, save_compressed: bool = True
+    subject: Subject,
+    planned: Sequence[PlannedModule],
+    *,
+    is_streamed: bool,
+    save_compressed: bool = True,
 ) -> Output:
     """The checkpoint that a run would write.
 
     Args:
         subject: the model.
         planned: what the modifiers will make of its modules.
+        is_streamed: blocks are written one by one.
         save_compressed: weights are packed, not written dense.
     """
-    prediction = predict(subject.model, planned, subject.headers, save_compressed=save_compressed)
-    config = planned_config(
-        subject.model, subject.directory, prediction, compressed=save_compressed
-    )
+    model = subject.model
+    with nullcontext() if is_streamed else dense_closed(model):
+        prediction = predict(model, planned, subject.headers, save_compressed=save_compressed)
+        config = planned_config(model, subject.directory, prediction, compressed=save_compressed)
     layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
     names = [entry.name for entry in prediction.quantized]
-    return Output(prediction, layout, config, checkpoint_names(subject.model, names))
+    return Output(prediction, layout, config, checkpoint_names(model, names))

@@ -20,14 +20,14 @@ from llmcompressor.args import ModelArguments
 from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
 from llmcompressor.checkpoint.experts import open_blueprint, open_experts
 from llmcompressor.checkpoint.layout import LoadedName
-from llmcompressor.checkpoint.load import check_unquantized, untie_embeddings
+from llmcompressor.checkpoint.load import check_unadapted, check_unquantized, untie_embeddings
 from llmcompressor.checkpoint.reading import DTYPES
 from llmcompressor.checkpoint.source import TensorHeader, inspect_source, local_directory
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules, own_parameters
-from llmcompressor.pipelines.mixtures import meant_mixtures
+from llmcompressor.pipelines.mixtures import dense_mixtures, meant_mixtures
 
 __all__ = ["REST", "Part", "Subject", "open_subject"]
 
@@ -70,6 +70,8 @@ class Subject:
         is_in_memory: it was given loaded.
         is_hollow: its files hold headers and no data.
         blueprint: what it was built as; ``None`` if it was given loaded.
+        whole: why its blocks cannot be read one by one; empty where they can, as far as that is
+            decided by its files.
     """
 
     model: PreTrainedModel
@@ -81,6 +83,7 @@ class Subject:
     is_in_memory: bool
     is_hollow: bool = False
     blueprint: Blueprint | None = None
+    whole: str = ""
 
     @cached_property
     def module_names(self) -> Mapping[str, Module]:
@@ -127,10 +130,12 @@ def open_subject(args: ModelArguments, modifiers: Sequence[Modifier] = ()) -> Su
     Raises:
         TargetError: experts that they are about cannot be taken apart.
         CheckpointError: it is not on this machine, is damaged, incomplete or quantized already.
-        ArgumentError: what was given is no model.
+        ArgumentError: what was given is no model, or has adapters.
     """
     if isinstance(args.model, str | Path):
         return _from_folder(args, modifiers)
+    if isinstance(args.model, Module):
+        check_unadapted(args.model)
     if not isinstance(args.model, PreTrainedModel):
         raise ArgumentError(
             f"The model is a {type(args.model).__name__}, which cannot be planned.",
@@ -157,7 +162,10 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
     if not args.tie_word_embeddings:
         untie_embeddings(blueprint.model)
     mixtures = meant_mixtures(blueprint.model, modifiers)
-    if open_blueprint(blueprint, mixtures):  # the run has to read whole stacks
+    whole = open_blueprint(
+        blueprint, mixtures, dense_mixtures(mixtures, blueprint.model, modifiers)
+    )
+    if whole:
         open_experts(blueprint.model, mixtures)
     size = _file_bytes(source.tensors.values())
     return Subject(
@@ -170,6 +178,7 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
         is_in_memory=False,
         is_hollow=source.size < size,
         blueprint=blueprint,
+        whole=whole,
     )
 
 

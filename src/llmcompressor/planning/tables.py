@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmcompressor.planning.result import Dense, Plan, ServingNote
+from llmcompressor.units import in_bytes
 
 __all__ = ["plan_text", "print_plan"]
 
@@ -91,13 +92,15 @@ def _print_bytes(plan: Plan, console: Console) -> None:
     table = _table("What is written", "Scheme", "Modules", "Before", "After")
     for one in plan.scheme_bytes:
         name = f"{one.scheme} ({one.format})"
-        table.add_row(Text(name), str(one.modules), _size(one.bytes_before), _size(one.bytes_after))
+        table.add_row(
+            Text(name), str(one.modules), in_bytes(one.bytes_before), in_bytes(one.bytes_after)
+        )
     for row in _largest(plan.dense):
         why = f", {row.why}" if row.why else ""
-        table.add_row(Text(f"as it is: {row.pattern}{why}"), "", "", _size(row.bytes))
+        table.add_row(Text(f"as it is: {row.pattern}{why}"), "", "", in_bytes(row.bytes))
     sizes = plan.sizes
     files = "1 file" if len(sizes.files) == 1 else f"{len(sizes.files)} files"
-    table.add_row(Text(f"weights, {files}"), "", _size(sizes.source), _size(sizes.weights))
+    table.add_row(Text(f"weights, {files}"), "", in_bytes(sizes.source), in_bytes(sizes.weights))
     console.print(table)
     ratio = f", {sizes.ratio:.2f} times smaller" if sizes.weights else ""
     _print(console, f"Weights: {sizes.weights:,} bytes exactly{ratio}.")
@@ -142,8 +145,8 @@ def _print_phases(plan: Plan, console: Console) -> None:
     has_time = plan.time is not None
     table = _table("What it needs, at most", *headings, *(["Waited for"] if has_time else []))
     for one in plan.phases:
-        cells = [one.name, _size(one.host), *([_size(one.device)] if has_device else [])]
-        cells += [_size(one.disk), *([_time(one.seconds)] if has_time else [])]
+        cells = [one.name, in_bytes(one.host), *([in_bytes(one.device)] if has_device else [])]
+        cells += [in_bytes(one.disk), *([_time(one.seconds)] if has_time else [])]
         table.add_row(*cells)
     console.print(table)
     if plan.time is not None:
@@ -193,20 +196,6 @@ def _verdict(plan: Plan) -> list[str]:
     if plan.ok:
         lines.append("Nothing stands against it.")
     return lines
-
-
-def _size(size: int) -> str:
-    """Bytes in a unit that suits them.
-
-    >>> _size(7_348_736), _size(1_319_560_307_784), _size(0)
-    ('7.35 MB', '1.32 TB', '0 B')
-    """
-    value, unit = float(size), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{size} B" if unit == "B" else f"{value:.3g} {unit}"
 
 
 def _count(number: int) -> str:

@@ -29,6 +29,8 @@ __all__ = ["DTYPES", "TITLES", "Files", "Place", "open_checkpoint"]
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
+"""What PEFT writes instead of a configuration."""
 _MOST_HEADER = 100 << 20
 _DAMAGED = "Copy the file again, or compress the model anew."
 
@@ -176,6 +178,11 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Files:
     if not shards and not (folder / CONFIG).exists():
         raise CheckpointError(
             f"The folder {directory} holds no model.", "Give a folder with config.json and weights."
+        )
+    if not (folder / CONFIG).exists() and (folder / _ADAPTER).exists():
+        raise CheckpointError(
+            f"The folder {directory} holds an adapter (PEFT) and no model.",
+            "Merge it into its base (merge_and_unload), and give the folder that that is saved in.",
         )
     files = Files(folder.resolve())
     files.config = _json(files, CONFIG, "F1") or {}

@@ -93,12 +93,10 @@ def learn_rotations(
         budget: bytes of activations that may wait in main memory; half of what is free if ``None``.
 
     Raises:
-        DatasetError: there is no batch.
+        DatasetError: there is no batch, or none with a token to predict.
         NonFiniteError: the loss is NaN or infinite.
     """
-    data = [_with_labels(model, batch) for batch in batches or ()]
-    if not data:
-        raise DatasetError("Learned rotations need calibration data.", "Pass dataset=...")
+    data = _to_learn_from(model, list(batches or ()))
     record = _Record(keeper)
     shelf = Shelf(activation_budget(budget), room_on(model_device(model)))
     with (
@@ -346,6 +344,29 @@ def _rounded_inputs(model: Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _to_learn_from(model: Any, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The batches that have a token to predict.
+
+    Raises:
+        DatasetError: there is none.
+    """
+    if not batches:
+        raise DatasetError("Learned rotations need calibration data.", "Pass dataset=...")
+    every = [_with_labels(model, batch) for batch in batches]
+    data = [batch for batch in every if bool((batch["labels"][:, 1:] != _IGNORED).any())]
+    if not data:
+        raise DatasetError(
+            "Rotations are learned by predicting next tokens, and no sample has two tokens.",
+            "Give longer samples.",
+        )
+    if len(data) < len(batches):
+        logger.warning(
+            f"Rotations are learned without {len(batches) - len(data)} of {len(batches)} batches, "
+            "whose samples have one token each: there is nothing to predict."
+        )
+    return data
 
 
 def _with_labels(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:

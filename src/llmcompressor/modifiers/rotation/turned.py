@@ -72,7 +72,10 @@ class Turned:
                 module._parameters.update(own)
 
     def _learned_in(self, fusion: Fusion) -> list[str]:
-        names = (self._names.get(id(one)) for one in (*fusion.inputs, *fusion.outputs))
+        return self._learned_of((*fusion.inputs, *fusion.outputs))
+
+    def _learned_of(self, rotations: Iterable[Rotation]) -> list[str]:
+        names = (self._names.get(id(one)) for one in rotations)
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def _values(self, module: Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -90,9 +93,10 @@ class Turned:
             "weight": _Weight(found["weight"], fusion, self._names, names, self._gain(fusion), args)
         }
         if "bias" in own and isinstance(module, Linear) and fusion.outputs:
-            makers["bias"] = _Bias(found["bias"], fusion, self._names, names)
+            turning = self._learned_of(fusion.outputs)  # what rotates inputs is no part of it
+            makers["bias"] = _Bias(found["bias"], fusion, self._names, turning)
         for name, maker in makers.items():
-            found[name] = _Made.apply(maker, *(leaves[one] for one in names))  # type: ignore[no-untyped-call]
+            found[name] = _Made.apply(maker, *(leaves[one] for one in maker.names))  # type: ignore[no-untyped-call]
         return found
 
     def _gain(self, fusion: Fusion) -> Tensor | None:
