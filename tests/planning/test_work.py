@@ -23,6 +23,8 @@ from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
+from llmcompressor.pipelines import experts
+from llmcompressor.planning import passes, workload
 
 SAMPLES, LENGTH = 32, 32
 TARGETS: dict[str, Any] = {"targets": "Linear", "ignore": ["lm_head"]}
@@ -183,3 +185,40 @@ def test_smoothing_counts_its_readers_and_their_inputs(tmp_path: Path) -> None:
     assert static.effort([attention.q_proj, attention.k_proj]).watch % 64 == 0
     assert static.effort([attention.q_proj]).watch > 0
     assert QuantizationModifier(scheme="W4A16", **TARGETS).effort(group).watch == 0
+
+
+@pytest.mark.parametrize("name", ["gptq", "every expert", "routed"])
+def test_what_is_planned_for_one_stop_is_solved_at_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts of a wave wait together: their statistics are all held, in waves of five here."""
+    kind, make, more = RECIPES[name]
+    source, data = folder_of(kind, tmp_path / "model"), rows()
+    for user in (workload, experts):
+        monkeypatch.setattr(user, "wave_of", lambda mixture, *, every: 5)
+    planned: list[int] = []
+    block_works = workload.block_works
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        found = block_works(*args, **kwargs)
+        planned.extend(
+            sum(len(group.modules) for group in unit.groups)
+            for work in found
+            for unit in work.units
+        )
+        return found
+
+    monkeypatch.setattr(passes, "block_works", watched)
+    plan(str(source), make(), data, measure=False, max_seq_length=LENGTH, **more)
+
+    solved: list[int] = []
+    quantize_weights = GPTQModifier.quantize_weights
+
+    def counted(self: GPTQModifier, state: State, modules: list[Module]) -> None:
+        solved.append(len(modules))
+        quantize_weights(self, state, modules)
+
+    monkeypatch.setattr(GPTQModifier, "quantize_weights", counted)
+    given = {"max_seq_length": LENGTH, "output_dir": tmp_path / "out", **more}
+    oneshot(model=str(source), recipe=make(), dataset=data, verify=False, **given)
+    assert sorted(planned) == sorted(solved)
