@@ -259,11 +259,37 @@ def test_samples_of_one_token_have_nothing_to_predict(tmp_path: Path) -> None:
             output_dir=tmp_path / name,
         )
     assert tensors_of(tmp_path / "mixed") == tensors_of(tmp_path / "long")
-    with pytest.raises(DatasetError, match="no sample has two tokens"):
+    with pytest.raises(DatasetError, match="no sample has one to predict"):
         oneshot(
             source, recipe=[spin(), rounded("W8A8")], dataset=short, output_dir=tmp_path / "short"
         )
     assert not (tmp_path / "short.partial").exists()
+
+
+def test_tokens_that_a_loss_mask_leaves_out_are_not_predicted(tmp_path: Path) -> None:
+    source = str(written(tmp_path / "source"))
+    rows = tiny.batches()[0]["input_ids"].tolist()
+    every = [{"input_ids": row, "loss_mask": [1] * len(row)} for row in rows]
+    none = {"input_ids": rows[1], "loss_mask": [1] + [0] * (len(rows[1]) - 1)}
+    half = {**every[1], "loss_mask": [0] * 3 + [1] * (len(rows[1]) - 3)}
+    found = {}
+    for name, data in {
+        "one": every[:1],
+        "one and none": [every[0], none],
+        "all": every[:2],
+        "some": [every[0], half],
+    }.items():
+        oneshot(
+            source,
+            recipe=[spin(), rounded("W8A8")],
+            dataset=data,
+            shuffle_calibration_samples=False,
+            use_loss_mask=True,
+            output_dir=tmp_path / name,
+        )
+        found[name] = tensors_of(tmp_path / name)
+    assert found["one"] == found["one and none"]
+    assert found["all"] not in (found["one"], found["some"])
 
 
 def test_a_step_holds_one_block_however_many_there_are() -> None:

@@ -141,6 +141,7 @@ class State:
             (``llmcompressor.modeling.call_order.CallOrder``).
         activation_budget: bytes of activations that may wait in main memory; ``None`` for what
             the free memory allows.
+        use_loss_mask: only tokens count whose ``loss_mask`` in a batch is 1.
         progress: called by long work inside a modifier to say how far it is.
         keeper: who has the weights of blocks that are loaded one by one
             (``llmcompressor.pipelines.residency.Keeper``); ``None`` if the model is in memory.
@@ -168,6 +169,7 @@ class State:
     turned: dict[Any, str] = field(default_factory=dict)
     call_order: Any = None
     activation_budget: int | None = None
+    use_loss_mask: bool = False
     progress: Callable[..., Any] | None = None
     keeper: Any = None
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -259,7 +259,7 @@ class _Run:
             workspace,
             self._report,
             stages=len(passes),
-            scratch=left * (len(passes) - 1),
+            scratch=left * (len(passes) - 1) + _kept_of_learning(self._modifiers),
             compressed=self.job.model_args.save_compressed,
         )
         try:
@@ -364,6 +364,12 @@ class _Run:
             },
         )
         return prints | {"weights": self.weights.fingerprint}
+
+
+def _kept_of_learning(modifiers: Iterable[Modifier]) -> int:
+    """What it takes to keep how far learning is: a file is written before that before it goes."""
+    learning = (one.learning() for one in modifiers if one.initialized)
+    return sum(2 * one.kept for one in learning if one is not None)
 
 
 def _stored_bytes(block: Module) -> int:

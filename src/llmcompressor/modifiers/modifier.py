@@ -157,6 +157,7 @@ class Learning:
         steps: batches that run forward and backward, one after another.
         compared: batches at most that run forward before the first step, and after the last.
         held: bytes from the first step to the last.
+        kept: bytes of a file from which a later run can go on.
         stepping: further bytes while a step is taken.
         products: multiply-adds of a step, beside those of the model and of its weights.
     """
@@ -164,6 +165,7 @@ class Learning:
     steps: int
     compared: int = 0
     held: int = 0
+    kept: int = 0
     stepping: int = 0
     products: int = 0
 

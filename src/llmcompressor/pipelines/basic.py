@@ -76,6 +76,7 @@ class DataFreePipeline:
         state = session.state
         given = None if dataset_args is None else dataset_args.activation_budget
         state.activation_budget = None if given is None else int(given)
+        state.use_loss_mask = dataset_args is not None and dataset_args.use_loss_mask
         with calibration_mode(model):
             LifecycleCallbacks.calibration_epoch_start()
             if state.keeper is None:

@@ -116,7 +116,7 @@ def _plan(learning: Learning, makings: Sequence[Effort], context: LearningContex
         spilled=max(waiting - context.budget, 0),
         held=learning.held,
         stepping=learning.stepping,
-        kept=2 * learning.held,  # one is written before the one before it goes
+        kept=2 * learning.kept,  # one is written before the one before it goes
         read=(2 * learning.steps + compared) * sum(part.source for part in blocks),
         forwards=(learning.steps * _FORWARDS + compared) * context.tokens * per_token,
         products=made_times * made + learning.steps * learning.products,

@@ -293,17 +293,20 @@ class _Maker:
             plan = replace(plan, rates=rates, time=time)
         footprint = self._footprint(sizes, output, passes)
         phases = estimate_phases(footprint, loads, passes, seconds, learned)
-        self._check_space(output, footprint.scratches)
+        kept = sum(one.learning.kept for one, _ in passes if one.learning is not None)
+        self._check_space(output, footprint.scratches, kept)
         return replace(plan, phases=phases)
 
-    def _check_space(self, output: Output, scratches: int) -> None:
+    def _check_space(self, output: Output, scratches: int, kept: int) -> None:
         """A disk that is too small is a problem."""
         target = self._request.output_dir
         if target is None:
             return
         folder, scratch = work_folder(target), 0
+        if self._request.is_streamed:
+            scratch = kept
         if self._request.is_streamed and scratches:  # as large as modifiers leave the blocks
-            scratch = scratches * sum(part.loaded for part in self._subject.parts()[:-1])
+            scratch += scratches * sum(part.loaded for part in self._subject.parts()[:-1])
         try:
             check_space(
                 folder,

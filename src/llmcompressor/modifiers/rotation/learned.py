@@ -79,6 +79,7 @@ def learn_rotations(
     rate: float,
     keeper: Any = None,
     budget: int | None = None,
+    use_loss_mask: bool = False,
 ) -> Learned:
     """Learn the rotations of ``start``, all others staying what they are.
 
@@ -91,12 +92,13 @@ def learn_rotations(
         rate: of the first step; it falls to zero linearly.
         keeper: who has the weights of the blocks; ``None`` if all are in memory.
         budget: bytes of activations that may wait in main memory; half of what is free if ``None``.
+        use_loss_mask: predict only tokens whose ``loss_mask`` is 1.
 
     Raises:
         DatasetError: there is no batch, or none with a token to predict.
         NonFiniteError: the loss is NaN or infinite.
     """
-    data = _to_learn_from(model, list(batches or ()))
+    data = _to_learn_from(model, use_loss_mask, list(batches or ()))
     record = _Record(keeper)
     shelf = Shelf(activation_budget(budget), room_on(model_device(model)))
     with (
@@ -346,7 +348,9 @@ def _rounded_inputs(model: Module) -> Iterator[None]:
             handle.remove()
 
 
-def _to_learn_from(model: Any, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _to_learn_from(
+    model: Any, use_loss_mask: bool, batches: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """The batches that have a token to predict.
 
     Raises:
@@ -354,26 +358,33 @@ def _to_learn_from(model: Any, batches: Sequence[Mapping[str, Any]]) -> list[dic
     """
     if not batches:
         raise DatasetError("Learned rotations need calibration data.", "Pass dataset=...")
-    every = [_with_labels(model, batch) for batch in batches]
+    every = [_with_labels(model, use_loss_mask, batch) for batch in batches]
     data = [batch for batch in every if bool((batch["labels"][:, 1:] != _IGNORED).any())]
     if not data:
         raise DatasetError(
-            "Rotations are learned by predicting next tokens, and no sample has two tokens.",
-            "Give longer samples.",
+            "Rotations are learned by predicting next tokens, and no sample has one to predict.",
+            "Give longer samples"
+            + (
+                ", with a loss_mask that is 1 somewhere behind the first token."
+                if use_loss_mask
+                else "."
+            ),
         )
     if len(data) < len(batches):
         logger.warning(
             f"Rotations are learned without {len(batches) - len(data)} of {len(batches)} batches, "
-            "whose samples have one token each: there is nothing to predict."
+            "in which there is nothing to predict."
         )
     return data
 
 
-def _with_labels(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch with the next tokens to predict, padding left out."""
+def _with_labels(model: Any, use_loss_mask: bool, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch with the next tokens to predict, padding left out and what its masks leave out."""
     device = model_device(model)
     ids, mask = batch["input_ids"].to(device), batch.get("attention_mask")
-    labels = ids if mask is None else ids.masked_fill(mask.to(device) == 0, _IGNORED)
+    labels = ids
+    for one in (mask, batch.get("loss_mask") if use_loss_mask else None):
+        labels = labels if one is None else labels.masked_fill(one.to(device) == 0, _IGNORED)
     inputs = {"input_ids": ids, "labels": labels, "use_cache": False}
     return inputs if mask is None else {**inputs, "attention_mask": mask.to(device)}
 

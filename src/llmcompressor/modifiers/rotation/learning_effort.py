@@ -16,6 +16,8 @@ __all__ = ["learning_of", "making_of"]
 
 _HELD = 24
 """Bytes per entry of a matrix: it and its momentum in float64, its leaf and gradient in float32."""
+_KEPT = 16
+"""Of these what a later run needs: it and its momentum."""
 _STEPPING = 64
 """Bytes per entry of a matrix while a step is taken: eight in float64."""
 _SOLVED = 8
@@ -41,6 +43,7 @@ def learning_of(orders: Iterable[int], *, steps: int) -> Learning:
         steps=steps,
         compared=COMPARED,
         held=_HELD * sum(size**2 for size in sizes),
+        kept=_KEPT * sum(size**2 for size in sizes),
         stepping=_STEPPING * max(sizes, default=0) ** 2,
         products=_SOLVED * sum(size**3 for size in sizes),
     )

@@ -340,6 +340,7 @@ class SpinQuantModifier(RotationModifier):
             rate=self.learning_rate,
             keeper=state.keeper,
             budget=state.activation_budget,
+            use_loss_mask=state.use_loss_mask,
         )
         learned = outcome.rotations
         for fusion in plan.fusions.values():
