@@ -172,6 +172,16 @@ def test_a_decoder_that_makes_its_inputs_of_labels_gets_them() -> None:
     assert set(model_inputs(model, both)) == {"input_ids", "decoder_input_ids"}
 
 
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+@pytest.mark.parametrize("pipeline", PIPELINES_WITH_DATA)
+def test_data_that_a_forward_cannot_do_with_is_told_as_such(family: str, pipeline: str) -> None:
+    model, recorder = tiny.build(family), Recorder()
+    with pytest.raises(DatasetError, match="fails on the first batch, which has attention_mask"):
+        run_pipeline(model, tiny.text_batches(), recorder, pipeline)
+    assert recorder._inputs == {}
+    assert not hooks_left(model)
+
+
 def test_images_get_the_models_dtype_and_ids_keep_theirs() -> None:
     model = tiny.build("llava").to(torch.bfloat16)
     inputs = model_inputs(model, tiny.image_batches()[0])

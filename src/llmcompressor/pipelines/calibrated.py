@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from llmcompressor.errors import CheckpointError
+from llmcompressor.errors import CheckpointError, CompressorError, DatasetError
 from llmcompressor.modeling.call_order import CallOrder, watch_calls
 from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modeling.hollow import hollow_weights
@@ -62,6 +62,7 @@ def watch_calibrated(
 
     Raises:
         CheckpointError: the model's forward writes to its own weights.
+        DatasetError: the model's forward cannot do with what the batches hold.
     """
     names = {module: name for name, module in model.named_modules() if module in owners}
     region = {inner: name for block, name in blocks.items() for inner in block.modules()}
@@ -73,7 +74,12 @@ def watch_calibrated(
         for linear in stage.linears
         if linear in names
     }
-    with hollow_weights(model), every_expert_called(model), _weights_unchanged(model):
+    with (
+        _accepted(model, batches[0]),
+        hollow_weights(model),
+        every_expert_called(model),
+        _weights_unchanged(model),
+    ):
         order = watch_calls(
             lambda: batches.run(small_batch(batches[0])),
             names,
@@ -83,6 +89,22 @@ def watch_calibrated(
     # Each modifier watches the first of its own.
     order = order.split(lambda module: (tuple(owners[module]), stages.get(module)))
     return Calibrated(names, order, stages)
+
+
+@contextmanager
+def _accepted(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
+    """Say that it is the data where a forward raises what forwards raise of their arguments."""
+    try:
+        yield
+    except CompressorError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        columns = ", ".join(sorted(batch)) or "nothing"
+        raise DatasetError(
+            f"The forward of {type(model).__name__} fails on the first batch, which has {columns}: "
+            f"{type(error).__name__}: {error}.",
+            "Give it the columns that this forward takes.",
+        ) from error
 
 
 @contextmanager

@@ -363,12 +363,9 @@ def _to_learn_from(
     if not data:
         raise DatasetError(
             "Rotations are learned by predicting next tokens, and no sample has one to predict.",
-            "Give longer samples"
-            + (
-                ", with a loss_mask that is 1 somewhere behind the first token."
-                if use_loss_mask
-                else "."
-            ),
+            "Give longer samples, or a loss_mask that is 1 somewhere behind the first token."
+            if use_loss_mask
+            else "Give longer samples.",
         )
     if len(data) < len(batches):
         logger.warning(
