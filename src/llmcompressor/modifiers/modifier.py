@@ -91,7 +91,7 @@ class Effort:
         visits: passes over the weights that are not products, column by column for instance.
         statistics: bytes that are held from the first token until the modules are solved.
         workspace: further bytes while they are solved.
-        together: how many of them, each with its input, are solved at once where they are alike.
+        at_once: how many of them, each with its input, are solved in one batch where they are alike.
     """
 
     gram: int = 0
@@ -101,7 +101,7 @@ class Effort:
     visits: int = 0
     statistics: int = 0
     workspace: int = 0
-    together: int = 1
+    at_once: int = 1
 
 
 @dataclass(frozen=True)

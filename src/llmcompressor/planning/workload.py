@@ -78,8 +78,8 @@ class Unit:
         most = solutions = 0
         solved = [(one.effort, one.elements) for one in self.groups if one.effort.solve]
         for (effort, elements), alike in Counter(solved).items():
-            for first in range(0, alike, effort.together):
-                at_once = min(effort.together, alike - first)
+            for first in range(0, alike, effort.at_once):
+                at_once = min(effort.at_once, alike - first)
                 most = max(most, solutions + at_once * effort.workspace)
                 solutions += at_once * _FLOAT * elements
         return most
@@ -274,7 +274,7 @@ def _sum(efforts: Sequence[Effort]) -> Effort:
         visits=sum(one.visits for one in efforts),
         statistics=sum(one.statistics for one in efforts),
         workspace=max((one.workspace for one in efforts), default=0),
-        together=max((one.together for one in efforts), default=1),
+        at_once=max((one.at_once for one in efforts), default=1),
     )
 
 

@@ -74,5 +74,5 @@ def effort_of(
         visits=elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT),
         statistics=_FLOAT * square * streams + buffered,
         workspace=largest,
-        together=max(1, BATCH_ELEMENTS // square) if batched else 1,
+        at_once=max(1, BATCH_ELEMENTS // square) if batched else 1,
     )

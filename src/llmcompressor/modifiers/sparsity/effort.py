@@ -72,5 +72,5 @@ def effort_of(
         visits=elements * (refinements * _VISITS_OF_ROUND or _VISITS_OF_SWEEP),
         statistics=_FLOAT * (square * streams + streams * CHUNK_TOKENS * columns),
         workspace=fitting if refinements else 8 * square + 13 * elements,
-        together=max(1, BATCH_ELEMENTS // square),
+        at_once=max(1, BATCH_ELEMENTS // square),
     )
