@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on a device that is only pretended: nothing may reach for a tensor on another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.device.recipes import RECIPES, TRAININGS
+
+Run = Callable[..., dict[str, Any]]
+DATA_FREE = [name for name, recipe in RECIPES.items() if not recipe.takes_data]
+
+pytestmark = pytest.mark.slow  # the device is compiled first
+
+
+def test_the_device_itself(on_device: Run) -> None:
+    found = on_device("itself")
+    errors = ["RuntimeError", "RuntimeError", "TypeError", "RuntimeError", "OutOfMemoryError"]
+    assert found.pop("refused") == errors
+    assert found.pop("scores") < 2**17  # a device's attention keeps no scores
+    assert found == {"taken": True, "counted": 4000, "size": 4000, "free": 4000}
+
+
+def test_every_recipe_runs_on_the_device(on_device: Run) -> None:
+    names = list(RECIPES)
+    assert on_device("compress", names=names) == dict.fromkeys(names, "cuda:0")
+
+
+def test_a_model_that_is_there_already(on_device: Run) -> None:
+    names = ["rtn", "gptq", "awq", "spin", "autoround", "sparsegpt", "reap"]
+    assert on_device("object", names=names) == dict.fromkeys(names, "cuda:0")
+
+
+def test_what_needs_no_data_has_the_bytes_of_the_host(on_device: Run) -> None:
+    assert on_device("same_bytes", names=DATA_FREE) == dict.fromkeys(DATA_FREE, True)
+
+
+def test_every_training_runs_on_the_device(on_device: Run) -> None:
+    names = list(TRAININGS)
+    assert on_device("train", names=names) == dict.fromkeys(names, "cuda:0")
+
+
+def test_a_training_continues_there_with_the_same_bytes(on_device: Run) -> None:
+    found = on_device("train_resumed", name="pruned_distilled")
+    assert found == {"interrupted": True, "same": True}
+
+
+@pytest.mark.parametrize("name", ["rtn", "gptq"])
+def test_a_run_that_was_broken_off_continues_there(name: str, on_device: Run) -> None:
+    assert on_device("killed", name=name) == {"partial": True, "same": True}
