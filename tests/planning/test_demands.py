@@ -213,7 +213,7 @@ def test_coarser_levels_hold_more_at_once() -> None:
     assert [unit.statistics for unit in block.units] == [40]
     # that of the last problem, beside the float32 solutions of the others
     solutions = 4 * (4 * 64 + 2 * 128)
-    assert block.units[0].workspace == solutions + 16
+    assert block.units[0].solving() == solutions + 16
 
 
 def test_experts_see_their_share_of_the_tokens() -> None:

@@ -363,6 +363,8 @@ class _Maker:
             max(longest, limit),
             max(len(passes) - 1, 0),
             self._reads_ahead,
+            0 if tokens is None else tokens.tokens,
+            self._widths.hidden,
         )
 
 

@@ -71,14 +71,47 @@ class Unit:
         return sum(group.effort.statistics for group in self.groups)
 
     @property
-    def workspace(self) -> int:
-        """Further bytes while it is solved: of one group, beside the solutions of those before."""
-        most = solutions = 0
+    def moments(self) -> int:
+        """Bytes of the largest product that is added to second moments."""
+        counting = (group for group in self.groups if group.effort.gram)
+        columns = (one.in_features for group in counting for one in _linears(group))
+        return max((_FLOAT * width**2 for width in columns), default=0)
+
+    @property
+    def columns(self) -> int:
+        """The widest input."""
+        columns = (one.in_features for group in self.groups for one in _linears(group))
+        return max(columns, default=0)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one module that shares its input with no other."""
+        return sum(len(group.modules) for group in self.groups) == 1
+
+    def kept(self, tokens: int) -> int:
+        """Bytes of what is kept of all the data."""
+        return tokens * sum(group.effort.kept for group in self.groups)
+
+    def solving(self, tokens: int = 0, at_once: int = 0, *, device: bool = False) -> int:
+        """Further bytes while it is solved: of one group, beside the solutions of those before.
+
+        Args:
+            tokens: of all the data.
+            at_once: of those, how many run through a block together.
+            device: they are on an accelerator.
+        """
+        most = solutions = together = 0
         for group in self.groups:
-            if group.effort.solve:
-                most = max(most, solutions + group.effort.workspace)
+            effort = group.effort
+            per_token = effort.kept + effort.outputs
+            runs = effort.scaled + tokens * per_token + at_once * effort.running
+            own = max(effort.workspace_on(device=device), runs)
+            if effort.together:
+                together += own
+            elif effort.solve:
+                most = max(most, solutions + own)
                 solutions += _FLOAT * group.elements
-        return most
+        return most + together
 
     @property
     def copied(self) -> int:
@@ -87,6 +120,10 @@ class Unit:
 
 
 _FLOAT = 4
+
+
+def _linears(group: Group) -> list[Linear]:
+    return [one for one in group.modules if isinstance(one, Linear)]
 
 
 @dataclass(frozen=True)
@@ -265,6 +302,12 @@ def _sum(efforts: Sequence[Effort]) -> Effort:
         visits=sum(one.visits for one in efforts),
         statistics=sum(one.statistics for one in efforts),
         workspace=max((one.workspace for one in efforts), default=0),
+        on_device=max((one.workspace_on(device=True) for one in efforts), default=None),
+        kept=sum(one.kept for one in efforts),
+        scaled=max((one.scaled for one in efforts), default=0),
+        outputs=max((one.outputs for one in efforts), default=0),
+        running=max((one.running for one in efforts), default=0),
+        together=any(one.together for one in efforts),
     )
 
 
