@@ -43,6 +43,10 @@ RECIPES = {
     "quip": _of(f"QuIPModifier: {{{_LINEARS}}}", _W4A16, takes_data=False),
     "fp8": _of(f"QuantizationModifier: {{{_LINEARS}, scheme: FP8}}"),
     "nvfp4": _of(f"QuantizationModifier: {{{_LINEARS}, scheme: NVFP4}}"),
+    "imatrix": _of(
+        "QuantizationModifier: {ignore: [lm_head], config_groups: {group_0: {targets: [Linear], "
+        "weights: {num_bits: 4, group_size: 128, strategy: group, observer: imatrix_mse}}}}"
+    ),
     "gptq": _of(_GPTQ),
     "gptq_once": _of(f"GPTQModifier: {{{_LINEARS}, scheme: W4A16, asymmetric: false}}"),
     "awq": _of("AWQModifier: {}", _ASYMMETRIC),

@@ -20,6 +20,7 @@ from tests.device.pretended import Device, pretend
 from tests.device.recipes import RECIPES, TRAININGS
 
 TOKENS, VOCABULARY = 64, 512
+MIB = 2**20
 
 
 class Runs:
@@ -92,13 +93,27 @@ class Runs:
 
     def peaks(self, names: list[str], depths: list[int]) -> dict[str, list[int]]:
         """The most bytes on the device, for models of several depths."""
-        return {
-            name: [
-                self._peak(lambda: self._compress(name, f"{name}-{depth}", depth=depth))  # noqa: B023
-                for depth in depths
-            ]
-            for name in names
-        }
+        found: dict[str, list[int]] = {name: [] for name in names}
+        for name in names:
+            call = self._call(name, self._rows(8, TOKENS), TOKENS)
+            for depth in depths:
+                model = self._model(RECIPES[name].kind, depth)
+                peak = self._peak(lambda: self._run(model, f"{name}-{depth}", call))  # noqa: B023
+                found[name].append(peak)
+        return found
+
+    def planned(self, names: list[str], hidden: int, length: int) -> dict[str, list[float]]:
+        """Planned and measured MiB, for models of so many columns and 16 samples so long."""
+        from llmcompressor import plan
+
+        found = {}
+        for name in names:
+            model = self._model(RECIPES[name].kind, 4, hidden)
+            call = self._call(name, self._rows(16, length), length)
+            peak = plan(model=model, device="cuda", measure=False, **call).peak_device
+            measured = self._peak(lambda: self._run(model, name, call))  # noqa: B023
+            found[name] = [peak / MIB, measured / MIB]
+        return found
 
     def object(self, names: list[str]) -> dict[str, str]:
         """A model that lies on the device already."""
@@ -191,20 +206,26 @@ class Runs:
         )
         return _devices(model)
 
+    def _run(self, model: str, name: str, call: dict[str, Any]) -> None:
+        """A run whose model nobody asks for: it is not loaded again."""
+        from llmcompressor import oneshot
+
+        output = self._folder / f"planned-{name}"
+        oneshot(model=model, device="cuda", output_dir=output, verify=False, **call)
+
     def _oneshot(self, name: str, output: str, **more: Any) -> Any:
         from llmcompressor import oneshot
 
-        recipe = RECIPES[name]
-        data: dict[str, Any] = {}
-        if recipe.takes_data:
-            data = {
-                "dataset": self._rows(),
-                "max_seq_length": TOKENS,
-                "num_calibration_samples": 8,
-            }
-        return oneshot(
-            recipe=f"modifiers:\n{recipe.text}", output_dir=self._folder / output, **data, **more
-        )
+        call = self._call(name, self._rows(8, TOKENS), TOKENS)
+        return oneshot(output_dir=self._folder / output, **call, **more)
+
+    @staticmethod
+    def _call(name: str, rows: Any, length: int) -> dict[str, Any]:
+        call: dict[str, Any] = {"recipe": f"modifiers:\n{RECIPES[name].text}"}
+        if RECIPES[name].takes_data:
+            call |= {"dataset": rows, "max_seq_length": length}
+            call |= {"num_calibration_samples": len(rows)}
+        return call
 
     def _train(self, recipe: str, output: str, **more: Any) -> Any:
         from llmcompressor import train
@@ -213,7 +234,7 @@ class Runs:
         return train(
             model=self._model("llama"),
             recipe=f"modifiers:\n{recipe}",
-            dataset=self._rows(),
+            dataset=self._rows(8, TOKENS),
             output_dir=self._folder / output,
             max_steps=4,
             per_device_train_batch_size=2,
@@ -231,33 +252,34 @@ class Runs:
         work()
         return self._device.peak - before
 
-    def _rows(self) -> Any:
+    @staticmethod
+    def _rows(samples: int, length: int) -> Any:
         import torch
         from datasets import Dataset
 
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(3, VOCABULARY, (8, TOKENS), generator=generator)
+        ids = torch.randint(3, VOCABULARY, (samples, length), generator=generator)
         return Dataset.from_dict({"input_ids": ids.tolist()})
 
-    def _model(self, kind: str, depth: int = 2) -> str:
-        folder = self._folder / f"{kind}-{depth}"
+    def _model(self, kind: str, depth: int = 2, hidden: int = 128) -> str:
+        folder = self._folder / f"{kind}-{depth}-{hidden}"
         if not folder.is_dir():
-            _write_model(kind, depth, folder)
+            _write_model(kind, depth, hidden, folder)
         return str(folder)
 
 
-def _write_model(kind: str, depth: int, folder: Path) -> None:
+def _write_model(kind: str, depth: int, hidden: int, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 128,
-        "intermediate_size": 256,
+        "vocab_size": 4 * hidden,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
         "num_hidden_layers": depth,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 64,
         "tie_word_embeddings": False,
     }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}

@@ -50,3 +50,16 @@ def test_a_training_continues_there_with_the_same_bytes(on_device: Run) -> None:
 @pytest.mark.parametrize("name", ["rtn", "gptq"])
 def test_a_run_that_was_broken_off_continues_there(name: str, on_device: Run) -> None:
     assert on_device("killed", name=name) == {"partial": True, "same": True}
+
+
+def test_the_peak_does_not_grow_with_depth(on_device: Run) -> None:
+    found = on_device("peaks", names=["rtn", "gptq", "spin"], depths=[3, 9])
+    for name, (few, many) in found.items():
+        assert many < 1.02 * few, name
+
+
+def test_the_planned_peak_is_the_measured_one(on_device: Run) -> None:
+    names = ["rtn", "hqq", "fp8", "imatrix", "gptq", "awq", "awq_output", "autoround", "wanda"]
+    found = on_device("planned", names=names, hidden=256, length=256)
+    for name, (planned, measured) in found.items():
+        assert planned == pytest.approx(measured, rel=0.15), name
