@@ -126,19 +126,25 @@ class Runs:
             found[name] = _devices(model)
         return found
 
-    def bounded(self, name: str, limit: int | None) -> dict[str, Any]:
-        """A limit for the device: the peak under it, or the error; and where activations were."""
-        from llmcompressor.errors import CompressorError
+    def bounded(self, name: str, limits: list[int | None]) -> list[Any]:
+        """Under each limit the planned and the measured peak, or what was said and what is left."""
+        from llmcompressor import plan
+        from llmcompressor.errors import ArgumentError
 
-        limits = {} if limit is None else {"max_memory": {0: limit}}
-        try:
-            peak = self._peak(lambda: self._compress(name, "bounded", depth=4, **limits))
-        except CompressorError as error:
-            return {
-                "error": str(error),
-                "files": sorted(one.name for one in self._folder.iterdir()),
-            }
-        return {"peak": peak}
+        model = self._model("llama", 4)
+        call = self._call(name, self._rows(64, 256), 256)
+        found: list[Any] = []
+        for number, limit in enumerate(limits):
+            own = call if limit is None else call | {"max_memory": {0: limit}}
+            output = f"bounded-{number}"
+            try:
+                peak = plan(model=model, device="cuda", measure=False, **own).peak_device
+                found.append([peak, self._peak(lambda: self._run(model, output, own))])  # noqa: B023
+            except ArgumentError as error:
+                left = [one.name for one in self._folder.glob(f"*{output}*")]
+                found.append([str(error), left])
+        written = [self._folder / f"planned-bounded-{one}" / "model.safetensors" for one in (0, 1)]
+        return [*found, written[0].read_bytes() == written[1].read_bytes()]
 
     def full(self, name: str, capacity: int) -> dict[str, str]:
         """A device that runs out of memory, then one that does not: does the run continue?"""

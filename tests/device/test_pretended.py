@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.device.recipes import RECIPES, TRAININGS
 
+MIB = 2**20
 Run = Callable[..., dict[str, Any]]
 DATA_FREE = [name for name, recipe in RECIPES.items() if not recipe.takes_data]
 
@@ -63,3 +64,15 @@ def test_the_planned_peak_is_the_measured_one(on_device: Run) -> None:
     found = on_device("planned", names=names, hidden=256, length=256)
     for name, (planned, measured) in found.items():
         assert planned == pytest.approx(measured, rel=0.15), name
+
+
+def test_a_limit_of_the_device_is_kept_or_refused(on_device: Run) -> None:
+    free, limited, refused, same = on_device(
+        "bounded", name="gptq_once", limits=[None, 16 * MIB, MIB // 2]
+    )
+    assert limited[1] < 16 * MIB < free[1]
+    assert free[0] == pytest.approx(free[1], rel=0.15)
+    assert limited[0] < 16 * MIB
+    assert "max_memory allows 0 MiB on cuda" in refused[0]
+    assert refused[1] == []
+    assert same

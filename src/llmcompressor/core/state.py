@@ -141,6 +141,8 @@ class State:
             (``llmcompressor.modeling.call_order.CallOrder``).
         activation_budget: bytes of activations that may wait in main memory; ``None`` for what
             the free memory allows.
+        device_memory: the most bytes that a run may use of an accelerator; ``None`` for what is
+            free.
         progress: called by long work inside a modifier to say how far it is.
         keeper: who has the weights of blocks that are loaded one by one
             (``llmcompressor.pipelines.residency.Keeper``); ``None`` if the model is in memory.
@@ -168,6 +170,7 @@ class State:
     turned: dict[Any, str] = field(default_factory=dict)
     call_order: Any = None
     activation_budget: int | None = None
+    device_memory: int | None = None
     progress: Callable[..., Any] | None = None
     keeper: Any = None
 

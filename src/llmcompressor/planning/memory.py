@@ -49,6 +49,8 @@ _IN_ATTENTION = 3
 """Further ones in front of the projection of an attention: queries, keys and values, its result."""
 _COUNTED = 6
 """Bytes per token and column while second moments are added up."""
+_SHARE_FOR_ACTIVATIONS = 0.5
+"""Of what the limit of a device leaves."""
 _AHEAD = 1
 """Blocks that are read while one is worked on."""
 
@@ -86,6 +88,7 @@ class Footprint:
         run_tokens: tokens that run through a block at once.
         tokens: of all the data.
         hidden: width of what goes from block to block.
+        limit: bytes that may be used of the device; ``None`` for what is free.
         scratches: passes that leave blocks for the next one in files.
         reads_ahead: the next block is read while one is worked on.
     """
@@ -103,6 +106,7 @@ class Footprint:
     reads_ahead: bool = True
     tokens: int = 0
     hidden: int = 0
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -249,17 +253,20 @@ def _calibrating(
     for index, work in enumerate(works):
         held = _resident(footprint, loads, index)
         for unit in work.units:
-            waiting = _waiting(footprint, one, unit)
+            waiting, elsewhere = _waiting(footprint, one, unit), 0
+            if _exceeds(footprint, one, loads[-1]):
+                waiting, elsewhere = 0, min(one.activations, one.budget)
+            host = held.host + elsewhere
             present = held.model + waiting + unit.statistics
             running, own = _running(footprint, one, work, unit)
             kept = unit.kept(footprint.tokens)
             model = present - int(own * waiting) + running + kept
-            calibrating.append(_Moment(model, held.host, running))
+            calibrating.append(_Moment(model, host, running))
             copied = unit.copied if one.streams > 1 else 0
             solved = unit.solving(
                 footprint.tokens, footprint.run_tokens, device=footprint.on_device
             )
-            solving.append(_Moment(present + copied + solved, held.host, running))
+            solving.append(_Moment(present + copied + solved, host, running))
     return _most(calibrating), _most(solving)
 
 
@@ -275,10 +282,17 @@ def _waiting(footprint: Footprint, one: PassPlan, unit: Unit) -> int:
     estimate = min(one.activations, one.budget)
     if not footprint.on_device or one.level not in _STATES_AT:
         return estimate
-    states, hidden = _STATES_AT[one.level] * footprint.hidden, footprint.hidden
+    states, hidden = _STATES_AT[Granularity(one.level)] * footprint.hidden, footprint.hidden
     if one.level == Granularity.LINEAR and unit.is_single:
         states += unit.columns if unit.columns > hidden else _IN_ATTENTION * hidden
     return min(footprint.tokens * one.streams * footprint.itemsize * states, one.budget)
+
+
+def _exceeds(footprint: Footprint, one: PassPlan, rest: Load) -> bool:
+    """Whether activations wait on the host, for they would take too much of the device's limit."""
+    if not footprint.on_device or footprint.limit is None:
+        return False
+    return one.activations > (footprint.limit - rest.part.loaded) * _SHARE_FOR_ACTIVATIONS
 
 
 def _running(footprint: Footprint, one: PassPlan, work: BlockWork, unit: Unit) -> tuple[int, float]:
@@ -306,7 +320,8 @@ def _saving(
 ) -> _Moment:
     waiting = 0
     if footprint.is_streamed:
-        waiting = max((min(one.activations, one.budget) for one, _ in passes), default=0)
+        staying = (one for one, _ in passes if not _exceeds(footprint, one, loads[-1]))
+        waiting = max((min(one.activations, one.budget) for one in staying), default=0)
     moments = []
     for index, one in enumerate(loads):
         held = _resident(footprint, loads, index)

@@ -79,6 +79,7 @@ def learn_rotations(
     rate: float,
     keeper: Any = None,
     budget: int | None = None,
+    device_memory: int | None = None,
 ) -> Learned:
     """Learn the rotations of ``start``, all others staying what they are.
 
@@ -91,6 +92,7 @@ def learn_rotations(
         rate: of the first step; it falls to zero linearly.
         keeper: who has the weights of the blocks; ``None`` if all are in memory.
         budget: bytes of activations that may wait in main memory; half of what is free if ``None``.
+        device_memory: the most bytes that may be used of an accelerator; what is free if ``None``.
 
     Raises:
         DatasetError: there is no batch.
@@ -100,7 +102,7 @@ def learn_rotations(
     if not data:
         raise DatasetError("Learned rotations need calibration data.", "Pass dataset=...")
     record = _Record(keeper)
-    shelf = Shelf(activation_budget(budget), room_on(model_device(model)))
+    shelf = Shelf(activation_budget(budget), room_on(model_device(model), device_memory))
     with (
         _arriving(keeper) as arrive,
         contextlib.closing(shelf),

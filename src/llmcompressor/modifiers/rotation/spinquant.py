@@ -340,6 +340,7 @@ class SpinQuantModifier(RotationModifier):
             rate=self.learning_rate,
             keeper=state.keeper,
             budget=state.activation_budget,
+            device_memory=state.device_memory,
         )
         learned = outcome.rotations
         for fusion in plan.fusions.values():
