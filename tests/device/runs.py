@@ -146,21 +146,6 @@ class Runs:
         written = [self._folder / f"planned-bounded-{one}" / "model.safetensors" for one in (0, 1)]
         return [*found, written[0].read_bytes() == written[1].read_bytes()]
 
-    def full(self, name: str, capacity: int) -> dict[str, str]:
-        """A device that runs out of memory, then one that does not: does the run continue?"""
-        self._device.capacity, plenty = self._device.in_use + capacity, self._device.capacity
-        said = ""
-        try:
-            self._compress(name, "full")
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        gc.collect()
-        self._device.capacity = plenty
-        self._compress(name, "full")
-        self._compress(name, "plain")
-        files = [self._folder / one / "model.safetensors" for one in ("full", "plain")]
-        return {"said": said, "same": str(files[0].read_bytes() == files[1].read_bytes())}
-
     def killed(self, name: str) -> dict[str, Any]:
         """A run that is broken off behind its first block, and continued."""
         from llmcompressor.checkpoint.journal import Journal
