@@ -216,7 +216,7 @@ def test_a_tiny_budget_changes_nothing_to_the_bit(
         before = [tensor.clone() for tensor in tiny.tensors_of(batches)]
         # So small a budget would choose blocks.
         monkeypatch.setattr("llmcompressor.pipelines.granularity.estimate_bytes", lambda *_: 1)
-        monkeypatch.setattr(sequential, "_resident_budget", lambda _, budget: budget - 1)
+        monkeypatch.setattr(sequential, "_resident_budget", lambda _, budget, limit: budget - 1)
         run_pipeline(model, batches, recorder)
         assert all(map(torch.equal, tiny.tensors_of(batches), before))
         runs.append(recorder)

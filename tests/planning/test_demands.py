@@ -27,6 +27,7 @@ from llmcompressor.modifiers.awq.base import _Moments as Moments
 from llmcompressor.modifiers.awq.effort import effort_of as awq_effort
 from llmcompressor.modifiers.gptq.effort import effort_of
 from llmcompressor.modifiers.gptq.solve import Options, Problem, solve
+from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.modifier import Effort, Granularity, Work
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of as sparse_effort
@@ -215,7 +216,7 @@ def test_coarser_levels_hold_more_at_once() -> None:
     assert [unit.statistics for unit in block.units] == [40]
     # that of the last problem, beside the float32 solutions of the others
     solutions = 4 * (4 * 64 + 2 * 128)
-    assert block.units[0].workspace == solutions + 16
+    assert block.units[0].solving() == solutions + 16
 
 
 def test_experts_see_their_share_of_the_tokens() -> None:
@@ -349,3 +350,17 @@ def test_matrices_that_stay_in_forwards_are_there_all_the_time(
     matrices = 4 * width**2 * (len(before) - 1 if randomize else 1)
     assert [one.loaded for one in after[:-1]] == [one.loaded for one in before[:-1]]
     assert after[-1].loaded == before[-1].loaded + matrices
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("rows", [256, 1024, 8192])
+def test_what_hqq_holds_beside_a_weight(rows: int) -> None:
+    weight = torch.randn(rows, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear = Linear(512, rows, bias=False, device="meta", dtype=torch.bfloat16)
+    scheme = scheme_of("W4A16_ASYM")
+    modifier = HQQModifier(scheme="W4A16_ASYM", iters=2)
+    modifier._schemes[linear] = scheme
+    start = observe_weight(weight, scheme.weights)
+    with torch.no_grad(), counted_memory() as counter:
+        modifier._refined(weight, start)
+    assert modifier.beside([linear], together=True) == pytest.approx(counter.peak, rel=0.15)

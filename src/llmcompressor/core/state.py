@@ -142,6 +142,8 @@ class State:
         activation_budget: bytes of activations that may wait in main memory; ``None`` for what
             the free memory allows.
         use_loss_mask: only tokens count whose ``loss_mask`` in a batch is 1.
+        device_memory: the most bytes that a run may use of an accelerator; ``None`` for what is
+            free.
         progress: called by long work inside a modifier to say how far it is.
         keeper: who has the weights of blocks that are loaded one by one
             (``llmcompressor.pipelines.residency.Keeper``); ``None`` if the model is in memory.
@@ -170,6 +172,7 @@ class State:
     call_order: Any = None
     activation_budget: int | None = None
     use_loss_mask: bool = False
+    device_memory: int | None = None
     progress: Callable[..., Any] | None = None
     keeper: Any = None
 

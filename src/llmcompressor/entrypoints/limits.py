@@ -44,10 +44,12 @@ class Limits:
             asked: a device's name.
 
         Raises:
-            ArgumentError: there is no such device.
+            ArgumentError: there is no such device, or the limit leaves no room for one block.
         """
         if asked is not None:
-            return named_device(asked)
+            device = named_device(asked)
+            self._check_room(device, weights)
+            return device
         if not torch.cuda.is_available():
             return torch.device("cpu")
         device = torch.device("cuda", torch.cuda.current_device())
@@ -61,6 +63,22 @@ class Limits:
             f"{allowed / 2**30:.1f} GiB: the model computes on the CPU."
         )
         return torch.device("cpu")
+
+    def of(self, device: torch.device) -> int | None:
+        """The limit of an accelerator; ``None`` where none was given, and for the host."""
+        return None if device.type == "cpu" else self._given.get(device.index or 0)
+
+    def _check_room(self, device: torch.device, weights: BlockWeights) -> None:
+        limit = self.of(device)
+        block = max(map(weights.source_bytes, weights.blocks), default=0)
+        rest = weights.source_bytes(REST)
+        if limit is not None and limit < rest + 2 * block:
+            raise ArgumentError(
+                f"max_memory allows {_gib(limit)} on {device}; embeddings and head take "
+                f"{_gib(rest)} there, and a block of this model {_gib(block)}, once as it is and "
+                "once while it is worked on.",
+                f"Allow at least {_gib(rest + 2 * block)}, or compute on the CPU.",
+            )
 
     def bound(self, dataset_args: DatasetArguments, weights: BlockWeights) -> DatasetArguments:
         """Arguments with a budget for activations that keeps the host within its limit.

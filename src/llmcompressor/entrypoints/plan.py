@@ -111,6 +111,8 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         subject = _subject(job)
     data = _Data(job, subject)
     tokens, batches = data()
+    device = _device(job, subject)
+    limits = Limits(job.run_args.max_memory)
     request = Request(
         [_unused(modifier) for modifier in job.recipe.modifiers],
         _yaml(job.recipe),
@@ -119,14 +121,15 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         tokens,
         batches,
         data.samples,
-        _device(job, subject),
+        device,
         _is_streamed(job, subject),
-        Limits(job.run_args.max_memory).room,
+        limits.room,
         job.model_args.save_compressed,
         job.output_dir,
         deployment,
         measure,
         job.problems,
+        limits.of(device),
     )
     with without_collecting():
         found = make_plan(subject, request)
@@ -259,15 +262,15 @@ def _is_streamed(job: Job, subject: Subject) -> bool:
 def _device(job: Job, subject: Subject) -> torch.device:
     """Where the model would compute."""
     asked = job.model_args.device
-    if asked is not None:
-        return named_device(asked)
-    if not torch.cuda.is_available():
+    if asked is None and not torch.cuda.is_available():
         return torch.device("cpu")
     if subject.blueprint is not None and _is_streamed(job, subject):
         weights = BlockWeights(subject.blueprint, list(find_blocks(subject.model).values()))
         try:
-            return Limits(job.run_args.max_memory).choose_device(weights, None)
+            return Limits(job.run_args.max_memory).choose_device(weights, asked)
         finally:
             weights.close()
+    if asked is not None:
+        return named_device(asked)
     free, _ = torch.cuda.mem_get_info()
     return torch.device("cuda" if subject.source_bytes <= free * _SHARE_FOR_WEIGHTS else "cpu")

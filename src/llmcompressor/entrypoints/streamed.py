@@ -163,6 +163,7 @@ def run_blueprint(
     session.reset()
     if batches is not None:
         weights.check()
+    session.state.device_memory = limits.of(weights.device)
     with undone_on_error(session):
         _load_rest(blueprint, weights, tied=args.tie_word_embeddings)
         _Run(job, blueprint, weights, limits, batches, processor, session)()

@@ -26,11 +26,18 @@ def activation_budget(given: int | str | None) -> int:
     return int(given or psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY)
 
 
-def room_on(device: torch.device) -> int:
-    """Bytes of activations that may stay on an accelerator: half of what is free there."""
+def room_on(device: torch.device, limit: int | None = None) -> int:
+    """Bytes of activations that may stay on an accelerator: half of what is free there.
+
+    Args:
+        device: which.
+        limit: the most bytes that may be used there in all.
+    """
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
+    if limit is not None:
+        free = min(free, max(limit - torch.cuda.memory_allocated(device), 0))
     return int(free * _SHARE_OF_FREE_MEMORY)
 
 

@@ -91,7 +91,14 @@ class Effort:
         visits: passes over the weights that are not products, column by column for instance.
         statistics: bytes that are held from the first token until the modules are solved.
         workspace: further bytes while they are solved.
-        at_once: how many of them, each with its input, are solved in one batch where they are alike.
+        on_device: the same on an accelerator; ``None`` where it is no other. Rows that the host
+            works on in parts, a thread on each, are worked on at once there.
+        at_once: where others at the same stop are alike, how many are solved in one batch.
+        kept: bytes per token of the data that are held from when it is seen until they are solved.
+        scaled: bytes of weights while modules are run again, to see what becomes of their outputs.
+        outputs: bytes per token of the data meanwhile.
+        running: bytes per token of those that run at once, meanwhile.
+        together: they are solved together with all others that are calibrated at the same stop.
     """
 
     gram: int = 0
@@ -101,7 +108,17 @@ class Effort:
     visits: int = 0
     statistics: int = 0
     workspace: int = 0
+    on_device: int | None = None
     at_once: int = 1
+    kept: int = 0
+    scaled: int = 0
+    outputs: int = 0
+    running: int = 0
+    together: bool = False
+
+    def workspace_on(self, *, device: bool) -> int:
+        """``workspace``, on the host or on an accelerator."""
+        return self.workspace if self.on_device is None or not device else self.on_device
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from torch import Tensor
 from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
 
-__all__ = ["HalfQuadratic", "lp_error", "refine_cells"]
+__all__ = ["CHUNK_ELEMENTS", "HalfQuadratic", "lp_error", "refine_cells"]
 
-_CHUNK_ELEMENTS = 1 << 18
+CHUNK_ELEMENTS = 1 << 18
 """Elements that stay in a cache while all rounds are made on them."""
 
 
@@ -107,7 +107,7 @@ def refine_cells(
         )
     scale_S = scale_S.clone()
     zero_S = None if zero_S is None else zero_S.clone()
-    height = max(1, _CHUNK_ELEMENTS // max(1, values_SN.shape[1]))
+    height = max(1, CHUNK_ELEMENTS // max(1, values_SN.shape[1]))
     for top in range(0, len(values_SN), height):
         rows = slice(top, top + height)
         zero = None if zero_S is None else zero_S[rows]

@@ -197,9 +197,9 @@ def _budget(dataset_args: DatasetArguments) -> int:
     return activation_budget(dataset_args.activation_budget)
 
 
-def _resident_budget(device: torch.device, budget: int) -> int:
+def _resident_budget(device: torch.device, budget: int, limit: int | None) -> int:
     """Bytes of activations that may stay where the passes run."""
-    return room_on(device) if device.type == "cuda" else budget
+    return room_on(device, limit) if device.type == "cuda" else budget
 
 
 @dataclass
@@ -235,7 +235,7 @@ class _SequentialRun:
         store = ActivationStore(
             self.budget,
             self._tensors_of_others(),
-            fits=self.plan.bytes <= _resident_budget(device, self.budget),
+            fits=self.plan.bytes <= _resident_budget(device, self.budget, self.state.device_memory),
         )
         originals = OriginalWeights(len(self.batches), self.order.calls)
         with (

@@ -72,6 +72,7 @@ class Request:
         deployment: where it is to be served, as far as it is known.
         measure: the machine is measured, and the time estimated.
         problems: what was found before.
+        device_limit: bytes that the run may use of ``device``; ``None`` for what is free.
     """
 
     modifiers: Sequence[Modifier]
@@ -89,6 +90,7 @@ class Request:
     deployment: Deployment | None = None
     measure: bool = True
     problems: Sequence[Problem] = ()
+    device_limit: int | None = None
 
 
 def problem_of(where: str, error: CompressorError) -> Problem:
@@ -393,6 +395,9 @@ class _Maker:
             max(longest, limit),
             max(len(passes) - 1, 0),
             self._reads_ahead,
+            0 if tokens is None else tokens.tokens,
+            self._widths.hidden,
+            request.device_limit,
         )
 
 

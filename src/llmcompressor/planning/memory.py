@@ -29,18 +29,28 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmcompressor.memory import TOLERATED
+from llmcompressor.modifiers.modifier import Granularity
 from llmcompressor.planning.learning import PartLearning
 from llmcompressor.planning.result import LearningPlan, PassPlan, Phase
 from llmcompressor.planning.subject import REST, Part
-from llmcompressor.planning.workload import BlockWork
+from llmcompressor.planning.workload import BlockWork, Unit
 
 __all__ = ["Footprint", "Load", "estimate_phases"]
 
 _WIDE_INPUTS = 4
 """Tensors as wide as the widest input that are alive at once in a forward: gate, up, their
 product, and what comes next."""
+_AT_ONCE = 3
+"""Of those, how many there are at any one time."""
+_STATES_AT = {Granularity.LINEAR: 4, Granularity.SUB_BLOCK: 2, Granularity.BLOCK: 2}
+"""Tensors of the width between blocks that the frames of a paused forward refer to: the embedded
+tokens, the block's input, the residual stream, what is normed."""
+_IN_ATTENTION = 3
+"""Further ones in front of the projection of an attention: queries, keys and values, its result."""
 _COUNTED = 6
 """Bytes per token and column while second moments are added up."""
+_SHARE_FOR_ACTIVATIONS = 0.5
+"""Of what the limit of a device leaves."""
 _AHEAD = 1
 """Blocks that are read while one is worked on."""
 
@@ -76,6 +86,9 @@ class Footprint:
         others: bytes of the other files.
         itemsize: of the model's dtype.
         run_tokens: tokens that run through a block at once.
+        tokens: of all the data.
+        hidden: width of what goes from block to block.
+        limit: bytes that may be used of the device; ``None`` for what is free.
         scratches: passes that leave blocks for the next one in files.
         reads_ahead: the next block is read while one is worked on.
     """
@@ -91,6 +104,9 @@ class Footprint:
     run_tokens: int
     scratches: int = 0
     reads_ahead: bool = True
+    tokens: int = 0
+    hidden: int = 0
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -234,19 +250,67 @@ def _calibrating(
 ) -> tuple[_Moment, _Moment]:
     """While tokens run through the most demanding unit, and while one is solved."""
     calibrating, solving = [_Moment(0, 0)], [_Moment(0, 0)]
-    waiting = min(one.activations, one.budget) if one.activations else 0
     for index, work in enumerate(works):
         held = _resident(footprint, loads, index)
-        batch = footprint.run_tokens * work.intermediate
-        running = batch * footprint.itemsize * _WIDE_INPUTS
         for unit in work.units:
+            waiting, elsewhere = _waiting(footprint, one, unit), 0
+            if _exceeds(footprint, one, loads[-1]):
+                waiting, elsewhere = 0, min(one.activations, one.budget)
+            host = held.host + elsewhere
+            present = held.model + waiting + unit.statistics
+            running, own = _running(footprint, one, work, unit)
+            kept = unit.kept(footprint.tokens)
+            model = present - int(own * waiting) + running + kept
+            calibrating.append(_Moment(model, host, running))
             copied = unit.copied if one.streams > 1 else 0
-            counting = batch * _COUNTED if unit.statistics else 0
-            model = held.model + waiting + unit.statistics
-            passing = running + counting
-            calibrating.append(_Moment(model + passing, held.host, passing))
-            solving.append(_Moment(model + copied + unit.workspace, held.host, passing))
+            solved = unit.solving(
+                footprint.tokens, footprint.run_tokens, device=footprint.on_device
+            )
+            solving.append(_Moment(present + copied + solved, host, running))
     return _most(calibrating), _most(solving)
+
+
+def _waiting(footprint: Footprint, one: PassPlan, unit: Unit) -> int:
+    """Bytes of the activations that wait while a unit has its turn.
+
+    On the host as the pipeline estimates them. On a device as a decoder layer holds them at that
+    place: in front of a projection back to the width between blocks there is what goes into it, and
+    in attention what it was made of.
+    """
+    if not one.activations:
+        return 0
+    estimate = min(one.activations, one.budget)
+    if not footprint.on_device or one.level not in _STATES_AT:
+        return estimate
+    states, hidden = _STATES_AT[Granularity(one.level)] * footprint.hidden, footprint.hidden
+    if one.level == Granularity.LINEAR and unit.is_single:
+        states += unit.columns if unit.columns > hidden else _IN_ATTENTION * hidden
+    return min(footprint.tokens * one.streams * footprint.itemsize * states, one.budget)
+
+
+def _exceeds(footprint: Footprint, one: PassPlan, rest: Load) -> bool:
+    """Whether activations wait on the host, for they would take too much of the device's limit."""
+    if not footprint.on_device or footprint.limit is None:
+        return False
+    return one.activations > (footprint.limit - rest.part.loaded) * _SHARE_FOR_ACTIVATIONS
+
+
+def _running(footprint: Footprint, one: PassPlan, work: BlockWork, unit: Unit) -> tuple[int, float]:
+    """Bytes of a batch that runs through a block; its share of the waiting ones, if that is in it.
+
+    On the host this is an upper bound, beside which the C library's own reserve was measured. A
+    device has nothing but tensors: what goes between blocks, and the widest three of an MLP, or one
+    of them as it is counted.
+    """
+    batch = footprint.run_tokens * work.intermediate
+    if not footprint.on_device:
+        counting = batch * _COUNTED if unit.statistics else 0
+        return batch * footprint.itemsize * _WIDE_INPUTS + counting, 0.0
+    states = footprint.run_tokens * footprint.hidden * footprint.itemsize
+    counting = unit.moments or (batch * _COUNTED if unit.statistics else 0)
+    wide = batch * footprint.itemsize
+    share = footprint.run_tokens / max(footprint.tokens * one.streams, footprint.run_tokens)
+    return _STATES_AT[Granularity.LINEAR] * states + max(_AT_ONCE * wide, wide + counting), share
 
 
 def _saving(
@@ -256,7 +320,8 @@ def _saving(
 ) -> _Moment:
     waiting = 0
     if footprint.is_streamed:
-        waiting = max((min(one.activations, one.budget) for one, _ in passes), default=0)
+        staying = (one for one, _ in passes if not _exceeds(footprint, one, loads[-1]))
+        waiting = max((min(one.activations, one.budget) for one in staying), default=0)
     moments = []
     for index, one in enumerate(loads):
         held = _resident(footprint, loads, index)

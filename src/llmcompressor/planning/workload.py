@@ -73,16 +73,49 @@ class Unit:
         return sum(group.effort.statistics for group in self.groups)
 
     @property
-    def workspace(self) -> int:
-        """Further bytes while it is solved, beside the solutions of what was solved before."""
-        most = solutions = 0
-        solved = [(one.effort, one.elements) for one in self.groups if one.effort.solve]
-        for (effort, elements), alike in Counter(solved).items():
-            for first in range(0, alike, effort.at_once):
-                at_once = min(effort.at_once, alike - first)
-                most = max(most, solutions + at_once * effort.workspace)
-                solutions += at_once * _FLOAT * elements
-        return most
+    def moments(self) -> int:
+        """Bytes of the largest product that is added to second moments."""
+        counting = (group for group in self.groups if group.effort.gram)
+        columns = (one.in_features for group in counting for one in _linears(group))
+        return max((_FLOAT * width**2 for width in columns), default=0)
+
+    @property
+    def columns(self) -> int:
+        """The widest input."""
+        columns = (one.in_features for group in self.groups for one in _linears(group))
+        return max(columns, default=0)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one module that shares its input with no other."""
+        return sum(len(group.modules) for group in self.groups) == 1
+
+    def kept(self, tokens: int) -> int:
+        """Bytes of what is kept of all the data."""
+        return tokens * sum(group.effort.kept for group in self.groups)
+
+    def solving(self, tokens: int = 0, run_tokens: int = 0, *, device: bool = False) -> int:
+        """Further bytes while it is solved: of one group, beside the solutions of those before.
+
+        Args:
+            tokens: of all the data.
+            run_tokens: of those, how many run through a block together.
+            device: they are on an accelerator.
+        """
+        most = solutions = together = 0
+        for (effort, elements), alike in Counter(
+            (group.effort, group.elements) for group in self.groups
+        ).items():
+            runs = effort.scaled + tokens * (effort.kept + effort.outputs)
+            own = max(effort.workspace_on(device=device), runs + run_tokens * effort.running)
+            if effort.together:
+                together += alike * own
+            elif effort.solve:
+                for first in range(0, alike, effort.at_once):
+                    batched = min(effort.at_once, alike - first)
+                    most = max(most, solutions + batched * own)
+                    solutions += batched * _FLOAT * elements
+        return most + together
 
     @property
     def copied(self) -> int:
@@ -91,6 +124,10 @@ class Unit:
 
 
 _FLOAT = 4
+
+
+def _linears(group: Group) -> list[Linear]:
+    return [one for one in group.modules if isinstance(one, Linear)]
 
 
 @dataclass(frozen=True)
@@ -275,6 +312,12 @@ def _sum(efforts: Sequence[Effort]) -> Effort:
         statistics=sum(one.statistics for one in efforts),
         workspace=max((one.workspace for one in efforts), default=0),
         at_once=max((one.at_once for one in efforts), default=1),
+        on_device=max((one.workspace_on(device=True) for one in efforts), default=None),
+        kept=sum(one.kept for one in efforts),
+        scaled=max((one.scaled for one in efforts), default=0),
+        outputs=max((one.outputs for one in efforts), default=0),
+        running=max((one.running for one in efforts), default=0),
+        together=any(one.together for one in efforts),
     )
 
 

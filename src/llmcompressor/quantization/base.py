@@ -53,6 +53,7 @@ from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
 
 __all__ = ["QuantizationMixin"]
 
+_FLOAT = 4
 _EXTREMES = 3
 _SEARCHED = 12
 """Looks at an input, for its extremes, and for a histogram or the like."""
@@ -167,7 +168,13 @@ class QuantizationMixin(Modifier):
 
     def effort(self, modules: Sequence[Module]) -> Effort:
         """The ranges of inputs that get a static scale."""
-        return Effort(watch=self.watched_values(modules))
+        weighing = [
+            weight_of(one).shape[-1]
+            for one in modules
+            if one in self._schemes and weighs_inputs(self._schemes[one].weights)
+        ]
+        squares = _FLOAT * max(weighing, default=0)  # of the inputs' columns
+        return Effort(watch=self.watched_values(modules), statistics=squares)
 
     def watched_values(self, modules: Sequence[Module]) -> int:
         """Looks at the values of one token of the input of ``modules``, for static scales."""

@@ -45,6 +45,11 @@ _NO_EFFECT = {"device_ids": "blocks are tuned where they lie; give device to one
 """Fields that the technique has elsewhere, and why they are without effect."""
 _SHRUNK_TO = 0.5
 """The least part of a weight's range that tuning may begin with."""
+_TUNED = 37
+"""Bytes per weight: three offsets, the gradient, and of the rounded weight its codes, quotients,
+scales (float32 all) and whether it was cut off; what the block computes with, and its gradient."""
+_SAVED = 1.5
+"""Elements that a backward reads, over those that go into Linears and come out of them."""
 _STEP_TOKENS = 2048
 """About what a step runs on: short samples are run together up to this."""
 
@@ -138,13 +143,17 @@ class AutoRoundModifier(QuantizationMixin):
         return {name: asdict(record) for name, record in self._records.items()}
 
     def effort(self, modules: Sequence[Module]) -> Effort:
-        """One forward and two backward products for each step."""
-        elements = sum(weight_of(one).numel() for one in modules if self._is_tuned(one))
+        """One forward and two backward products for each step; what the backward reads."""
+        weights = [weight_of(one) for one in modules if self._is_tuned(one)]
+        elements, widths = sum(map(Tensor.numel, weights)), sum(sum(one.shape) for one in weights)
+        itemsize = max((one.element_size() for one in weights), default=0)
         return Effort(
             solve=3 * self.iters * _STEP_TOKENS * elements,
             visits=16 * self.iters * elements,
-            workspace=24 * elements,
             watch=self.watched_values(modules),
+            scaled=_TUNED * elements,
+            running=int(_SAVED * itemsize * widths),
+            together=True,
         )
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:

@@ -22,7 +22,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.mappings import Names, SmoothSet
-from llmcompressor.modifiers.awq.effort import VISITS, effort_of, run_products
+from llmcompressor.modifiers.awq.effort import VISITS, effort_of, run_products, running
 from llmcompressor.modifiers.awq.parents import ParentRuns, parent_of
 from llmcompressor.modifiers.factory import ModifierFactory
 from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier, Work
@@ -177,7 +177,12 @@ class AWQModifier(SmoothingMixin):
             clipped=[weight_of(module) for module in clipped],
             group=_group_of(clipped[0]) if clipped else 0,
         )
-        return replace(found, watch=super().effort(modules).watch)
+        found = replace(found, watch=super().effort(modules).watch)
+        smoothed = [module for module in modules if module in quantized]
+        if self.loss == "statistics" or not smoothed:
+            return found
+        weights = [weight_of(one) for one in smoothed]
+        return running(found, weights, offloaded=self.offload_device is not None)
 
     def work(self, modules: Sequence[Module], data: DataSize) -> Work:
         """With ``loss: output`` the parent of a set runs on all data for every candidate."""

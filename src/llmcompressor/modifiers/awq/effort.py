@@ -11,7 +11,10 @@ clipping, a sweep  R C (C + (K + 1) g), groups of g         2 of the weight, 4 C
 =================  =======================================  ===============================
 
 With ``loss: output`` a candidate is a run of the set's parent on all tokens, and 8 passes over the
-readers' weights, instead.
+readers' weights, instead. What the parents are called with is kept for all tokens; what
+one returns, twice.
+
+On an accelerator the rows at once are all rows.
 
 Before rows are clipped, float32 copies of the weight (8 R C) or of the moments (8 C²) are scaled.
 """
@@ -19,6 +22,7 @@ Before rows are clipped, float32 copies of the weight (8 R C) or of the moments 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from compressed_tensors.quantization import is_cached_attention_module
@@ -32,7 +36,7 @@ from llmcompressor.numerics.awq import CLIP_ATTEMPTS, CLIPPED_ROWS
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.numerics.quadratic import WIDTH
 
-__all__ = ["VISITS", "effort_of", "run_products"]
+__all__ = ["VISITS", "effort_of", "run_products", "running"]
 
 _FLOAT = 4
 _MATRIX = 2
@@ -64,6 +68,7 @@ def effort_of(
         visits=searched.visits + ends.visits,
         statistics=_FLOAT * columns**2 + CHUNK_TOKENS * columns * every[0].element_size(),
         workspace=max(searched.workspace, ends.workspace),
+        on_device=max(one.workspace_on(device=True) for one in (searched, ends)),
     )
 
 
@@ -86,6 +91,27 @@ def run_products(parent: Module, data: DataSize) -> tuple[int, int]:
     return found, attention
 
 
+def running(found: Effort, weights: Sequence[Tensor], *, offloaded: bool) -> Effort:
+    """``found`` with the bytes of running the parent of some Linears for every candidate.
+
+    Args:
+        found: what else it takes.
+        weights: of the Linears, which get one input; only their forms are looked at.
+        offloaded: what the parent is called with is kept elsewhere.
+    """
+    columns, itemsize = weights[0].shape[-1], weights[0].element_size()
+    rows = [weight.shape[0] for weight in weights]
+    returned = columns if len(weights) > 1 else rows[0]  # by an attention or an MLP, or a Linear
+    elements = [weight.numel() for weight in weights]
+    return replace(
+        found,
+        kept=0 if offloaded else itemsize * columns,
+        scaled=itemsize * sum(elements) + 3 * _FLOAT * max(elements),
+        outputs=2 * itemsize * returned,
+        running=itemsize * (sum(rows) + max(rows)) if len(weights) > 1 else 0,
+    )
+
+
 def _search(weights: Sequence[Tensor], columns: int, points: int) -> Effort:
     if not weights:
         return Effort()
@@ -103,11 +129,18 @@ def _clipping(weights: Sequence[Tensor], columns: int, group: int) -> Effort:
         return Effort()
     elements = sum(weight.numel() for weight in weights)
     tries, square = sum(CLIP_ATTEMPTS), columns**2
-    rows = min(elements // columns, CLIPPED_ROWS * torch.get_num_threads())
-    at_once = rows * (12 * columns + 20 * max(CLIP_ATTEMPTS) * group)
+    rows = elements // columns
+    itemsize = weights[0].element_size()
+
+    def bytes_of(at_once: int) -> int:
+        """Of so many rows that are clipped at once."""
+        own = at_once * (12 * columns + 20 * max(CLIP_ATTEMPTS) * group)
+        clipping = 4 * square + 8 * elements // group + own
+        return elements * itemsize + max(8 * elements, 8 * square, clipping)
+
     return Effort(
         solve=elements * (len(CLIP_ATTEMPTS) * columns + (tries + len(CLIP_ATTEMPTS)) * group),
         visits=tries * VISITS * elements,
-        workspace=elements * weights[0].element_size()
-        + max(8 * elements, 8 * square, 4 * square + 8 * elements // group + at_once),
+        workspace=bytes_of(min(rows, CLIPPED_ROWS * torch.get_num_threads())),
+        on_device=bytes_of(rows),
     )

@@ -168,12 +168,14 @@ class GPTQModifier(QuantizationMixin):
     def effort(self, modules: Sequence[Module]) -> Effort:
         """Second moments, and one factorization and sweep for all that get one input."""
         solved = [module for module in modules if self._is_solved(module)]
-        bits = [grid_of(args).bits for args in map(self._weight_args, solved) if args is not None]
+        schemes = [args for args in map(self._weight_args, solved) if args is not None]
+        bits = [grid_of(args).bits for args in schemes]
         found = effort_of(
             [weight_of(module) for module in solved],
             twin=self.twin_streams,
             refinements=self.refinements if min(bits, default=FINE_BITS) < FINE_BITS else 0,
             batched=self.batched_quantization is not False,
+            group=max([0, *(args.group_size or 0 for args in schemes)]),
         )
         return replace(found, watch=self.watched_values(modules))
 

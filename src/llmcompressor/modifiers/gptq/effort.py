@@ -11,6 +11,7 @@ factorization                          C³/3 + C³/2                            
 sweep                                  R C²/2                                   4 C² + 12 R C
 refinement                             R C² per round                           4 C² + 33 R C / 2
 turning back                           none                                     12 or 16 RC + 8SC
+scales fitted anew, on an accelerator  R C² of groups of g columns              16 R C + 20 R g
 =====================================  =======================================  =================
 
 The second moments stay while they are solved; of the further bytes the largest count. P is the
@@ -39,7 +40,12 @@ _VISITS_OF_REFINEMENT = 26
 
 
 def effort_of(
-    weights: Sequence[Tensor], *, twin: bool, refinements: int, batched: bool = True
+    weights: Sequence[Tensor],
+    *,
+    twin: bool,
+    refinements: int,
+    group: int = 0,
+    batched: bool = True,
 ) -> Effort:
     """What it takes to solve Linears with one input.
 
@@ -47,6 +53,7 @@ def effort_of(
         weights: each ``[R_i, C]``; only their forms are looked at.
         twin: with the inputs of the original model.
         refinements: rounds of coordinate descent.
+        group: columns that share a scale; 0 for all.
         batched: those of one form are solved together.
     """
     if not weights:
@@ -74,5 +81,6 @@ def effort_of(
         visits=elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT),
         statistics=_FLOAT * square * streams + buffered,
         workspace=largest,
+        on_device=max(largest, 16 * elements + 20 * rows * (min(group, columns) or columns)),
         at_once=max(1, BATCH_ELEMENTS // square) if batched else 1,
     )

@@ -20,7 +20,7 @@ from torch.nn import Module
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
 from llmcompressor.modifiers.modifier import DataSize, Work
-from llmcompressor.numerics.hqq import HalfQuadratic, lp_error, refine_cells
+from llmcompressor.numerics.hqq import CHUNK_ELEMENTS, HalfQuadratic, lp_error, refine_cells
 from llmcompressor.numerics.scales import ScaleFormat
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.parameters import WeightParameters, weighs_inputs, weight_of
@@ -29,6 +29,10 @@ from llmcompressor.threads import each_on_one_thread
 
 __all__ = ["HQQModifier", "RefineRecord"]
 
+_ROUND_BYTES = 40
+"""Of a weight in one round: ten tensors of float32."""
+_ERROR_BYTES = 8
+"""Of a weight when its error is summed: it and what it was rounded to in float32."""
 _VISITS = 32
 """Of a weight in one round: rounded, compared, and its logarithm taken twice."""
 
@@ -92,6 +96,13 @@ class HQQModifier(QuantizationMixin):
         """The rounds, on every weight that is refined."""
         weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
         return Work(visits=_VISITS * self.iters * sum(one.numel() for one in weights))
+
+    def beside(self, modules: Sequence[Module], *, together: bool) -> int:
+        """The rounds of some cells, or the error of a whole weight."""
+        weights = [weight_of(one) for one in modules if self._has_weight_scheme(one)]
+        rounds = (_ROUND_BYTES * min(one.numel(), CHUNK_ELEMENTS) for one in weights)
+        errors = ((_ERROR_BYTES + one.element_size()) * one.numel() for one in weights)
+        return max([0, *rounds, *errors])
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Find the scales and zero points; the weights themselves are rounded at the end."""

@@ -80,6 +80,7 @@ def learn_rotations(
     keeper: Any = None,
     budget: int | None = None,
     use_loss_mask: bool = False,
+    device_memory: int | None = None,
 ) -> Learned:
     """Learn the rotations of ``start``, all others staying what they are.
 
@@ -93,14 +94,15 @@ def learn_rotations(
         keeper: who has the weights of the blocks; ``None`` if all are in memory.
         budget: bytes of activations that may wait in main memory; half of what is free if ``None``.
         use_loss_mask: predict only tokens whose ``loss_mask`` is 1.
+        device_memory: the most bytes that may be used of an accelerator; what is free if ``None``.
 
     Raises:
         DatasetError: there is no batch, or none with a token to predict.
         NonFiniteError: the loss is NaN or infinite.
     """
-    data = _to_learn_from(model, use_loss_mask, list(batches or ()))
+    data = _to_learn_from(model, list(batches or ()), use_loss_mask=use_loss_mask)
     record = _Record(keeper)
-    shelf = Shelf(activation_budget(budget), room_on(model_device(model)))
+    shelf = Shelf(activation_budget(budget), room_on(model_device(model), device_memory))
     with (
         _arriving(keeper) as arrive,
         contextlib.closing(shelf),
@@ -349,7 +351,7 @@ def _rounded_inputs(model: Module) -> Iterator[None]:
 
 
 def _to_learn_from(
-    model: Any, use_loss_mask: bool, batches: Sequence[Mapping[str, Any]]
+    model: Any, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool
 ) -> list[dict[str, Any]]:
     """The batches that have a token to predict.
 
@@ -358,7 +360,7 @@ def _to_learn_from(
     """
     if not batches:
         raise DatasetError("Learned rotations need calibration data.", "Pass dataset=...")
-    every = [_with_labels(model, use_loss_mask, batch) for batch in batches]
+    every = [_with_labels(model, batch, use_loss_mask=use_loss_mask) for batch in batches]
     data = [batch for batch in every if bool((batch["labels"][:, 1:] != _IGNORED).any())]
     if not data:
         raise DatasetError(
@@ -375,7 +377,9 @@ def _to_learn_from(
     return data
 
 
-def _with_labels(model: Any, use_loss_mask: bool, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _with_labels(
+    model: Any, batch: Mapping[str, Any], *, use_loss_mask: bool = False
+) -> dict[str, Any]:
     """A batch with the next tokens to predict, padding left out and what its masks leave out."""
     device = model_device(model)
     ids, mask = batch["input_ids"].to(device), batch.get("attention_mask")

@@ -341,6 +341,7 @@ class SpinQuantModifier(RotationModifier):
             keeper=state.keeper,
             budget=state.activation_budget,
             use_loss_mask=state.use_loss_mask,
+            device_memory=state.device_memory,
         )
         learned = outcome.rotations
         for fusion in plan.fusions.values():

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on a device that is only pretended: nothing may reach for a tensor on another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.device.recipes import RECIPES, TRAININGS
+
+MIB = 2**20
+Run = Callable[..., dict[str, Any]]
+DATA_FREE = [name for name, recipe in RECIPES.items() if not recipe.takes_data]
+
+pytestmark = pytest.mark.slow  # the device is compiled first
+
+
+def test_the_device_itself(on_device: Run) -> None:
+    found = on_device("itself")
+    errors = ["RuntimeError", "RuntimeError", "TypeError", "RuntimeError", "OutOfMemoryError"]
+    assert found.pop("refused") == errors
+    assert found.pop("scores") < 2**17  # a device's attention keeps no scores
+    assert found == {"taken": True, "counted": 4000, "size": 4000, "free": 4000}
+
+
+def test_every_recipe_runs_on_the_device(on_device: Run) -> None:
+    names = list(RECIPES)
+    assert on_device("compress", names=names) == dict.fromkeys(names, "cuda:0")
+
+
+def test_a_model_that_is_there_already(on_device: Run) -> None:
+    names = ["rtn", "gptq", "awq", "spin", "autoround", "sparsegpt", "reap"]
+    assert on_device("object", names=names) == dict.fromkeys(names, "cuda:0")
+
+
+def test_what_needs_no_data_has_the_bytes_of_the_host(on_device: Run) -> None:
+    assert on_device("same_bytes", names=DATA_FREE) == dict.fromkeys(DATA_FREE, True)
+
+
+def test_every_training_runs_on_the_device(on_device: Run) -> None:
+    names = list(TRAININGS)
+    assert on_device("train", names=names) == dict.fromkeys(names, "cuda:0")
+
+
+def test_a_training_continues_there_with_the_same_bytes(on_device: Run) -> None:
+    found = on_device("train_resumed", name="pruned_distilled")
+    assert found == {"interrupted": True, "same": True}
+
+
+@pytest.mark.parametrize("name", ["rtn", "gptq"])
+def test_a_run_that_was_broken_off_continues_there(name: str, on_device: Run) -> None:
+    assert on_device("killed", name=name) == {"partial": True, "same": True}
+
+
+def test_the_peak_does_not_grow_with_depth(on_device: Run) -> None:
+    found = on_device("peaks", names=["rtn", "gptq", "spin"], depths=[3, 9])
+    for name, (few, many) in found.items():
+        assert many < 1.02 * few, name
+
+
+def test_the_planned_peak_is_the_measured_one(on_device: Run) -> None:
+    names = ["rtn", "hqq", "fp8", "imatrix", "gptq", "awq", "awq_output", "autoround", "wanda"]
+    found = on_device("planned", names=names, hidden=256, length=256)
+    for name, (planned, measured) in found.items():
+        assert planned == pytest.approx(measured, rel=0.15), name
+
+
+def test_a_limit_of_the_device_is_kept_or_refused(on_device: Run) -> None:
+    free, limited, refused, same = on_device(
+        "bounded", name="gptq_once", limits=[None, 16 * MIB, MIB // 2]
+    )
+    assert limited[1] < 16 * MIB < free[1]
+    assert free[0] == pytest.approx(free[1], rel=0.15)
+    assert limited[0] < 16 * MIB
+    assert "max_memory allows 0 MiB on cuda" in refused[0]
+    assert refused[1] == []
+    assert same
