@@ -15,6 +15,7 @@ import pytest
 import torch
 from runs import BLOCKS, KILLED, Job, rows, run, tree, write_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
 from llmcompressor.checkpoint import block_writer, reading
@@ -214,6 +215,27 @@ def test_a_disk_too_small_is_found_before_any_work(
     with pytest.raises(OutputError, match="kB more, and the disk"):
         call(small, tmp_path / "output")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize("pipeline", [None, "basic"])
+def test_so_it_is_for_a_model_in_memory(
+    pipeline: str | None, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(small)
+    before = {name: one.clone() for name, one in loaded.state_dict().items()}
+    runs: list[object] = []
+    loaded.register_forward_pre_hook(lambda *given: runs.append(given))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    recipe = [GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])]
+    with pytest.raises(OutputError, match="kB more, and the disk"):
+        oneshot(loaded, recipe, rows(), output_dir=tmp_path / "output", pipeline=pipeline)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    after = loaded.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], one) for name, one in before.items())
+    # whether the data reaches what is to be calibrated was looked at, and no more
+    assert len(runs) <= 1
 
 
 def test_what_waits_between_passes_has_to_fit_the_disk_too(

@@ -11,9 +11,11 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.experts import dense_closed
-from llmcompressor.checkpoint.output_layout import Stored
+from llmcompressor.checkpoint.output_layout import Stored, lay_out
 from llmcompressor.checkpoint.prediction import predict
-from llmcompressor.checkpoint.save import planned_config
+from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
+from llmcompressor.checkpoint.shards import parse_size
+from llmcompressor.checkpoint.space import check_space
 from llmcompressor.core.state import State
 from llmcompressor.errors import CheckpointError
 from llmcompressor.logger import logger
@@ -25,7 +27,7 @@ from llmcompressor.verification.check import verify_files
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.report import merged
 
-__all__ = ["check_written", "warn_unservable", "warn_unservable_model"]
+__all__ = ["check_writable_model", "check_written", "warn_unservable"]
 
 _MOST_SHOWN = 5
 _OF_VALUES = {"S27", "S72"}
@@ -103,17 +105,29 @@ def warn_unservable(config: Mapping[str, Any], stored: Iterable[Stored]) -> None
         )
 
 
-def warn_unservable_model(
-    model: Module, modifiers: Sequence[Modifier], state: State, source: str | None, *, packed: bool
+def check_writable_model(
+    model: Module,
+    modifiers: Sequence[Modifier],
+    state: State,
+    source: str | None,
+    output_dir: str | Path,
+    *,
+    packed: bool,
+    warn: bool,
 ) -> None:
-    """The same for a model that is in memory.
+    """See before the work that the disk has room for a model that is in memory.
 
     Args:
         model: the model; only of transformers' classes is it known what will be written.
         modifiers: what will be done, initialized.
         state: of the session.
         source: the folder of the original.
+        output_dir: where it will be written.
         packed: weights are packed, not written dense.
+        warn: say what servers would refuse (:func:`warn_unservable`).
+
+    Raises:
+        OutputError: there is not enough room.
     """
     if not isinstance(model, PreTrainedModel):
         return
@@ -122,7 +136,10 @@ def warn_unservable_model(
         planned = [one for modifier in modifiers for one in modifier.planned(state)]
         prediction = predict(model, planned, {}, save_compressed=packed)
         config = planned_config(model, folder, prediction, compressed=packed)
-    warn_unservable(config, prediction.stored)
+    layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
+    check_space(Path(output_dir), output=layout.file_size)
+    if warn:
+        warn_unservable(config, prediction.stored)
 
 
 def _errors(

@@ -22,7 +22,7 @@ from llmcompressor.checkpoint.workspace import reserved
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
-from llmcompressor.entrypoints.checking import check_written, warn_unservable_model
+from llmcompressor.entrypoints.checking import check_writable_model, check_written
 from llmcompressor.entrypoints.job import Job, compression_report, report_of, undone_on_error
 from llmcompressor.entrypoints.task import EXPERTS, Task
 from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
@@ -149,13 +149,15 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
     )
     if batches is not None:
         check_reached(model, session.lifecycle.recipe.modifiers, batches, job.pipeline())
-    if job.output_dir is not None and job.run_args.verify:
-        warn_unservable_model(
+    if job.output_dir is not None:
+        check_writable_model(
             model,
             session.lifecycle.recipe.modifiers,
             session.state,
             job.source,
+            job.output_dir,
             packed=job.model_args.save_compressed,
+            warn=job.run_args.verify,
         )
     if job.recipe.modifiers:
         _run_pipelines(job, model, batches, session)

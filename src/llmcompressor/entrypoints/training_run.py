@@ -18,7 +18,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import session_of_run
-from llmcompressor.entrypoints.checking import check_written, warn_unservable_model
+from llmcompressor.entrypoints.checking import check_writable_model, check_written
 from llmcompressor.entrypoints.in_memory import check_finite, load_whole_model
 from llmcompressor.entrypoints.task import compression_report, report_of, undone_on_error
 from llmcompressor.entrypoints.teacher import load_teacher
@@ -161,22 +161,24 @@ class _Run:
             recipe=task.recipe,
             loggers=task.loggers,
         )
-        trainer.session_has_begun = self._warn_unservable
+        trainer.session_has_begun = self._check_writable
         trainer.folder = folder
         if task.own_bar:
             trainer.remove_callback(PrinterCallback)
             trainer.add_callback(TrainingBar(stack))
         return trainer
 
-    def _warn_unservable(self) -> None:
+    def _check_writable(self) -> None:
         task = self.task
-        if task.output_dir is not None and task.run_args.verify and self.is_main:
-            warn_unservable_model(
+        if task.output_dir is not None and self.is_main:
+            check_writable_model(
                 self.model,
                 self.session.lifecycle.recipe.modifiers,
                 self.session.state,
                 task.source,
+                task.output_dir,
                 packed=task.model_args.save_compressed,
+                warn=task.run_args.verify,
             )
 
     def _train(self, trainer: Trainer, folder: TrainingFolder) -> dict[str, Any]:
