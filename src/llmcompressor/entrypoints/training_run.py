@@ -105,7 +105,6 @@ class _Run:
         """Load, train, write."""
         task = self.task
         device = _device(task)
-        _check_spread(task)
         self.model = load_whole_model(task, device=str(device))
         _place_given(self.model, task, device)
         check_finite(self.model)
@@ -276,16 +275,6 @@ def _device(task: Training) -> torch.device:
         )
     sharded = args.deepspeed or args.fsdp_plugin_args is not None
     return torch.device("cpu") if sharded else computes
-
-
-def _check_spread(task: Training) -> None:
-    """Refuse parameters that are in pieces from the moment that they are loaded."""
-    if zero_stage(task.args) == 3:
-        raise ArgumentError(
-            "train checks and writes whole parameters, and DeepSpeed ZeRO stage 3 keeps each "
-            "process a flat piece of one.",
-            'Use ZeRO stage 2, or FSDP version 2: fsdp=True, fsdp_config={"version": 2, ...}.',
-        )
 
 
 def _place_given(model: Any, task: Training, device: torch.device) -> None:

@@ -113,13 +113,6 @@ def _check_spread(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
             "FSDP version 1 flattens the parameters before there is an optimizer.",
             'Use version 2: fsdp_config={"version": 2, ...}.',
         )
-    changing = [type(one).__name__ for one in modifiers if one.changes_weights]
-    if changing and trainer.is_deepspeed_enabled and zero_stage(trainer.accelerator.state) == 3:
-        raise ArgumentError(
-            "DeepSpeed ZeRO stage 3 keeps each process a flat piece of a parameter, and "
-            f"{', '.join(dict.fromkeys(changing))} works on whole ones.",
-            'Use ZeRO stage 2, or FSDP version 2: fsdp_config={"version": 2, ...}.',
-        )
 
 
 def zero_stage(holder: Any) -> int:
