@@ -13,7 +13,7 @@ from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.flat_pieces import as_buffers, is_flat, shapes_shown
+from llmcompressor.modeling.flat_pieces import as_buffers, in_pieces, shapes_shown
 from llmcompressor.modeling.spread import whole, write
 from llmcompressor.quantization.attach import attach_attention, attach_linear
 from llmcompressor.quantization.aware import AwareTraining
@@ -169,7 +169,7 @@ class TrainableMixin(QuantizationMixin):
             args, queries = self._attention_args(module)
             scheme = getattr(module, "quantization_scheme", None) if queries else None
             attach_attention(module, args, static[module], scheme)
-        if any(is_flat(parameter) for parameter in state.model.parameters()):
+        if in_pieces(state.model):
             for module in (*self._schemes, *self._attention):
                 as_buffers(module)
         self._finished |= {*self._schemes, *self._attention}

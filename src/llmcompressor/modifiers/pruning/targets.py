@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch.nn import Embedding, Module, Parameter
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.flat_pieces import is_flat
+from llmcompressor.modeling.flat_pieces import shape_of
 from llmcompressor.modeling.matching import (
     as_targets,
     matches,
@@ -71,7 +70,7 @@ class Place:
             parametrized = getattr(self.module, "parametrizations", {})
             if self.attribute in parametrized:
                 found = parametrized[self.attribute].original
-        if found is None or _shape_of(found) != self.shape:
+        if found is None or shape_of(found) != self.shape:
             raise _cut_up(self.name)
         return found
 
@@ -157,7 +156,7 @@ class _Parameters:
                 if parameter is not None and not attribute.endswith(_HELPERS):
                     name = f"{owner}.{attribute}" if owner else attribute
                     turned = matches_class(module, "Conv1D")
-                    shape = _shape_of(parameter)
+                    shape = shape_of(parameter)
                     self.owners.append(owner)
                     self.places.append(Place(name, module, attribute, shape, turned))
                     self.parameters.append(parameter)
@@ -229,11 +228,6 @@ def _check(name: str, parameter: Parameter) -> None:
             f"{name} cannot be pruned: its dtype is {parameter.dtype}.",
             "Load the model with weights in float32, bfloat16 or float16.",
         )
-
-
-def _shape_of(parameter: Any) -> tuple[int, ...]:
-    """Of the whole parameter, whatever is in memory of it."""
-    return tuple(parameter.ds_shape if is_flat(parameter) else parameter.shape)
 
 
 def _cut_up(name: str) -> TargetError:
