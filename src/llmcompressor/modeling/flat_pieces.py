@@ -59,7 +59,7 @@ def gathered(parameter: Any) -> Tensor:
 
 
 def cut(values: Tensor, parameter: Any) -> Tensor:
-    """This process's piece of ``values``, cut as ``parameter`` is; zeros pad it.
+    """The piece of ``values`` that this process has, cut as ``parameter`` is; zeros pad it.
 
     Args:
         values: of the shape of the whole parameter, the same on every process.
@@ -76,9 +76,9 @@ def joined(piece: Tensor, parameter: Any) -> Tensor:
     """The whole of what every process has a piece of, cut as ``parameter`` is."""
     group = parameter.ds_process_group
     piece = piece.to(parameter.device)
-    flat = piece.new_empty(piece.numel() * torch.distributed.get_world_size(group))
-    torch.distributed.all_gather_into_tensor(flat, piece.contiguous(), group=group)
-    return flat[: parameter.ds_numel].view(parameter.ds_shape)
+    pieces = [torch.empty_like(piece) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(pieces, piece, group=group)
+    return torch.cat(pieces)[: parameter.ds_numel].view(parameter.ds_shape)
 
 
 @torch.no_grad()
@@ -130,14 +130,10 @@ def shapes_shown(model: Module) -> Iterator[None]:
     Args:
         model: nothing of it is gathered.
     """
-    empty = [
-        (each, each.data)
-        for each in model.parameters()
-        if is_flat(each) and each.numel() != each.ds_numel
-    ]
+    flat = [each for each in model.parameters() if is_flat(each)]
+    empty = [(each, each.data) for each in flat if each.shape != shape_of(each)]
     for parameter, data in empty:
-        shown: Any = parameter
-        parameter.data = data.new_zeros(()).expand(shown.ds_shape)
+        parameter.data = data.new_zeros(()).expand(shape_of(parameter))
     try:
         yield
     finally:

@@ -128,7 +128,7 @@ class HooksMixin(BaseModel):
     def come_last(self) -> None:
         """Have the hooks before forwards called after those that others have put since."""
         for handle in sorted(self._hooks, key=lambda one: one.id):
-            table = handle.hooks_dict_ref()
+            table: Any = handle.hooks_dict_ref()
             hook = None if table is None else table.get(handle.id)
             if isinstance(hook, _Hook) and hook.kind == "forward_pre":
                 table.move_to_end(handle.id)

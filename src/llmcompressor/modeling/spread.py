@@ -35,7 +35,7 @@ def local(tensor: Any) -> Tensor:
     """The part of this process, which shares memory with the tensor, or itself."""
     if is_flat(tensor):
         return tensor.ds_tensor.data  # type: ignore[no-any-return]  # DeepSpeed has no types
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
 
 
 def spread_as(values: Tensor, parameter: Any) -> Tensor:
@@ -57,11 +57,10 @@ def spread_as(values: Tensor, parameter: Any) -> Tensor:
 
 def is_spread_as(part: Tensor, parameter: Any) -> bool:
     """Whether ``part`` is what :func:`spread_as` gives."""
-    if is_flat(parameter):
-        mine = local(parameter)
-        return part.shape == mine.shape and part.device == mine.device
-    spread = hasattr(parameter, "full_tensor")
-    return hasattr(part, "full_tensor") == spread and part.device == parameter.device
+    mine = local(parameter) if is_flat(parameter) else parameter
+    if part.device != mine.device or (is_flat(parameter) and part.shape != mine.shape):
+        return False
+    return hasattr(part, "full_tensor") == hasattr(mine, "full_tensor")
 
 
 def together(part: Tensor, parameter: Any) -> Tensor:

@@ -26,7 +26,7 @@ def summary(model: Module) -> dict[str, float]:
     elements = zeros = quantized = 0
     with shapes_shown(model):
         matrices = [(module, matrix, matrix.numel()) for module, matrix in _matrices(model)]
-        total = sum(parameter.numel() for parameter in model.parameters())
+        total = sum(each.numel() for each in (*model.parameters(), *_late_parameters(model)))
     for module, matrix, size in matrices:
         elements += size
         zeros += _zeros(matrix)
@@ -49,6 +49,13 @@ def _matrices(model: Module) -> Iterator[tuple[Module, Parameter]]:
             if not is_vector and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield module, parameter
+
+
+def _late_parameters(model: Module) -> Iterator[Tensor]:
+    """What quantization has put on modules whose weights are in flat pieces: buffers there."""
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            yield from module.buffers(recurse=False)
 
 
 @torch.no_grad()
