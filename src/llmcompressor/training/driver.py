@@ -164,7 +164,8 @@ class SessionDriver:
             )
         for modifier in modifiers:
             modifier.remove_hooks()
-        self.session.initialize(resumes=True)
+        with shapes_shown(self.session.state.model):
+            self.session.initialize(resumes=True)
         self.session.lifecycle.load_state_dict(saved)
 
     def finish(self) -> None:
