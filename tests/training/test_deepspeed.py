@@ -29,7 +29,7 @@ from llmcompressor.modifiers.pruning import ConstantPruningModifier, MagnitudePr
 from llmcompressor.recipe import Recipe
 from llmcompressor.training import Trainer
 from llmcompressor.training.checks import check_trainer
-from llmcompressor.training.engine import ToldSteps
+from llmcompressor.training.engine import ToldSteps, show_copies
 
 installed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="deepspeed is an optional companion"
@@ -285,6 +285,22 @@ def test_the_optimizers_own_copy_is_masked(start: int, number: int) -> None:
     saved = pruning.state_dict()
     pruning.load_state_dict(state, saved)  # as after a checkpoint of DeepSpeed's was loaded
     assert torch.equal(model.weight._hp_mapping.hp_fragment == 0, part == 0)
+
+
+def test_a_copy_that_stands_in_groups_is_masked() -> None:
+    """As the engine keeps those of 16-bit weights without ZeRO."""
+    pruning = MagnitudePruningModifier(
+        targets="re:weight", init_sparsity=0.5, final_sparsity=0.5, end=2
+    )
+    model, state = begun(pruning)
+    model.bfloat16()
+    copies = [each.detach().float() for each in model.parameters()]
+    optimizer = SimpleNamespace(fp16_groups=[list(model.parameters())], fp32_groups=[copies])
+    show_copies(SimpleNamespace(optimizer=optimizer))
+    pruning.update_event(state, event(EventType.BATCH_START))
+    assert torch.equal(copies[0] == 0, model.weight == 0)
+    assert copies[1].all(), "a bias is no target"
+    show_copies(SimpleNamespace(optimizer=torch.optim.SGD(model.parameters())))  # has none
 
 
 def test_a_flat_piece_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from llmcompressor.training.checks import (
     warn_of_other_epochs,
     warn_of_schedules,
 )
-from llmcompressor.training.engine import ToldSteps, have_gathered
+from llmcompressor.training.engine import ToldSteps, have_gathered, show_copies
 from llmcompressor.training.loss import RunLoss, StepLoss, mean_of, scaled_back
 
 __all__ = ["Inputs", "SessionDriver", "modifiers_to_apply"]
@@ -137,6 +137,7 @@ class SessionDriver:
         session.state.hardware.distributed_strategy = self._inputs.distributed_strategy
         if self._inputs.distributed_strategy == "deepspeed":
             self._engine = ToldSteps(wrapped, lambda: self.send(EventType.OPTIM_PRE_STEP))
+            show_copies(wrapped)
             have_gathered(session.state.teacher_model, wrapped)
             for modifier in self._modifiers_now():
                 modifier.come_last()  # the engine's hooks gather the weights

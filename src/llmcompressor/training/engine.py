@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from llmcompressor.modeling.flat_pieces import in_pieces
 
-__all__ = ["ToldSteps", "have_gathered"]
+__all__ = ["ToldSteps", "have_gathered", "show_copies"]
 
 _OF_A_TRAINING = ("optimizer", "scheduler", "gradient_clipping")
 
@@ -39,6 +39,22 @@ class ToldSteps:
     def leave(self) -> None:
         """Have the engine step as its class says."""
         del self._engine.step
+
+
+def show_copies(engine: Any) -> None:
+    """Have parameters show the optimizer's float32 copies of them, as ``fp32_copy``.
+
+    Without ZeRO (stage 0) the engine keeps them in groups beside those of the 16-bit weights, and
+    tells nobody which belongs to which; its other stages show them themselves.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+    optimizer = engine.optimizer
+    lows, highs = (getattr(optimizer, name, ()) for name in ("fp16_groups", "fp32_groups"))
+    for low, high in zip(lows, highs, strict=False):
+        for parameter, copy in zip(low, high, strict=True):
+            parameter.fp32_copy = copy
 
 
 def have_gathered(model: Module | None, engine: Any) -> None:

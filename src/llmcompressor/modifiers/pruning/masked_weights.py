@@ -226,6 +226,9 @@ def _zero(tensor: Tensor, keep: Tensor) -> None:
 
 def _zero_copy(parameter: Any, keep: Tensor) -> None:
     """Zeroes in this process's part of the optimizer's own copy, if it has one."""
+    copy = getattr(parameter, "fp32_copy", None)  # training shows it
+    if copy is not None:
+        _zero(copy.detach(), keep)
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:
         part, copy = mapping.lp_fragment_address, mapping.hp_fragment
