@@ -168,6 +168,21 @@ def test_pieces_together(dense: Path, scheme: str) -> None:
             assert int((weight.view(-1, 4) != 0).sum(1).max()) <= 2, name
 
 
+@installed
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_projection_is_learned(dense: Path, stage: int) -> None:
+    layers = {"targets": [[sharded_run.LAYER, sharded_run.LAYER]], "comparison": "l2_distance"}
+    recipe = {"stage_modifiers": {"OutputDistillationModifier": {**layers, "projection": "linear"}}}
+    sharded_run.main(
+        dense, 1, {"output_dir": str(dense / "alone"), "use_cpu": True, "recipe": recipe}
+    )
+    by_engine(dense, "engine", stage, recipe)
+    ours, theirs = (load_file(dense / one / "model.safetensors") for one in ("engine", "alone"))
+    assert ours.keys() == theirs.keys()
+    assert losses(dense / "engine") == pytest.approx(losses(dense / "alone"), rel=1e-4)
+
+
 CHANGING = "ConstantPruningModifier: {targets: Linear}"
 
 
@@ -194,7 +209,8 @@ def test_pieces_that_are_not_the_weight_are_refused(
         teacher=tiny.tiny_model(seed=1),
     )
     trainer.is_deepspeed_enabled = True
-    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": zero})
+    config = {"zero_optimization": zero}
+    plugin = SimpleNamespace(deepspeed_config=config, zero_stage=zero["stage"])
     trainer.accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
     modifiers = Recipe.create_instance(trainer.recipe).modifiers
     if refused is None:

@@ -24,6 +24,7 @@ __all__ = [
     "check_trainer",
     "warn_of_other_epochs",
     "warn_of_schedules",
+    "zero_stage",
 ]
 
 # Settings of ZeRO stage 3, and the greatest value that changes nothing.
@@ -127,10 +128,10 @@ def _check_spread(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
 def _check_pieces(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
     """Refuse settings of ZeRO stage 3 by which a process's piece of a weight is not the weight."""
     changing = [type(one).__name__ for one in modifiers if one.changes_weights]
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    zero = getattr(plugin, "deepspeed_config", {}).get("zero_optimization", {})
-    if not changing or zero.get("stage") != 3:
+    state = trainer.accelerator.state
+    if not changing or zero_stage(state) != 3:
         return
+    zero = state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     settings = [name for name, least in _NOT_THE_WEIGHT.items() if _number(zero.get(name)) > least]
     if (zero.get("offload_param") or {}).get("device") == "nvme":
         settings.append("offload_param to nvme")
@@ -140,6 +141,15 @@ def _check_pieces(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
             f"{', '.join(dict.fromkeys(changing))} works on the weights.",
             f"Leave {settings[0]} out of DeepSpeed's configuration.",
         )
+
+
+def zero_stage(holder: Any) -> int:
+    """The stage of DeepSpeed's ZeRO; 0 without it.
+
+    Args:
+        holder: what has the attribute ``deepspeed_plugin``.
+    """
+    return getattr(getattr(holder, "deepspeed_plugin", None), "zero_stage", 0)
 
 
 def _number(value: Any) -> float:

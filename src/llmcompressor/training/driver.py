@@ -135,7 +135,7 @@ class SessionDriver:
         session.state.optimizer = optimizer
         session.state.hardware = Hardware.detect(wrapped)
         session.state.hardware.distributed_strategy = self._inputs.distributed_strategy
-        if self._inputs.distributed_strategy == "deepspeed":
+        if self._inputs.distributed_strategy in ("deepspeed", "zero3"):
             self._engine = ToldSteps(wrapped, lambda: self.send(EventType.OPTIM_PRE_STEP))
             show_copies(wrapped)
             have_gathered(session.state.teacher_model, wrapped)
