@@ -131,10 +131,12 @@ def test_a_projection_for_what_is_not_known(session: CompressionSession) -> None
     assert "model.layers.0.mlp" in told
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
-def test_a_projection_of_split_parameters(strategy: str, session: CompressionSession) -> None:
+@pytest.mark.parametrize(("strategy", "name"), [("fsdp", "FSDP"), ("zero3", "ZeRO stage 3")])
+def test_a_projection_of_split_parameters(
+    strategy: str, name: str, session: CompressionSession
+) -> None:
     modifier = OutputDistillationModifier(targets=LAYERS, projection="linear")
-    with pytest.raises(InputError, match=f"with {strategy}"):
+    with pytest.raises(InputError, match=f"{name}, which splits"):
         session.initialize(
             recipe=[modifier],
             model=tiny.llama(),

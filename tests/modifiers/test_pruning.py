@@ -596,10 +596,3 @@ def test_a_parameter_that_is_cut_up_is_refused(replace, reason):
     model[0].weight = None if new is None else nn.Parameter(new)
     with pytest.raises(TargetError, match=reason):
         modifier.update_event(State(model=model), Event(type_=EventType.BATCH_START))
-
-
-def test_zero_stage_3_is_refused():
-    model = small_model()
-    model[0].weight.ds_id = 0
-    with pytest.raises(TargetError, match=r"0\.weight cannot be pruned: DeepSpeed ZeRO stage 3"):
-        gradual().initialize(State(model=model))

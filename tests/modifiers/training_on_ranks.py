@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import quantization_loop as loop
 import tiny_llama as tiny
 
+from llmcompressor.modeling.spread import whole
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.quantization.together import whole
 
 INT8 = {"num_bits": 8, "strategy": "tensor", "observer": "minmax"}
 GROUP = {

@@ -18,6 +18,7 @@ from pydantic import PrivateAttr
 from torch import Tensor
 
 from llmcompressor.core import EventType
+from llmcompressor.modeling.spread import whole
 from llmcompressor.modifiers import Modifier
 
 
@@ -25,7 +26,8 @@ def zero(stage: int) -> dict[str, Any]:
     """The configuration of a stage of ZeRO; the trainer fills in its own values."""
     auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     return {
-        "zero_optimization": {"stage": stage},
+        # nothing is so small that it stays whole: all of the tiny model would
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "gradient_clipping": "auto",
         **dict.fromkeys(auto, "auto"),
     }
@@ -40,7 +42,7 @@ class Witness(Modifier):
         return True
 
     def on_event(self, state, event, **kwargs):
-        weight = state.model.model.layers[0].mlp.down_proj.weight.detach()
+        weight = whole(state.model.model.layers[0].mlp.down_proj.weight).detach()
         if event.type_ is EventType.BATCH_START:
             self._weight = weight.clone()
         elif event.type_ is EventType.OPTIM_PRE_STEP:
@@ -70,5 +72,7 @@ def let_processors_step() -> None:
 def as_rank(rank: int, world: int, port: int, folder: str, settings: dict[str, Any]) -> None:
     """Train as ``sharded_run`` does, with a stage of ZeRO."""
     let_processors_step()
+    given = settings.pop("zero", {})
     settings["deepspeed"] = zero(settings.pop("stage"))
+    settings["deepspeed"]["zero_optimization"].update(given)
     sharded_run.as_rank(rank, world, port, folder, settings)

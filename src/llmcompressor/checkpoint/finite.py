@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from llmcompressor.modeling.flat_pieces import gathered, is_flat
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.threads import each_on_one_thread
 
@@ -40,8 +41,11 @@ def first_nonfinite(
             bad.add(pair[0])
 
     # side by side: threads that share one would wait for the one that reads ahead
-    each_on_one_thread(look, [pair for pair in every if pair[1].device.type == "cpu"])
-    for pair in every:
-        if pair[1].device.type != "cpu":
-            look(pair)
+    here = [pair for pair in every if pair[1].device.type == "cpu" and not is_flat(pair[1])]
+    each_on_one_thread(look, here)
+    for name, parameter in every:
+        if is_flat(parameter):
+            look((name, gathered(parameter)))
+        elif parameter.device.type != "cpu":
+            look((name, parameter))
     return next((name for name, _ in every if name in bad), None)

@@ -50,6 +50,7 @@ from llmcompressor.checkpoint.staging import OnExisting, check_output_dir, stage
 from llmcompressor.checkpoint.tree_model import TreeModel
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
 from llmcompressor.logger import logger
+from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown
 
 __all__ = [
     "DEFAULT_SHARD_SIZE",
@@ -310,10 +311,18 @@ def write_checkpoint(
         options: how.
         state_dict: tensors to write instead of the model's own.
     """
+    state = _state(model, state_dict)
+    with shapes_shown(model):
+        _write(model, folder, options, state)
+
+
+def _write(
+    model: PreTrainedModel, folder: Path, options: SaveOptions, state: dict[str, Tensor]
+) -> None:
     forced = parse_format(options.quantization_format if options.save_compressed else "dense")
     quantized = quantized_modules(model, forced_format=forced)
     source = _source_directory(model, options)
-    contents = divide(model, quantized, _state(model, state_dict))
+    contents = divide(model, quantized, state)
 
     writer = ShardWriter(folder, parse_size(options.max_shard_size))
     for tensors in _in_order(model, contents):
@@ -388,6 +397,12 @@ def _quantization(
 
 
 def _state(model: PreTrainedModel, given: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    if given is None and in_pieces(model):
+        raise CheckpointError(
+            "The weights of the model are in pieces on several processes (DeepSpeed ZeRO stage 3).",
+            "Save it by train's output_dir, or by the trainer's save_model with "
+            "stage3_gather_16bit_weights_on_model_save in DeepSpeed's configuration.",
+        )
     everything = given if given is not None else model.state_dict()
     state = {name: value for name, value in everything.items() if isinstance(value, Tensor)}
     if any(tensor.is_meta for tensor in state.values()):

@@ -45,8 +45,8 @@ class Hardware:
         local_world_size: the number of processes on this machine.
         distributed: whether a process group is up.
         distributed_strategy: how the model is spread over the processes: ``"none"``,
-            ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or ``"replicated"`` when each process holds
-            its own model.
+            ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, ``"zero3"`` (DeepSpeed in pieces), or
+            ``"replicated"`` when each process holds its own model.
     """
 
     device: torch.device | None = None

@@ -28,6 +28,7 @@ from llmcompressor.entrypoints.task import EXPERTS, Task
 from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_freed
+from llmcompressor.modeling.flat_pieces import in_pieces
 from llmcompressor.pipelines import PIPELINES
 from llmcompressor.pipelines.experts import experts_report
 from llmcompressor.pipelines.mixtures import meant_mixtures
@@ -219,6 +220,8 @@ def check_finite(model: Module) -> None:
 
 def _placed(model: Module, device: str | None) -> Module:
     """``model`` where it is to compute: as asked, else on an accelerator that it fits on."""
+    if in_pieces(model):
+        return model  # DeepSpeed has put them there
     if device is not None:
         return model.to(device)
     if not torch.cuda.is_available():

@@ -31,6 +31,7 @@ from llmcompressor.core.session import CompressionSession
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.errors import ArgumentError, RecipeError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.flat_pieces import shape_of
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.stages import RunType, Stage
@@ -259,7 +260,7 @@ def compression_report(records: Records, model: Module) -> dict[str, Any] | None
 def vocabulary(model: Any) -> int | None:
     """Rows of the input embedding: token ids must be below."""
     try:
-        return int(model.get_input_embeddings().weight.shape[0])
+        return shape_of(model.get_input_embeddings().weight)[0]
     except (AttributeError, NotImplementedError):
         return None
 

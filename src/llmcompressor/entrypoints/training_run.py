@@ -28,8 +28,8 @@ from llmcompressor.entrypoints.training_progress import TrainingBar
 from llmcompressor.entrypoints.training_task import Training
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown, whole_state
 from llmcompressor.training import Trainer
-from llmcompressor.training.checks import zero_stage
 from llmcompressor.training.optimizer import parameter_ids, without_new_parameters
 
 __all__ = ["run_training"]
@@ -72,7 +72,7 @@ class _Trainer(Trainer):
         before = parameter_ids(model)
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.session_has_begun is not None:
-            with without_new_parameters(model, before):
+            with without_new_parameters(model, before), shapes_shown(model):
                 self.session_has_begun()
             self.session_has_begun = None
         return optimizer
@@ -105,7 +105,6 @@ class _Run:
         """Load, train, write."""
         task = self.task
         device = _device(task)
-        _check_spread(task)
         self.model = load_whole_model(task, device=str(device))
         _place_given(self.model, task, device)
         check_finite(self.model)
@@ -227,7 +226,9 @@ class _Run:
         recipe = self.session.get_serialized_recipe()
         modify_save_pretrained(self.model, recipe=recipe, source=task.source, report=report)
         state = None
-        if task.output_dir is not None and (
+        if task.output_dir is not None and in_pieces(self.model):
+            state = whole_state(self.model, keep=self.is_main)
+        elif task.output_dir is not None and (
             trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         ):
             state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # from all processes
@@ -280,19 +281,10 @@ def _device(task: Training) -> torch.device:
     return torch.device("cpu") if sharded else computes
 
 
-def _check_spread(task: Training) -> None:
-    """Refuse parameters that are in pieces from the moment that they are loaded."""
-    if zero_stage(task.args) == 3:
-        raise ArgumentError(
-            "train checks and writes whole parameters, and DeepSpeed ZeRO stage 3 keeps each "
-            "process a flat piece of one.",
-            'Use ZeRO stage 2, or FSDP version 2: fsdp=True, fsdp_config={"version": 2, ...}.',
-        )
-
-
 def _place_given(model: Any, task: Training, device: torch.device) -> None:
     """Put a model object where the trainer computes, unless it is spread over devices already."""
-    if isinstance(task.model_args.model, str | Path) or hasattr(model, "hf_device_map"):
+    given = not isinstance(task.model_args.model, str | Path)
+    if not given or hasattr(model, "hf_device_map") or in_pieces(model):
         return
     here = {parameter.device.type for parameter in model.parameters()}
     if here != {device.type}:

@@ -7,6 +7,8 @@ import torch
 from torch.nn import Module
 from transformers import PreTrainedModel
 
+from llmcompressor.modeling.spread import whole
+
 __all__ = ["embeddings", "is_tied", "untie_embeddings"]
 
 
@@ -42,7 +44,8 @@ def untie_embeddings(model: PreTrainedModel) -> bool:
     was_tied = is_tied(model)
     if was_tied:
         weight = outputs.get_parameter("weight")
-        copy = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        values = whole(weight).detach().clone()
+        copy = torch.nn.Parameter(values, requires_grad=weight.requires_grad)
         outputs.register_parameter("weight", copy)
     for config in (model.config, model.config.get_text_config()):
         if getattr(config, "tie_word_embeddings", None):

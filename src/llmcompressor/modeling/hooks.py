@@ -34,10 +34,11 @@ _TAPS = {"query": "impl", "key": "kv_cache", "value": "kv_cache"}
 class _Hook:
     """A modifier's function as torch calls it: not at all while it is switched off."""
 
-    __slots__ = ("function", "handle", "in_backward")
+    __slots__ = ("function", "handle", "in_backward", "kind")
 
-    def __init__(self, function: Callable[..., Any], *, in_backward: bool) -> None:
+    def __init__(self, function: Callable[..., Any], kind: str, *, in_backward: bool) -> None:
         self.function = function
+        self.kind = kind
         self.in_backward = in_backward
         self.handle: RemovableHandle | None = None
 
@@ -118,11 +119,19 @@ class HooksMixin(BaseModel):
             LifecycleError: the attention module is not prepared for taps.
         """
         in_backward = isinstance(target, Tensor) or "backward" in kind
-        hook = _Hook(function, in_backward=in_backward)
+        hook = _Hook(function, kind, in_backward=in_backward)
         handle: RemovableHandle = _register_function(target, kind)(hook, **kwargs)
         hook.handle = handle
         self._hooks.add(handle)
         return handle
+
+    def come_last(self) -> None:
+        """Have the hooks before forwards called after those that others have put since."""
+        for handle in sorted(self._hooks, key=lambda one: one.id):
+            table: Any = handle.hooks_dict_ref()
+            hook = None if table is None else table.get(handle.id)
+            if isinstance(hook, _Hook) and hook.kind == "forward_pre":
+                table.move_to_end(handle.id)
 
     def remove_hooks(self, handles: Iterable[RemovableHandle] | None = None) -> None:
         """Remove the given hooks, or all that were registered through this object."""

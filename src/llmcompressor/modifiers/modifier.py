@@ -235,8 +235,8 @@ class Modifier(HooksMixin):
             by module, though each needs data.
         uses_teacher: whether it learns from the session's teacher, so that tokens without a label
             teach it something too.
-        changes_weights: whether it changes weights of the model, so that in a training they have to
-            be whole, and that no adapters may stand beside them.
+        changes_weights: whether it changes weights of the model, so that in a training a process's
+            piece of one has to be the weight itself, and that no adapters may stand beside them.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -30,6 +30,7 @@ from llmcompressor.errors import InputError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.compiled import compile_anew, never_traced
+from llmcompressor.modeling.spread import zero
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.numerics.straight_through import touch
 from llmcompressor.quantization.attach import tap_attention
@@ -136,10 +137,9 @@ class AwareTraining:
     def begin(self, state: State, event: Event) -> None:
         """The schedule has come to its start."""
         self._last_step = event.global_step
-        with torch.no_grad():
-            for module in self._learning:  # weight decay may have touched them; they are zero now
-                for name in self._step_names(module):
-                    getattr(module, name).zero_()
+        for module in self._learning:  # weight decay may have touched them; they are zero now
+            for name in self._step_names(module):
+                zero(getattr(module, name))
         self.put_hooks(state)
         if not self._steps_left:
             logger.info(f"{len(self._names)} modules are fake-quantized from here on.")
@@ -172,11 +172,11 @@ class AwareTraining:
         if event.global_step > self._last_step:
             self.step_done(event)
         self._in_batch, self._mask = True, _token_mask(state.batch_data)
-        self.weights.invalidate()
+        self._weights_changed()
 
     def step_done(self, event: Event) -> None:
         """The optimizer has stepped: what was observed counts from now on."""
-        self.weights.invalidate()
+        self._weights_changed()
         if event.global_step <= self._last_step:
             return
         self._last_step = event.global_step
@@ -202,6 +202,10 @@ class AwareTraining:
     def freeze(self) -> None:
         """Static scales stay as they are from here on; learned ones go on being learned."""
         self._is_frozen = True
+
+    def _weights_changed(self) -> None:
+        self.weights.invalidate()
+        self.weights.share()
 
     def _look_for_idle(self, event: Event) -> None:
         """See after the first step, and after some, whether what is to be rounded is.

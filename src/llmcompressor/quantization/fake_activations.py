@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
 from llmcompressor.errors import NonFiniteError
+from llmcompressor.modeling.spread import whole
 from llmcompressor.numerics.scales import effective_scale, scales_from_range
 from llmcompressor.numerics.straight_through import (
     fake_quantize,
@@ -39,7 +40,6 @@ from llmcompressor.numerics.straight_through import (
 from llmcompressor.observers.base import Observer, RangeObserver
 from llmcompressor.observers.canonical import ATTENTION_STATES
 from llmcompressor.observers.tokens import real_tokens
-from llmcompressor.quantization.together import whole
 from llmcompressor.schemes.bridge import (
     default_observer,
     grid_of,

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmcompressor.errors import NonFiniteError
+from llmcompressor.modeling.flat_pieces import is_flat
+from llmcompressor.modeling.spread import local, whole
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.scales import effective_scale, global_scale_from_amax
 from llmcompressor.numerics.straight_through import (
@@ -35,7 +37,6 @@ from llmcompressor.quantization.parameters import (
     weight_amax,
     weight_of,
 )
-from llmcompressor.quantization.together import local, whole
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, scale_format_of
 
 __all__ = ["WEIGHT_STEP", "FakeWeights"]
@@ -100,6 +101,13 @@ class FakeWeights:
             del self._found[module]
         self._global_scales.clear()
 
+    @torch.no_grad()
+    def share(self) -> None:
+        """Find now what fused weights share, if each is whole in its own forward only."""
+        for module in self._args:
+            if module in self._fused and is_flat(weight_of(module)):
+                self._global_scale(module)
+
     def renew(self) -> None:
         """Find the scales anew that do not follow the weights by themselves."""
         if not self._learned:
@@ -133,7 +141,7 @@ class FakeWeights:
         Raises:
             NonFiniteError: the weight or a scale holds NaN or infinity.
         """
-        weight = whole(weight_of(module))
+        weight = whole(weight_of(module)).detach()
         if not is_finite(weight):
             raise NonFiniteError(
                 f"The weight of {self._names[module]} holds NaN or infinity: the training has "
@@ -206,7 +214,8 @@ class FakeWeights:
     def _key(self, module: Module, weight: Tensor) -> _Key:
         members = self._fused.get(module)
         present = [weight] if members is None else [weight_of(one) for one in members]
-        return tuple((local(one).data_ptr(), one._version) for one in present)
+        lasting: list[Any] = [getattr(one, "ds_tensor", one) for one in present]  # see flat_pieces
+        return tuple((local(one).data_ptr(), one._version) for one in lasting)
 
     def _global_scale(self, module: Module) -> Tensor | None:
         """The scale that ``module`` shares with all fused with it, from their present weights."""
@@ -216,8 +225,9 @@ class FakeWeights:
         key = self._key(module, weight_of(module))
         held = self._global_scales.get(module)
         if held is None or held[0] != key:
-            weights = [whole(weight_of(one).detach()) for one in members]
-            amax = torch.stack([weight_amax(one).to(weights[0].device) for one in weights])
+            device = weight_of(module).device
+            weights = (whole(weight_of(one)).detach() for one in members)
+            amax = torch.stack([weight_amax(one).to(device) for one in weights])
             scale = global_scale_from_amax(amax)
             held = (key, scale)
             for member in members:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several processes of a training have: observations, and weights that are spread over them.
-
-A weight that is spread (a ``DTensor``, as of FSDP version 2) is told by what it can do: importing
-its module would load all of torch.distributed. All processes have to call these functions.
-"""
+"""What the processes of a training have observed, in all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["gathered", "local", "whole", "write"]
+__all__ = ["gathered"]
 
 
 def gathered(values: list[Any]) -> list[list[Any]]:
@@ -32,28 +28,6 @@ def gathered(values: list[Any]) -> list[list[Any]]:
     return [
         [_moved(value, device) for value, device in zip(one, devices, strict=True)] for one in ranks
     ]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor put together from all processes, or itself."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of this process, which shares memory with the tensor, or itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-@torch.no_grad()
-def write(target: Any, values: Tensor) -> None:
-    """Put ``values``, which every process has whole, into ``target``, spread as it is."""
-    if hasattr(target, "full_tensor"):
-        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # see above
-
-        values = local(
-            distribute_tensor(values, target.device_mesh, target.placements, src_data_rank=None)
-        )
-    local(target.data).copy_(values)
 
 
 def _device_of(value: Any) -> torch.device | None:

@@ -13,11 +13,12 @@ from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.flat_pieces import as_buffers, in_pieces, shapes_shown
+from llmcompressor.modeling.spread import whole, write
 from llmcompressor.quantization.attach import attach_attention, attach_linear
 from llmcompressor.quantization.aware import AwareTraining
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.parameters import weighs_inputs, weight_of
-from llmcompressor.quantization.together import whole, write
 from llmcompressor.schemes.assign import listed
 
 __all__ = ["TrainableMixin"]
@@ -161,12 +162,16 @@ class TrainableMixin(QuantizationMixin):
             parameters = weights.get(module)
             if parameters is not None:
                 weight = weight_of(module)
-                write(weight, parameters.round(whole(weight.detach())))
-            attach_linear(module, scheme, parameters, static[module])
+                write(weight, parameters.round(whole(weight).detach()))
+            with shapes_shown(module):
+                attach_linear(module, scheme, parameters, static[module])
         for module in self._attention:
             args, queries = self._attention_args(module)
             scheme = getattr(module, "quantization_scheme", None) if queries else None
             attach_attention(module, args, static[module], scheme)
+        if in_pieces(state.model):
+            for module in (*self._schemes, *self._attention):
+                as_buffers(module)
         self._finished |= {*self._schemes, *self._attention}
         logger.info(f"{type(self).__name__}: {len(self._schemes)} modules quantized.")
 

@@ -27,6 +27,14 @@ __all__ = [
     "zero_stage",
 ]
 
+# Settings of ZeRO stage 3, and the greatest value that changes nothing.
+_NOT_THE_WEIGHT = {
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": 0,
+    "zero_quantized_nontrainable_weights": 0,
+    "mics_shard_size": 0,
+}
+
 
 def check_can_train(modifiers: Iterable[Modifier]) -> None:
     """Refuse modifiers that have nothing to do in a training, or whose schedule makes no sense.
@@ -113,12 +121,25 @@ def _check_spread(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
             "FSDP version 1 flattens the parameters before there is an optimizer.",
             'Use version 2: fsdp_config={"version": 2, ...}.',
         )
+    if trainer.is_deepspeed_enabled:
+        _check_pieces(trainer, modifiers)
+
+
+def _check_pieces(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
+    """Refuse settings of ZeRO stage 3 by which a process's piece of a weight is not the weight."""
     changing = [type(one).__name__ for one in modifiers if one.changes_weights]
-    if changing and trainer.is_deepspeed_enabled and zero_stage(trainer.accelerator.state) == 3:
+    state = trainer.accelerator.state
+    if not changing or zero_stage(state) != 3:
+        return
+    zero = state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    settings = [name for name, least in _NOT_THE_WEIGHT.items() if _number(zero.get(name)) > least]
+    if (zero.get("offload_param") or {}).get("device") == "nvme":
+        settings.append("offload_param to nvme")
+    if settings:
         raise ArgumentError(
-            "DeepSpeed ZeRO stage 3 keeps each process a flat piece of a parameter, and "
-            f"{', '.join(dict.fromkeys(changing))} works on whole ones.",
-            'Use ZeRO stage 2, or FSDP version 2: fsdp_config={"version": 2, ...}.',
+            f"DeepSpeed's {settings[0]} keeps or sends weights in another form, and "
+            f"{', '.join(dict.fromkeys(changing))} works on the weights.",
+            f"Leave {settings[0]} out of DeepSpeed's configuration.",
         )
 
 
@@ -129,6 +150,10 @@ def zero_stage(holder: Any) -> int:
         holder: what has the attribute ``deepspeed_plugin``.
     """
     return getattr(getattr(holder, "deepspeed_plugin", None), "zero_stage", 0)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def warn_of_other_epochs(saved: Mapping[str, Any], steps_per_epoch: int | None) -> None:

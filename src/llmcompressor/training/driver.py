@@ -16,6 +16,7 @@ from llmcompressor.core.resuming import check_same_recipe
 from llmcompressor.errors import CheckpointError, InputError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.compiled import compile_anew
+from llmcompressor.modeling.flat_pieces import shapes_shown
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.training.checkpoints import SESSION_FILE, read_session, step_of
@@ -25,7 +26,7 @@ from llmcompressor.training.checks import (
     warn_of_other_epochs,
     warn_of_schedules,
 )
-from llmcompressor.training.engine import ToldSteps
+from llmcompressor.training.engine import ToldSteps, have_gathered, show_copies
 from llmcompressor.training.loss import RunLoss, StepLoss, mean_of, scaled_back
 
 __all__ = ["Inputs", "SessionDriver", "modifiers_to_apply"]
@@ -104,19 +105,20 @@ class SessionDriver:
         self.begun = True
         if self._saved is not None:
             warn_of_other_epochs(self._saved, self._steps_per_epoch)
-        session.initialize(
-            recipe=inputs.recipe,
-            model=model,
-            teacher_model=inputs.teacher,
-            optimizer=optimizer,
-            train_data=inputs.train_data,
-            copy_data=False,
-            steps_per_epoch=self._steps_per_epoch,
-            batches_per_step=inputs.batches_per_step,
-            loggers=loggers,
-            distributed_strategy=inputs.distributed_strategy,
-            resumes=self._saved is not None,
-        )
+        with shapes_shown(model):
+            session.initialize(
+                recipe=inputs.recipe,
+                model=model,
+                teacher_model=inputs.teacher,
+                optimizer=optimizer,
+                train_data=inputs.train_data,
+                copy_data=False,
+                steps_per_epoch=self._steps_per_epoch,
+                batches_per_step=inputs.batches_per_step,
+                loggers=loggers,
+                distributed_strategy=inputs.distributed_strategy,
+                resumes=self._saved is not None,
+            )
         if self._max_steps is not None:
             modifiers = session.lifecycle.recipe.modifiers
             warn_of_schedules(modifiers, self._max_steps, self._steps_per_epoch)
@@ -133,8 +135,12 @@ class SessionDriver:
         session.state.optimizer = optimizer
         session.state.hardware = Hardware.detect(wrapped)
         session.state.hardware.distributed_strategy = self._inputs.distributed_strategy
-        if self._inputs.distributed_strategy == "deepspeed":
+        if self._inputs.distributed_strategy in ("deepspeed", "zero3"):
             self._engine = ToldSteps(wrapped, lambda: self.send(EventType.OPTIM_PRE_STEP))
+            show_copies(wrapped)
+            have_gathered(session.state.teacher_model, wrapped)
+            for modifier in self._modifiers_now():
+                modifier.come_last()  # the engine's hooks gather the weights
         if self._saved is not None:
             session.lifecycle.load_state_dict(self._saved)
             self._saved = None
@@ -159,7 +165,8 @@ class SessionDriver:
             )
         for modifier in modifiers:
             modifier.remove_hooks()
-        self.session.initialize(resumes=True)
+        with shapes_shown(self.session.state.model):
+            self.session.initialize(resumes=True)
         self.session.lifecycle.load_state_dict(saved)
 
     def finish(self) -> None:

@@ -29,7 +29,7 @@ from llmcompressor.recipe.recipe import RecipeInput
 from llmcompressor.recipe.unused import unused
 from llmcompressor.training.callbacks import ProgressLines, SessionEvents
 from llmcompressor.training.checkpoints import checkpoint_to_resume, write_session
-from llmcompressor.training.checks import check_can_train, check_trainer
+from llmcompressor.training.checks import check_can_train, check_trainer, zero_stage
 from llmcompressor.training.driver import Inputs, SessionDriver, modifiers_to_apply
 from llmcompressor.training.loss import (
     RunLoss,
@@ -215,7 +215,7 @@ class SessionManagerMixIn(_Base):
         if self.is_fsdp_enabled:
             return "fsdp"
         if self.is_deepspeed_enabled:
-            return "deepspeed"
+            return "zero3" if zero_stage(self.accelerator.state) == 3 else "deepspeed"
         return "ddp" if self.args.world_size > 1 else "none"
 
     def set_initial_training_values(

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, Module, Parameter
 
+from llmcompressor.modeling.flat_pieces import is_flat, shapes_shown
+from llmcompressor.modeling.spread import whole
+
 __all__ = ["summary"]
 
 
@@ -21,12 +24,14 @@ def summary(model: Module) -> dict[str, float]:
         scheme for its weight.
     """
     elements = zeros = quantized = 0
-    for module, matrix in _matrices(model):
-        elements += matrix.numel()
+    with shapes_shown(model):
+        matrices = [(module, matrix, matrix.numel()) for module, matrix in _matrices(model)]
+        total = sum(each.numel() for each in (*model.parameters(), *_late_parameters(model)))
+    for module, matrix, size in matrices:
+        elements += size
         zeros += _zeros(matrix)
         scheme = getattr(module, "quantization_scheme", None)
-        quantized += matrix.numel() if getattr(scheme, "weights", None) is not None else 0
-    total = sum(parameter.numel() for parameter in model.parameters())
+        quantized += size if getattr(scheme, "weights", None) is not None else 0
     return {
         "total_params": float(total),
         "sparsity_percent": 100.0 * zeros / max(elements, 1),
@@ -46,8 +51,15 @@ def _matrices(model: Module) -> Iterator[tuple[Module, Parameter]]:
                 yield module, parameter
 
 
+def _late_parameters(model: Module) -> Iterator[Tensor]:
+    """What quantization has put on modules whose weights are in flat pieces: buffers there."""
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            yield from module.buffers(recurse=False)
+
+
 @torch.no_grad()
 def _zeros(matrix: Tensor) -> int:
-    count = (matrix == 0).sum()
+    count = ((whole(matrix) if is_flat(matrix) else matrix) == 0).sum()
     # A sharded tensor's sum is spread over the processes.
     return int(count.full_tensor() if hasattr(count, "full_tensor") else count)

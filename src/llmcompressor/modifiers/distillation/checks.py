@@ -38,10 +38,11 @@ def teacher_of(state: State) -> Module:
 def expect_whole_parameters(state: State) -> None:
     """Refuse a learned projection where parameters are whole only inside their module's forward."""
     strategy = state.hardware.distributed_strategy
-    if strategy in ("fsdp", "deepspeed"):
+    name = {"fsdp": "FSDP", "zero3": "DeepSpeed ZeRO stage 3"}.get(strategy or "")
+    if name is not None:
         raise ArgumentError(
-            f"A learned projection cannot be used with {strategy}, which splits its parameters.",
-            "Use DDP, or compare outputs of equal width without a projection.",
+            f"A learned projection cannot be used with {name}, which splits its parameters.",
+            "Use DDP or ZeRO stage 2, or compare outputs of equal width without a projection.",
         )
 
 

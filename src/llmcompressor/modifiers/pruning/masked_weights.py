@@ -5,7 +5,7 @@ A mask is one byte per weight, ones in every bit where the weight is kept and ze
 pruned. Ands with the bits of a weight make it exactly zero, whatever it was, NaN included, at
 the rate of memory: a product with a bool tensor or a masked fill take twice to six times as long.
 
-A weight that is spread over processes (``DTensor``, as of FSDP version 2) is put together for a
+A weight that is spread over processes (FSDP version 2, ZeRO stage 3) is put together for a
 moment when its mask is chosen, on all processes alike; each keeps and applies its part.
 
 DeepSpeed's optimizers keep a copy of the weights in float32, of which each process has a part, and
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 
 from llmcompressor.errors import CheckpointError, NonFiniteError
+from llmcompressor.modeling.flat_pieces import change_gradient, change_piece, is_flat
+from llmcompressor.modeling.spread import is_spread_as, local, spread_as, together, whole
 from llmcompressor.modifiers.pruning.targets import Place
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.masks import Source, Structure, grow_masks
@@ -74,22 +77,29 @@ class MaskedWeights:
     def freeze(self) -> None:
         """Mask what is zero now."""
         for place in self.places:
-            self._hold(place, _whole(place.parameter.detach()) == 0)
+            self._hold(place, whole(place.parameter) == 0)
 
     @torch.no_grad()
     def apply(self) -> None:
         """Zero what is masked."""
         for place, keep in self._fitting():
-            _zero(_local(place.parameter.detach()), keep)
-            _zero_copy(place.parameter, keep)
+            parameter = place.parameter
+            if is_flat(parameter):
+                change_piece(parameter, partial(_zero, keep=keep))
+            else:
+                _zero(local(parameter.detach()), keep)
+                _zero_copy(parameter, keep)
 
     @torch.no_grad()
     def apply_to_gradients(self) -> None:
         """Zero the gradients of what is masked, so that no optimizer remembers them."""
         for place, keep in self._fitting():
+            if is_flat(place.parameter):
+                change_gradient(place.parameter, partial(_zero, keep=keep))
+                continue
             gradient = place.parameter.grad
             if gradient is not None and gradient.layout is torch.strided:
-                _zero(_local(gradient), keep)
+                _zero(local(gradient), keep)
 
     @torch.no_grad()
     def masked_gradient(self, place: Place, gradient: Tensor) -> Tensor | None:
@@ -100,10 +110,12 @@ class MaskedWeights:
             gradient: of the whole parameter; it stays as it is.
 
         Returns:
-            A new tensor; ``None`` if nothing is masked.
+            A new tensor; ``None`` if nothing is masked, or if it is masked in pieces before the
+            step.
         """
         keep = self._keep.get(place.name)
-        if keep is None or gradient.layout is not torch.strided:
+        in_pieces = is_flat(place.parameter)
+        if keep is None or in_pieces or gradient.layout is not torch.strided:
             return None
         bits = gradient.view(_BITS[gradient.element_size()])
         return (bits & keep.to(gradient.device)).view(gradient.dtype)
@@ -127,7 +139,7 @@ class MaskedWeights:
     def measured(self) -> dict[Place, float]:
         """The share of each parameter that is zero, counted; all processes have to call it."""
         return {
-            place: 1.0 - int(torch.count_nonzero(_whole(place.parameter.detach()))) / size
+            place: 1.0 - int(torch.count_nonzero(whole(place.parameter))) / size
             for place in self.places
             if (size := math.prod(place.shape))
         }
@@ -140,10 +152,11 @@ class MaskedWeights:
         All processes have to call it where parameters are spread over them.
         """
         packed = {}
-        for name, keep in self._keep.items():
-            pruned = (_whole(keep) == 0).cpu().numpy()
+        for place in self.places if self._keep else ():
+            keep = together(self._keep[place.name], place.parameter)
+            pruned = (keep == 0).cpu().numpy()
             bits = torch.from_numpy(np.packbits(pruned.reshape(-1)))
-            packed[name] = {"bits": bits, "shape": list(pruned.shape)}
+            packed[place.name] = {"bits": bits, "shape": list(pruned.shape)}
         return packed
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -176,26 +189,27 @@ class MaskedWeights:
         """Take ``pruned``, bool of the whole parameter, as its mask."""
         self._zeros[place.name] = int(pruned.sum())
         keep = pruned.to(torch.int8).contiguous().sub_(1)
-        self._keep[place.name] = _like(keep, place.parameter)
+        self._keep[place.name] = spread_as(keep, place.parameter)
 
     def _fitting(self) -> Iterator[tuple[Place, Tensor]]:
         """Parameters with their masks, which follow them to another device or into parts."""
         for place in self.places if self._keep else ():
             keep, parameter = self._keep[place.name], place.parameter
-            if keep.device != parameter.device or _is_spread(keep) != _is_spread(parameter):
-                keep = self._keep[place.name] = _like(keep, parameter)
-            yield place, _local(keep)
+            if not is_spread_as(keep, parameter):
+                keep = self._keep[place.name] = spread_as(whole(keep), parameter)
+            yield place, local(keep)
 
     def _source(self, place: Place) -> Source:
         def read() -> tuple[Tensor, Tensor | None]:
-            weight = _whole(place.parameter.detach())
+            weight = whole(place.parameter).detach()
             if not is_finite(weight):
                 raise NonFiniteError(
                     f"{place.name} holds NaN or infinity, so its least weights cannot be found. "
                     "Lower the learning rate, or clip gradients."
                 )
             keep = self._keep.get(place.name)
-            pruned = None if keep is None else _whole(_like(keep, place.parameter)) == 0
+            pruned = None if keep is None else together(keep, place.parameter) == 0
+            pruned = None if pruned is None else pruned.to(weight.device)
             if place.transposed:
                 return weight.t(), None if pruned is None else pruned.t()
             return weight, pruned
@@ -207,44 +221,15 @@ class MaskedWeights:
 
 def _zero(tensor: Tensor, keep: Tensor) -> None:
     """Ands the bits of ``tensor`` with those of ``keep``, int8 of the same shape, in place."""
-    tensor.view(_BITS[tensor.element_size()]).bitwise_and_(keep)
+    tensor.view(_BITS[tensor.element_size()]).bitwise_and_(keep.to(tensor.device))
 
 
 def _zero_copy(parameter: Any, keep: Tensor) -> None:
     """Zeroes in this process's part of the optimizer's own copy, if it has one."""
+    copy = getattr(parameter, "fp32_copy", None)  # training shows it
+    if copy is not None:
+        _zero(copy.detach(), keep)
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:
         part, copy = mapping.lp_fragment_address, mapping.hp_fragment
-        _zero(copy, keep.flatten()[part.start : part.start + part.numel].to(copy.device))
-
-
-# A DTensor is told by what it can do: importing its module would load all of torch.distributed.
-
-
-def _is_spread(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The tensor put together from all processes, or itself."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of this process, which shares memory with the tensor, or itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _like(keep: Tensor, parameter: Tensor) -> Tensor:
-    """A mask where the parameter is, spread as it is."""
-    if not _is_spread(parameter):
-        return _whole(keep).to(parameter.device)
-    if _is_spread(keep):
-        return keep
-    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # see above
-
-    spread: Any = parameter
-    # Every process has the whole mask, and cuts its part out of it without being sent one.
-    return distribute_tensor(
-        keep.to(spread.device), spread.device_mesh, spread.placements, src_data_rank=None
-    )
+        _zero(copy, keep.flatten()[part.start : part.start + part.numel])

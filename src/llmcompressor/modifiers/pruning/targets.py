@@ -20,6 +20,7 @@ from torch.nn import Embedding, Module, Parameter
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.flat_pieces import shape_of
 from llmcompressor.modeling.matching import (
     as_targets,
     matches,
@@ -69,8 +70,8 @@ class Place:
             parametrized = getattr(self.module, "parametrizations", {})
             if self.attribute in parametrized:
                 found = parametrized[self.attribute].original
-        if found is None or hasattr(found, "ds_id") or tuple(found.shape) != self.shape:
-            raise _cut_up(self.name, found)
+        if found is None or shape_of(found) != self.shape:
+            raise _cut_up(self.name)
         return found
 
     @property
@@ -155,7 +156,7 @@ class _Parameters:
                 if parameter is not None and not attribute.endswith(_HELPERS):
                     name = f"{owner}.{attribute}" if owner else attribute
                     turned = matches_class(module, "Conv1D")
-                    shape = tuple(parameter.shape)
+                    shape = shape_of(parameter)
                     self.owners.append(owner)
                     self.places.append(Place(name, module, attribute, shape, turned))
                     self.parameters.append(parameter)
@@ -222,8 +223,6 @@ def _tell_spared(index: _Parameters, chosen: set[int]) -> None:
 
 
 def _check(name: str, parameter: Parameter) -> None:
-    if hasattr(parameter, "ds_id"):
-        raise _cut_up(name, parameter)
     if not parameter.is_floating_point() or parameter.element_size() < 2:
         raise TargetError(
             f"{name} cannot be pruned: its dtype is {parameter.dtype}.",
@@ -231,13 +230,7 @@ def _check(name: str, parameter: Parameter) -> None:
         )
 
 
-def _cut_up(name: str, found: Parameter | None) -> TargetError:
-    if hasattr(found, "ds_id"):
-        return TargetError(
-            f"{name} cannot be pruned: DeepSpeed ZeRO stage 3 keeps each process a flat piece of "
-            "it.",
-            "Use ZeRO stage 2, or FSDP version 2.",
-        )
+def _cut_up(name: str) -> TargetError:
     return TargetError(
         f"{name} cannot be pruned: its module no longer holds it in the shape it had, as under "
         "FSDP version 1.",

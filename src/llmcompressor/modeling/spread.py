@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that are spread over processes: put together, and cut up again.
+
+============  ==========================  ====================================
+by            a parameter is              this process's part of it
+============  ==========================  ====================================
+FSDP 2        a ``DTensor``               its local tensor
+ZeRO stage 3  empty outside of a forward  a piece of one dimension, ``ds_tensor``
+============  ==========================  ====================================
+
+Both are told by what they have: importing their modules would load all of torch.distributed, or
+DeepSpeed. All processes have to call these functions alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcompressor.modeling.flat_pieces import change_piece, cut, gathered, is_flat, joined
+
+__all__ = ["is_spread_as", "local", "spread_as", "together", "whole", "write", "zero"]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor put together from all processes, or itself; nobody may write to it."""
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor()  # type: ignore[no-any-return]  # a DTensor
+    return gathered(tensor) if is_flat(tensor) else tensor
+
+
+def local(tensor: Any) -> Tensor:
+    """The part of this process, which shares memory with the tensor, or itself."""
+    if is_flat(tensor):
+        return tensor.ds_tensor.data  # type: ignore[no-any-return]  # DeepSpeed has no types
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def spread_as(values: Tensor, parameter: Any) -> Tensor:
+    """``values``, which every process has whole, where the parameter is and spread as it is."""
+    if is_flat(parameter):
+        return cut(values, parameter)
+    if not hasattr(parameter, "full_tensor"):
+        return values.to(parameter.device)
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # see above
+
+    # Every process cuts its part out of the whole without being sent one.
+    return distribute_tensor(
+        values.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        src_data_rank=None,
+    )
+
+
+def is_spread_as(part: Tensor, parameter: Any) -> bool:
+    """Whether ``part`` is what :func:`spread_as` gives."""
+    mine = local(parameter) if is_flat(parameter) else parameter
+    if part.device != mine.device or (is_flat(parameter) and part.shape != mine.shape):
+        return False
+    return hasattr(part, "full_tensor") == hasattr(mine, "full_tensor")
+
+
+def together(part: Tensor, parameter: Any) -> Tensor:
+    """The whole of what :func:`spread_as` gave."""
+    if is_flat(parameter) and is_spread_as(part, parameter):
+        return joined(part, parameter)
+    return whole(part)
+
+
+@torch.no_grad()
+def write(target: Any, values: Tensor) -> None:
+    """Put ``values``, which every process has whole, into ``target``, spread as it is."""
+    part = spread_as(values, target)
+    if is_flat(target):
+        change_piece(target, lambda piece: piece.copy_(part))
+    else:
+        local(target.data).copy_(local(part))
+
+
+@torch.no_grad()
+def zero(target: Any) -> None:
+    """Make ``target`` zero, spread as it is."""
+    if is_flat(target):
+        change_piece(target, Tensor.zero_)
+    else:
+        target.zero_()
