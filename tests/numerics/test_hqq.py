@@ -124,7 +124,7 @@ def test_cells_do_not_depend_on_each_other_or_on_their_size(
     grid = Grid("int", 3, symmetric=False)
     scale_S, zero_S = started(values, grid)
     whole = refine_cells(values, scale_S, zero_S, grid, HalfQuadratic())
-    monkeypatch.setattr(hqq, "_CHUNK_ELEMENTS", 3 * 32)
+    monkeypatch.setattr(hqq, "CHUNK_ELEMENTS", 3 * 32)
     apart = refine_cells(values, scale_S, zero_S, grid, HalfQuadratic())
     larger = refine_cells(8 * values, 8 * scale_S, zero_S, grid, HalfQuadratic())
     assert whole[1] is not None
