@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import small_models as small
+from breaking import Breaker
 
 from llmcompressor.core import Event, EventType, State
 from llmcompressor.modifiers import Modifier
+
+__all__ = ["QUANTIZE", "Breaker", "Freezer", "WeightHalver", "arguments"]
 
 QUANTIZE = """
 modifiers:
@@ -42,19 +45,6 @@ class WeightHalver(Modifier):
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         state.model.model.norm.weight.data.mul_(0.5)
         return True
-
-
-class Breaker(Modifier):
-    """Raises once a given step was taken; a class attribute, so that the recipe is the same."""
-
-    at: ClassVar[int | None] = None
-
-    def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        return True
-
-    def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
-        if event.type_ is EventType.BATCH_START and event.global_step == self.at:
-            raise KeyboardInterrupt
 
 
 def arguments(output: Path | None, **changes: Any) -> dict[str, Any]:

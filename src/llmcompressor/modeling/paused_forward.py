@@ -30,6 +30,7 @@ import greenlet
 from torch.nn import Module
 
 from llmcompressor.errors import TargetError
+from llmcompressor.modeling.stubs import put_back
 from llmcompressor.modeling.torch_state import SuspendedState, TorchState
 
 __all__ = ["Pass", "PausedForward", "Stop", "check_not_nested"]
@@ -128,10 +129,7 @@ class PausedForward:
 
     def _restore(self) -> None:
         for module, forward in self._saved.items():
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = forward
+            put_back(module, forward)
         self._saved.clear()
         self._forwards.clear()
 
@@ -166,11 +164,7 @@ class PausedForward:
         for module in modules:
             if module in self._saved:
                 self._pending.discard(module)
-                forward = self._saved.pop(module)
-                if forward is None:
-                    module.__dict__.pop("forward", None)
-                else:
-                    module.forward = forward
+                put_back(module, self._saved.pop(module))
 
     def unstarted(self) -> Sequence[Pass]:
         """Passes that have not begun."""

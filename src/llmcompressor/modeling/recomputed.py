@@ -26,6 +26,7 @@ from torch.nn import Module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from llmcompressor.modeling.spilled import Shelf
+from llmcompressor.modeling.stubs import stubbed
 
 __all__ = ["Arrive", "Recomputed"]
 
@@ -65,18 +66,14 @@ class Recomputed:
         Args:
             sources: block → the tensors that its weights are made of, which get gradients.
         """
-        own = {block: block.__dict__.get("forward") for block in self.blocks}
+
+        def stub(block: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+            return self._stub(block, forward, tuple(sources[block]))
+
         try:
-            for block in self.blocks:
-                stub = self._stub(block, block.forward, tuple(sources[block]))
-                block.forward = stub
-            yield
+            with stubbed(self.blocks, stub):
+                yield
         finally:
-            for block, forward in own.items():
-                if forward is None:
-                    block.__dict__.pop("forward", None)
-                else:
-                    block.forward = forward
             self.shelf.clear()
 
     def _stub(
@@ -92,7 +89,6 @@ class Recomputed:
             returned = _Forgotten.apply(call, *sources, *inputs)  # type: ignore[no-untyped-call]
             return call.put_together(returned)
 
-        forgotten.__wrapped__ = forward  # type: ignore[attr-defined]  # inspect.signature looks through
         return forgotten
 
     def come_back(self, block: Module) -> None:

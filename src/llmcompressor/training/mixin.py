@@ -39,8 +39,8 @@ from llmcompressor.training.loss import (
     tokens_of_step,
 )
 from llmcompressor.training.optimizer import bare_optimizer, parameter_ids, train_new_parameters
-from llmcompressor.training.spread import take_off_checkpointing
 from llmcompressor.training.summary import summary
+from llmcompressor.training.wrappers import take_off_checkpointing
 
 if TYPE_CHECKING:
     # The mixin stands before a trainer among the bases of a class, whichever trainer that is.

@@ -35,6 +35,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.inputs import model_device
 from llmcompressor.modeling.recomputed import Arrive, Recomputed
 from llmcompressor.modeling.spilled import Shelf, activation_budget, room_on
+from llmcompressor.modeling.stubs import stubbed
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.modifiers.rotation.turned import Turned
 from llmcompressor.numerics.cayley import cayley_step
@@ -293,19 +294,17 @@ class _Others:
         Args:
             leaves: name → the rotation as it is now.
         """
-        own = {module: module.__dict__.get("forward") for module in self._calls}
-        try:
-            for module in self._calls:
-                stub = self._stub(module, module.forward, leaves)
-                module.forward = stub
-            with self._turned.inside(self._standing, leaves):
-                yield
-        finally:
-            for module, forward in own.items():
-                if forward is None:
-                    module.__dict__.pop("forward", None)
-                else:
-                    module.forward = forward
+
+        def stub(module: Module, forward: Any) -> Any:
+            def turned(*args: Any, **kwargs: Any) -> Any:
+                self._called.add(module)
+                with self._turned.inside([module], leaves):
+                    return forward(*args, **kwargs)
+
+            return turned
+
+        with stubbed(self._calls, stub), self._turned.inside(self._standing, leaves):
+            yield
 
     def find_uncalled(self) -> bool:
         """Whether a weight was not called, so that its module may have been read without that."""
@@ -313,15 +312,6 @@ class _Others:
         self._standing += missed
         self._calls = [module for module in self._calls if module in self._called]
         return bool(missed)
-
-    def _stub(self, module: Module, forward: Any, leaves: Mapping[str, Tensor]) -> Any:
-        def turned(*args: Any, **kwargs: Any) -> Any:
-            self._called.add(module)
-            with self._turned.inside([module], leaves):
-                return forward(*args, **kwargs)
-
-        turned.__wrapped__ = forward  # type: ignore[attr-defined]  # inspect.signature looks through
-        return turned
 
 
 @contextlib.contextmanager

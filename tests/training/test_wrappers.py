@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     offload_wrapper,
 )
 
-from llmcompressor.training.spread import take_off_checkpointing
+from llmcompressor.training.wrappers import take_off_checkpointing
 
 
 def test_modules_have_their_own_names_again() -> None:
