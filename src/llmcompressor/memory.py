@@ -13,7 +13,7 @@ from typing import ClassVar
 
 __all__ = ["TOLERATED", "give_back_freed", "let_go_of_pages"]
 
-TOLERATED = 2**27
+TOLERATED = 2**26
 """Bytes that may stay freed and held: less than the libraries themselves take. To return what is
 wanted again a moment later costs up to an eighth of a run's time, for pages are made anew."""
 

@@ -31,12 +31,14 @@ from llmcompressor.checkpoint.scratch_blocks import ScratchBlocks
 from llmcompressor.checkpoint.space import lacking
 from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.logger import logger
-from llmcompressor.memory import give_back_freed
+from llmcompressor.memory import TOLERATED, give_back_freed
 from llmcompressor.threads import one_thread
 
 __all__ = ["BlockStream"]
 
 _CPU = torch.device("cpu")
+_RETURNED_EVERY = 8
+"""Blocks after which freed memory is returned, however little: each leaves a few megabytes."""
 
 Report = Callable[[Sequence[str]], Mapping[str, Any]]
 Visit = Callable[[Module, Module | None], None]
@@ -101,6 +103,7 @@ class BlockStream:
             self._entries.setdefault(self._block_of(entry.name), []).append(entry)
         self.stage = 0
         self._inside: list[str] = []
+        self._left = 0
         try:
             self._intact = self._find_intact()
         except BaseException:
@@ -233,7 +236,8 @@ class BlockStream:
             with one_thread(_CPU):  # what is large is done in pieces, the small is many
                 self._keep(block)
         self._weights.release(block)
-        give_back_freed()
+        self._left += 1
+        give_back_freed(at_least=2 * TOLERATED if self._left % _RETURNED_EVERY else 0)
         if block in self._inside:
             self._inside.remove(block)
             self._read_ahead()

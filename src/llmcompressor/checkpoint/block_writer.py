@@ -22,7 +22,7 @@ from llmcompressor.errors import CheckpointError
 
 __all__ = ["BlockWriter"]
 
-_WAITING = 2
+_WAITING = 1
 """Blocks that may wait to be written: more would only take memory."""
 _CHUNK = 2**26
 
@@ -52,13 +52,13 @@ class BlockWriter:
         self._layout = layout
         check_space(folder, output=lacking(folder, layout.file_size), scratch=scratch)
         self._files = {file.name: self._create(file.name) for file in layout.files}
-        self._jobs: queue.Queue[_Job | None] = queue.Queue(_WAITING)
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="block-writer", daemon=True)
         self._thread.start()
 
     def write(self, tensors: Mapping[str, Tensor], commit: Callable[[str], None]) -> None:
-        """Hand tensors over.
+        """Hand tensors over, once those before are durable: others are made meanwhile.
 
         Args:
             tensors: stored name → tensor, on any device.
@@ -71,6 +71,7 @@ class BlockWriter:
         }
         for name, tensor in on_host.items():
             self._check_expected(name, tensor)
+        self.flush()  # what waits would only take memory
         self._jobs.put(_Job(on_host, commit))
 
     def flush(self) -> None:

@@ -58,6 +58,10 @@ _FP4_FORMATS = {
     CompressionFormat.nvfp4_pack_quantized.value,
     CompressionFormat.mxfp4_pack_quantized.value,
 }
+_MX_FORMATS = {
+    CompressionFormat.mxfp4_pack_quantized.value,
+    CompressionFormat.mxfp8_quantized.value,
+}
 _PACKED = CompressionFormat.pack_quantized.value
 _PACKED_ZEROS = {QuantizationStrategy.GROUP.value, QuantizationStrategy.CHANNEL.value}
 """Strategies whose zero points are packed as the codes are."""
@@ -225,8 +229,7 @@ def _structure(
     compressor: Any, own: Mapping[str, Tensor], scheme: QuantizationScheme
 ) -> dict[str, Tensor]:
     """What is stored of a module; the codes of its weight are without data."""
-    mxfp8 = CompressionFormat.mxfp8_quantized.value
-    if scheme.format in {*_FP4_FORMATS, mxfp8}:  # their scales are stored in another form
+    if scheme.format in _MX_FORMATS:  # their scales are stored as exponents
         shapes = {**_with_wide_scales(own), "weight": own["weight"].to("meta")}
         packed: dict[str, Tensor] = compressor.compress(shapes, scheme)
         _keep_dtypes(packed, own)
@@ -234,7 +237,7 @@ def _structure(
     forms = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items())
     packed = _structure_of(scheme.model_dump_json(), forms)
     return {
-        name: own[name] if name in own and name != "weight" else tensor.clone()
+        name: own[name].to(tensor.dtype) if name in own and name != "weight" else tensor.clone()
         for name, tensor in packed.items()
     }
 

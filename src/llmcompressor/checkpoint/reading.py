@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from llmcompressor.checkpoint.buffers import Buffers
 from llmcompressor.checkpoint.source import PieceHeader, TensorHeader
 from llmcompressor.errors import CheckpointError
 
@@ -45,7 +46,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """safetensors' names of dtypes."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CHUNK = 2**26
+_CHUNK = 2**23
+"""Bytes that are read at once: few enough to be in the cache when they are hashed."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -75,6 +77,7 @@ class TensorReader:
     def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
         self._headers = headers
         self._files: dict[Path, int] = {}
+        self._buffers = Buffers()
 
     def read(self, name: str, digest: xxhash.xxh3_128 | None = None) -> Tensor:
         """A tensor on the CPU, in the dtype of the file.
@@ -90,13 +93,14 @@ class TensorReader:
         dtype = self._dtype(header, name)
         stored = header.matrix if isinstance(header, PieceHeader) else header.shape
         nbytes = prod(stored) * dtype.itemsize
-        data = torch.empty(nbytes, dtype=torch.uint8)
+        data = self._buffers.take(nbytes)
         view = bytes_of(data)
         done = 0
         while done < nbytes:
-            done += self._read_into(header, view[done : done + _CHUNK], done)
-        if digest is not None:
-            digest.update(view)
+            count = self._read_into(header, view[done : done + _CHUNK], done)
+            if digest is not None:
+                digest.update(view[done : done + count])
+            done += count
         tensor = data.view(dtype).reshape(stored)
         if isinstance(header, PieceHeader):
             tensor = tensor.mT if header.turned else tensor
@@ -129,7 +133,8 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; what was read stays."""
+        self._buffers.close()
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()

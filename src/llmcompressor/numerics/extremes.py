@@ -66,12 +66,21 @@ def magnitudes_of_cells(split: Tensor) -> Tensor:
         return split.abs().amax(_DIMS)
     integer = float_layout(split.dtype).integer
     find = _magnitudes_by_pairs if _has_narrow_pairs(split) else _magnitudes_of_part
-    found = [find(part, integer) for part in _parts(split)]
+    found, spare = [], split.new_empty(0)
+    for part in _parts(split):
+        if part.numel() > spare.numel():  # the first: memory that is not new is in the cache
+            spare = split.new_empty(2 * part.numel())
+        found.append(find(part, integer, spare))
     return torch.cat(found, dim=-2).view(split.dtype)
 
 
-def _magnitudes_of_part(split: Tensor, integer: torch.dtype) -> Tensor:
-    return split.abs().view(integer).amax(_DIMS)
+def _magnitudes_of_part(split: Tensor, integer: torch.dtype, spare: Tensor) -> Tensor:
+    bits = torch.abs(split, out=_like(split, spare)).view(integer)
+    return bits.amax(_DIMS)
+
+
+def _like(split: Tensor, spare: Tensor) -> Tensor:
+    return spare[: split.numel()].view(split.shape)
 
 
 def _has_narrow_pairs(split: Tensor) -> bool:
@@ -85,10 +94,13 @@ def _has_narrow_pairs(split: Tensor) -> bool:
     )
 
 
-def _magnitudes_by_pairs(split: Tensor, integer: torch.dtype) -> Tensor:
+def _magnitudes_by_pairs(split: Tensor, integer: torch.dtype, spare: Tensor) -> Tensor:
     """Of words of two, the greater magnitude is brought to the upper half; the rest is noise."""
-    words = split.view(torch.int32) & _WITHOUT_SIGNS
-    words = torch.maximum(words, words << 16, out=words)
+    words = split.view(torch.int32)
+    upper, lower = (_like(words, half.view(torch.int32)) for half in spare.chunk(2))
+    torch.bitwise_and(words, _WITHOUT_SIGNS, out=upper)
+    torch.bitwise_left_shift(upper, 16, out=lower)
+    words = torch.maximum(upper, lower, out=upper)
     return (words.amax(_DIMS) >> 16).to(integer)
 
 

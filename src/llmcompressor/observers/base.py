@@ -20,6 +20,7 @@ from torch import Tensor
 from llmcompressor.errors import InputError, NonFiniteError, did_you_mean
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.scales import (
+    fill_zeros,
     global_scale_from_amax,
     parameter_dtype,
     scales_from_range,
@@ -423,4 +424,4 @@ def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``scale`` in ``dtype``; what would vanish becomes the smallest number instead."""
     info = torch.finfo(dtype)
     stored = scale.to(dtype)
-    return stored.masked_fill(stored == 0, info.smallest_normal * info.eps)
+    return fill_zeros(stored, info.smallest_normal * info.eps)

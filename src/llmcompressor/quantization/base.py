@@ -24,6 +24,7 @@ from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier, Plan
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.scales import global_scale_from_amax
+from llmcompressor.observers.canonical import Range
 from llmcompressor.progress import progress
 from llmcompressor.quantization.activations import ActivationObservers
 from llmcompressor.quantization.attach import (
@@ -44,6 +45,7 @@ from llmcompressor.quantization.parameters import (
     weighs_inputs,
     weight_amax,
     weight_of,
+    weight_range,
 )
 from llmcompressor.schemes.assign import is_empty, listed, scheme_for
 from llmcompressor.schemes.attention import CACHED_ATTENTION
@@ -100,6 +102,7 @@ class QuantizationMixin(Modifier):
     _finished: set[Module] = PrivateAttr(default_factory=set)
     _fused: dict[Module, tuple[Module, ...]] = PrivateAttr(default_factory=dict)
     _global_scales: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
+    _ranges: dict[Module, Range] = PrivateAttr(default_factory=dict)
     _attention: dict[Module, str] = PrivateAttr(default_factory=dict)
     _observers: ActivationObservers | None = PrivateAttr(None)
 
@@ -319,6 +322,11 @@ class QuantizationMixin(Modifier):
         weights = None if scheme is None else scheme.weights
         return weights is not None and needs_global_scale(weights)
 
+    def find_global_scales(self, modules: Iterable[Module]) -> None:
+        """Those of ``modules`` and of all that are fused with them, from here on."""
+        for module in modules:
+            self._global_scale(module)
+
     def _global_scale(self, module: Module) -> Tensor | None:
         """The global scale of ``module`` and of all that are fused with it.
 
@@ -327,14 +335,19 @@ class QuantizationMixin(Modifier):
         """
         if module in self._fused and module not in self._global_scales:
             members = self._fused[module]
-            amax = torch.stack(
-                [weight_amax(weight_of(one).detach()).cpu() for one in members]
-            ).max()
+            amax = torch.stack([self._amax(one).cpu() for one in members]).max()
             for member in members:
                 self._global_scales[member] = global_scale_from_amax(amax).to(
                     weight_of(member).device
                 )
         return self._global_scales.get(module)
+
+    def _amax(self, module: Module) -> Tensor:
+        """The absolute maximum of a module's weight, ``[1]``."""
+        found = self._ranges.get(module)
+        if found is None:
+            return weight_amax(weight_of(module).detach())
+        return found.maximum.amax().float().reshape(1)
 
     # ------------------------------------------------------------------ while
 
@@ -384,6 +397,17 @@ class QuantizationMixin(Modifier):
         group: tuple[Module, ...] = state.call_order.group_of(module)
         return next(one for one in group if one in self._schemes)
 
+    def look_at(self, module: Module) -> None:
+        """Find the extremes of a weight that shares a global scale, for it and for :meth:`observe`.
+
+        Looked at beforehand, weights are read once. None of them may change in between.
+        """
+        weights = self._schemes[module].weights
+        if module in self._fused and weights is not None:
+            found = weight_range(weight_of(module).detach(), weights)
+            if found is not None:
+                self._ranges[module] = found
+
     def observe(self, module: Module, importance_C: Tensor | None = None) -> WeightParameters:
         """The parameters that the module's observer finds for its present weight."""
         scheme = self._schemes[module]
@@ -393,6 +417,7 @@ class QuantizationMixin(Modifier):
             scheme.weights,
             global_scale=self._global_scale(module),
             importance_C=importance_C,
+            found=self._ranges.pop(module, None),
         )
 
     def keep(self, module: Module, parameters: WeightParameters, *, rounded: bool = False) -> None:

@@ -43,6 +43,7 @@ __all__ = [
     "weighs_inputs",
     "weight_amax",
     "weight_of",
+    "weight_range",
 ]
 
 _FROM_EXTREMES = ("observe", "measure", "qparams")
@@ -154,6 +155,7 @@ def observe_weight(
     *,
     global_scale: Tensor | None = None,
     importance_C: Tensor | None = None,
+    found: Range | None = None,
 ) -> WeightParameters:
     """Find the parameters of a weight by the observer that its arguments name.
 
@@ -162,12 +164,13 @@ def observe_weight(
         args: how to quantize it.
         global_scale: of the fused set that it belongs to; its own if ``None``.
         importance_C: mean square of the inputs per column, for observers that weigh errors.
+        found: what :func:`weight_range` has found of it.
 
     Raises:
         NonFiniteError: the weight holds NaN or infinity, or a scale does not fit its dtype.
     """
-    if follows_extremes(args):
-        found = canonical(weight_RC.detach(), "weight", args).widest
+    found = weight_range(weight_RC, args) if found is None else found
+    if found is not None:
         if not all(map(is_finite, found)):
             raise NonFiniteError("NaN or infinity in the weight that was observed.")
         parameters = range_parameters(found, weight_RC, args, global_scale)
@@ -183,6 +186,18 @@ def observe_weight(
         global_scale = global_scale_from_amax(weight_amax(weight_RC))
     scale, zero_point = observer.qparams(global_scale, dtype=weight_RC.dtype)
     return WeightParameters(args, scale, zero_point, global_scale)
+
+
+def weight_range(weight_RC: Tensor, args: QuantizationArgs) -> Range | None:
+    """Least and greatest value of each cell of a weight, in the shape of its scales.
+
+    Returns:
+        ``None`` where its observer takes more than its extremes (:func:`follows_extremes`). On
+        symmetric grids both ends lie at the largest magnitude.
+    """
+    if not follows_extremes(args):
+        return None
+    return canonical(weight_RC.detach(), "weight", args).widest
 
 
 def follows_extremes(args: QuantizationArgs) -> bool:

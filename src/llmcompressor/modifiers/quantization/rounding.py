@@ -11,7 +11,8 @@ that weighs errors by the inputs (``imatrix_mse``).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from pydantic import PrivateAttr
@@ -29,6 +30,8 @@ from llmcompressor.quantization.trainable import TrainableMixin
 from llmcompressor.threads import each_on_one_thread, one_thread
 
 __all__ = ["QuantizationModifier"]
+
+T = TypeVar("T")
 
 
 class QuantizationModifier(TrainableMixin):
@@ -75,13 +78,9 @@ class QuantizationModifier(TrainableMixin):
             module, leader = pair
             found[module] = self.observe(module, self._importance(leader))
 
-        pairs = list(zip(modules, leaders, strict=True))
-        if all(weight_of(module).device.type == "cpu" for module in modules):
-            # weights side by side: threads that share one would wait for the one that reads ahead
-            each_on_one_thread(find, pairs)
-        else:
-            for pair in pairs:
-                find(pair)
+        _each(self.look_at, modules, modules)
+        self.find_global_scales(modules)
+        _each(find, list(zip(modules, leaders, strict=True)), modules)
         with one_thread(torch.device("cpu")):  # looks at many small tensors
             for module in modules:
                 self.keep(module, found[module])
@@ -112,3 +111,13 @@ class QuantizationModifier(TrainableMixin):
             self._tokens[module] += len(tokens_TC)
 
         return add_squares
+
+
+def _each(work: Callable[[T], None], items: Sequence[T], modules: Sequence[Module]) -> None:
+    """Do ``work`` for every item, one of each module."""
+    if all(weight_of(module).device.type == "cpu" for module in modules):
+        # weights side by side: threads that share one would wait for the one that reads ahead
+        each_on_one_thread(work, items)
+        return
+    for item in items:
+        work(item)
