@@ -71,3 +71,11 @@ def test_closed_it_keeps_nothing_and_takes_nothing_away() -> None:
     del buffers
     gc.collect()
     assert left() is None
+
+
+def test_where_nothing_can_be_mapped_the_heap_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert Buffers().take(LARGE).fill_(1).sum() == LARGE

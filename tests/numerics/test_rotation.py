@@ -10,7 +10,13 @@ from torch import Tensor
 from llmcompressor.numerics import rotation as module
 from llmcompressor.numerics.cayley import cayley_step, orthogonality_error
 from llmcompressor.numerics.hadamard import random_orthogonal
-from llmcompressor.numerics.rotation import Rotation, rotated_bias, rotated_weight
+from llmcompressor.numerics.rotation import (
+    Rotation,
+    rotated_bias,
+    rotated_weight,
+    rotating_bytes,
+)
+from llmcompressor.planning.trial import counted_memory
 
 R, C, T = 24, 40, 7
 
@@ -59,6 +65,27 @@ def test_long_weights_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rotated_weight(W, inputs=[rotation])
     monkeypatch.setattr(module, "_CHUNK", 3 * C)
     assert torch.equal(rotated_weight(W, inputs=[rotation]), whole)
+
+
+@pytest.mark.parametrize("is_hadamard", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 0), (0, 1), (1, 1), (0, 0)])
+@pytest.mark.parametrize("precision", [torch.float64, torch.float32])
+def test_what_a_rotation_holds_is_foretold(
+    is_hadamard: bool, inputs: int, outputs: int, precision: torch.dtype
+) -> None:
+    W = torch.randn(256, 512, dtype=torch.bfloat16)
+
+    def some(order: int, count: int) -> list[Rotation]:
+        whole = Rotation.of_matrix(random_orthogonal(order, torch.Generator().manual_seed(0)))
+        return [Rotation.of_hadamard(order) if is_hadamard else whole] * count
+
+    turns = {"inputs": some(512, inputs), "outputs": some(256, outputs)}
+    with counted_memory() as counted:
+        returned = rotated_weight(W, **turns, precision=precision)
+    foretold = rotating_bytes(W.numel(), **turns, precision=precision) + returned.nbytes
+    matrices = 0 if precision == torch.float64 or is_hadamard else 4 * (512**2 * inputs)
+    assert foretold <= counted.peak + 16 * W.shape[1]
+    assert counted.peak - matrices - 4 * 256**2 * outputs <= 1.02 * foretold
 
 
 def test_one_rounding_is_better_than_two() -> None:

@@ -36,9 +36,10 @@ from llmcompressor.numerics.masks import NofM
 from llmcompressor.numerics.sparse_choice import Share, Sparsity
 from llmcompressor.numerics.sparse_fit import sparse_fit
 from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.planning.learning import PartLearning
 from llmcompressor.planning.machine import measure_rates
 from llmcompressor.planning.memory import Footprint, Load, estimate_phases
-from llmcompressor.planning.result import Operations, PassPlan, Phase, Rates
+from llmcompressor.planning.result import LearningPlan, Operations, PassPlan, Phase, Rates
 from llmcompressor.planning.subject import REST, Part, open_subject
 from llmcompressor.planning.timing import Traffic, estimate_time
 from llmcompressor.planning.trial import Peak, Trial, counted_memory, try_rounding
@@ -292,6 +293,33 @@ def test_on_a_device_the_host_holds_what_is_read_and_written() -> None:
     assert phases["load"].device == (200 + 400) * MIB
     assert phases["load"].host == (1000 + 400) * MIB
     assert phases["save"].host == (1000 + 400 + 200) * MIB
+
+
+def test_a_device_and_its_host_are_at_their_most_at_different_moments() -> None:
+    block, rest = Part("b", {}, 100 * MIB, 100 * MIB, 0), Part(REST, {}, 50 * MIB, 50 * MIB, 0)
+    loads = [Load(block, 30 * MIB, 10 * MIB, 0)] * 3 + [Load(rest, 0, 200 * MIB, 0)]
+    one = PassPlan(["Rounding"], "datafree")
+    phases = estimate_phases(footprint(on_device=True), loads, [(one, [])], {})
+    (save,) = (phase for phase in phases if phase.name == "save")
+    assert save.device == (50 + 200) * MIB  # the head has no block beside it
+    assert save.host == (1000 + 100 + 2 * 30) * MIB  # a block is read, two are packed
+
+
+@pytest.mark.parametrize(("on_device", "held"), [(True, 70), (False, 90)])
+def test_what_the_backward_read_is_gone_from_a_device_when_gradients_go_back(
+    on_device: bool, held: int
+) -> None:
+    loads = [load("b", 400 * MIB), load(REST, 200 * MIB)]
+    learning = LearningPlan(1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    one = PassPlan(["Learning"], "datafree", learning=learning)
+    parts = [PartLearning(40 * MIB, 30 * MIB, 20 * MIB), PartLearning(0, 0)]
+    own = footprint(on_device=on_device)
+    phases = estimate_phases(own, loads, [(one, [])], {}, {0: parts})
+    (learn,) = (phase for phase in phases if phase.name == "learn")
+    if on_device:
+        assert learn.device == (600 + held) * MIB
+    else:
+        assert learn.host == (1000 + 600 + held) * MIB + min(TOLERATED, held * MIB)
 
 
 def test_calibration_adds_activations_statistics_and_the_solver() -> None:

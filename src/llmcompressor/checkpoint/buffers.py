@@ -45,6 +45,8 @@ class Buffers:
         if nbytes < _APART or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(nbytes, dtype=torch.uint8)
         own = self._used_before(nbytes) or _of_its_own(nbytes)
+        if own is None:
+            return torch.empty(nbytes, dtype=torch.uint8)  # which says so if there is none at all
         array = np.frombuffer(own, dtype=np.uint8)
         # the tensor's storage keeps the array for as long as anything looks at it
         weakref.finalize(array, self._take_back, nbytes, own).atexit = False
@@ -75,8 +77,11 @@ class Buffers:
                 self._idle.setdefault(nbytes, []).append(own)
 
 
-def _of_its_own(nbytes: int) -> mmap.mmap:
-    own = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _of_its_own(nbytes: int) -> mmap.mmap | None:
+    try:
+        own = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # no memory, or as many mappings as a process may have
+        return None
     with contextlib.suppress(OSError):  # a kernel without huge pages
         own.madvise(mmap.MADV_HUGEPAGE)
     return own

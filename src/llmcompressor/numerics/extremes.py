@@ -65,12 +65,12 @@ def magnitudes_of_cells(split: Tensor) -> Tensor:
     if split.device.type != "cpu":
         return split.abs().amax(_DIMS)
     integer = float_layout(split.dtype).integer
-    find = _magnitudes_by_pairs if _has_narrow_pairs(split) else _magnitudes_of_part
-    found, spare = [], split.new_empty(0)
-    for part in _parts(split):
-        if part.numel() > spare.numel():  # the first: memory that is not new is in the cache
-            spare = split.new_empty(2 * part.numel())
-        found.append(find(part, integer, spare))
+    in_pairs = _has_narrow_pairs(split)
+    find = _magnitudes_by_pairs if in_pairs else _magnitudes_of_part
+    parts = list(_parts(split))
+    # one for all of them: memory that is not new is in the cache
+    spare = split.new_empty(parts[0].numel() * (2 if in_pairs else 1))
+    found = [find(part, integer, spare) for part in parts]
     return torch.cat(found, dim=-2).view(split.dtype)
 
 

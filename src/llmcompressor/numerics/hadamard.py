@@ -140,14 +140,20 @@ def fast_hadamard(x: Tensor) -> Tensor:
     """
     power, base = split_order(x.shape[-1])
     y = x.reshape(*x.shape[:-1], power, base)
-    if base > 1:
-        y = y @ _base(base).to(y)
+    y = y @ _base(base).to(y) if base > 1 else y.clone(memory_format=torch.contiguous_format)
     half = power // 2
     while half:
-        first, second = y.reshape(*x.shape[:-1], -1, 2, half, base).unbind(-3)
-        y = torch.stack([first + second, first - second], dim=-3).flatten(-4, -2)
+        pairs = y.view(*x.shape[:-1], -1, 2, half, base)
+        _add_and_subtract_(pairs.select(-3, 0), pairs.select(-3, 1))
         half //= 2
     return y.flatten(-2)
+
+
+def _add_and_subtract_(first: Tensor, second: Tensor) -> None:
+    """A butterfly in place, with one temporary of half the size."""
+    total = first + second
+    second.neg_().add_(first)
+    first.copy_(total)
 
 
 # ---------------------------------------------------------------------- orders

@@ -26,14 +26,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.hadamard import fast_hadamard, hadamard
+from llmcompressor.numerics.hadamard import fast_hadamard, hadamard, split_order
 
 __all__ = ["Rotation", "rotated_bias", "rotated_weight", "rotating_bytes"]
 
 _CHUNK = 1 << 22
 """Elements that are rotated at once: 32 MiB of float64."""
-_COPIES = 4
-"""Of what is rotated at once, those that a butterfly of additions holds."""
+_BUTTERFLY_COPIES, _PRODUCT_COPIES = 2.5, 2.0
+"""Of what is rotated at once, those that a butterfly of additions holds, and a product."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Rotation:
         """``x Q``, in the dtype of ``x``; ``[..., k N]``, each N columns for themselves."""
         y = x.reshape(*x.shape[:-1], -1, self.order)
         if self.signs_N is not None:
-            y = fast_hadamard(y) * (self.signs_N / math.sqrt(self.order)).to(y)
+            y = fast_hadamard(y).mul_((self.signs_N / math.sqrt(self.order)).to(y))
         else:
             assert self.matrix_NN is not None
             y = y @ self.matrix_NN.to(y)
@@ -133,14 +133,33 @@ def rotated_weight(
     return result_RC
 
 
-def rotating_bytes(elements: int, *, by_output: bool) -> int:
-    """Bytes that :func:`rotated_weight` holds in float64, beside the weight and what it returns.
+def rotating_bytes(
+    elements: int,
+    *,
+    inputs: Sequence[Rotation] = (),
+    outputs: Sequence[Rotation] = (),
+    precision: torch.dtype = torch.float64,
+    is_apart: bool = True,
+) -> int:
+    """Bytes that :func:`rotated_weight` holds beside the weight and what it returns.
 
     Args:
         elements: of the weight.
-        by_output: whether its output is rotated.
+        inputs: rotations of its input.
+        outputs: rotations of its output, which find what they turn in ``precision`` already.
+        precision: in which all of it is computed.
+        is_apart: what is returned has another dtype.
     """
-    return 8 * (_COPIES * min(elements, _CHUNK) + by_output * elements)
+    at_once = min(elements, _CHUNK)
+    by_input = max(map(_copies, inputs), default=1.0) * at_once
+    by_output = max((_copies(one) - 1 for one in outputs), default=0.0) * at_once
+    between = elements if outputs and is_apart else 0
+    return int(precision.itemsize * (max(by_input, by_output) + between))
+
+
+def _copies(rotation: Rotation) -> float:
+    is_butterfly = rotation.signs_N is not None and split_order(rotation.order)[0] > 1
+    return _BUTTERFLY_COPIES if is_butterfly else _PRODUCT_COPIES
 
 
 def _parts(length: int, width: int) -> Iterator[tuple[int, int]]:

@@ -69,12 +69,15 @@ class PartLearning:
     """What one part of the model takes in a step.
 
     Attributes:
-        held: bytes of weights that are made and of activations.
-        workspace: further bytes while one weight is made.
+        held: bytes of weights that are made, then of their gradients.
+        workspace: further bytes while one weight is made, or goes back to the rotations.
+        saved: bytes of activations that the backward reads. It is through with them when the first
+            gradient goes back to the rotations.
     """
 
     held: int
     workspace: int
+    saved: int = 0
 
 
 def plan_learning(
@@ -95,7 +98,7 @@ def plan_learning(
 
 def _part(part: Part, making: Effort, context: LearningContext, modifier: Modifier) -> PartLearning:
     if part.name != REST:
-        return PartLearning(making.statistics + _saved(part, context), making.workspace)
+        return PartLearning(making.statistics, making.workspace, _saved(part, context))
     single = (modifier.making([module]).statistics for module in part.modules.values())
     return PartLearning(max(single, default=0), max(_logits(part, context), making.workspace))
 

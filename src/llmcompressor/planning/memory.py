@@ -24,8 +24,9 @@ until its file is written.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from llmcompressor.memory import TOLERATED
@@ -144,12 +145,14 @@ def estimate_phases(
     for number, parts in learned.items():
         learning = passes[number][0].learning
         assert learning is not None
-        peaks["learn"] = _most([peaks.get("learn"), _learning(footprint, loads, learning, parts)])
+        peaks["learn"] = _most(
+            footprint, [peaks.get("learn"), _learning(footprint, loads, learning, parts)]
+        )
     for one, works in passes:
         if one.forwards:
             calibrate, solve = _calibrating(footprint, loads, one, works)
-            peaks["calibrate"] = _most([peaks.get("calibrate"), calibrate])
-            peaks["solve"] = _most([peaks.get("solve"), solve])
+            peaks["calibrate"] = _most(footprint, [peaks.get("calibrate"), calibrate])
+            peaks["solve"] = _most(footprint, [peaks.get("solve"), solve])
     peaks["save"] = _saving(footprint, loads, passes)
     disk = _disk(footprint, loads, passes)
     gone = _gone([one.part.loaded for one in loads[:-1]]) if footprint.is_streamed else 0
@@ -180,8 +183,13 @@ def _disk(
     return disk
 
 
-def _most(moments: Sequence[_Moment | None]) -> _Moment:
-    return max((one for one in moments if one is not None), key=lambda one: one.model + one.host)
+def _most(footprint: Footprint, moments: Sequence[_Moment | None]) -> _Moment:
+    """The most demanding moment; where the host and a device have memory each, of both."""
+    there = [one for one in moments if one is not None]
+    most = max(there, key=lambda one: one.model + one.host)
+    if not footprint.on_device:
+        return most
+    return replace(most, model=max(one.model for one in there), host=max(one.host for one in there))
 
 
 def _gone(blocks: Sequence[int]) -> int:
@@ -220,7 +228,7 @@ def _loading(footprint: Footprint, loads: Sequence[Load]) -> _Moment:
     for index, one in enumerate(loads):
         held = _resident(footprint, loads, index)
         moments.append(_Moment(held.model + one.part.converted, held.host))
-    return _most(moments)
+    return _most(footprint, moments)
 
 
 def _learning(
@@ -238,11 +246,13 @@ def _learning(
         model = held.model + learning.held + waiting
         if load.part.name == REST and footprint.is_streamed:  # the last block is still there
             model += block
-        passing = part.held + part.workspace
+        # a heap holds on to what was let go of a moment before, a device has nothing but tensors
+        more = max if footprint.on_device else operator.add
+        passing = part.held + more(part.saved, part.workspace)
         moments.append(_Moment(model + passing, held.host, passing))
         stepping = held.model + learning.held + learning.stepping
         moments.append(_Moment(stepping, held.host, learning.stepping))
-    return _most(moments)
+    return _most(footprint, moments)
 
 
 def _calibrating(
@@ -267,7 +277,7 @@ def _calibrating(
                 footprint.tokens, footprint.run_tokens, device=footprint.on_device
             )
             solving.append(_Moment(present + copied + solved, host, running))
-    return _most(calibrating), _most(solving)
+    return _most(footprint, calibrating), _most(footprint, solving)
 
 
 def _waiting(footprint: Footprint, one: PassPlan, unit: Unit) -> int:
@@ -333,4 +343,4 @@ def _saving(
             packed = min(footprint.shard, sum(each.packed for each in loads))
         model = held.model + waiting + one.packing
         moments.append(_Moment(model, held.host + packed, one.packing))
-    return _most(moments)
+    return _most(footprint, moments)

@@ -173,8 +173,10 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
         Also that is forgotten when it goes: its address serves others then.
         """
+        if storage.device.type == "meta" or not storage.nbytes():
+            return  # where compressed-tensors is asked for shapes alone
         key = storage.data_ptr()
-        if not storage.nbytes() or key in self._seen:
+        if key in self._seen:
             return
         self._seen.add(key)
         self.now += size

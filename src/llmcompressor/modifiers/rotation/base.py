@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from abc import abstractmethod
@@ -220,17 +221,22 @@ class RotationModifier(Modifier):
     def beside(self, modules: Sequence[Module], *, together: bool) -> int:
         """What is rotated, in ``precision``; before that a part in float32, to be tried out."""
         assert self._plan is not None
-        sizes = {
-            one: sum(p.numel() for p in one._parameters.values() if p is not None)
-            for one in modules
-        }
-        rotating = [
-            rotating_bytes(size, by_output=bool(fusion.outputs)) + size * _itemsize(one)
-            for one, size in sizes.items()
-            if (fusion := self._plan.fusions.get(one)) is not None
-        ]
-        wide = sum(sizes.values()) if together else max(sizes.values(), default=0)
-        return max([*rotating, _FLOAT * (wide + max(sizes.values(), default=0))])
+        rotating, turning, sizes = [0], [0], [0]
+        for one in modules:
+            every = [each for each in one._parameters.values() if each is not None]
+            size, fusion = sum(each.numel() for each in every), self._plan.fusions.get(one)
+            if fusion is None:
+                narrow = (each.numel() for each in every if each.dtype.itemsize < _FLOAT)
+                sizes.append(sum(narrow))
+                continue
+            sizes.append(size)
+            held = functools.partial(
+                rotating_bytes, size, inputs=fusion.inputs, outputs=fusion.outputs
+            )
+            rotating.append(held(precision=self._plan.precision) + size * _itemsize(one))
+            turning.append(held(precision=torch.float32, is_apart=False))
+        tried = sum(sizes) if together else max(sizes)
+        return max(*rotating, _FLOAT * tried + max(turning))
 
     def adopt(self, state: State, modules: Iterable[Module]) -> None:
         """Take the weights of ``modules`` as rotated."""
