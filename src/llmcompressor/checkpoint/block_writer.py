@@ -22,8 +22,6 @@ from llmcompressor.errors import CheckpointError
 
 __all__ = ["BlockWriter"]
 
-_WAITING = 1
-"""Blocks that may wait to be written: more would only take memory."""
 _CHUNK = 2**26
 
 

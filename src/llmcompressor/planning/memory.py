@@ -193,7 +193,10 @@ def _most(footprint: Footprint, moments: Sequence[_Moment | None]) -> _Moment:
 
 
 def _gone(blocks: Sequence[int]) -> int:
-    """Bytes of the blocks that were let go of when the last one is worked on."""
+    """Bytes of the blocks that were let go of when the last one is worked on.
+
+    They lay apart from the heap; what was made from them did not.
+    """
     return sum(blocks[: -1 - _AHEAD])
 
 
