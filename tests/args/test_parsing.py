@@ -80,9 +80,21 @@ def test_an_old_name_and_its_new_one_together_are_an_error():
 
 
 def test_every_new_name_is_a_field():
-    fields = {name for cls in CLASSES for name in cls.__dataclass_fields__}
+    from llmcompressor.args import TrainingArguments
+
+    classes = (*CLASSES, TrainingArguments)
+    fields = {name for cls in classes for name in cls.__dataclass_fields__}
     assert {old.new for old in OLD_NAMES.values() if old.new} <= fields
     assert not fields & set(OLD_NAMES)
+
+
+def test_old_names_of_transformers_mean_their_new_ones():
+    from llmcompressor.args import TrainingArguments
+
+    given = {"warmup_ratio": 0.25, "evaluation_strategy": "epoch", "no_cuda": True}
+    [training] = parse_arguments(given, TrainingArguments)
+    assert training.get_warmup_steps(8) == 2
+    assert (training.eval_strategy, training.use_cpu) == ("epoch", True)
 
 
 def test_training_arguments_extend_transformers(tmp_path):

@@ -65,8 +65,24 @@ def test_interrupted_at_any_step(
     assert (tmp_path / "out.partial").exists() == (at >= 2), "kept if there is a checkpoint"
     train(str(llama_folder), _recipe(), **_given(output))
     assert any("checkpoint-" in line and "Continuing" in line for line in said) == (at >= 2)
+    assert not any("begins anew" in line for line in said), "nothing is kept without a checkpoint"
     assert _kept(output) == whole
     assert list(tmp_path.iterdir()) == [output]
+
+
+def test_killed_before_the_first_checkpoint(
+    whole: dict[str, str], llama_folder: Path, tmp_path: Path, said: list[str]
+) -> None:
+    """What a process leaves that had no time to clean up."""
+    output = tmp_path / "out"
+    _break(llama_folder, output, 2)
+    left = tmp_path / "out.partial"
+    lines = (left / "journal").read_text().splitlines(keepends=True)
+    (left / "journal").write_text(lines[0])
+    shutil.rmtree(left / "training" / "checkpoint-2")
+    train(str(llama_folder), _recipe(), **_given(output))
+    assert any("No checkpoint was written" in line and "begins anew" in line for line in said)
+    assert _kept(output) == whole
 
 
 def test_a_checkpoint_can_be_named(

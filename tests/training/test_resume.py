@@ -34,7 +34,7 @@ modifiers:
 
 def trainer_of(folder: Path, **changed) -> Trainer:
     given = changed.pop("recipe", recipe())
-    rows = changed.pop("rows", 14)
+    rows, stream = changed.pop("rows", 14), changed.pop("stream", None)
     given_too = ("recipe_args", "eval_dataset")
     extra = {name: changed.pop(name) for name in given_too if name in changed}
     settings = {
@@ -49,7 +49,7 @@ def trainer_of(folder: Path, **changed) -> Trainer:
     return Trainer(
         model=tiny.tiny_model(),
         args=tiny.arguments(folder, **settings),
-        train_dataset=tiny.Rows(rows, uneven=True),
+        train_dataset=tiny.Stream(stream) if stream else tiny.Rows(rows, uneven=True),
         recipe=given,
         **extra,
     )
@@ -389,3 +389,49 @@ def test_the_best_model_comes_with_its_modifiers_state(tmp_path, monkeypatch, wa
         weight = trainer.model.get_submodule(name).weight
         assert torch.equal(weight != 0, mask)
     assert any("best checkpoint is that of step 3" in each for each in warned)
+
+
+@pytest.mark.parametrize(("step", "accumulated"), [(2, 1), (4, 1), (5, 1), (7, 1), (3, 2), (5, 2)])
+def test_a_stream_goes_on_where_it_was(tmp_path, step, accumulated):
+    """Four micro-batches in a pass: within the first, at its end, and in later ones."""
+    given = {"max_steps": 8, "gradient_accumulation_steps": accumulated, "stream": 7}
+    uninterrupted = trainer_of(tmp_path / "whole", **given)
+    uninterrupted.train()
+    killed_at(trainer_of(tmp_path / "killed", **given), step)
+    resumed = trainer_of(tmp_path / "killed", **given)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.epoch == uninterrupted.state.epoch
+    expected = weights(uninterrupted)
+    for name, found in weights(resumed).items():
+        assert torch.equal(found, expected[name]), name
+
+
+QUANTIZED = """
+    modifiers:
+      MagnitudePruningModifier:
+        {targets: Linear, init_sparsity: 0.25, final_sparsity: 0.5, start: 0, end: 2}
+      QuantizationModifier: {targets: Linear, scheme: %s, start: 0.5, learned_scales: %s}
+    """
+
+
+@pytest.mark.parametrize(("scheme", "learned"), [("FP8", "false"), ("W8A8", "true")])
+def test_broken_off_the_same_trainer_goes_on(tmp_path, scheme, learned, warned):
+    """Fake quantization had begun: the error takes it back, and the checkpoint brings it again."""
+    given = {"recipe": QUANTIZED % (scheme, learned), "learning_rate": 0.01}
+    plain = set(tiny.tiny_model().state_dict())
+    whole = trainer_of(tmp_path / "whole", **given)
+    whole.train()
+    assert any("scale" in name for name in weights(whole))
+    warned.clear()
+    trainer = trainer_of(tmp_path / "broken", **given)
+    training_step = trainer.training_step
+    killed_at(trainer, 5)
+    assert set(weights(trainer)) == plain
+    assert not any("quantization_" in name for one in trainer.model.modules() for name in vars(one))
+    assert not warned, "nothing is said of a schedule that the error cut short"
+    trainer.training_step = training_step
+    trainer.train(resume_from_checkpoint=True)
+    found = weights(trainer)
+    assert found.keys() == weights(whole).keys()
+    for name, expected in weights(whole).items():
+        assert torch.equal(found[name].float(), expected.float()), name

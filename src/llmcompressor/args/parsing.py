@@ -20,12 +20,15 @@ class _OldName(NamedTuple):
 
 
 OLD_NAMES: Mapping[str, _OldName] = {
+    "evaluation_strategy": _OldName("eval_strategy"),
     "max_calibration_samples": _OldName("num_calibration_samples"),
+    "no_cuda": _OldName("use_cpu"),
     "oneshot_device": _OldName("device"),
     "overwrite_output_dir": _OldName("overwrite"),
     "trust_remote_code_data": _OldName(
         None, "the datasets library no longer runs code that a data set brings"
     ),
+    "warmup_ratio": _OldName("warmup_steps"),  # below 1 it is a share of the steps
 }
 """Arguments of earlier releases that are still understood.
 

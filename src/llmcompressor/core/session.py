@@ -190,6 +190,15 @@ class CompressionSession:
         """Finalize what is still active and return to the initial state."""
         self._lifecycle.reset()
 
+    def break_off(self) -> None:
+        """Reset after an error: what modifiers have begun is taken back, and not completed.
+
+        A training that is broken off leaves the weights as they are, the zeros of pruning with
+        them, and nothing of quantization: what was learned is not lost, and can be gone on with.
+        """
+        self.state.broken_off = True
+        self.reset()
+
     def reset_stage(self) -> None:
         """Get ready for another stage; the recipe and the model stay."""
         self._lifecycle.reset_stage()

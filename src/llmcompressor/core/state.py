@@ -125,6 +125,8 @@ class State:
         model_log_cadence: epochs between two logs of the model's own figures.
         start: where a resumed run begins, counted as the schedules are.
         resumes: the run goes on from a checkpoint that is not loaded yet: nothing starts before.
+        broken_off: an error has ended the run: what a modifier has begun is taken back when it is
+            finalized, and not completed.
         steps_per_epoch: optimizer steps in an epoch.
         batches_per_step: batches that make up one optimizer step.
         token_mask: bool ``[batch, tokens]``, true where the current calibration batch has a
@@ -161,6 +163,7 @@ class State:
     model_log_cadence: float | None = None
     start: float | None = None
     resumes: bool = False
+    broken_off: bool = False
     steps_per_epoch: int | None = None
     batches_per_step: int | None = None
     token_mask: Tensor | None = None

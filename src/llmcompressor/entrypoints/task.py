@@ -271,7 +271,7 @@ def undone_on_error(session: CompressionSession) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        session.reset()
+        session.break_off()
         raise
 
 

@@ -27,6 +27,7 @@ from llmcompressor.checkpoint.journal import BlockEntry
 from llmcompressor.checkpoint.staging import flush, work_folder
 from llmcompressor.checkpoint.workspace import Workspace, opened
 from llmcompressor.errors import ArgumentError, OutputError
+from llmcompressor.logger import logger
 
 __all__ = ["TrainingFolder", "checkpoint_to_resume", "opened_folder"]
 
@@ -164,6 +165,8 @@ def opened_folder(
         if folder.is_written:
             yield folder
             return
+        if training.exists() and folder.last_checkpoint() is None:
+            logger.info(f"No checkpoint was written to {training}: the training begins anew.")
         folder.drop_incomplete()
         if resume == "must" and folder.last_checkpoint() is None:
             raise OutputError(

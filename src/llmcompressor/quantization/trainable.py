@@ -124,8 +124,13 @@ class TrainableMixin(QuantizationMixin):
     # ------------------------------------------------------------------ the end
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
-        """Leave the modules quantized with the parameters of the last fake quantization."""
+        """Leave the modules quantized with the parameters of the last fake quantization.
+
+        After an error they are left as they were: so the training can go on.
+        """
         try:
+            if state.broken_off:
+                return True
             if self._is_aware:
                 self._finish_training(state)
             elif self._saw_training:

@@ -37,6 +37,13 @@ class SessionEvents(TrainerCallback):
         """All is wrapped and loaded, and no batch has come."""
         self._ready()
 
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The data begins anew, or where a checkpoint was written."""
+        if driver := self._driver():
+            driver.place.begin_pass()
+
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

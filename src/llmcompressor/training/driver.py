@@ -26,6 +26,7 @@ from llmcompressor.training.checks import (
     warn_of_other_epochs,
     warn_of_schedules,
 )
+from llmcompressor.training.data_place import DataPlace
 from llmcompressor.training.engine import ToldSteps, have_gathered, show_copies
 from llmcompressor.training.loss import RunLoss, StepLoss, mean_of, scaled_back
 
@@ -71,6 +72,7 @@ class SessionDriver:
     ) -> None:
         self.session = session
         self.begun = False
+        self.place = DataPlace()
         self._inputs = inputs
         self._in_micro_batch = False
         self._warned_of_loss = False
@@ -83,6 +85,8 @@ class SessionDriver:
         self._max_steps: int | None = None
         check_can_train(self._modifiers())
         self._saved = None if checkpoint is None else self._read(checkpoint)
+        if self._saved is not None:
+            self.place = DataPlace.read(self._saved)
 
     # ---- beginning and end
 
@@ -177,10 +181,10 @@ class SessionDriver:
             self.session.finalize()
 
     def abandon(self) -> None:
-        """Reset the session after an error, so that no hook stays behind."""
+        """Reset the session after an error: no hook and no scale stays behind."""
         self._leave_engine()
         if self.begun:
-            self.session.reset()
+            self.session.break_off()
 
     # ---- events
 

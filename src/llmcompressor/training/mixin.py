@@ -149,11 +149,14 @@ class SessionManagerMixIn(_Base):
         """
         folder = checkpoint_to_resume(resume_from_checkpoint, Path(self.args.output_dir or "."))
         driver = self._driver = self._new_driver(folder)
+        makes_optimizer = getattr(self, "optimizer", None) is None
         try:
             output = super().train(None if folder is None else str(folder), *args, **kwargs)
             driver.finish()
         except BaseException:
             driver.abandon()
+            if makes_optimizer:  # it has parameters that modifiers have taken off the model again
+                self.optimizer = self.lr_scheduler = None
             raise
         finally:
             self._driver, self._weights_to_load = None, None
@@ -228,6 +231,14 @@ class SessionManagerMixIn(_Base):
             self._driver.measure(steps_per_epoch=epoch, max_steps=values[-1])
         return values
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """As in the other base, but for a stream, whose place it takes to be in the first pass."""
+        found: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        place = None if self._driver is None else self._driver.place.resumed
+        if place is None or self.args.ignore_data_skip or has_length(self.train_dataset):
+            return found
+        return place
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As in the other base; in ``train`` the session begins here.
 
@@ -267,6 +278,7 @@ class SessionManagerMixIn(_Base):
         driver = self._driver
         if driver is None or not driver.begun:
             return super().training_step(model, inputs, *args, **kwargs)
+        driver.place.take_batch()
         driver.batch_start(inputs)
         loss = super().training_step(model, inputs, *args, **kwargs)
         driver.backward_done()
@@ -317,7 +329,7 @@ class SessionManagerMixIn(_Base):
         if self._driver is not None and self._driver.begun:
             trial = args[0] if args else kwargs.get("trial")
             name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            saved = self._driver.session.lifecycle.state_dict()
+            saved = self._driver.session.lifecycle.state_dict() | self._driver.place.record()
             if self.args.should_save:
                 write_session(Path(self._get_output_dir(trial=trial)) / name, saved)
             # Nobody writes into the folder while it may still look complete.

@@ -151,6 +151,9 @@ class MaskingModifier(Modifier):
         """Zero what is masked, note how sparse each parameter is, and let go of the masks."""
         self.remove_hooks()
         self.weights.apply()  # weights of an earlier checkpoint may have been loaded
+        if state.broken_off:
+            self.weights.drop()
+            return True
         if self._index is None:
             logger.warning(
                 f"{type(self).__name__} did nothing: the training ended before its start "

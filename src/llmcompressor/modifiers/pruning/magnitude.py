@@ -161,7 +161,7 @@ class MagnitudePruningModifier(MaskingModifier):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Also say so if the training is over before the schedule is."""
-        reached = self._index
+        reached = None if state.broken_off else self._index
         if reached is not None and self.end is not None and reached < self.end:
             logger.warning(
                 f"{type(self).__name__} did not come to its end ({self.end:g}): the training "
