@@ -27,6 +27,7 @@ from llmcompressor.pipelines.unreached import check_reached
 from llmcompressor.planning.machine import measure_rates
 from llmcompressor.planning.matching import STACK, descriptions, match_patterns, module_rows
 from llmcompressor.planning.memory import Footprint, Load, estimate_phases
+from llmcompressor.planning.miniature import Rehearsal
 from llmcompressor.planning.passes import PassContext, Passes, plan_passes
 from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
 from llmcompressor.planning.serving import serving_notes
@@ -124,6 +125,7 @@ class _Maker:
         self._widths = widths_of(subject.model.config)  # of the parts that are read
         self._reads_ahead = True
         self._base = 0
+        self._rehearsal = Rehearsal(subject.model, request.modifiers)
 
     def __call__(self) -> Plan:
         subject, request = self._subject, self._request
@@ -170,7 +172,7 @@ class _Maker:
             if modifier.changes_structure:
                 self._parts = self._parts_read
             modifier.outline(self._state)
-            return modifier.planned(self._state)
+            planned = modifier.planned(self._state)
         except CompressorError as error:
             self._problems.append(problem_of(name, error))
             return None
@@ -182,6 +184,23 @@ class _Maker:
                 "what it does is left out."
             )
             return []
+        self._rehearse(modifier)
+        return planned
+
+    def _rehearse(self, modifier: Modifier) -> None:
+        """What a modifier tries out before its work is tried out on a small model."""
+        name = type(modifier).__name__
+        try:
+            unknown = self._rehearsal(modifier)
+        except TargetError as error:
+            self._problems.append(problem_of(name, error))
+            return
+        if unknown:
+            self._notes.append(
+                f"{name} tries out on the weights, before it changes any, whether the model would "
+                f"compute what it does. The plan does not foresee that here: "
+                f"{unknown.removesuffix('.')}."
+            )
 
     @property
     def _parts_read(self) -> Sequence[Part]:
