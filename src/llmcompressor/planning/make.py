@@ -129,6 +129,8 @@ class _Maker:
 
     def __call__(self) -> Plan:
         subject, request = self._subject, self._request
+        # as it is given: a modifier may give its head a weight of its own, or rotations
+        parameters = sum(one.numel() for one in subject.model.parameters())
         planned = [self._initialized(modifier) for modifier in request.modifiers]
         everything = [one for each in planned for one in each or ()]
         names = [[one.name for one in each or ()] for each in planned]
@@ -139,7 +141,7 @@ class _Maker:
         plan = Plan(
             model=subject.place,
             architecture=type(subject.model).__name__,
-            parameters=sum(one.numel() for one in subject.model.parameters()),
+            parameters=parameters,
             blocks=len(parts) - 1,
             recipe=request.recipe,
             residency=self._residency(),
