@@ -126,25 +126,26 @@ class Runs:
             found[name] = _devices(model)
         return found
 
-    def bounded(self, name: str, limits: list[int | None]) -> list[Any]:
+    def bounded(self, name: str, limits: list[int | None], samples: int = 64) -> list[Any]:
         """Under each limit the planned and the measured peak, or what was said and what is left."""
         from llmcompressor import plan
         from llmcompressor.errors import ArgumentError
 
         model = self._model("llama", 4)
-        call = self._call(name, self._rows(64, 256), 256)
+        call = self._call(name, self._rows(samples, 256), 256)
         found: list[Any] = []
         for number, limit in enumerate(limits):
             own = call if limit is None else call | {"max_memory": {0: limit}}
-            output = f"bounded-{number}"
+            output = f"bounded-{number}-{samples}"
             try:
                 peak = plan(model=model, device="cuda", measure=False, **own).peak_device
                 found.append([peak, self._peak(lambda: self._run(model, output, own))])  # noqa: B023
             except ArgumentError as error:
                 left = [one.name for one in self._folder.glob(f"*{output}*")]
                 found.append([str(error), left])
-        written = [self._folder / f"planned-bounded-{one}" / "model.safetensors" for one in (0, 1)]
-        return [*found, written[0].read_bytes() == written[1].read_bytes()]
+        written = [self._folder / f"planned-bounded-{one}-{samples}" for one in (0, 1)]
+        weights = [(folder / "model.safetensors").read_bytes() for folder in written]
+        return [*found, weights[0] == weights[1]]
 
     def killed(self, name: str) -> dict[str, Any]:
         """A run that is broken off behind its first block, and continued."""

@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 import small_models as small
-from transformers import FalconConfig, FalconForCausalLM
+import torch
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from llmcompressor import oneshot
+from llmcompressor.errors import RecipeError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 
 ATTENTION = "transformer.h.0.self_attention.query_key_value"
@@ -47,4 +56,81 @@ def test_what_everybody_reads_is_not_warned_of(
 ) -> None:
     recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
     oneshot(llama_folder, recipe, output_dir=tmp_path / "out")
+    assert not [line for line in warned if "would not" in line]
+
+
+ZERO_POINTS = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor"}
+ROWS = [{"input_ids": list(range(3, 19))}] * 2
+
+
+def attention() -> QuantizationModifier:
+    """What vLLM and SGLang do not serve, and transformers in float16 alone."""
+    group = {"targets": ["LlamaAttention"], "input_activations": ZERO_POINTS}
+    return QuantizationModifier(config_groups={"attention": group})
+
+
+@pytest.mark.parametrize("is_object", [False, True])
+def test_what_no_server_takes_is_refused_before_the_work(
+    is_object: bool, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_folder) if is_object else llama_folder
+    calibrated: list[object] = []
+    monkeypatch.setattr(
+        "llmcompressor.pipelines.sequential.SequentialPipeline.__call__",
+        lambda *args: calibrated.append(args),
+    )
+    with pytest.raises(RecipeError) as error:
+        oneshot(model, attention(), ROWS, output_dir=tmp_path / "out")
+    for word in ("vllm (S49)", "transformers (L5)", "sglang (G7)", "No server would serve"):
+        assert word in error.value.problem
+    assert "symmetric" in error.value.remedy
+    assert "verify=False" in error.value.remedy
+    assert not calibrated
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_meant_is_written_with_a_warning(
+    llama_folder: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    oneshot(llama_folder, attention(), ROWS, output_dir=tmp_path / "out", verify=False)
+    assert len([line for line in warned if "vllm would not serve" in line]) == 1
+    assert len([line for line in warned if "transformers would not load or run" in line]) == 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with pytest.raises(RuntimeError, match="same dtype"):  # as the rule says
+        model(torch.arange(3, 9)[None])
+
+
+def test_ragged_groups_are_meant_where_the_recipe_says_so(
+    llama_folder: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 48}
+    recipe = QuantizationModifier(
+        config_groups={"ragged": {"targets": ["Linear"], "weights": weights}},
+        ignore=["lm_head"],
+        bypass_divisibility_checks=True,
+    )
+    oneshot(llama_folder, recipe, output_dir=tmp_path / "out")
+    assert len([line for line in warned if "(S39)" in line]) == 1
+    assert len([line for line in warned if "(L6)" in line]) == 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with pytest.raises(ValueError, match="divisble"):  # as the rule says
+        model(torch.arange(3, 9)[None])
+
+
+@pytest.fixture(scope="module")
+def normal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with heads of 128 channels, as usual."""
+    folder = tmp_path_factory.mktemp("source") / "normal"
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 512}
+    config = LlamaConfig(vocab_size=small.VOCABULARY, num_hidden_layers=1, **sizes)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("scheme", [name for name in PRESET_SCHEMES if name != "UNQUANTIZED"])
+def test_no_preset_is_warned_of(
+    scheme: str, normal: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
+    oneshot(normal, recipe, ROWS, output_dir=tmp_path / "out")
     assert not [line for line in warned if "would not" in line]

@@ -267,6 +267,29 @@ def test_putting_away_frees_the_memory() -> None:
         store.close()
 
 
+def test_what_only_a_view_keeps_is_put_away_with_it() -> None:
+    """As queries and keys are: views of what a projection returned, which has no other name."""
+    layer, views = nn.Linear(LARGE, LARGE), []
+
+    def run() -> None:
+        part = torch.randn(LARGE, LARGE).view(2, LARGE // 2, LARGE).transpose(0, 1)
+        views.append(weakref.ref(part))
+        layer(torch.ones(1, LARGE))
+        assert part.shape[1] == 2
+
+    paused = PausedForward({layer: "layer"}, [Pass(0, run)])
+    with torch.no_grad(), paused as forward:
+        (one,) = forward.next_stop().passes
+        part = views[0]()
+        before = part.untyped_storage().data_ptr()
+        store = ActivationStore(0)
+        store.park(one)
+        assert part._base.untyped_storage().data_ptr() != before
+        store.fetch(one)
+        assert part._base.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        store.close()
+
+
 def test_what_a_model_lets_go_of_later_is_not_kept_by_having_been_put_away() -> None:
     layer, gone = nn.Linear(LARGE, LARGE), []
 

@@ -136,3 +136,18 @@ def test_the_time_of_learning_grows_with_its_steps(tmp_path: Path) -> None:
     assert long > 100 * short > 0
     assert found[1].time is not None
     assert found[1].time.seconds >= long
+
+
+@pytest.mark.parametrize("rotations", [["R1", "R2"], ["R1", "R4"]])
+def test_parameters_are_those_of_the_model_that_is_given(
+    rotations: list[str], tmp_path: Path
+) -> None:
+    """Not a head that is untied to be rotated, nor the matrices that stay in forwards."""
+    model = llama(128, 256, 200)
+    own = sum(one.numel() for one in model.parameters())
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path / "tied")
+    rows = [{"input_ids": [5] * 16}] * 3
+    found = plan(tmp_path / "tied", [spin(rotations=rotations)], rows, measure=False)
+    assert found.parameters == own - 128 * 200

@@ -835,6 +835,16 @@ def model_in_float32(sample: Sample) -> None:
     sample.config["dtype"] = "float32"
 
 
+@fault("L5", f"{LAYER}.self_attn", base="cache", deployment=Deployment(server="transformers"))
+def queries_with_zero_points(sample: Sample) -> None:
+    sample.tensors[f"{LAYER}.self_attn.q_zero_point"] = torch.zeros(1, dtype=torch.int8)
+
+
+@fault("L6", DOWN, deployment=Deployment(server="transformers"), also="C1 T4")
+def ragged_groups(sample: Sample) -> None:
+    sample.group["weights"]["group_size"] = 96
+
+
 # ------------------------------------------------------------------------------ SGLang (G1 to G7)
 
 SGLANG = Deployment(tp=(1,), server="sglang")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,16 @@ from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
 from llmcompressor.checkpoint.shards import parse_size
 from llmcompressor.checkpoint.space import check_space
 from llmcompressor.core.state import State
-from llmcompressor.errors import CheckpointError
+from llmcompressor.errors import CheckpointError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.outlined import outlined
 from llmcompressor.schemes.assign import listed
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.check import verify_files
-from llmcompressor.verification.facts import Finding, Severity
-from llmcompressor.verification.report import merged
+from llmcompressor.verification.facts import SERVERS, Finding, Severity
 
-__all__ = ["check_writable_model", "check_written", "warn_unservable"]
+__all__ = ["check_servable", "check_writable_model", "check_written", "serves_nobody"]
 
 _MOST_SHOWN = 5
 _OF_VALUES = {"S27", "S72"}
@@ -43,7 +42,7 @@ def check_written(folder: Path) -> dict[str, Any]:
     """Read a written checkpoint and say what came of it.
 
     What a server would refuse may be what the recipe asks for: it was said before
-    (:func:`warn_unservable`), and stands in the report.  Files that are not what they say they are
+    (:func:`check_servable`), and stands in the report.  Files that are not what they say they are
     must not be taken for a result.
 
     Args:
@@ -78,7 +77,14 @@ def check_written(folder: Path) -> dict[str, Any]:
     return kept
 
 
-def warn_unservable(config: Mapping[str, Any], stored: Iterable[Stored]) -> None:
+def serves_nobody(modifiers: Iterable[Modifier]) -> bool:
+    """Whether the recipe says by itself that it asks for what no reader takes."""
+    return any(getattr(one, "bypass_divisibility_checks", False) for one in modifiers)
+
+
+def check_servable(
+    config: Mapping[str, Any], stored: Iterable[Stored], *, is_meant: bool = False
+) -> None:
     """Say before the work what servers would refuse, or run wrong, of its output.
 
     What transformers alone cannot read is among it. Such a checkpoint is sound, but it is what most
@@ -87,22 +93,54 @@ def warn_unservable(config: Mapping[str, Any], stored: Iterable[Stored]) -> None
     Args:
         config: the ``config.json`` that will be written.
         stored: the tensors that will be.
+        is_meant: the user has said that readers do not matter.
+
+    Raises:
+        RecipeError: every server of which rules are known would refuse it, or run it wrong, and
+            that is not meant.
     """
     headers = {one.name: TensorInfo(one.dtype, one.shape) for one in stored}
     errors = _errors(config, headers)
-    for one in merged(errors):
+    limits = _errors(config, headers, Deployment("transformers"))
+    if limits and not is_meant:
+        _refuse_unservable(config, headers)
+    for first, modules in _by_rule(errors):
         logger.warning(
-            f"{one.first.server} would not serve this ({one.first.rule}). "
-            f"{_said([one.first])}" + (f" ({len(one.modules)} modules)" if one.modules[1:] else "")
+            f"{first.server} would not serve this ({first.rule}). {_said([first])}"
+            + (f" ({len(modules)} modules)" if modules[1:] else "")
         )
-    alone = Deployment("transformers")
-    limits = [one for one in _errors(config, headers, alone) if one not in errors]
-    for one in merged(limits):
-        remedy = _REMEDIES.get(one.first.rule, one.first.remedy)
+    for first, modules in _by_rule([one for one in limits if one not in errors]):
+        remedy = _REMEDIES.get(first.rule, first.remedy)
         logger.warning(
-            f"transformers would not load or run this ({one.first.rule}). "
-            f"{listed(one.modules)}: {one.first.message} {remedy}".strip()
+            f"transformers would not load or run this ({first.rule}). "
+            f"{listed(modules)}: {first.message} {remedy}".strip()
         )
+
+
+def _by_rule(findings: Iterable[Finding]) -> Iterator[tuple[Finding, list[str]]]:
+    """The first finding of each rule, and the modules of all of them."""
+    rules: dict[tuple[str, str], list[Finding]] = {}
+    for one in findings:
+        rules.setdefault((one.server, one.rule), []).append(one)
+    for own in rules.values():
+        yield own[0], list(dict.fromkeys(one.module for one in own))
+
+
+def _refuse_unservable(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> None:
+    """Refuse what none of the servers takes."""
+    firsts = []
+    for server in SERVERS:
+        found = _errors(config, headers, Deployment(server))
+        if not found:
+            return
+        firsts.append((server, found[0]))
+    reasons = "; ".join(f"{server} ({one.rule}): {one.message}" for server, one in firsts)
+    remedies = dict.fromkeys(one.remedy for _, one in firsts if one.remedy)
+    raise RecipeError(
+        f"No server would serve what this recipe makes of {firsts[0][1].module}. {reasons}",
+        f"{' Or: '.join(remedies)} To write it all the same, leave the check out with verify=False "
+        "(--no-verify).",
+    )
 
 
 def check_writable_model(
@@ -113,9 +151,9 @@ def check_writable_model(
     output_dir: str | Path,
     *,
     packed: bool,
-    warn: bool,
+    is_meant: bool,
 ) -> None:
-    """See before the work that the disk has room for a model that is in memory.
+    """See before the work that a model in memory can be written and served.
 
     Args:
         model: the model; only of transformers' classes is it known what will be written.
@@ -124,10 +162,11 @@ def check_writable_model(
         source: the folder of the original.
         output_dir: where it will be written.
         packed: weights are packed, not written dense.
-        warn: say what servers would refuse (:func:`warn_unservable`).
+        is_meant: as for :func:`check_servable`.
 
     Raises:
         OutputError: there is not enough room.
+        RecipeError: no server would serve it.
     """
     if not isinstance(model, PreTrainedModel):
         return
@@ -138,8 +177,7 @@ def check_writable_model(
         config = planned_config(model, folder, prediction, compressed=packed)
     layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
     check_space(Path(output_dir), output=layout.file_size)
-    if warn:
-        warn_unservable(config, prediction.stored)
+    check_servable(config, prediction.stored, is_meant=is_meant)
 
 
 def _errors(

@@ -22,7 +22,11 @@ from llmcompressor.checkpoint.workspace import reserved
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
-from llmcompressor.entrypoints.checking import check_writable_model, check_written
+from llmcompressor.entrypoints.checking import (
+    check_writable_model,
+    check_written,
+    serves_nobody,
+)
 from llmcompressor.entrypoints.job import Job, compression_report, report_of, undone_on_error
 from llmcompressor.entrypoints.task import EXPERTS, Task
 from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
@@ -158,7 +162,7 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
             job.source,
             job.output_dir,
             packed=job.model_args.save_compressed,
-            warn=job.run_args.verify,
+            is_meant=not job.run_args.verify or serves_nobody(job.recipe.modifiers),
         )
     if job.recipe.modifiers:
         _run_pipelines(job, model, batches, session)

@@ -37,7 +37,7 @@ from llmcompressor.checkpoint.workspace import Workspace, opened
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
-from llmcompressor.entrypoints.checking import check_written, warn_unservable
+from llmcompressor.entrypoints.checking import check_servable, check_written, serves_nobody
 from llmcompressor.entrypoints.fingerprint import fingerprint_of
 from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import (
@@ -228,12 +228,10 @@ class _Run:
                 save_compressed=job.model_args.save_compressed,
                 apart=was_tied and not is_tied(model),
             )
-            if job.run_args.verify:
-                compressed = job.model_args.save_compressed
-                config = planned_config(
-                    model, self.blueprint.source.directory, prediction, compressed=compressed
-                )
-                warn_unservable(config, prediction.stored)
+            compressed, source = job.model_args.save_compressed, self.blueprint.source.directory
+            config = planned_config(model, source, prediction, compressed=compressed)
+            is_meant = not job.run_args.verify or serves_nobody(self._modifiers)
+            check_servable(config, prediction.stored, is_meant=is_meant)
             layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
             left = sum(_stored_bytes(block) for block in find_blocks(model))
         passes = passes_of(self._modifiers, job.pipeline())

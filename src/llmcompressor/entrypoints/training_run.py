@@ -177,7 +177,7 @@ class _Run:
                 task.source,
                 task.output_dir,
                 packed=task.model_args.save_compressed,
-                warn=task.run_args.verify,
+                is_meant=True,  # a training is for its weights as well: it is told and goes on
             )
 
     def _train(self, trainer: Trainer, folder: TrainingFolder) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from llmcompressor.errors import TargetError
@@ -119,7 +120,9 @@ class _Trail(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run a function of torch; a cast of what is followed is followed."""
-        result = func(*args, **(kwargs or {}))
+        result = _nothing(*args) if func is linear and not kwargs else None
+        if result is None:
+            result = func(*args, **(kwargs or {}))
         if func in _CASTS and isinstance(result, Tensor):
             feeder = self._source.get(_storage(args[0]))
             if feeder is not None:
@@ -129,6 +132,20 @@ class _Trail(TorchFunctionMode):
     def _follow(self, tensor: Tensor, feeder: Module) -> None:
         self._alive.append(tensor)
         self._source.setdefault(_storage(tensor), feeder)
+
+
+def _nothing(input_XC: Any, weight_RC: Any = None, bias_R: Any = None) -> Tensor | None:
+    """The product with a matrix that is not loaded: zeros, for which it need not be gone through.
+
+    ``None`` if it is another matrix.
+    """
+    if not isinstance(weight_RC, Tensor) or weight_RC.ndim != 2 or any(weight_RC.stride()):
+        return None
+    fits = input_XC.dtype == weight_RC.dtype and input_XC.shape[-1] == weight_RC.shape[1]
+    if not fits or weight_RC[0, 0] != 0 or (bias_R is not None and any(bias_R.stride())):
+        return None
+    made: Tensor = input_XC.new_zeros(*input_XC.shape[:-1], weight_RC.shape[0])
+    return made
 
 
 def _storage(tensor: Tensor) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -392,6 +392,21 @@ class Modifier(HooksMixin):
         the output is predicted, on that structure. Parameters may be on the meta device, and have
         to be replaced, not written to; the configuration is changed with them.
         """
+
+    def rehearse(self, model: Any, build: Callable[[int], Any]) -> str:
+        """See without the weights whether it would refuse the model for what that computes.
+
+        Args:
+            model: that it is initialized on, without weights.
+            build: makes a small model of its class, with random weights of a seed.
+
+        Returns:
+            Why that is not known, a clause; empty if it would not.
+
+        Raises:
+            TargetError: it would, whatever the weights are.
+        """
+        return ""
 
     def planned(self, state: State) -> list[PlannedModule]:
         """What the modules will be stored as, before anything was done to them."""

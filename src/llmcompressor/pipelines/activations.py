@@ -148,13 +148,23 @@ class ActivationStore:
     def _storages(self, one: Pass) -> list[list[Tensor]]:
         """Tensors by storage: views of one storage move together."""
         storages: dict[int, list[Tensor]] = {}
-        for tensor in held_tensors(one):
+        for tensor in _with_bases(filter(_is_plain, held_tensors(one))):
             if not _is_plain(tensor):
                 continue
             storage = tensor.untyped_storage()
             if storage.nbytes() >= _SMALLEST and storage.data_ptr() not in self._keep:
                 storages.setdefault(storage.data_ptr(), []).append(tensor)
         return list(storages.values())
+
+
+def _with_bases(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors, and those that they are views of: a view keeps that one, and with it its storage."""
+    found: dict[int, Tensor] = {}
+    for tensor in tensors:
+        base = tensor._base
+        for each in (tensor,) if base is None else (tensor, base):
+            found[id(each)] = each
+    return list(found.values())
 
 
 def _is_plain(tensor: Tensor) -> bool:

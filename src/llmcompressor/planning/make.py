@@ -27,6 +27,7 @@ from llmcompressor.pipelines.unreached import check_reached
 from llmcompressor.planning.machine import measure_rates
 from llmcompressor.planning.matching import STACK, descriptions, match_patterns, module_rows
 from llmcompressor.planning.memory import Footprint, Load, estimate_phases
+from llmcompressor.planning.miniature import Rehearsal
 from llmcompressor.planning.passes import PassContext, Passes, plan_passes
 from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
 from llmcompressor.planning.serving import serving_notes
@@ -124,9 +125,12 @@ class _Maker:
         self._widths = widths_of(subject.model.config)  # of the parts that are read
         self._reads_ahead = True
         self._base = 0
+        self._rehearsal = Rehearsal(subject.model, request.modifiers)
 
     def __call__(self) -> Plan:
         subject, request = self._subject, self._request
+        # as it is given: a modifier may give its head a weight of its own, or rotations
+        parameters = sum(one.numel() for one in subject.model.parameters())
         planned = [self._initialized(modifier) for modifier in request.modifiers]
         everything = [one for each in planned for one in each or ()]
         names = [[one.name for one in each or ()] for each in planned]
@@ -137,7 +141,7 @@ class _Maker:
         plan = Plan(
             model=subject.place,
             architecture=type(subject.model).__name__,
-            parameters=sum(one.numel() for one in subject.model.parameters()),
+            parameters=parameters,
             blocks=len(parts) - 1,
             recipe=request.recipe,
             residency=self._residency(),
@@ -170,7 +174,7 @@ class _Maker:
             if modifier.changes_structure:
                 self._parts = self._parts_read
             modifier.outline(self._state)
-            return modifier.planned(self._state)
+            planned = modifier.planned(self._state)
         except CompressorError as error:
             self._problems.append(problem_of(name, error))
             return None
@@ -182,6 +186,23 @@ class _Maker:
                 "what it does is left out."
             )
             return []
+        self._rehearse(modifier)
+        return planned
+
+    def _rehearse(self, modifier: Modifier) -> None:
+        """What a modifier tries out before its work is tried out on a small model."""
+        name = type(modifier).__name__
+        try:
+            unknown = self._rehearsal(modifier)
+        except TargetError as error:
+            self._problems.append(problem_of(name, error))
+            return
+        if unknown:
+            self._notes.append(
+                f"{name} tries out on the weights, before it changes any, whether the model would "
+                f"compute what it does. The plan does not foresee that here: "
+                f"{unknown.removesuffix('.')}."
+            )
 
     @property
     def _parts_read(self) -> Sequence[Part]:

@@ -50,6 +50,8 @@ _IN_ATTENTION = 3
 """Further ones in front of the projection of an attention: queries, keys and values, its result."""
 _COUNTED = 6
 """Bytes per token and column while second moments are added up."""
+_BATCHES = 16
+"""Bytes of the batches per token: ids, and which of them are real."""
 _SHARE_FOR_ACTIVATIONS = 0.5
 """Of what the limit of a device leaves."""
 _AHEAD = 1
@@ -263,6 +265,7 @@ def _calibrating(
 ) -> tuple[_Moment, _Moment]:
     """While tokens run through the most demanding unit, and while one is solved."""
     calibrating, solving = [_Moment(0, 0)], [_Moment(0, 0)]
+    batches = footprint.tokens * _BATCHES if footprint.on_device else 0
     for index, work in enumerate(works):
         held = _resident(footprint, loads, index)
         for unit in work.units:
@@ -270,7 +273,7 @@ def _calibrating(
             if _exceeds(footprint, one, loads[-1]):
                 waiting, elsewhere = 0, min(one.activations, one.budget)
             host = held.host + elsewhere
-            present = held.model + waiting + unit.statistics
+            present = held.model + batches + waiting + unit.statistics
             running, own = _running(footprint, one, work, unit)
             kept = unit.kept(footprint.tokens)
             model = present - int(own * waiting) + running + kept

@@ -8,12 +8,12 @@ import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from compressed_tensors.transform import TransformLocation, TransformScheme
 from pydantic import Field, PrivateAttr, field_validator
-from torch.nn import Module
+from torch.nn import Linear, Module
 
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
@@ -37,6 +37,7 @@ from llmcompressor.modifiers.rotation.probe import (
     is_loaded,
     logits,
 )
+from llmcompressor.modifiers.rotation.rehearsal import rehearse
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.hadamard import has_hadamard, random_orthogonal, usable_block_sizes
 from llmcompressor.numerics.rotation import Rotation, rotating_bytes
@@ -316,6 +317,16 @@ class RotationModifier(Modifier):
             TargetError: it would not, or does not run on token ids alone.
         """
         probe = Probe(model)
+        self.check_called(model, plan, probe)
+        self.check_outputs(model, plan, probe, by_part=by_part)
+        self._tried = True
+
+    def check_called(self, model: Any, plan: Plan, probe: Probe) -> None:
+        """Refuse rotations in forwards that are passed by.
+
+        Raises:
+            TargetError: names the module.
+        """
         turned = {one.module: one.module_name for one in plan.online if one.location in _TURNING}
         wrong = [name for module, name in turned.items() if module in probe.read_uncalled]
         if wrong:
@@ -326,10 +337,44 @@ class RotationModifier(Modifier):
                 + ", so that a rotation in its forward would be passed by.",
                 self.without(model, wrong),
             )
+
+    def check_outputs(self, model: Any, plan: Plan, probe: Probe, *, by_part: bool) -> None:
+        """Refuse a model that would compute something else.
+
+        Raises:
+            TargetError: says by how much; with ``by_part`` also which rotations are at fault.
+        """
         fault = probe.fault(plan)
         if fault is not None:
             raise self.refusal(model, fault, probe.fault if by_part else None)
-        self._tried = True
+
+    def rehearse(self, model: Any, build: Callable[[int], Any]) -> str:
+        """Try the rotations out without the weights; see :func:`.rehearsal.rehearse`."""
+        assert self._plan is not None
+        return rehearse(self, model, self._plan, build)
+
+    def standing_in(self, small: Any) -> tuple[Self, Plan]:
+        """One like this for a small model of the class that this was initialized on.
+
+        Blocks of channels are as large as its widths allow: what passes rotations of larger blocks
+        passes these.
+
+        Returns:
+            It, and what it would do to the small model.
+
+        Raises:
+            TargetError: as :meth:`make_plan`.
+        """
+        fields = {name: getattr(self, name) for name in self.model_fields_set}
+        size = self.transform_block_size
+        if size is not None:
+            linears = [one for one in small.modules() if isinstance(one, Linear)]
+            widths = [width for one in linears for width in (one.in_features, one.out_features)]
+            common = math.gcd(size, *(width for width in widths if width >= size))
+            fields["transform_block_size"] = common
+        other = type(self)(**fields)
+        other._plan = other.make_plan(small)
+        return other, other._plan
 
     def _check_rounding(self, model: Any) -> None:
         """Whether the rotated model, which was tried out in float32, is none the worse for its own.

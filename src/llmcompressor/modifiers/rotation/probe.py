@@ -25,7 +25,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.flow import probe_inputs
 from llmcompressor.modifiers.rotation.plan import Plan
 
-__all__ = ["NARROW_TOLERANCE", "Probe", "distance", "is_loaded", "logits"]
+__all__ = ["NARROW_TOLERANCE", "TOLERANCE", "Probe", "distance", "is_loaded", "logits"]
 
 TOLERANCE = 2e-4
 """How far float32 outputs may move. Random orders of summation move them by 1e-7 to 1e-5."""
@@ -87,6 +87,14 @@ class Probe:
         except _FAILURES as error:
             return f"its forward fails ({type(error).__name__}: {error})"
         return None if moved <= self.tolerance else f"its outputs move by {moved:.2g} of their size"
+
+    def runs_wide(self) -> bool:
+        """Whether the model runs in float32 as it is."""
+        try:
+            self._own_logits()
+        except _FAILURES:
+            return False
+        return self._wide
 
     def moved(self, plan: Plan) -> float:
         """How far the outputs of the rotated model are from its own, as a share of their size."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers 5.17 makes of packed weights, before they are unpacked and after (L1 to L4).
+"""What transformers 5.17 makes of packed weights, before they are unpacked and after (L1 to L6).
 
 After it has filled a model, transformers passes over every module to initialize what the file did
 not hold. What is loaded is not touched, but many model classes name ``module.weight`` to see that,
@@ -12,6 +12,9 @@ What it unpacks weights to is left to compressed-tensors: the dtype of their sca
 where scales are exponents or themselves 8-bit floats. Their inputs have the model's dtype, and
 another one ends in a ``RuntimeError`` (L4). So does a buffer that the model casts to its own dtype
 by assigning it anew: compressed-tensors copies the values into the old one.
+
+Queries, keys and values that are rounded with zero points come out in float16 whatever the model
+computes in (L5). Columns that are no whole number of groups are refused in that forward too (L6).
 """
 
 from __future__ import annotations
@@ -113,6 +116,35 @@ def _unpacked_to_bfloat16(view: View) -> Iterator[Problem]:
             )
 
 
+def rounded_states_keep_their_dtype(view: View) -> Iterator[Problem]:
+    """L5."""
+    if view.dtype == "float16":
+        return
+    for name in view.headers:
+        if name.endswith(".q_zero_point"):
+            yield Problem(
+                name.rpartition(".")[0],
+                "transformers rounds queries, keys and values with zero points to float16, and the "
+                f"model computes in {view.dtype}: the first forward fails.",
+                "Quantize attention symmetrically, or load it with dtype=torch.float16.",
+            )
+
+
+def groups_are_whole(view: View) -> Iterator[Problem]:
+    """L6."""
+    for entry, scheme in view.coded():
+        args, columns = scheme.weights, view.columns(entry, scheme)
+        if args is None or columns is None or args.strategy not in ("group", "tensor_group"):
+            continue
+        if args.group and args.group > 0 and columns % args.group:
+            yield Problem(
+                entry.name,
+                f"Its {columns} columns are no whole number of groups of {args.group}: where it is "
+                "unpacked, at the first forward, transformers refuses it.",
+                "Use a group size that divides the columns.",
+            )
+
+
 RULES = (
     Rule(
         "L1",
@@ -139,6 +171,20 @@ RULES = (
         "L4",
         "weights and buffers have the dtype of the model",
         dtypes_meet,
+        server="transformers",
+        is_limit=True,
+    ),
+    Rule(
+        "L5",
+        "attention that is rounded with zero points computes in float16",
+        rounded_states_keep_their_dtype,
+        server="transformers",
+        is_limit=True,
+    ),
+    Rule(
+        "L6",
+        "columns are whole groups",
+        groups_are_whole,
         server="transformers",
         is_limit=True,
     ),

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trial of rotations without the weights: on a small model of the class, of random ones.
+
+Whether a rotation passes depends on what a class computes, and on the values only where they are
+special: a bias of zeros or a gain of ones lets pass what others would not. A small model with the
+values that its class begins with has these special ones. What shows there, with each of several
+seeds and as more than rounding, shows in every trained model: that is refused. What shows only with
+other values in their place depends on the weights: that is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+
+from llmcompressor.errors import CompressorError, TargetError
+from llmcompressor.modeling.flow import trace_flow
+from llmcompressor.modifiers.rotation.plan import Plan
+from llmcompressor.modifiers.rotation.probe import TOLERANCE, Probe
+from llmcompressor.names import named_modules
+from llmcompressor.threads import one_thread
+
+if TYPE_CHECKING:
+    from llmcompressor.modifiers.rotation.base import RotationModifier
+
+__all__ = ["rehearse"]
+
+_SEEDS = (0, 1, 2)
+_CERTAIN = 50 * TOLERANCE
+"""How far outputs move where a rotation does not pass, at the least; mostly by 0.1 and more."""
+_NOISE = 0.3
+_SEEN = "That was seen on a small model of its class, with random weights."
+
+
+class _Undecided(Exception):  # noqa: N818  # it is a finding, not an error of anyone's
+    """Why the small model cannot tell, a clause."""
+
+
+def rehearse(
+    modifier: RotationModifier, model: Any, plan: Plan, build: Callable[[int], Any]
+) -> str:
+    """Try out on small models whether rotations pass.
+
+    Args:
+        modifier: whose.
+        model: the large one; its weights are not looked at.
+        plan: of what would be done to it.
+        build: makes a small model of its class with the values of a seed.
+
+    Returns:
+        Why that is not known; empty if they pass.
+
+    Raises:
+        TargetError: they do not, in the words of the run.
+    """
+    with one_thread(torch.device("cpu")):  # it is too small for more
+        return _rehearsed(modifier, model, plan, build)
+
+
+def _rehearsed(
+    modifier: RotationModifier, model: Any, plan: Plan, build: Callable[[int], Any]
+) -> str:
+    fault: TargetError | None = None
+    for seed in _SEEDS:
+        try:
+            fault = _fault(modifier, model, plan, build(seed))
+        except _Undecided as finding:
+            return str(finding)
+        except CompressorError as error:
+            return str(error)
+        if fault is None:
+            return _of_values(modifier, model, plan, build(seed))
+    assert fault is not None
+    raise TargetError(f"{fault.problem} {_SEEN}", fault.remedy)
+
+
+def _of_values(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -> str:
+    """What a small model shows only once no parameter of it has one value throughout."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in small.parameters():
+        if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data.add_(noise, alpha=_NOISE)
+    try:
+        fault = _fault(modifier, model, plan, small)
+    except (_Undecided, CompressorError):  # such values may break what they are made for
+        return ""
+    if fault is None:
+        return ""
+    return (
+        "a small model of its class passes with the gains and biases that the class begins with, "
+        f"and not with others. {fault.problem} {fault.remedy}"
+    )
+
+
+def _fault(modifier: RotationModifier, model: Any, plan: Plan, small: Any) -> TargetError | None:
+    """What the run would raise, were the small model the large one."""
+    try:
+        standing, own = modifier.standing_in(small)
+    except CompressorError:
+        raise
+    except Exception as error:
+        raise _Undecided(f"a small model of its class does not run ({error})") from error
+    if not _is_alike(_form(plan, model), _form(own, small), small):
+        raise _Undecided("other parts of a small model would be rotated")
+    probe = _probe(model, small)
+    try:
+        standing.check_called(small, own, probe)
+        if _passes(probe, own):
+            return None
+        standing.check_outputs(small, own, probe, by_part=True)
+    except TargetError as error:
+        return error
+    return None
+
+
+def _passes(probe: Probe, plan: Plan) -> bool:
+    """Whether outputs stay; one way or the other beyond doubt."""
+    try:
+        moved = probe.moved(plan)
+    except CompressorError:
+        raise
+    except Exception:
+        return False
+    if not math.isfinite(moved):
+        raise _Undecided("a small model of its class computes NaN or infinity")
+    if TOLERANCE < moved <= _CERTAIN:
+        raise _Undecided("a small model of its class leaves it open")
+    return moved <= TOLERANCE
+
+
+def _probe(model: Any, small: Any) -> Probe:
+    """A probe that has seen the small model as it is."""
+    try:
+        probe = Probe(small)
+    except TargetError as error:
+        try:
+            trace_flow(model)
+        except TargetError:
+            raise error from error  # the large one does not run on tokens either
+        raise _Undecided(f"a small model of its class does not run ({error.problem})") from error
+    except Exception as error:
+        raise _Undecided(f"a small model of its class does not run ({error})") from error
+    if not probe.runs_wide():
+        raise _Undecided("a small model of its class does not run in float32")
+    return probe
+
+
+# ---------------------------------------------------------------------- the same is done to it
+
+_Form = dict[tuple[str, ...], Any]
+
+
+def _form(plan: Plan, model: Module) -> _Form:
+    """What is done to which module, whatever its size; the first of a key is what, then where."""
+    names = {module: name for name, module in named_modules(model)}
+    found: _Form = {}
+    for module, one in plan.fusions.items():
+        before = None if one.norm is None else names[one.norm.module]
+        found["fusion", names[module]] = (before, len(one.inputs), len(one.outputs))
+    for norm in plan.norms:
+        found["norm", names[norm.module]] = norm.offset
+    for online in plan.online:
+        found["online", online.module_name, str(online.location)] = online.inverse
+    return found
+
+
+def _is_alike(large: _Form, small: _Form, model: Module) -> bool:
+    """Whether the same is done to what both have, and nothing is done that only one kind has."""
+    names = {name for name, _ in named_modules(model)}
+    if {key: one for key, one in large.items() if key[1] in names} != small:
+        return False
+    return {_pattern(key) for key in large} == {_pattern(key) for key in small}
+
+
+def _pattern(key: tuple[str, ...]) -> tuple[str, ...]:
+    what, name, *place = key
+    parts = ("*" if part.isdecimal() else part for part in name.split("."))
+    return (what, ".".join(parts), *place)

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model of the class that is planned: what is run on it takes no weight of the checkpoint.
+
+Fewer blocks, the first ones, so many that each kind of block is there; and less wide ones.
+A width that others are made from by the class alone cannot be known, so that the small
+model is compared with the large one: it must have the same modules under the same names. Where
+it has not, there is none. Widths that are equal in the large model are equal in the small one, and
+all have Hadamard matrices.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+from transformers import PreTrainedModel
+
+from llmcompressor.checkpoint.blueprint import quiet_loading
+from llmcompressor.checkpoint.experts import open_experts
+from llmcompressor.checkpoint.load import untie_embeddings
+from llmcompressor.errors import CompressorError, TargetError
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.embeddings import is_tied
+from llmcompressor.modeling.flow import trace_flow
+from llmcompressor.modeling.settings import setting
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.names import named_modules
+from llmcompressor.numerics.hadamard import has_hadamard
+from llmcompressor.pipelines.mixtures import meant_mixtures
+
+__all__ = ["NoMiniature", "Rehearsal", "miniature_of"]
+
+_SMALL = 4_000_000
+"""Parameters of a model that is small as it is."""
+_MOST = 64_000_000
+"""Parameters that a small model may have: 256 MB in float32."""
+_HEADS, _GROUPS = (4, 6, 8), 2
+_WIDTHS = (320, 384, 448, 640, 768, 896)
+_INNER = (192, 224, 160, 288, 352)
+_VOCABULARY = 272
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "n_group")
+_INTERMEDIATE = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "intermediate_size_mlp",
+    "ffn_dim",
+    "ffn_hidden_size",
+)
+_DEPTHS = ("num_hidden_layers", "depth")
+_OF_WIDTHS = ("dim", "size", "width")
+_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+Kind = tuple[Any, ...]
+
+
+class NoMiniature(Exception):  # noqa: N818  # it is a finding, not an error of anyone's
+    """Why there is no small model that could stand for the large one, a clause."""
+
+
+class Rehearsal:
+    """Has modifiers try out on a small model what the run tries out on the weights.
+
+    Args:
+        model: the large one, before any of the modifiers was initialized on it.
+        modifiers: of the recipe.
+    """
+
+    def __init__(self, model: PreTrainedModel, modifiers: Sequence[Modifier]) -> None:
+        self._model = model
+        self._unknown = ""
+        if any(map(_tries_out, modifiers)):
+            try:
+                self._build = miniature_of(model, modifiers)
+            except (NoMiniature, CompressorError) as finding:
+                self._unknown = str(finding)
+
+    def __call__(self, modifier: Modifier) -> str:
+        """See whether an initialized modifier would refuse the model.
+
+        Returns:
+            Why that is not known; empty if it would not.
+
+        Raises:
+            TargetError: it would.
+        """
+        if self._unknown or not _tries_out(modifier):
+            return self._unknown if _tries_out(modifier) else ""
+        return modifier.rehearse(self._model, self._build)
+
+
+def _tries_out(modifier: Modifier) -> bool:
+    return type(modifier).rehearse is not Modifier.rehearse
+
+
+def miniature_of(
+    model: PreTrainedModel, modifiers: Sequence[Modifier] = ()
+) -> Callable[[int], PreTrainedModel]:
+    """What builds a small model, in float32, with the random values that its class begins with.
+
+    Args:
+        model: the large one; its parameters may be on the meta device.
+        modifiers: of the recipe; the experts that they are about are taken apart, as in ``model``.
+
+    Returns:
+        A function of the seed of its values.
+
+    Raises:
+        NoMiniature: nothing small would stand for it.
+    """
+    if any("forward" in vars(module) for module in model.modules()):
+        raise NoMiniature("a module of it has a forward that its class has not")
+    if sum(one.numel() for one in model.parameters()) <= _SMALL:
+        return _Builder(model, copy.deepcopy(model.config), modifiers)
+    reasons = []
+    for narrows_stream in (True, False):
+        try:
+            with _as_no_miniature():
+                return _checked(model, modifiers, narrows_stream=narrows_stream)
+        except NoMiniature as finding:
+            reasons.append(finding)
+    raise reasons[0]
+
+
+class _Builder:
+    """Builds models of the class of one, with other sizes.
+
+    Args:
+        model: as it is before modifiers are initialized on it.
+        config: of what is built.
+        modifiers: of the recipe.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: Any, modifiers: Sequence[Modifier]) -> None:
+        self._class = type(model)
+        self._config = config
+        self._attention = model.config._attn_implementation
+        self._tied = is_tied(model)
+        self._modifiers = modifiers
+
+    def __call__(self, seed: int, device: str = "cpu") -> PreTrainedModel:
+        """One with the values of a seed; without values on the device ``meta``."""
+        with torch.random.fork_rng(devices=[]), torch.device(device), quiet_loading():
+            torch.manual_seed(seed)
+            built: PreTrainedModel = self._class._from_config(  # type: ignore[no-untyped-call]  # transformers leaves it so
+                copy.deepcopy(self._config),
+                dtype=torch.float32,
+                attn_implementation=self._attention,
+            )
+        if not self._tied:
+            untie_embeddings(built)
+        open_experts(built, meant_mixtures(built, self._modifiers))
+        built.train(mode=False)
+        return built
+
+
+def _checked(
+    model: PreTrainedModel, modifiers: Sequence[Modifier], *, narrows_stream: bool
+) -> _Builder:
+    """What builds a small model that stands for ``model``, and runs if that does."""
+    config = copy.deepcopy(model.config)
+    _shrink(config, _block_kinds(model), narrows_stream=narrows_stream)
+    build = _Builder(model, config, modifiers)
+    small = build(0, "meta")
+    if sum(one.numel() for one in small.parameters()) > _MOST:
+        raise NoMiniature("a few blocks of it, narrowed as far as is known how, are large still")
+    if not _alike(model, small):
+        raise NoMiniature("a small model of its class has other modules")
+    try:
+        trace_flow(small)
+    except TargetError:  # not on tokens alone: the large one is asked later whether it does
+        if narrows_stream:
+            raise NoMiniature("a small model of its class does not run") from None
+    return build
+
+
+@contextmanager
+def _as_no_miniature() -> Iterator[None]:
+    """What a class makes of sizes that it was not made for can be any error."""
+    try:
+        yield
+    except (NoMiniature, CompressorError):
+        raise
+    except Exception as error:
+        raise NoMiniature(
+            f"a small model of its class cannot be built ({type(error).__name__}: {error})"
+        ) from error
+
+
+# ---------------------------------------------------------------------- what is the same
+
+
+def _kind_of(block: Module) -> Kind:
+    """What a block is made of, whatever its widths, and however many experts it has."""
+    parts = {
+        (_without_numbers(name), type(one), frozenset(_present(one)))
+        for name, one in named_modules(block)
+    }
+    return type(block), frozenset(parts)
+
+
+def _present(module: Module) -> Iterator[str]:
+    """Names of the parameters that a module has."""
+    return (name for name, one in module._parameters.items() if one is not None)
+
+
+def _without_numbers(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _block_kinds(model: Module) -> dict[str, list[Kind]]:
+    """The blocks of a model, by the name of the list that they stand in."""
+    found: dict[str, list[Kind]] = {}
+    for block, name in find_blocks(model).items():
+        found.setdefault(name.rpartition(".")[0], []).append(_kind_of(block))
+    return found
+
+
+def _alike(model: Module, small: Module) -> bool:
+    """Whether the small model has the first blocks of the large one, and what it has beside."""
+    large_blocks, small_blocks = _block_kinds(model), _block_kinds(small)
+    if large_blocks.keys() != small_blocks.keys():
+        return False
+    for name, kinds in small_blocks.items():
+        if kinds != large_blocks[name][: len(kinds)]:
+            return False
+        if set(kinds) != set(large_blocks[name]):
+            return False
+    return _kind_of(model) == _kind_of(small)
+
+
+# ---------------------------------------------------------------------- smaller sizes
+
+
+def _shrink(config: Any, blocks: Mapping[str, Sequence[Kind]], *, narrows_stream: bool) -> None:
+    text = config.get_text_config()
+    depth = setting(text, "num_hidden_layers")
+    if not isinstance(depth, int) or isinstance(depth, bool):
+        raise NoMiniature("its configuration does not say how many blocks it has")
+    _shorten(text, _depth_needed(text, depth, blocks))
+    for other in _others(config, text):
+        _shorten(other, 2)
+    _narrow(text, narrows_stream=narrows_stream)
+
+
+def _others(config: Any, text: Any) -> Iterator[Any]:
+    """Configurations of the other parts of a model (towers), at any depth."""
+    for name in getattr(config, "sub_configs", None) or {}:
+        inner = getattr(config, name, None)
+        if inner is not None and inner is not text:
+            yield inner
+            yield from _others(inner, text)
+
+
+def _depth_needed(text: Any, depth: int, blocks: Mapping[str, Sequence[Kind]]) -> int:
+    """How many blocks from the first one on are of all kinds."""
+    needed = min(2, depth)
+    lists = [one for one in vars(text).values() if isinstance(one, list) and len(one) == depth]
+    for kinds in blocks.values():
+        if len(kinds) != depth:
+            continue
+        said = [(kind, *(str(one[place]) for one in lists)) for place, kind in enumerate(kinds)]
+        needed = max(needed, *(said.index(one) + 1 for one in set(said)))
+    return needed
+
+
+def _shorten(config: Any, depth: int) -> None:
+    """Leave so many blocks, and what is said of each block for these alone."""
+    for key in _DEPTHS:
+        whole = setting(config, key)
+        if not isinstance(whole, int) or isinstance(whole, bool) or whole <= depth:
+            continue
+        for name, one in list(vars(config).items()):
+            if isinstance(one, list) and len(one) == whole:
+                setattr(config, name, one[:depth])
+            elif isinstance(one, list) and name.endswith(("indices", "indexes", "layers")):
+                places = [each for each in one if type(each) is int]
+                if places == one:
+                    setattr(config, name, [each for each in places if each < depth])
+        setattr(config, key, depth)
+
+
+def _narrow(text: Any, *, narrows_stream: bool) -> None:
+    heads, hidden = setting(text, "num_attention_heads"), setting(text, "hidden_size")
+    taken = {one for one in vars(text).values() if type(one) is int}
+    if narrows_stream and isinstance(heads, int) and isinstance(hidden, int):
+        width = setting(text, "head_dim") or (hidden // heads if heads else 0)
+        _narrow_stream(text, heads, hidden, width, taken)
+    inner = iter(one for one in _INNER if one not in taken)
+    made: dict[int, int] = {}
+    for key in _INTERMEDIATE:
+        own = setting(text, key)
+        if type(own) is int and own > max(_INNER):
+            if own not in made:
+                made[own] = next(inner)
+            setattr(text, key, made[own])
+    if (setting(text, "vocab_size") or 0) > _VOCABULARY:
+        text.vocab_size = _VOCABULARY
+        for key in _TOKEN_IDS:
+            if hasattr(text, key):
+                setattr(text, key, None)
+    _fewer_experts(text)
+
+
+def _narrow_stream(text: Any, heads: int, hidden: int, width: int, taken: set[int]) -> None:
+    """Fewer heads of the same width, and a stream that is as wide as they are if it was."""
+    fewest = [one for one in _HEADS if one < heads and one * width not in taken]
+    count = fewest[0] if fewest else heads
+    stream = count * width if hidden == heads * width else 0
+    if not stream:  # some take the quotient for the width of a head
+        asked = [count * (hidden // heads)] if hidden % heads == 0 else []
+        others = {count * width, *taken}
+        fitting = (one for one in [*asked, *_WIDTHS] if one < hidden and one not in others)
+        stream = next((one for one in fitting if has_hadamard(one)), hidden)
+    groups = setting(text, "num_key_value_heads")
+    if type(groups) is int and hasattr(text, "num_key_value_heads"):
+        fewer = groups if groups < _GROUPS else _GROUPS
+        text.num_key_value_heads = count if groups == heads else fewer
+    text.num_attention_heads = count
+    for name in [name for name, one in vars(text).items() if type(one) is int and one == hidden]:
+        if name.endswith(_OF_WIDTHS):
+            setattr(text, name, stream)
+    text.hidden_size = stream
+
+
+def _fewer_experts(text: Any) -> None:
+    chosen = [setting(text, key) for key in _CHOSEN]
+    least = max([4, *(2 * one for one in chosen if type(one) is int)])
+    for key in _COUNTS:
+        if type(setting(text, key)) is int and setting(text, key) > least:
+            setattr(text, key, least)

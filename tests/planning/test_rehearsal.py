@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan says what a modifier would find out by trying its work out on the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import published_models as published
+import pytest
+import torch
+
+from llmcompressor import plan
+from llmcompressor.args import ModelArguments
+from llmcompressor.modeling import flow
+from llmcompressor.modeling.flow import trace_flow
+from llmcompressor.modifiers.rotation import SpinQuantModifier
+from llmcompressor.planning import miniature
+from llmcompressor.planning.subject import open_subject
+
+
+def spin(*names: str) -> SpinQuantModifier:
+    return SpinQuantModifier(rotations=list(names))
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSeek-V3 with four blocks, without a weight; its head is as large as published."""
+    config = {**published.DEEPSEEK_V3, "num_hidden_layers": 4, "n_routed_experts": 16}
+    place = tmp_path_factory.mktemp("latent") / "model"
+    return published.write_headers(place, config, published.tensors_of(config))
+
+
+def test_a_cache_that_holds_no_keys_is_a_problem(latent: Path) -> None:
+    found = plan(latent, spin("R3"), measure=False)
+    assert not found.ok
+    (problem,) = found.problems
+    assert (problem.where, problem.error) == ("SpinQuantModifier", "TargetError")
+    assert "with R3 DeepseekV3ForCausalLM computes something else" in problem.message
+    assert problem.remedy == "Leave R3 out of rotations."
+
+
+def test_what_passes_is_no_problem_and_no_note(latent: Path) -> None:
+    found = plan(latent, spin("R4"), measure=False)
+    assert not found.problems
+    assert not any("SpinQuantModifier" in note for note in found.notes)
+
+
+def test_without_a_small_model_the_plan_says_what_is_left(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(miniature, "_SMALL", 0)
+    monkeypatch.setattr(miniature, "_MOST", 0)
+    found = plan(llama_folder, spin("R1"), measure=False)
+    assert not found.problems
+    (note,) = [note for note in found.notes if "SpinQuantModifier" in note]
+    assert "tries out on the weights" in note
+    assert note.endswith("are large still.")
+
+
+def test_a_matrix_that_is_not_loaded_is_not_gone_through(
+    latent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros for products with zeros: the flow is the same, and takes no time for wide models."""
+    hollow = torch.zeros(()).expand(3, 2)
+    assert torch.equal(flow._nothing(torch.ones(5, 2), hollow), torch.zeros(5, 3))
+    assert flow._nothing(torch.ones(5, 2), hollow.clone()) is None
+    model = open_subject(ModelArguments(model=str(latent))).model
+    short = trace_flow(model)
+    monkeypatch.setattr(flow, "_nothing", lambda *args: None)
+    small = open_subject(ModelArguments(model=str(latent))).model
+    long = trace_flow(small)
+    names, others = ({one: name for name, one in each.named_modules()} for each in (model, small))
+    assert [names[one] for one in short.called] == [others[one] for one in long.called]
+    assert {names[a]: names[b] for a, b in short.feeder.items()} == {
+        others[a]: others[b] for a, b in long.feeder.items()
+    }
