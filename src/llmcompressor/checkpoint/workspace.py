@@ -35,6 +35,7 @@ from llmcompressor.logger import logger
 __all__ = [
     "Workspace",
     "files_of",
+    "fingerprint_of_progress",
     "is_being_published",
     "opened",
     "reserved",
@@ -226,6 +227,16 @@ def is_being_published(target: Path) -> bool:
     target = target.expanduser().resolve()
     folder = work_folder(target)
     return was_published(target) or (target in folder.parents and _is_ready(folder))
+
+
+def fingerprint_of_progress(target: Path) -> dict[str, Any] | None:
+    """The fingerprint of a run that was broken off, where a later call could go on with it."""
+    journal = work_folder(target.expanduser().resolve()) / _JOURNAL
+    try:
+        found = Journal(journal)
+    except OutputError:
+        return None  # a damaged journal; the run itself says so
+    return found.fingerprint if found.is_begun or found.is_ready else None
 
 
 def _remove_all_but(folder: Path, *kept: str) -> None:

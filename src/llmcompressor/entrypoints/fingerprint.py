@@ -19,7 +19,7 @@ from llmcompressor.checkpoint.reading import bytes_of
 from llmcompressor.checkpoint.source import CONFIG, SourceInfo
 from llmcompressor.numerics.linear import is_slow
 
-__all__ = ["fingerprint_of"]
+__all__ = ["fingerprint_of", "source_print"]
 
 _LIBRARIES = ("llmcompressor", "torch", "transformers", "compressed-tensors")
 _version = functools.cache(version)  # reads the package's metadata anew each time
@@ -58,7 +58,7 @@ def fingerprint_of(
         output: what decides how the output is written.
     """
     prints: dict[str, Any] = {
-        "source": _source(source),
+        "source": source_print(source),
         "recipe": recipe,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
@@ -76,8 +76,12 @@ def fingerprint_of(
     return json.loads(json.dumps(prints))  # type: ignore[no-any-return]  # as it is read back
 
 
-def _source(source: SourceInfo) -> dict[str, str]:
-    """File → size and hash of its header; its data is hashed when it is read."""
+def source_print(source: SourceInfo) -> dict[str, str]:
+    """File of a checkpoint → its size and a hash of its header; of its data nothing is read.
+
+    Args:
+        source: the checkpoint; its ``config.json`` is hashed as a whole.
+    """
     by_file: dict[str, list[str]] = {}
     for name, header in source.tensors.items():
         entry = f"{name} {header.dtype} {header.shape} {header.offset}"

@@ -4,7 +4,7 @@
 ::
 
     OUTPUT/
-        stages.json      what each stage was begun with: its recipe and its arguments
+        stages.json      what each stage was begun with: recipe, arguments, model and data
         stage_first/     the output of the stage `first`, which the next one reads
         stage_second/
 
@@ -31,15 +31,16 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
-from llmcompressor.checkpoint.journal import differences
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.entrypoints.job import Job
+from llmcompressor.entrypoints.model_prints import note_change
 from llmcompressor.entrypoints.oneshot import oneshot
+from llmcompressor.entrypoints.stage_record import StageRecord, shown, shown_model
 from llmcompressor.entrypoints.task import check_run_types
 from llmcompressor.entrypoints.teacher import check_teacher, load_possibly_compressed
 from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import NOT_OF_TRAINING, Training
-from llmcompressor.errors import ArgumentError, OutputError, RecipeError
+from llmcompressor.errors import ArgumentError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
@@ -50,7 +51,6 @@ from llmcompressor.recipe import Recipe, Stage
 
 __all__ = ["run_stages"]
 
-_RECORD = "stages.json"
 _ONESHOT = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
 _TRAIN = (*_ONESHOT, TrainingArguments)
 _OF_THE_WHOLE = ("dry_run", "model", "recipe", "recipe_args", "resume_from_checkpoint", "stage")
@@ -97,8 +97,8 @@ def run_stages(
     Raises:
         InputError: before any work, for what can be found out before; else by the stage.
 
-    Called again, with the same recipe and arguments, it skips the stages that are finished and
-    continues the one that was broken off.
+    Called again, with the same recipe, arguments, model and data, it skips the stages that are
+    finished and continues the one that was broken off.
     """
     given = {"dataset": dataset, **arguments}
     for name in ("run_stages", "do_oneshot"):
@@ -109,11 +109,20 @@ def run_stages(
     _check_whole(given)
     plan = [_Stage(stage, whole, given, Path(output_dir)) for stage in whole.stages]
     _check_order(plan)
-    record = _Record(Path(output_dir), must_exist=given.get("resume") == "must")
+    record = StageRecord(Path(output_dir), must_exist=given.get("resume") == "must")
     before: _Stage | None = None
     for stage in plan:
-        stage.follow(before, model)
-        stage.is_finished = record.is_finished(stage, overwrite=bool(given.get("overwrite")))
+        stage.follow(before, model, [each.folder for each in plan])
+        stage.record = record.settled(
+            stage.name,
+            stage.record,
+            stage.folder,
+            stage.model,
+            goes_on=given.get("resume") != "never",
+        )
+        stage.is_finished = record.is_finished(
+            stage.name, stage.record, stage.folder, overwrite=bool(given.get("overwrite"))
+        )
         before = stage
     for place, stage in enumerate(plan):
         if not stage.is_finished:
@@ -140,8 +149,14 @@ class _Stage:
             self.arguments["resume"] = "auto"  # it is about the whole, and checked there
         self.record: dict[str, Any] = {}
 
-    def follow(self, before: _Stage | None, model: Any) -> None:
-        """Take the output of the stage before as the model."""
+    def follow(self, before: _Stage | None, model: Any, written: Sequence[Path]) -> None:
+        """Take the output of the stage before as the model.
+
+        Args:
+            before: that stage, ``None`` for the first one.
+            model: the first stage's.
+            written: the folders of all stages.
+        """
         if before is not None:
             for name in _FOR_THE_FIRST:
                 self.arguments.pop(name, None)
@@ -150,9 +165,9 @@ class _Stage:
         self.record = {
             "run_type": self.kind,
             "recipe": self.recipe.yaml(),
-            "model": _shown(model) if before is None else before.folder.name,
+            "model": shown_model(model, ()) if before is None else before.folder.name,
             "stages_before": None if before is None else before.digest,
-            "arguments": {name: _shown(kept[name]) for name in sorted(kept)},
+            "arguments": {name: shown(name, kept[name], written) for name in sorted(kept)},
         }
 
     @property
@@ -194,61 +209,7 @@ class _Stage:
         return oneshot(output_dir=self.folder, **arguments)
 
 
-class _Record:
-    """``stages.json``: written before a stage begins."""
-
-    def __init__(self, root: Path, *, must_exist: bool) -> None:
-        self._root = root.expanduser().resolve()
-        self._file = self._root / _RECORD
-        self._stages: dict[str, Any] = {}
-        if self._root.exists() and not self._root.is_dir():
-            raise OutputError(f"The output {root} is a file.", "Choose another output directory.")
-        if self._file.is_file():
-            try:
-                self._stages = json.loads(self._file.read_text(encoding="utf-8"))["stages"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise OutputError(
-                    f"{self._file} cannot be read: {error}.", "Choose another output directory."
-                ) from error
-        elif must_exist:
-            raise OutputError(
-                f"There is nothing to resume: {self._file} is not there.",
-                'Start with resume="auto" (the default).',
-            )
-        elif self._root.is_dir() and any(self._root.iterdir()):
-            raise OutputError(
-                f"The output directory {self._root} already holds files, which are no stages.",
-                "Choose another one.",
-            )
-
-    def is_finished(self, stage: _Stage, *, overwrite: bool) -> bool:
-        """Whether the stage was done, in the same way.
-
-        Raises:
-            OutputError: it was done in another way, and may not be replaced.
-        """
-        if not (stage.folder / "config.json").is_file():
-            return False
-        differing = list(differences(stage.record, self._stages.get(stage.name, {})))
-        if differing and not overwrite:
-            raise OutputError(
-                f"The folder {stage.folder} holds the stage {stage.name!r} of another run: "
-                f"{'; '.join(differing[:3])}.",
-                "Choose another output directory, or pass overwrite=True (--overwrite) to run it "
-                "again.",
-            )
-        return not differing
-
-    def begin(self, stage: _Stage) -> None:
-        """Note what a stage is begun with."""
-        self._stages[stage.name] = stage.record
-        self._root.mkdir(parents=True, exist_ok=True)
-        new = self._file.with_suffix(".new")
-        new.write_text(json.dumps({"stages": self._stages}, indent=2) + "\n", encoding="utf-8")
-        new.replace(self._file)
-
-
-def _run(plan: list[_Stage], record: _Record, model: Any) -> Any:
+def _run(plan: list[_Stage], record: StageRecord, model: Any) -> Any:
     result = None
     for place, stage in enumerate(plan, 1):
         what = f"Stage {place} of {len(plan)}, {stage.name} ({stage.kind})"
@@ -258,8 +219,11 @@ def _run(plan: list[_Stage], record: _Record, model: Any) -> Any:
         logger.info(f"{what}.")
         result = None  # the model of the stage before gives its memory back
         active_session().reset()
-        record.begin(stage)
-        result = stage.run()
+        record.begin(stage.name, stage.record)
+        try:
+            result = stage.run()
+        finally:
+            note_change(stage.model, stage.record["model"])
     if result is None:
         last = plan[-1]
         [args] = parse_arguments(
@@ -345,18 +309,3 @@ def _names(classes: tuple[type[Any], ...]) -> set[str]:
 
 def _only(arguments: Mapping[str, Any], cls: type[Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in _names((cls,))}
-
-
-def _shown(value: Any) -> Any:
-    """A value as it stands in the record; of data and models what tells them apart cheaply."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _shown(one) for key, one in value.items()}
-    if isinstance(value, list | tuple) and len(value) <= 16:
-        return [_shown(one) for one in value]
-    size = f" of {len(value)}" if hasattr(value, "__len__") else ""
-    print_of = getattr(value, "_fingerprint", "")  # of the datasets library's
-    return f"{type(value).__name__}{size} {print_of}".strip()

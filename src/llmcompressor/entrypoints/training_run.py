@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import session_of_run
 from llmcompressor.entrypoints.checking import check_writable_model, check_written
 from llmcompressor.entrypoints.in_memory import check_finite, load_whole_model
+from llmcompressor.entrypoints.model_prints import note_change
 from llmcompressor.entrypoints.task import compression_report, report_of, undone_on_error
 from llmcompressor.entrypoints.teacher import load_teacher
 from llmcompressor.entrypoints.training_data import check_targets
@@ -49,8 +50,12 @@ def run_training(task: Training) -> Module:
     """
     with session_of_run() as session:
         session.reset()
-        with undone_on_error(session):
-            model = _Run(task, session)()
+        run = _Run(task, session)
+        try:
+            with undone_on_error(session):
+                model = run()
+        finally:
+            note_change(task.model_args.model, run.began_with)
         if task.recipe_args.clear_sparse_session:
             session.reset()
     return model
@@ -92,7 +97,11 @@ class _Trainer(Trainer):
 
 
 class _Run:
-    """The parts of one training."""
+    """The parts of one training.
+
+    Attributes:
+        began_with: the print of the model before anything changed it; ``None`` until it is known.
+    """
 
     def __init__(self, task: Training, session: CompressionSession) -> None:
         self.task = task
@@ -100,6 +109,7 @@ class _Run:
         self.is_main = task.args.process_index == 0
         self.model: Any = None
         self.processor: Any = None
+        self.began_with: Mapping[str, str] | None = None
 
     def __call__(self) -> Module:
         """Load, train, write."""
@@ -117,14 +127,16 @@ class _Run:
         if not hasattr(train_samples, "__len__"):
             task.data.check_steps(task.args.max_steps)
         use_cache = getattr(self.model.config, "use_cache", None)
+        fingerprint = task.fingerprint(self.model, teacher, train_samples)
         folder = opened_folder(
             task.output_dir,
-            task.fingerprint(self.model, train_samples),
+            fingerprint,
             resume=task.run_args.resume,
             is_main=self.is_main,
         )
         try:
             with folder as opened, ExitStack() as stack:
+                self.began_with = fingerprint["model"]
                 if _agreed(opened.is_written):
                     return self._published(opened)
                 trainer = self._trainer(opened, stack, teacher, train_samples, eval_samples)

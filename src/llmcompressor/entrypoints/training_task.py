@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch.nn import Module
 
 from llmcompressor.args import TrainingArguments
+from llmcompressor.checkpoint.source import inspect_source
+from llmcompressor.checkpoint.workspace import fingerprint_of_progress
+from llmcompressor.entrypoints.data_prints import data_print, values_print
+from llmcompressor.entrypoints.fingerprint import source_print
+from llmcompressor.entrypoints.model_prints import model_print, was_left_by
 from llmcompressor.entrypoints.task import Task
 from llmcompressor.entrypoints.training_data import TrainingData
 from llmcompressor.entrypoints.training_folder import checkpoint_to_resume
@@ -77,9 +81,6 @@ _DECIDE = (
     "world_size",
 )
 """Training arguments that decide what is learned, and so make a training the same training."""
-
-_HASHED = 64
-"""Of this many samples about a hash is taken."""
 
 _LIBRARIES = ("llmcompressor", "torch", "transformers")
 
@@ -162,44 +163,56 @@ class Training(Task):
             return None
         return checkpoint_to_resume(given, self.output_dir)
 
-    def fingerprint(self, model: Module, samples: Any) -> dict[str, Any]:
+    def fingerprint(self, model: Module, teacher: Module | None, samples: Any) -> dict[str, Any]:
         """What makes a training the same training, so that only the same one is continued.
 
+        Where models are spread over processes, all of these have to call it.
+
         Args:
-            model: the model.
+            model: the model, as the training is to begin with it. If it is an object that a
+                training of this process has left changed, and the one that goes on here began with
+                it, it counts as what it was then: its weights are those of the checkpoint anyway.
+            teacher: the one to learn from.
             samples: to train on.
         """
         args: Mapping[str, Any] = self.args.to_dict()  # type: ignore[no-untyped-call]  # transformers'
         training = {name: args.get(name) for name in _DECIDE if name != "world_size"}
         first = next(model.parameters())
+        given = self.model_args.model
+        of_folder = isinstance(given, str | Path) and Path(given).expanduser().is_dir()
         return {
             "task": "train",
-            "model": f"{type(model).__name__} {self.place or ''}".strip(),
+            "place": self.place,
+            "source": source_print(inspect_source(given)) if of_folder else None,
+            "model": self._print_when_begun(model_print(model)),
             "recipe": self.recipe.yaml() if self.recipe.modifiers else None,
-            "teacher": _named(self.model_args.distill_teacher),
+            "teacher": None
+            if teacher is None
+            else {"place": _place_of(self.model_args.distill_teacher), **model_print(teacher)},
             "dtype": str(first.dtype).removeprefix("torch."),
             "device": first.device.type,
             "machine": platform.machine(),
             "versions": {name: version(name) for name in _LIBRARIES},
-            "data": _digest(samples),
+            "data": self._data(samples),
             "training": {
                 name: value if isinstance(value, int | float | None) else str(value)
                 for name, value in {**training, "world_size": self.args.world_size}.items()
             },
         }
 
+    def _print_when_begun(self, present: dict[str, str]) -> dict[str, str]:
+        if self.output_dir is None or self.run_args.resume == "never":
+            return present
+        progress = fingerprint_of_progress(self.output_dir)
+        begun: dict[str, str] = {} if progress is None else progress.get("model", {})
+        return begun if was_left_by(self.model_args.model, begun) else present
 
-def _digest(samples: Any) -> str | None:
-    """How many samples there are, and a hash of some of them; nothing is read of a stream."""
-    if not hasattr(samples, "__len__"):
-        return None
-    digest = xxhash.xxh3_64()
-    for index in range(0, len(samples), max(1, len(samples) // _HASHED)):
-        digest.update(repr(samples[index]).encode())
-    return f"{len(samples)} samples, {digest.hexdigest()}"
+    def _data(self, samples: Any) -> Any:
+        """A hash of all samples; nothing is read of a stream."""
+        if hasattr(samples, "__len__"):
+            return values_print(samples)
+        return data_print(self.dataset_args.dataset)
 
 
-def _named(given: Any) -> str | None:
-    if given is None:
-        return None
-    return str(given) if isinstance(given, str | Path) else type(given).__name__
+def _place_of(given: Any) -> str | None:
+    return str(given) if isinstance(given, str | Path) else None
