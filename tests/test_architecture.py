@@ -223,7 +223,8 @@ def test_the_rule_sees_a_breach(importer: str, imported: str) -> None:
     [
         ("modifiers.gptq.base", "numerics.gptq"),
         ("modifiers.gptq.base", "modifiers.modifier"),
-        ("modifiers.gptq.base", "modifiers.gptq.solve"),
+        ("modifiers.gptq.base", "quantization.column_solver"),
+        ("modifiers.autoround.base", "modifiers.autoround.tune"),
         ("pipelines.basic", "core.session_functions"),
         ("entrypoints.oneshot", "pipelines.basic"),
     ],

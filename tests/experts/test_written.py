@@ -20,9 +20,9 @@ from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import DatasetError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.experts import LinearExperts
-from llmcompressor.modifiers.gptq import solve as gptq_solve
 from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.quantization import column_solver as gptq_solve
 
 SERVED = tuple(mixtures.PREFIXES)
 TOKENS = 8 * 32

@@ -206,9 +206,9 @@ def test_padding_does_not_count() -> None:
     plain = tiny.run(tiny.llama(), autoround())
     padded = tiny.run(tiny.llama(), autoround(), data=tiny.padded(tiny.batches(), by=9))
     pairs = list(zip(plain.parameters(), padded.parameters(), strict=True))
-    equal = sum(int((one == other).sum()) for one, other in pairs)
-    # signs of gradients near zero depend on the order of summation
-    assert equal > 0.97 * sum(one.numel() for one, _ in pairs)
+    alike = sum(int(torch.isclose(one, other, rtol=1e-3).sum()) for one, other in pairs)
+    # signs of gradients near zero depend on the order of summation, and so do fitted scales
+    assert alike > 0.97 * sum(one.numel() for one, _ in pairs)
 
 
 @pytest.mark.parametrize("family", mixtures.FAMILIES)

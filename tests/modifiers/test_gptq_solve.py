@@ -10,11 +10,11 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from llmcompressor.modifiers.gptq import solve as module
-from llmcompressor.modifiers.gptq.solve import Options, Problem, Solution, solve
 from llmcompressor.numerics.asymmetric import corrected_weight
 from llmcompressor.numerics.gptq import sweep
 from llmcompressor.numerics.hessian import damp, inverse_factor
+from llmcompressor.quantization import column_solver as module
+from llmcompressor.quantization.column_solver import Options, Problem, Solution, solve
 from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.schemes.bridge import grid_of
 from llmcompressor.schemes.presets import preset_scheme
@@ -295,3 +295,33 @@ def test_batched_problems_of_different_tokens_get_their_own_ridges() -> None:
     options = replace(OPTIONS, ridge=0.03)
     for found, one in zip(solve([few, many], options), (few, many), strict=True):
         alike(found, solve([one], options)[0])
+
+
+def test_what_a_sum_lacks_is_made_up_for() -> None:
+    """With E = Y Vᵀ missing, the weight to round is W + V; with nothing missing it is W."""
+    one = problem(GROUP)
+    weight_RC, gram_CC = one.weights[0], one.gram_CC
+    change_RC = 0.1 * torch.randn_like(weight_RC)
+    options = replace(OPTIONS, ridge=1e-4, settles=True)
+    lacking = replace(one, missing_CR=gram_CC @ change_RC.mT)
+    (found,), (same,) = solve([lacking], options), solve([one], options)
+    (nothing,) = solve([replace(one, missing_CR=torch.zeros(C, 16))], options)
+    assert torch.equal(nothing.weights[0], same.weights[0])
+
+    def left(values_RC: Tensor) -> float:
+        off_RC = values_RC - weight_RC - change_RC
+        return float((off_RC @ gram_CC * off_RC).sum())
+
+    assert left(found.weights[0]) < 0.5 * left(same.weights[0])
+
+
+def test_what_settles_is_told_only_on_request() -> None:
+    one = problem(GROUP, GROUP)
+    one.weights[0][:, ::2] = 0
+    (without,), (found,) = solve([one], OPTIONS), solve([one], replace(OPTIONS, settles=True))
+    assert without.settled is None
+    assert found.settled is not None
+    assert (found.settled[0][:, ::2] == 0).all()
+    steps = [parameters.scale.repeat_interleave(16, dim=1) for parameters in one.parameters]
+    for values, settled, step in zip(found.weights, found.settled, steps, strict=True):
+        assert float(((values - settled).abs() < 0.6 * step).float().mean()) > 0.9

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.autoround import Rounding, Start, sign_step
+from llmcompressor.numerics.autoround import Gradients, Rounding, Start, sign_step, start_within
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import Partition, fake_quantize_matrix
 from llmcompressor.numerics.scales import scales_from_range
@@ -187,3 +188,40 @@ def test_pruned_weights_stay_zero(grid: Grid) -> None:
     values_RC = rounding.apply(start).values
     assert (values_RC[:, ::2] == 0).all()
     assert (values_RC[:, 1::2] != 0).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_start_within_is_rounded_to_its_codes(grid: Grid, partition: Partition) -> None:
+    """Whatever is wanted: near, far away, at the ends of the grid, or no number at all."""
+    start = start_of(grid, partition)
+    torch.manual_seed(3)
+    codes = Rounding.of(start).apply(replace(start, weight_RC=3 * torch.randn(8, 24)))
+    scale_RC = start.expand(start.scale)
+    wanted_RC = codes.values + 2 * torch.randn(8, 24) * scale_RC
+    wanted_RC[0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
+    found = start_within(start, codes.values, wanted_RC)
+    rounded = Rounding.of(found).apply(found)
+    assert torch.equal(rounded.level_RC, codes.level_RC)
+    assert found.weight_RC.isfinite().all()
+    spacing = 1.0 if rounded.spacing_RC is None else rounded.spacing_RC
+    away_RC = (found.weight_RC - codes.values).abs()
+    assert (away_RC <= 0.51 * spacing * scale_RC).all()
+    # each comes as near as half a step allows: on the side that was wanted
+    assert ((found.weight_RC - codes.values) * (wanted_RC - codes.values) >= 0)[1:].all()
+
+
+def test_a_start_within_takes_what_is_near_as_it_is() -> None:
+    start = start_of(Grid("int", 3), Partition(1, 8))
+    codes_RC = Rounding.of(start).apply(start).values
+    near_RC = codes_RC + 0.4 * start.expand(start.scale)
+    assert torch.allclose(start_within(start, codes_RC, near_RC).weight_RC, near_RC)
+
+
+def test_ranges_have_a_rate_of_their_own() -> None:
+    start = start_of(Grid("int", 3), Partition(1, 8))
+    rounding = Rounding.of(start)
+    ones = torch.ones_like(start.scale)
+    sign_step(rounding, Gradients(torch.ones(8, 24), ones, None), 0.25, 0.125)
+    assert (rounding.offset_RC == -0.25).all()
+    assert (rounding.high == 0.875).all()

@@ -25,8 +25,6 @@ from llmcompressor.memory import TOLERATED
 from llmcompressor.modifiers.awq.base import AWQModifier
 from llmcompressor.modifiers.awq.base import _Moments as Moments
 from llmcompressor.modifiers.awq.effort import effort_of as awq_effort
-from llmcompressor.modifiers.gptq.effort import effort_of
-from llmcompressor.modifiers.gptq.solve import Options, Problem, solve
 from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.modifier import Effort, Granularity, Work
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -44,6 +42,8 @@ from llmcompressor.planning.subject import REST, Part, open_subject
 from llmcompressor.planning.timing import Traffic, estimate_time
 from llmcompressor.planning.trial import Peak, Trial, counted_memory, try_rounding
 from llmcompressor.planning.workload import BlockWork, Group, Unit, block_works, widths_of
+from llmcompressor.quantization.column_effort import effort_of
+from llmcompressor.quantization.column_solver import Options, Problem, solve
 from llmcompressor.quantization.parameters import observe_weight
 
 MIB = 2**20

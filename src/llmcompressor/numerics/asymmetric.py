@@ -28,7 +28,12 @@ from llmcompressor.numerics.cholesky import FactoredSolver, cholesky
 from llmcompressor.numerics.hessian import SingularHessianError, damp
 from llmcompressor.numerics.products import spread_matmul
 
-__all__ = ["corrected_weight", "corrected_weight_with_raise", "ridge_for"]
+__all__ = [
+    "corrected_weight",
+    "corrected_weight_with_raise",
+    "refitted_weight_with_raise",
+    "ridge_for",
+]
 
 
 def ridge_for(ridge: float, gram_CC: Tensor, tokens: Sequence[int]) -> float | Tensor:
@@ -72,12 +77,17 @@ def corrected_weight(
     >>> corrected_weight(W, Y.T @ Y, Y.T @ (Y - Y), 0.01)
     tensor([[1., 1.]])
     """
-    lower_CC = cholesky(damp(gram_CC, ridge), overwrite=True)
-    if lower_CC is None:
-        raise SingularHessianError("The Gram matrix with its ridge is not positive definite.")
+    lower_CC = _factored(gram_CC, ridge)
     # R right-hand sides instead of C: (G + λ)⁻¹ C Wᵀ, the product first.
     change_CR = spread_matmul(cross_CC, weight_RC.mT)
     return weight_RC + FactoredSolver(lower_CC).solve_(change_CR).mT
+
+
+def _factored(gram_CC: Tensor, ridge: float | Tensor) -> Tensor:
+    lower_CC = cholesky(damp(gram_CC, ridge), overwrite=True)
+    if lower_CC is None:
+        raise SingularHessianError("The Gram matrix with its ridge is not positive definite.")
+    return lower_CC
 
 
 def corrected_weight_with_raise(
@@ -99,3 +109,38 @@ def corrected_weight_with_raise(
         with contextlib.suppress(SingularHessianError):
             return corrected_weight(weight_RC, gram_CC, cross_CC, ridge * 10**step)
     return corrected_weight(weight_RC, gram_CC, cross_CC, ridge * 10 ** (steps - 1))
+
+
+def refitted_weight_with_raise(
+    weight_RC: Tensor,
+    gram_CC: Tensor,
+    missing_CR: Tensor,
+    ridge: float | Tensor,
+    *,
+    steps: int = 4,
+) -> Tensor:
+    """The weight that also makes up for what is missing of a sum that its output is added to.
+
+    With E what the sum lacks, token by token: ``W + [(G + λI)⁻¹ Yᵀ E]ᵀ``, the least of
+    ``‖Y (Q − W)ᵀ − E‖²`` with a ridge towards W.
+
+    Args:
+        weight_RC: W, float32 ``[..., R, C]``.
+        gram_CC: ``G = YᵀY``, float32 ``[..., C, C]``.
+        missing_CR: ``YᵀE``, float32 ``[..., C, R]``; not changed.
+        ridge: λ as a fraction of the mean diagonal, more than 0; the first to try.
+        steps: how many to try, each ten times the one before.
+
+    Raises:
+        SingularHessianError: if none of them helped.
+
+    >>> import torch
+    >>> W, Y, E = torch.zeros(1, 2), torch.eye(2), torch.tensor([[3.0], [6.0]])
+    >>> refitted_weight_with_raise(W, Y.T @ Y, Y.T @ E, 0.5)
+    tensor([[2., 4.]])
+    """
+    for step in range(steps):
+        with contextlib.suppress(SingularHessianError):
+            lower_CC = _factored(gram_CC, ridge * 10**step)
+            return weight_RC + FactoredSolver(lower_CC).solve_(missing_CR.clone()).mT
+    raise SingularHessianError("The Gram matrix with its ridge is not positive definite.")

@@ -33,7 +33,7 @@ cells, written ``YX``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from torch import Tensor
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import Partition
 
-__all__ = ["Gradients", "Rounded", "Rounding", "Start", "sign_step"]
+__all__ = ["Gradients", "Rounded", "Rounding", "Start", "sign_step", "start_within"]
 
 _LEAST_FACTOR = 1e-3
 _LARGEST_OFFSET = 0.499
@@ -53,7 +53,8 @@ class Start:
     """A weight and what it would be rounded with.
 
     Args:
-        weight_RC: floating dtype.
+        weight_RC: what W is: the weight, or another that is to be rounded in its place; floating
+            dtype.
         scale: effective scale, shape of the partition's cells.
         zero: zero point, same shape; ``None`` on symmetric grids.
         grid: what codes are.
@@ -194,14 +195,44 @@ class Rounded:
 
 
 @torch.no_grad()
-def sign_step(rounding: Rounding, gradients: Gradients, rate: float) -> None:
-    """Move every part against the sign of its gradient by ``rate``, in place, within its bounds."""
+def start_within(start: Start, codes_RC: Tensor, wanted_RC: Tensor) -> Start:
+    """A start that is rounded to given codes, and lies as near to other values as it may.
+
+    Args:
+        start: how to round; its weight does not matter.
+        codes_RC: values on its grid, float32 ``[R, C]``.
+        wanted_RC: what is approached as far as half a step around them allows, ``[R, C]``.
+    """
+    own = Rounding.of(replace(start, weight_RC=codes_RC)).apply(replace(start, weight_RC=codes_RC))
+    reach_RC = _LARGEST_OFFSET * own.scale_RC
+    if own.spacing_RC is not None:
+        reach_RC = reach_RC * own.spacing_RC
+    away_RC = (wanted_RC - own.values).nan_to_num_(0, 0, 0)
+    found = replace(start, weight_RC=own.values + away_RC.clamp_(-reach_RC, reach_RC))
+    # beside powers of two the grid of a float is finer on one side
+    kept_RC = Rounding.of(found).apply(found).level_RC == own.level_RC
+    return replace(start, weight_RC=torch.where(kept_RC, found.weight_RC, own.values))
+
+
+@torch.no_grad()
+def sign_step(
+    rounding: Rounding, gradients: Gradients, rate: float, range_rate: float | None = None
+) -> None:
+    """Move every part against the sign of its gradient, in place, within its bounds.
+
+    Args:
+        rounding: it is changed.
+        gradients: of what is to become less.
+        rate: of offsets.
+        range_rate: of factors; ``None``: the same.
+    """
+    range_rate = rate if range_rate is None else range_rate
     offset_RC = rounding.offset_RC
     offset_RC.sub_(gradients.offset_RC.sign_(), alpha=rate)
     offset_RC.clamp_(-_LARGEST_OFFSET, _LARGEST_OFFSET)
     for factor, gradient in ((rounding.high, gradients.high), (rounding.low, gradients.low)):
         if gradient is not None:
-            factor.sub_(gradient.sign(), alpha=rate).clamp_(_LEAST_FACTOR, 1.0)
+            factor.sub_(gradient.sign(), alpha=range_rate).clamp_(_LEAST_FACTOR, 1.0)
 
 
 def _steps(grid: Grid) -> float:

@@ -9,12 +9,11 @@ is how far each block's output, on what the tuned blocks before it give, is from
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from pydantic import Field, PrivateAttr
 from torch import Tensor
 from torch.nn import Linear, Module
@@ -24,12 +23,21 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.call_order import first_tensor
-from llmcompressor.modifiers.autoround.tune import Call, Options, Tuned, tune_block
+from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modifiers.autoround.begin import (
+    REFINEMENTS,
+    Beginning,
+    beginning_of,
+    learns_ranges,
+    solved_again,
+    solved_beginnings,
+)
+from llmcompressor.modifiers.autoround.runner import BlockRunner, Call
+from llmcompressor.modifiers.autoround.tune import Options, Tuned, rounded_errors, tune_block
 from llmcompressor.modifiers.modifier import Effort, Granularity
-from llmcompressor.numerics.autoround import Rounding, Start
-from llmcompressor.numerics.scales import ScaleFormat
+from llmcompressor.numerics.autoround import Rounded, Rounding, Start
 from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.quantization.column_effort import effort_of
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     follows_extremes,
@@ -37,7 +45,7 @@ from llmcompressor.quantization.parameters import (
     weighs_inputs,
     weight_of,
 )
-from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, scale_format_of
+from llmcompressor.schemes.bridge import grid_of
 
 __all__ = ["AutoRoundModifier", "TuneRecord"]
 
@@ -45,9 +53,15 @@ _NO_EFFECT = {"device_ids": "blocks are tuned where they lie; give device to one
 """Fields that the technique has elsewhere, and why they are without effect."""
 _SHRUNK_TO = 0.5
 """The least part of a weight's range that tuning may begin with."""
-_TUNED = 37
-"""Bytes per weight: three offsets, the gradient, and of the rounded weight its codes, quotients,
-scales (float32 all) and whether it was cut off; what the block computes with, and its gradient."""
+_RANGE_SHARE = 0.1
+"""Of the rate, that ranges are learned with where GPTQ has fitted them: a whole step of offsets
+would move a scale by more than what it is stored to."""
+_TUNED = 41
+"""Bytes per weight: what is rounded, three offsets, the gradient, and of the rounded weight its
+codes, quotients, scales (float32 all) and whether it was cut off; what the block computes with, and
+its gradient."""
+_RUNS = 8
+"""Forwards of the block over all tokens, to solve its Linears: two for each of four inputs."""
 _SAVED = 1.5
 """Elements that a backward reads, over those that go into Linears and come out of them."""
 _STEP_TOKENS = 2048
@@ -61,8 +75,9 @@ class TuneRecord:
     Attributes:
         block: its name.
         samples: calibration rows that it was tuned on.
-        iteration: after how many steps the rounding was found; 0 is rounding to nearest.
+        iteration: after how many steps the rounding was found; 0 is the one it began with.
         error: mean square of the change of the block's output.
+        error_begun: the same with the rounding it began with.
         error_nearest: the same with rounding to nearest.
         moved: share of the weights that do not have the code of rounding to nearest.
     """
@@ -71,6 +86,7 @@ class TuneRecord:
     samples: int
     iteration: int
     error: float
+    error_begun: float
     error_nearest: float
     moved: float
 
@@ -104,6 +120,7 @@ class AutoRoundModifier(QuantizationMixin):
     _block_of: dict[Module, Module] = PrivateAttr(default_factory=dict)
     _calls: dict[Module, list[Call]] = PrivateAttr(default_factory=dict)
     _records: dict[str, TuneRecord] = PrivateAttr(default_factory=dict)
+    _order: CallOrder | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse observers that want to see inputs before there are any."""
@@ -143,13 +160,23 @@ class AutoRoundModifier(QuantizationMixin):
         return {name: asdict(record) for name, record in self._records.items()}
 
     def effort(self, modules: Sequence[Module]) -> Effort:
-        """One forward and two backward products for each step; what the backward reads."""
+        """What it takes to solve, then to tune.
+
+        Of each step one forward and two backward products, and what the backward reads. Linears
+        are solved in less memory than they are tuned in, but for narrow ones with many inputs.
+        """
         weights = [weight_of(one) for one in modules if self._is_tuned(one)]
         elements, widths = sum(map(Tensor.numel, weights)), sum(sum(one.shape) for one in weights)
         itemsize = max((one.element_size() for one in weights), default=0)
+        solved = effort_of(weights, twin=True, refinements=REFINEMENTS, batched=False)
+        if not self.iters:
+            solved = Effort()
         return Effort(
-            solve=3 * self.iters * _STEP_TOKENS * elements,
-            visits=16 * self.iters * elements,
+            gram=solved.gram + _RUNS * elements if self.iters else 0,
+            cross=solved.cross,
+            solve=solved.solve + 3 * self.iters * _STEP_TOKENS * elements,
+            visits=solved.visits + 16 * self.iters * elements,
+            workspace=solved.statistics + solved.workspace,
             watch=self.watched_values(modules),
             scaled=_TUNED * elements,
             running=int(_SAVED * itemsize * widths),
@@ -168,6 +195,7 @@ class AutoRoundModifier(QuantizationMixin):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Keep what the blocks are called with; not of those that are finished."""
         super().on_calibration_start(state, event, **kwargs)
+        self._order = state.call_order
         finished = () if state.keeper is None else state.keeper.finished
         for block, name in find_blocks(state.model).items():
             inside = [module for module in block.modules() if self._is_tuned(module)]
@@ -213,32 +241,71 @@ class AutoRoundModifier(QuantizationMixin):
                 "before it had returned anything.",
                 "Leave sequential_targets out, or let them name whole blocks.",
             )
-        names = {module: inner for inner, module in block.named_modules()}
-        found = {module: self._nearest(module) for module in members}
-        starts = {
-            f"{names[module]}.weight": _start(module, parameters)
-            for module, parameters in found.items()
-        }
+        names = {module: f"{inner}.weight" for inner, module in block.named_modules()}
+        runner = BlockRunner(block, calls)
+        nearest = {names[one]: beginning_of(one, self._nearest(one)) for one in members}
+        begun, before, error_nearest = self._begin(name, runner, nearest)
         options = Options(
             self.iters,
             self.lr or 1 / max(1, self.iters),
             self.batch_size,
             self.seed ^ zlib.crc32(name.encode()),
+            _RANGE_SHARE if begun is not nearest else 1.0,
         )
-        tuned = tune_block(block, starts, calls, options)
-        if not tuned.error_nearest < float("inf"):
+        tuned = tune_block(runner, _starts(begun), before, options)
+        if begun is not nearest:
+            begun, tuned = self._solve_again(runner, nearest, begun, tuned)
+        rows, error_begun = sum(call.rows for call in calls), sum(before) / runner.values
+        for module in members:
+            key = names[module]
+            rounded = tuned.roundings[key].apply(begun[key].start)
+            moved = self._write(module, begun[key], rounded, _level(nearest[key]))
+            self._records[self._names[module]] = TuneRecord(
+                name, rows, tuned.iteration, tuned.error, error_begun, error_nearest, moved
+            )
+        _log(name, tuned, error_nearest)
+
+    def _begin(
+        self, name: str, runner: BlockRunner, nearest: Mapping[str, Beginning]
+    ) -> tuple[Mapping[str, Beginning], list[float], float]:
+        """What learning begins with, its error for each call, and that of rounding to nearest.
+
+        GPTQ's solution, unless it is worse on the block's output than rounding to nearest.
+        """
+        plain = rounded_errors(runner, _starts(nearest))
+        error = sum(plain) / runner.values
+        if not error < float("inf"):
             raise NonFiniteError(
                 f"What {name} returns holds NaN or infinity. Look for a bad weight upstream, or "
                 "load the model with precision='float32'."
             )
-        rows = sum(call.rows for call in calls)
-        for module, parameters in found.items():
-            key = f"{names[module]}.weight"
-            moved = self._write(module, parameters, starts[key], tuned.roundings[key])
-            self._records[self._names[module]] = TuneRecord(
-                name, rows, tuned.iteration, tuned.error, tuned.error_nearest, moved
-            )
-        _log(name, tuned)
+        if not self.iters:
+            return nearest, plain, error
+        solved = solved_beginnings(runner, nearest, self._order)
+        before = rounded_errors(runner, _starts(solved))
+        return (solved, before, error) if sum(before) < sum(plain) else (nearest, plain, error)
+
+    def _solve_again(
+        self,
+        runner: BlockRunner,
+        nearest: Mapping[str, Beginning],
+        begun: Mapping[str, Beginning],
+        tuned: Tuned,
+    ) -> tuple[Mapping[str, Beginning], Tuned]:
+        """The last Linear for what the others have become, where that is better."""
+        weights = {
+            key: runner.weight(key, rounding.apply(begun[key].start).values)
+            for key, rounding in tuned.roundings.items()
+        }
+        again = {**begun, **solved_again(runner, nearest, self._order, weights)}
+        roundings = {
+            key: rounding if again[key] is begun[key] else Rounding.of(again[key].start)
+            for key, rounding in tuned.roundings.items()
+        }
+        error = sum(rounded_errors(runner, _starts(again), roundings)) / runner.values
+        if not error < tuned.error:
+            return begun, tuned
+        return again, replace(tuned, roundings=roundings, error=error)
 
     def _nearest(self, module: Module) -> WeightParameters:
         """What to begin with, in a range that loses little: factors only shrink it further.
@@ -248,7 +315,7 @@ class AutoRoundModifier(QuantizationMixin):
         """
         found = self.observe(module)
         args = found.args
-        if self.disable_opt_rtn or not follows_extremes(args) or not _learns_ranges(args):
+        if self.disable_opt_rtn or not follows_extremes(args) or not learns_ranges(found):
             return found
         grid = grid_of(args)
         widest = (grid.qmax - grid.qmin) / (2 * grid.qmax) if args.symmetric else 1.0
@@ -260,20 +327,19 @@ class AutoRoundModifier(QuantizationMixin):
 
     @torch.no_grad()
     def _write(
-        self, module: Module, nearest: WeightParameters, start: Start, rounding: Rounding
+        self, module: Module, begun: Beginning, rounded: Rounded, nearest_RC: Tensor
     ) -> float:
-        """Put the learned weight in place; the share of codes that moved."""
-        rounded = rounding.apply(start)
-        scale, zero = nearest.scale, nearest.zero_point
-        if start.scale_dtype is not None:
+        """Put the learned weight in place; the share of codes that are not the nearest ones."""
+        found = begun.parameters
+        scale, zero = found.scale, found.zero_point
+        if begun.start.scale_dtype is not None:
             scale = rounded.scale.to(scale.dtype).reshape(scale.shape)
         if rounded.zero is not None:
             zero = rounded.zero.to(zero.dtype).reshape(zero.shape)
-        parameters = WeightParameters(nearest.args, scale, zero, nearest.global_scale)
-        plain = Rounding.of(start).apply(start)
+        parameters = WeightParameters(found.args, scale, zero, found.global_scale)
         weight_of(module).data.copy_(parameters.round(rounded.values))
         self.keep(module, parameters, rounded=True)
-        return float((plain.level_RC != rounded.level_RC).float().mean())
+        return float((nearest_RC != rounded.level_RC).float().mean())
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         """Leave every module quantized, and drop what was kept."""
@@ -281,23 +347,17 @@ class AutoRoundModifier(QuantizationMixin):
         self._calls.clear()
         self._blocks.clear()
         self._block_of.clear()
+        self._order = None
 
 
-def _learns_ranges(args: QuantizationArgs) -> bool:
-    """Whether scales are numbers that can be moved a little."""
-    return scale_format_of(args) is ScaleFormat.PLAIN
+def _starts(begun: Mapping[str, Beginning]) -> dict[str, Start]:
+    return {key: one.start for key, one in begun.items()}
 
 
-def _start(module: Module, parameters: WeightParameters) -> Start:
-    args = parameters.args
-    return Start(
-        weight_of(module).detach(),
-        parameters.effective_scale,
-        None if args.symmetric else parameters.zero_point,
-        grid_of(args),
-        partition_of(args),
-        (scale_dtype_of(args) or parameters.scale.dtype) if _learns_ranges(args) else None,
-    )
+@torch.no_grad()
+def _level(begun: Beginning) -> Tensor:
+    """The codes, less the zero point, that a weight begins with."""
+    return Rounding.of(begun.start).apply(begun.start).level_RC
 
 
 def _kept(value: Any) -> Any:
@@ -311,8 +371,8 @@ def _kept(value: Any) -> Any:
     return value
 
 
-def _log(name: str, tuned: Tuned) -> None:
-    share = tuned.error / tuned.error_nearest if tuned.error_nearest else 1.0
+def _log(name: str, tuned: Tuned, nearest: float) -> None:
+    share = tuned.error / nearest if nearest else 1.0
     logger.info(
         f"{name}: the error of its output is {share:.3f} of that of rounding to nearest "
         f"(step {tuned.iteration})."

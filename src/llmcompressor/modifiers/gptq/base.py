@@ -24,13 +24,13 @@ from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.twin_inputs import aligned_reference
-from llmcompressor.modifiers.gptq.effort import effort_of
-from llmcompressor.modifiers.gptq.solve import FINE_BITS, Options, Problem, Solution, solve
 from llmcompressor.modifiers.modifier import Effort
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.quantization.column_effort import effort_of
+from llmcompressor.quantization.column_solver import FINE_BITS, Options, Problem, Solution, solve
 from llmcompressor.quantization.parameters import WeightParameters, weight_of
 from llmcompressor.schemes.bridge import grid_of
 from llmcompressor.schemes.parse import check_actorder

@@ -10,7 +10,11 @@ import torch
 from compressed_tensors.quantization import QuantizationStrategy
 from torch import Tensor
 
-from llmcompressor.numerics.asymmetric import corrected_weight_with_raise, ridge_for
+from llmcompressor.numerics.asymmetric import (
+    corrected_weight_with_raise,
+    refitted_weight_with_raise,
+    ridge_for,
+)
 from llmcompressor.numerics.batching import BATCH_ELEMENTS, batches_alike, wide_rows
 from llmcompressor.numerics.gptq import ColumnScales, activation_order, sweep_and_descend
 from llmcompressor.numerics.grid import Grid
@@ -19,6 +23,7 @@ from llmcompressor.numerics.hessian import (
     dead_columns,
 )
 from llmcompressor.numerics.refit import refit_scales
+from llmcompressor.numerics.settled import settled_weight
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.threads import one_thread
@@ -40,6 +45,8 @@ class Options:
     """Whether scales are fitted again to the codes, where each group of a row has one."""
     batched: bool = True
     """Whether small problems of equal shape are solved in one call."""
+    settles: bool = False
+    """Whether what every weight would be, given all the other codes, is wanted too."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,9 @@ class Problem:
     """Of which the Gram matrix is the sum."""
     ordered: bool
     """Whether columns are taken by falling activation (``actorder``)."""
+    missing_CR: Tensor | None = None
+    """``YᵀE``, where E is what the output of all rows is to make up for; in place of the cross
+    product."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,7 +95,8 @@ class Problem:
         """Equal for problems that can be stacked: shape, cells, grid, order, streams, device."""
         pairs = zip(self.weights, self.parameters, strict=True)
         cells = tuple((len(weight), partition_of(each.args)) for weight, each in pairs)
-        own = (self.grid, self.ordered, self.cross_CC is None, self.gram_CC.device)
+        corrected = (self.cross_CC is None, self.missing_CR is None)
+        own = (self.grid, self.ordered, corrected, self.gram_CC.device)
         return self.shape, cells, own
 
 
@@ -103,6 +114,9 @@ class Solution:
     """What the scales became, ``[R_i, G]`` in their own dtype; ``None`` where they stay."""
     is_idle: bool = False
     """Whether the input was zero in every token, which is why weights were rounded to nearest."""
+    settled: list[Tensor] | None = None
+    """What each weight would be, given all the other codes, float32; ``None`` where that was not
+    wanted, and where weights were rounded to nearest."""
 
 
 def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
@@ -159,12 +173,8 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
     gram_CC = _stack([problem.gram_CC for problem in problems])
     weight_RC = _stack([wide_rows(problem.weights) for problem in problems])
     kept_RC = _kept(problems)
-    if options.ridge is not None and problems[0].cross_CC is not None:
-        cross_CC = _stack([p.cross_CC for p in problems if p.cross_CC is not None])
-        ridge = ridge_for(options.ridge, gram_CC, [problem.tokens for problem in problems])
-        weight_RC = corrected_weight_with_raise(
-            weight_RC, gram_CC, cross_CC, ridge, steps=_steps(problems)
-        )
+    if options.ridge is not None:
+        weight_RC = _corrected(problems, weight_RC, gram_CC, options.ridge)
     weight_RC.masked_fill_(dead_columns(gram_CC).unsqueeze(-2), 0)
     order_C = activation_order(gram_CC) if problems[0].ordered else None
     scales = _columns(problems)
@@ -187,9 +197,15 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
             weight_RC, rounded_RC, gram_CC, scales, stored=stored, dampening=dampening
         )
         loss_R = loss_R + change_R
+    settled_RC = None
+    if options.settles:
+        settled_RC = settled_weight(weight_RC, rounded_RC, gram_CC, dampening=dampening)
+        if kept_RC is not None:
+            settled_RC.masked_fill_(~kept_RC, 0)
     if len(problems) == 1:
         rounded_RC, loss_R = rounded_RC.unsqueeze(0), loss_R.unsqueeze(0)
         scale_RG = None if scale_RG is None else scale_RG.unsqueeze(0)
+        settled_RC = None if settled_RC is None else settled_RC.unsqueeze(0)
     return [
         _solution(
             problem,
@@ -197,9 +213,29 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
             loss_R[number],
             dampening,
             None if scale_RG is None else scale_RG[number],
+            None if settled_RC is None else settled_RC[number],
         )
         for number, problem in enumerate(problems)
     ]
+
+
+def _corrected(
+    problems: Sequence[Problem], weight_RC: Tensor, gram_CC: Tensor, ridge: float
+) -> Tensor:
+    """What is to be rounded in place of the weight: it makes up for what came before."""
+    by_tokens = ridge_for(ridge, gram_CC, [problem.tokens for problem in problems])
+    missing = [one.missing_CR for one in problems if one.missing_CR is not None]
+    cross = [one.cross_CC for one in problems if one.cross_CC is not None]
+    steps = _steps(problems)
+    if missing:
+        return refitted_weight_with_raise(
+            weight_RC, gram_CC, _stack(missing), by_tokens, steps=steps
+        )
+    if cross:
+        return corrected_weight_with_raise(
+            weight_RC, gram_CC, _stack(cross), by_tokens, steps=steps
+        )
+    return weight_RC
 
 
 FINE_BITS = 8
@@ -277,10 +313,13 @@ def _solution(
     loss_R: Tensor,
     dampening: float,
     scale_RG: Tensor | None,
+    settled_RC: Tensor | None,
 ) -> Solution:
     rows = [len(weight) for weight in problem.weights]
     scales = None
     if scale_RG is not None:
         stored = problem.parameters[0].scale.dtype
         scales = [one.to(stored) for one in torch.split(scale_RG, rows)]
-    return Solution(list(torch.split(rounded_RC, rows)), float(loss_R.sum()), dampening, scales)
+    settled = None if settled_RC is None else list(torch.split(settled_RC, rows))
+    weights = list(torch.split(rounded_RC, rows))
+    return Solution(weights, float(loss_R.sum()), dampening, scales, settled=settled)

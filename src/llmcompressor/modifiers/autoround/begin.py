@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the learning of a block's rounding begins with: GPTQ's solution of its Linears.
+
+Linears are solved (:mod:`llmcompressor.quantization.column_solver`) in the order of their calls,
+each for the inputs that those before it, rounded, give it. A Linear whose output is added to what
+the block returns (the last one of an MLP) is solved for all that the block's output then lacks;
+the others for what the original ones return.
+
+What is learned from is not the codes, but for each weight the value that is best given all other
+codes (:mod:`llmcompressor.numerics.settled`), drawn to within half a step of its code: without
+offsets it is rounded to GPTQ's, and how near to the next one it lies says what that would cost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module
+
+from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modifiers.autoround.runner import BlockRunner, Call
+from llmcompressor.numerics.autoround import Rounding, Start, start_within
+from llmcompressor.numerics.scales import ScaleFormat
+from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.quantization.column_solver import Options, Problem, Solution, solve
+from llmcompressor.quantization.parameters import WeightParameters, weight_of
+from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, scale_format_of
+
+__all__ = [
+    "REFINEMENTS",
+    "Beginning",
+    "beginning_of",
+    "learns_ranges",
+    "solved_again",
+    "solved_beginnings",
+]
+
+REFINEMENTS = 4
+"""Rounds of coordinate descent after each sweep."""
+_OPTIONS = Options(128, 0.01, 0.05, refinements=REFINEMENTS, refit=True, settles=True)
+_EXPERT = re.compile(r"\.\d+\.")
+_ADDED = 0.02
+"""Share that a sum may be off which an output is added to, of the output's norm: products of 16
+bits."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A weight's parameters and what its learning begins with.
+
+    Attributes:
+        parameters: scales and zero points before any is learned.
+        start: what they make of them.
+    """
+
+    parameters: WeightParameters
+    start: Start
+
+
+def beginning_of(module: Module, parameters: WeightParameters) -> Beginning:
+    """A weight as it is: without offsets it is rounded to nearest."""
+    args = parameters.args
+    stored = scale_dtype_of(args) or parameters.scale.dtype
+    start = Start(
+        weight_of(module).detach(),
+        parameters.effective_scale,
+        None if args.symmetric else parameters.zero_point,
+        grid_of(args),
+        partition_of(args),
+        stored if learns_ranges(parameters) else None,
+    )
+    return Beginning(parameters, start)
+
+
+def learns_ranges(parameters: WeightParameters) -> bool:
+    """Whether scales are numbers that can be moved a little."""
+    return scale_format_of(parameters.args) is ScaleFormat.PLAIN
+
+
+@torch.no_grad()
+def solved_beginnings(
+    runner: BlockRunner, nearest: Mapping[str, Beginning], order: CallOrder | None
+) -> dict[str, Beginning]:
+    """Solve the Linears of a block one after the other.
+
+    Args:
+        runner: the block.
+        nearest: what each of the weights (``"mlp.up_proj.weight"``) is rounded to nearest with;
+            its scales are those that sweeps begin with.
+        order: which Linears are called when, and which share an input.
+
+    Returns:
+        The same names. What no token reaches stays as it is in ``nearest``.
+    """
+    found, weights = dict(nearest), dict[str, Tensor]()
+    for stage in _stages(runner.block, nearest, order):
+        groups = [_Group(names, runner.block.get_submodule(_module(names[0]))) for names in stage]
+        direct = len(groups) == 1 and len(stage[0]) == 1 and _is_added(runner, groups[0].leader)
+        _collect(runner, groups, weights, direct=direct)
+        for group in groups:
+            for name, begun in _solved(runner, group, nearest):
+                found[name] = begun
+            group.clear()
+        for name in (name for names in stage for name in names):
+            rounded = Rounding.of(found[name].start).apply(found[name].start)
+            weights[name] = runner.weight(name, rounded.values)
+    return found
+
+
+@torch.no_grad()
+def solved_again(
+    runner: BlockRunner,
+    nearest: Mapping[str, Beginning],
+    order: CallOrder | None,
+    weights: Mapping[str, Tensor],
+) -> dict[str, Beginning]:
+    """Solve the last Linear once more, for what learned weights before it give it.
+
+    Args:
+        runner: the block.
+        nearest: as for :func:`solved_beginnings`.
+        order: likewise.
+        weights: all that are learned, as the block computes with them.
+
+    Returns:
+        What was solved; nothing unless it is one Linear whose output is added to the block's.
+    """
+    last = _stages(runner.block, nearest, order)[-1]
+    if len(last) != 1 or len(last[0]) != 1:
+        return {}
+    group = _Group(last[0], runner.block.get_submodule(_module(last[0][0])))
+    if not _is_added(runner, group.leader):
+        return {}
+    others = {name: weight for name, weight in weights.items() if name not in group.names}
+    _collect(runner, [group], others, direct=True)
+    return dict(_solved(runner, group, nearest))
+
+
+class _Group:
+    """Weights with one input, and what is collected of it."""
+
+    def __init__(self, names: Sequence[str], leader: Module) -> None:
+        self.names, self.leader = names, leader
+        self.statistics: InputStatistics | None = None
+        self.missing_CR: Tensor | None = None
+
+    def clear(self) -> None:
+        """Drop what was collected."""
+        self.statistics = self.missing_CR = None
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _stages(
+    block: Module, names: Mapping[str, Beginning], order: CallOrder | None
+) -> list[list[list[str]]]:
+    """Groups that share an input, and of those the ones that experts have in the same place.
+
+    While calls are watched all experts are called with the same tokens; here each has its own.
+    """
+    name_of = {block.get_submodule(_module(name)): name for name in names}
+    shared = [] if order is None else [[m for m in one if m in name_of] for one in order.groups]
+    seen = {module for group in shared for module in group}
+    shared += [[module] for module in name_of if module not in seen]
+    stages: dict[str, list[list[str]]] = {}
+    for group in shared:
+        alike: dict[object, list[str]] = {}
+        for name in (name_of[module] for module in group):
+            expert = name.split(".")[:-2] if _EXPERT.search(name) else []
+            key = (grid_of(names[name].parameters.args), *expert)
+            alike.setdefault(key, []).append(name)
+        for own in alike.values():
+            stages.setdefault(_EXPERT.sub(".*.", own[0]), []).append(own)
+    return list(stages.values())
+
+
+def _is_added(runner: BlockRunner, linear: Module) -> bool:
+    """Whether what a Linear returns is added to what the block does: with twice as much of it."""
+    outputs: list[Tensor] = []
+
+    def double(module: Module, args: Any, output: Tensor) -> Tensor:
+        outputs.append(output)
+        return 2 * output
+
+    call = runner.calls[0]
+    before_BTC = runner.run(call, {})
+    handle = linear.register_forward_hook(double)
+    try:
+        after_BTC = runner.run(call, {})
+    finally:
+        handle.remove()
+    if len(outputs) != 1 or outputs[0].shape != before_BTC.shape:
+        return False
+    added_BTC = outputs[0].float()
+    off_BTC = after_BTC.float() - before_BTC.float() - added_BTC
+    return bool(off_BTC.norm() <= _ADDED * added_BTC.norm())
+
+
+def _collect(
+    runner: BlockRunner,
+    groups: Sequence[_Group],
+    weights: Mapping[str, Tensor],
+    *,
+    direct: bool,
+) -> None:
+    """Second moments of what groups get from the weights before them."""
+    leaders = [group.leader for group in groups]
+    for index, call in enumerate(runner.calls):
+        output_BTC, inputs = _watched(runner, call, weights, leaders)
+        references: dict[Module, list[Tensor]] = {}
+        if not direct:
+            references = _watched(runner, call.original, {}, leaders)[1]
+        for group in groups:
+            own = inputs[group.leader]
+            others = references.get(group.leader, [])
+            for number, tensor in enumerate(own):
+                other = others[number] if len(others) == len(own) else None
+                _count(group, call, tensor, other)
+            if direct:
+                missing_TC = runner.missing(index, real_tokens(output_BTC, call.mask))
+                product_CR = real_tokens(own[0], call.mask).float().mT @ missing_TC
+                present = group.missing_CR
+                group.missing_CR = product_CR if present is None else present.add_(product_CR)
+
+
+def _watched(
+    runner: BlockRunner, call: Call, weights: Mapping[str, Tensor], leaders: Sequence[Module]
+) -> tuple[Tensor, dict[Module, list[Tensor]]]:
+    """What the block returns, and what some of its modules get meanwhile."""
+    inputs: dict[Module, list[Tensor]] = {leader: [] for leader in leaders}
+
+    def keep(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = first_tensor(args, kwargs)
+        if tensor is not None:
+            inputs[module].append(tensor)
+
+    handles = [one.register_forward_pre_hook(keep, with_kwargs=True) for one in leaders]
+    try:
+        return runner.run(call, weights), inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _count(group: _Group, call: Call, tensor: Tensor, other: Tensor | None) -> None:
+    """Add the tokens of one call; a router may have sent others there in the original model."""
+    if other is not None and (other.shape != tensor.shape or _is_routed(call, tensor)):
+        other = None
+    if group.statistics is None:
+        group.statistics = InputStatistics(
+            tensor.shape[-1], tensor.device, twin=True, name=group.names[0]
+        )
+    reference = None if other is None else real_tokens(other, call.mask)
+    group.statistics.update(real_tokens(tensor, call.mask), reference)
+
+
+def _is_routed(call: Call, tensor: Tensor) -> bool:
+    """Whether the rows of an input may not be the tokens of the block's, in their order."""
+    given = first_tensor(call.args, dict(call.kwargs))
+    return tensor.ndim == 2 and given is not None and len(tensor) != given[..., 0].numel()
+
+
+def _solved(
+    runner: BlockRunner, group: _Group, nearest: Mapping[str, Beginning]
+) -> Iterator[tuple[str, Beginning]]:
+    """What the sweep of a group makes of it; nothing where it could only be rounded to nearest.
+
+    An expert that gets fewer tokens than it has columns would be fitted to just these.
+    """
+    statistics, routed = group.statistics, _EXPERT.search(group.names[0]) is not None
+    if statistics is None or statistics.tokens < (statistics.gram.shape[-1] if routed else 1):
+        return
+    members = [(name, runner.block.get_submodule(_module(name))) for name in group.names]
+    problem = Problem(
+        weights=[weight_of(module).detach() for _, module in members],
+        parameters=[nearest[name].parameters for name in group.names],
+        gram_CC=statistics.gram,
+        cross_CC=None if group.missing_CR is not None else statistics.cross,
+        tokens=statistics.tokens,
+        ordered=True,
+        missing_CR=group.missing_CR,
+    )
+    (solution,) = solve([problem], _OPTIONS)
+    if solution.settled is None:
+        return
+    for number, (name, module) in enumerate(members):
+        assert isinstance(module, Linear)
+        yield name, _begun(module, nearest[name].parameters, solution, number)
+
+
+def _begun(
+    module: Module, parameters: WeightParameters, solution: Solution, number: int
+) -> Beginning:
+    if solution.scales is not None:
+        parameters = replace(parameters, scale=solution.scales[number])
+    plain = beginning_of(module, parameters)
+    assert solution.settled is not None
+    codes_RC, wanted_RC = solution.weights[number], solution.settled[number]
+    return Beginning(parameters, start_within(plain.start, codes_RC, wanted_RC))

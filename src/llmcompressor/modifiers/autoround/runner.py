@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a block again and again on what it was called with, with other weights in place of its own.
+
+The error of weights is the squared change, over the real tokens of a call, of the block's output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Module
+
+from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modeling.experts import LinearExperts
+from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.observers.tokens import real_tokens
+
+__all__ = ["BlockRunner", "Call"]
+
+_BATCHED = 3
+"""Dimensions of ``[batch, tokens, C]``."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a block was called with.
+
+    Attributes:
+        args: positional arguments; floating tensors may lie in main memory.
+        kwargs: named ones, likewise.
+        mask: bool ``[batch, tokens]`` of the real tokens; ``None``: all are.
+        reference: what it gets in the original model in place of the first tensor; ``None``: that.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    mask: Tensor | None
+    reference: Tensor | None = None
+
+    @property
+    def original(self) -> Call:
+        """The same call in the original model."""
+        if self.reference is None:
+            return self
+        for place, value in enumerate(self.args):
+            if isinstance(value, Tensor):
+                args = (*self.args[:place], self.reference, *self.args[place + 1 :])
+                return Call(args, self.kwargs, self.mask)
+        first = next(name for name, value in self.kwargs.items() if isinstance(value, Tensor))
+        return Call(self.args, {**self.kwargs, first: self.reference}, self.mask)
+
+    @property
+    def rows(self) -> int:
+        """Samples of the batch."""
+        tensor = first_tensor(self.args, dict(self.kwargs))
+        return 1 if tensor is None or tensor.ndim < _BATCHED else len(tensor)
+
+
+class BlockRunner:
+    """A block, and the calls that it is run on.
+
+    A CPU takes several times as long for products of 16 bits, and for their gradients: there the
+    block computes in float32, with the weights that it has.
+
+    Args:
+        block: it is not changed.
+        calls: at least one.
+
+    Attributes:
+        block: the same.
+        calls: the same.
+        targets: what the original block returns for each call, ``[tokens, C]``, in main memory.
+        values: how many values these have.
+    """
+
+    def __init__(self, block: Module, calls: Sequence[Call]) -> None:
+        self.block, self.calls = block, calls
+        parameters = dict(block.named_parameters())
+        self._device = next(iter(parameters.values())).device
+        self._dtype = torch.float32 if self._device.type == "cpu" else None
+        self._own = {name: one.dtype for name, one in parameters.items()}
+        self._plain = {name: self._cast(one.detach()) for name, one in parameters.items()}
+        with torch.no_grad():
+            self.targets = [self.tokens(call.original, {}).cpu() for call in calls]
+        self.values = max(1, sum(target.numel() for target in self.targets))
+
+    def weight(self, name: str, values: Tensor) -> Tensor:
+        """A weight with the values that it will have, in the dtype to compute in."""
+        weight_RC: Tensor = self._cast(values.to(self._own[name]))
+        return weight_RC
+
+    def error(self, index: int, weights: Mapping[str, Tensor]) -> Tensor:
+        """Squared change of the output of a call, float32."""
+        return self.missing(index, self.tokens(self.calls[index], weights)).square().sum()
+
+    def missing(self, index: int, output_TC: Tensor) -> Tensor:
+        """What the output of a call has less than the original one's, float32."""
+        return (self.targets[index].to(self._device) - output_TC).float()
+
+    def tokens(self, call: Call, weights: Mapping[str, Tensor]) -> Tensor:
+        """What the block returns for the real tokens of a call, with some other weights."""
+        return real_tokens(self.run(call, weights), call.mask)
+
+    def run(self, call: Call, weights: Mapping[str, Tensor]) -> Tensor:
+        """The first tensor that the block returns with some other weights."""
+        args, kwargs = self._cast(call.args), self._cast(dict(call.kwargs))
+        with HooksMixin.disable_hooks(), _plainly(self.block):
+            output = functional_call(
+                self.block, {**self._plain, **weights}, args, kwargs, tie_weights=False
+            )
+        if isinstance(output, Mapping):
+            output = tuple(output.values())
+        tensor = first_tensor(tuple(output) if isinstance(output, tuple | list) else (output,), {})
+        assert tensor is not None
+        return tensor
+
+    def _cast(self, value: Any) -> Any:
+        """Floating tensors where, and in the dtype, that the block computes in."""
+        if isinstance(value, Tensor):
+            floating = value.is_floating_point()
+            return value.to(self._device, self._dtype or value.dtype) if floating else value
+        if type(value) is dict:
+            return {key: self._cast(item) for key, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._cast(item) for item in value)
+        return value
+
+
+@contextlib.contextmanager
+def _plainly(block: Module) -> Iterator[None]:
+    """Experts get the tokens that are routed to them, and are shown no others."""
+    mixtures = [
+        one for one in block.modules() if isinstance(one, LinearExperts) and one.calibrating
+    ]
+    for one in mixtures:
+        one.calibrating = False
+    try:
+        yield
+    finally:
+        for one in mixtures:
+            one.calibrating = True

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each weight would be at its best, given the codes of all others."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from llmcompressor.numerics.hessian import ridge
+from llmcompressor.numerics.products import OFTEN_ALIKE, matmul
+
+__all__ = ["settled_weight"]
+
+
+def settled_weight(
+    weight_RC: Tensor, rounded_RC: Tensor, hessian_CC: Tensor, *, dampening: float = 0.0
+) -> Tensor:
+    r"""The least of ``tr(D H Dᵀ)``, D = Q − W, over each single weight.
+
+    .. math:: \tilde w_c = q_c - (D H)_c / H_{cc}
+
+    Where coordinate descent (:func:`llmcompressor.numerics.gptq.descend`) has come to rest, every
+    one of them rounds to its own code; how far it lies from the middle between two codes says how
+    much the other one would cost.
+
+    Args:
+        weight_RC: W, float32 ``[..., R, C]``.
+        rounded_RC: Q, float32 ``[..., R, C]``.
+        hessian_CC: H, float32 ``[..., C, C]``.
+        dampening: what is added to the diagonal of H, as a fraction of its mean, more than 0 where
+            columns are dead.
+
+    With a diagonal H nothing is to be made up for:
+
+    >>> W, Q = torch.tensor([[0.4, 0.9]]), torch.tensor([[0.0, 1.0]])
+    >>> settled_weight(W, Q, torch.eye(2))
+    tensor([[0.4000, 0.9000]])
+    """
+    change_RC = rounded_RC - weight_RC
+    added_1 = ridge(hessian_CC, dampening).unsqueeze(-1)
+    slope_RC = matmul(change_RC, hessian_CC, fewest=OFTEN_ALIKE).addcmul_(change_RC, added_1)
+    curvature_C = hessian_CC.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) + added_1
+    return rounded_RC - slope_RC / curvature_C

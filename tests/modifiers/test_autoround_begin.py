@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where learned rounding begins: at GPTQ's codes, unless rounding to nearest is better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny_llama as tiny
+import tiny_mixtures as mixtures
+import torch
+from torch import Tensor
+
+from llmcompressor.modifiers.autoround import AutoRoundModifier, begin
+from llmcompressor.modifiers.autoround.runner import BlockRunner
+from llmcompressor.modifiers.sparsity import SparseGPTModifier
+from llmcompressor.numerics.autoround import Rounding
+from llmcompressor.quantization.column_solver import Options, Problem, Solution, solve
+
+WEIGHTS: dict[str, Any] = {"num_bits": 3, "strategy": "group", "group_size": 32}
+
+
+def autoround(**fields: Any) -> AutoRoundModifier:
+    """Three bits in groups of 32, everything but the head, few steps."""
+    weights = {**WEIGHTS, **fields.pop("weights", {})}
+    groups = {"all": {"targets": ["Linear"], "weights": weights}}
+    given = {"config_groups": groups, "ignore": ["lm_head"], "iters": 4, **fields}
+    return AutoRoundModifier(**given)
+
+
+def falls(modifier: AutoRoundModifier) -> bool:
+    """Whether what was begun with beats rounding to nearest, and learning loses nothing of that."""
+    each = modifier.records.values()
+    return all(one.error <= one.error_begun < one.error_nearest for one in each)
+
+
+@pytest.fixture
+def solutions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Problem, Solution]]:
+    """What was solved, in order."""
+    seen: list[tuple[Problem, Solution]] = []
+
+    def watched(problems: Sequence[Problem], options: Options) -> list[Solution]:
+        found = solve(problems, options)
+        seen.extend(zip(problems, found, strict=True))
+        return found
+
+    monkeypatch.setattr(begin, "solve", watched)
+    return seen
+
+
+@pytest.fixture
+def beginnings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BlockRunner, Any, Any]]:
+    """The block, what it was rounded to nearest with, and what was solved."""
+    seen: list[tuple[BlockRunner, Any, Any]] = []
+    own = begin.solved_beginnings
+
+    def watched(runner: BlockRunner, nearest: Any, order: Any) -> Any:
+        found = own(runner, nearest, order)
+        seen.append((runner, nearest, found))
+        return found
+
+    monkeypatch.setattr("llmcompressor.modifiers.autoround.base.solved_beginnings", watched)
+    return seen
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_it_begins_with_the_codes_of_the_sweep(
+    symmetric: bool,
+    solutions: list[tuple[Problem, Solution]],
+    beginnings: list[tuple[BlockRunner, Any, Any]],
+) -> None:
+    modifier = autoround(weights={"symmetric": symmetric})
+    tiny.run(tiny.llama(num_hidden_layers=1), modifier, data=tiny.batches(number=2))
+    (_, _, found), solved = beginnings[0], solutions[:4]
+    assert [len(problem.weights) for problem, _ in solved] == [3, 1, 2, 1]
+    rounded = [Rounding.of(one.start).apply(one.start).values for one in found.values()]
+    codes = {values.shape: [] for values in rounded}
+    for _, solution in solved:
+        for values in solution.weights:
+            codes[values.shape].append(values)
+    for values in rounded:
+        assert any(torch.allclose(values, one, atol=1e-5) for one in codes[values.shape])
+    for record in modifier.records.values():
+        assert record.error <= record.error_begun < 0.9 * record.error_nearest
+
+
+def test_it_is_no_worse_than_it_began_with_any_rate() -> None:
+    modifier = autoround(lr=1.0)
+    tiny.run(tiny.llama(), modifier)
+    assert falls(modifier)
+
+
+def test_what_is_worse_than_rounding_to_nearest_is_not_begun_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A solver that is out of its mind."""
+
+    def turned(problems: Sequence[Problem], options: Options) -> list[Solution]:
+        found = solve(problems, options)
+        return [replace(one, weights=[-values for values in one.weights]) for one in found]
+
+    monkeypatch.setattr(begin, "solve", turned)
+    modifier = autoround(lr=1e-6)
+    tiny.run(tiny.llama(num_hidden_layers=1), modifier, data=tiny.batches(number=1))
+    for record in modifier.records.values():
+        assert record.error_begun == record.error_nearest
+        assert record.error <= record.error_nearest
+
+
+def test_only_what_is_added_to_the_output_makes_up_for_it(
+    solutions: list[tuple[Problem, Solution]], beginnings: list[tuple[BlockRunner, Any, Any]]
+) -> None:
+    tiny.run(tiny.llama(num_hidden_layers=1), autoround(), data=tiny.batches(number=1))
+    runner = beginnings[0][0]
+    for name, module in tiny.linears(runner.block).items():
+        assert begin._is_added(runner, module) is name.endswith("down_proj")
+    # four inputs, then the last one once more
+    direct = [problem.missing_CR is not None for problem, _ in solutions]
+    assert direct == [False, False, False, True, True]
+    assert [problem.cross_CC is None for problem, _ in solutions] == direct
+
+
+def test_the_last_linear_makes_up_for_those_before_it(
+    beginnings: list[tuple[BlockRunner, Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Solved for what the original one returns, which forgets the others, it leaves more."""
+    errors = []
+    for added in (None, lambda runner, linear: False):
+        if added is not None:
+            monkeypatch.setattr(begin, "_is_added", added)
+        modifier = autoround(iters=1, lr=1e-6)
+        tiny.run(tiny.llama(num_hidden_layers=1), modifier)
+        errors.append(next(iter(modifier.records.values())).error)
+    assert errors[0] < 0.98 * errors[1]
+
+
+def pruned(modifier: AutoRoundModifier) -> dict[str, Tensor]:
+    half = SparseGPTModifier(sparsity=0.5, mask_structure="2:4", ignore=["lm_head"])
+    model = tiny.run(tiny.llama(), half, modifier)
+    return {name: module.weight for name, module in tiny.linears(model).items()}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_was_pruned_stays_zero(symmetric: bool) -> None:
+    modifier = autoround(weights={"symmetric": symmetric}, lr=0.5)
+    for weight in pruned(modifier).values():
+        assert int((weight.view(-1, 4) == 0).sum(dim=1).min()) >= 2
+    assert all(one.error_begun < one.error_nearest for one in modifier.records.values())
+
+
+@pytest.mark.parametrize("family", mixtures.FAMILIES)
+def test_experts_begin_with_their_own_tokens(
+    family: str, solutions: list[tuple[Problem, Solution]]
+) -> None:
+    modifier = autoround(weights={"group_size": 8})
+    tiny.run(mixtures.mixture(family), modifier)
+    rows = tiny.batches()
+    all_tokens = sum(batch["input_ids"].numel() for batch in rows)
+    routed = [problem.tokens for problem, _ in solutions if problem.tokens < all_tokens]
+    assert len(routed) > mixtures.EXPERTS
+    assert len(set(routed)) > 2
+    assert falls(modifier)
+
+
+def test_an_expert_with_few_tokens_is_rounded_to_nearest(
+    solutions: list[tuple[Problem, Solution]],
+) -> None:
+    """It would be fitted to these alone."""
+    data = [{key: one[:1, :6] for key, one in batch.items()} for batch in tiny.batches(number=1)]
+    tiny.run(mixtures.mixture("mixtral"), autoround(weights={"group_size": 8}), data=data)
+    assert solutions
+    assert all(problem.tokens == 6 for problem, _ in solutions)
