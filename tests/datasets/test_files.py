@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import yaml
 
+from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets.formats import read_file
+from llmcompressor.datasets.source import open_source
 from llmcompressor.errors import DatasetError
 
 ROWS = [{"text": "a = 1"}, {"text": "b = 'ü, \"x\"'\nc"}, {"text": "d = 3"}]
@@ -254,9 +258,128 @@ class TestFolder:
         write(tmp_path / "data" / "train-00000-of-00001.parquet", "parquet")
         assert texts(None, dataset_path=tmp_path, **FIRST) == WORDS
 
+    @pytest.mark.parametrize(
+        ("splits", "expected"),
+        [
+            ("train_a", ["a"]),
+            ("train_b[:1]", ["b"]),
+            ("train_a+train_b", ["a", "b"]),
+            ({"calibration": "train_b"}, ["b"]),
+            ("test", ["t"]),
+            ("test_only", ["t"]),
+            ("validation", ["0", "1"]),
+            ("val_1", ["1"]),
+        ],
+    )
+    def test_names_that_speak_of_one_split_stay_apart(self, texts, tmp_path, splits, expected):
+        named = {"train_a": "a", "train_b": "b", "test_only": "t", "val_0": "0", "val_1": "1"}
+        for name, text in named.items():
+            (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}))
+        assert texts(None, dataset_path=tmp_path, splits=splits, **FIRST) == expected
+        for several in (None, "train"):
+            with pytest.raises(DatasetError, match="test, train_a, train_b, validation"):
+                texts(None, dataset_path=tmp_path, splits=several)
+
+    def test_folders_of_splits(self, texts, tmp_path):
+        for where in ("train/de", "train/en", "test/de"):
+            (tmp_path / where).parent.mkdir(exist_ok=True)
+            (tmp_path / f"{where}.txt").write_text(where)
+        assert texts(None, dataset_path=tmp_path, **FIRST) == ["train/de", "train/en"]
+        assert texts(None, dataset_path=tmp_path, splits="test") == ["test/de"]
+
+    def test_only_the_files_of_the_split_are_read(self, texts, folder):
+        (folder / "testing.jsonl").write_bytes(b"\xff")
+        (folder / "Validation.jsonl").unlink()
+        assert texts(None, dataset_path=folder, **FIRST) == ["a", "b"]
+
     def test_what_save_to_disk_wrote(self, texts, tmp_path):
         datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path)
         assert texts(None, dataset_path=tmp_path, **FIRST) == WORDS
+
+
+NAMES = ("train_sft", "test_sft", "train_gen", "test_gen")
+
+
+def configured(**configs):
+    """A card's front matter: each configuration's files by split."""
+    listed = [
+        {
+            "config_name": name,
+            "data_files": [{"split": split, "path": path} for split, path in files.items()],
+        }
+        for name, files in configs.items()
+    ]
+    return "---\nlicense: mit\n" + yaml.safe_dump({"configs": listed}) + "---\n# A data set\n"
+
+
+class TestCopyOfTheHub:
+    @pytest.fixture
+    def copy(self, tmp_path):
+        (tmp_path / "data").mkdir()
+        for name in NAMES:
+            rows = [{"messages": [{"role": "user", "content": f"{name} {i}"}]} for i in (0, 1)]
+            file = tmp_path / "data" / f"{name}-00000-of-00001-0ab.parquet"
+            pyarrow.parquet.write_table(pa.Table.from_pylist(rows), file)
+        return tmp_path
+
+    @staticmethod
+    def write_card(folder, suffix="parquet"):
+        default = {name: f"data/{name}-*.{suffix}" for name in NAMES}
+        generated = {"train": f"data/train_gen-*.{suffix}"}
+        (folder / "README.md").write_text(configured(default=default, gen=generated))
+
+    @staticmethod
+    def rows(dataset, splits, **more):
+        source = open_source(DatasetArguments(dataset=dataset, splits=splits, **more))
+        return [row["messages"][0]["content"] for row in source.rows.fetch(range(len(source.rows)))]
+
+    @pytest.mark.parametrize("card", [True, False])
+    def test_its_splits_stay_apart(self, copy, card):
+        if card:
+            self.write_card(copy)
+        for name in NAMES:
+            assert self.rows(str(copy), name) == [f"{name} 0", f"{name} 1"]
+        assert self.rows(str(copy), {"calibration": "train_sft[:1]"}) == ["train_sft 0"]
+        with pytest.raises(DatasetError, match="test_gen, test_sft, train_gen, train_sft"):
+            self.rows(str(copy), None)
+
+    @pytest.mark.parametrize("card", [True, False])
+    def test_the_short_names_of_a_known_data_set(self, copy, card):
+        if card:
+            self.write_card(copy)
+        for splits, name in {
+            None: "train_sft",
+            "test": "test_sft",
+            "train_gen": "train_gen",
+        }.items():
+            got = self.rows("ultrachat_200k", splits, dataset_path=str(copy))
+            assert got == [f"{name} 0", f"{name} 1"]
+
+    def test_a_configuration_can_be_named(self, copy):
+        self.write_card(copy)
+        got = self.rows(str(copy), None, dataset_config_name="gen")
+        assert got == ["train_gen 0", "train_gen 1"]
+        with pytest.raises(DatasetError, match="nope"):
+            self.rows(str(copy), "train", dataset_config_name="nope")
+
+    def test_what_is_found_is_what_the_library_finds(self, copy, monkeypatch):
+        self.write_card(copy)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", copy / "cache")
+        theirs = datasets.load_dataset(str(copy), cache_dir=str(copy / "own"))
+        for name, rows in theirs.items():
+            assert self.rows(str(copy), name) == [row["messages"][0]["content"] for row in rows]
+        assert not (copy / "cache").exists()  # nothing is cached by us
+
+    def test_packed_files_are_read_by_the_library(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        folder = tmp_path / "copy"
+        (folder / "data").mkdir(parents=True)
+        for name in NAMES:
+            row = {"messages": [{"role": "user", "content": name}]}
+            with gzip.open(folder / "data" / f"{name}-0.json.gz", "wt") as file:
+                file.write(json.dumps(row) + "\n")
+        self.write_card(folder, "json.gz")
+        assert self.rows(str(folder), "train_gen") == ["train_gen"]
 
 
 @pytest.mark.parametrize("split", ["train[1:]", "validation[-2:]", "train[34%:]"])

@@ -28,7 +28,7 @@ from llmcompressor.checkpoint.on_demand import load_on_demand
 from llmcompressor.checkpoint.output_layout import OutputLayout
 from llmcompressor.checkpoint.prediction import Prediction, stored_block
 from llmcompressor.checkpoint.scratch_blocks import ScratchBlocks
-from llmcompressor.checkpoint.space import lacking
+from llmcompressor.checkpoint.space import beside_weights, lacking
 from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.logger import logger
 from llmcompressor.memory import TOLERATED, give_back_freed
@@ -90,7 +90,8 @@ class BlockStream:
         self._compressed = compressed
         self._scratch = ScratchBlocks(workspace.scratch)
         left = 0 if workspace.journal.is_ready else lacking(workspace.scratch, scratch)
-        self._writer = BlockWriter(workspace.files, layout, scratch=left)
+        beside = beside_weights(blueprint.source.directory, len(layout.places))
+        self._writer = BlockWriter(workspace.files, layout, scratch=left, beside=beside)
         self._restorer = FinishedBlocks(
             self._model, prediction.quantized, layout, weights, weights.device
         )

@@ -37,7 +37,8 @@ class BlockWriter:
     Args:
         folder: where the files are.
         layout: what they hold.
-        scratch: bytes beside them that the disk has to have room for.
+        scratch: bytes of blocks between passes that the disk has to have room for.
+        beside: bytes of the other files of the folder, likewise.
 
     Creating it takes the disk space of the whole output, so that a full disk is found at once.
 
@@ -45,10 +46,12 @@ class BlockWriter:
         OutputError: there is not enough space.
     """
 
-    def __init__(self, folder: Path, layout: OutputLayout, *, scratch: int = 0) -> None:
+    def __init__(
+        self, folder: Path, layout: OutputLayout, *, scratch: int = 0, beside: int = 0
+    ) -> None:
         self._folder = folder
         self._layout = layout
-        check_space(folder, output=lacking(folder, layout.file_size), scratch=scratch)
+        check_space(folder, output=lacking(folder, layout.file_size + beside), scratch=scratch)
         self._files = {file.name: self._create(file.name) for file in layout.files}
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._failure: BaseException | None = None

@@ -6,10 +6,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from llmcompressor.checkpoint.extras import side_files
 from llmcompressor.errors import OutputError
 from llmcompressor.units import in_bytes
 
-__all__ = ["check_space", "lacking"]
+__all__ = ["beside_weights", "check_space", "lacking"]
+
+_BLOCK = 4096
+_FILES = 8
+_PER_TENSOR = 512
 
 
 def check_space(place: Path, *, output: int, scratch: int = 0) -> None:
@@ -32,6 +37,19 @@ def check_space(place: Path, *, output: int, scratch: int = 0) -> None:
             f"has {in_bytes(free)} left.",
             "Free some space or choose another output directory.",
         )
+
+
+def beside_weights(source: Path | None, tensors: int) -> int:
+    """About how many bytes stand beside the weights: side files of the source, and what a run says.
+
+    Args:
+        source: the folder of the original.
+        tensors: how many are written; index, configuration and report have lines on each.
+    """
+    files = [] if source is None else side_files(source)
+    return (
+        sum(one.stat().st_size + _BLOCK for one in files) + tensors * _PER_TENSOR + _FILES * _BLOCK
+    )
 
 
 def lacking(folder: Path, size: int) -> int:

@@ -8,7 +8,6 @@ target as it found it.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import re
@@ -19,13 +18,13 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
+from llmcompressor.checkpoint.write_errors import check_name, creating, write_error
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
 __all__ = [
     "OnExisting",
     "check_output_dir",
-    "disk_errors",
     "flush",
     "put_in_place",
     "remove_at_once",
@@ -36,7 +35,6 @@ __all__ = [
 
 _CHOOSE = "Choose another output directory."
 _WEIGHT_FILE = re.compile(r"(model|pytorch_model).*\.(safetensors|bin|index\.json)")
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _counter = itertools.count()
 
 
@@ -71,6 +69,7 @@ def check_output_dir(
         OutputError: it is a file, is in use, overlaps the input, or cannot be created.
     """
     target = _absolute(output_dir)
+    _check_names(target)
     if target.exists() and not target.is_dir():
         raise OutputError(f"The output {target} is a file, not a directory.", _CHOOSE)
     if source is not None:
@@ -109,7 +108,8 @@ def staged(
     _remove_stale(folder, target.name)
     staging = folder / f"{target.name}.partial-{_owner()}-{next(_counter)}"
     try:
-        staging.mkdir()
+        with creating(target):
+            staging.mkdir()
         yield staging
         flush(staging)
         if inside or (on_existing is OnExisting.MERGE and target.exists()):
@@ -129,11 +129,9 @@ def staged(
         shutil.rmtree(staging, ignore_errors=True)
         for parent in reversed(created):
             _remove_if_empty(parent)
-        if _is_disk_full(error):
-            raise OutputError(
-                f"The disk that holds {target.parent} is full; nothing was written to {target}.",
-                "Free some space or choose another output directory.",
-            ) from error
+        clear = write_error(error, target, "Free some space or choose another output directory.")
+        if clear is not None:
+            raise clear from error
         raise
 
 
@@ -184,21 +182,6 @@ def remove_at_once(folder: Path, name: str) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-@contextmanager
-def disk_errors(target: Path) -> Iterator[None]:
-    """Say it in one sentence when the disk is full."""
-    try:
-        yield
-    except Exception as error:
-        if _is_disk_full(error) and not isinstance(error, OutputError):
-            raise OutputError(
-                f"The disk that holds {target.parent} is full; nothing was written to {target}.",
-                "Free some space and repeat the call, which continues, or choose another output "
-                "directory.",
-            ) from error
-        raise
-
-
 def _absolute(path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser().resolve()
 
@@ -237,6 +220,12 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
             f"The output directory {target} holds files but no checkpoint, so it is not replaced.",
             "Choose another one, or remove it yourself.",
         )
+
+
+def _check_names(target: Path) -> None:
+    # of a name that is too long Path.exists raises an error
+    existing = next(path for path in target.parents if os.path.isdir(path))
+    check_name(target, existing, len(f".partial-{_owner()}-999"))
 
 
 def _check_writable(target: Path) -> None:
@@ -380,14 +369,3 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
     except OSError:
         logger.debug(f"{folder} is kept: it is in use.")
-
-
-def _is_disk_full(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return True
-        # safetensors reports it in the text of an error of its own
-        if "No space left on device" in str(error) or "os error 28" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -23,12 +23,12 @@ from typing import IO, Any
 
 from llmcompressor.checkpoint.journal import Journal, differences
 from llmcompressor.checkpoint.staging import (
-    disk_errors,
     put_in_place,
     remove_at_once,
     remove_stale,
     work_folder,
 )
+from llmcompressor.checkpoint.write_errors import creating, disk_errors
 from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
 
@@ -147,9 +147,8 @@ def opened(
         )
     with disk_errors(target):
         created = not folder.exists()
-        _check_kinds(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _locked(folder, target)
+        missing = [path for path in folder.parents if not path.exists()]
+        lock = _begun(folder, target)
         if resume == "never":
             journal.unlink(missing_ok=True)
         is_mine = False
@@ -168,6 +167,9 @@ def opened(
                 )
             elif created:
                 shutil.rmtree(folder, ignore_errors=True)
+                for path in missing:
+                    if path.is_dir() and not any(path.iterdir()):
+                        path.rmdir()
             raise
         lock.close()
 
@@ -185,10 +187,7 @@ def reserved(target: Path, *, resume: str = "auto") -> Iterator[None]:
     """
     folder = work_folder(target)
     missing = [path for path in folder.parents if not path.exists()]
-    with disk_errors(target):
-        _check_kinds(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _locked(folder, target)
+    lock = _begun(folder, target)
     try:
         if _has_progress(folder) and resume != "never":
             raise OutputError(
@@ -295,6 +294,14 @@ def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
 def _listed(items: Iterable[str]) -> str:
     items = list(items)
     return "; ".join(items[:4]) + (f"; and {len(items) - 4} more" if len(items) > 4 else "")
+
+
+def _begun(folder: Path, target: Path) -> IO[str]:
+    """The lock of a working folder, which is made if it is not there."""
+    with creating(target):
+        _check_kinds(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return _locked(folder, target)
 
 
 def _locked(folder: Path, target: Path) -> IO[str]:

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from llmcompressor.datasets.formats import KINDS, kind_of, read_file
+from llmcompressor.datasets.layout import Layout, described, has_card, layout_of
 from llmcompressor.datasets.rows import Chain, Rows
-from llmcompressor.datasets.splits import file_split
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
+from llmcompressor.registry import resolve
 
 __all__ = ["is_saved_dataset", "read_path"]
 
@@ -23,17 +24,42 @@ def is_saved_dataset(path: Path) -> bool:
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def read_path(path: Path, kind: str | None, options: Mapping[str, Any]) -> dict[str, Rows]:
+class _Splits(Mapping[str, Rows]):
+    """Rows by split, read when a split is asked for; files' other names are known too."""
+
+    def __init__(self, layout: Layout, kind: str, options: Mapping[str, Any]) -> None:
+        self._layout, self._kind, self._options = layout, kind, options
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout.files)
+
+    def __len__(self) -> int:
+        return len(self._layout.files)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._layout.files or name in self._layout.also
+
+    def __getitem__(self, name: str) -> Rows:
+        files = self._layout.files.get(name) or self._layout.also[name]
+        parts = [read_file(file, self._kind, self._options) for file in files]
+        return parts[0] if len(parts) == 1 else Chain(parts)
+
+
+def read_path(
+    path: Path, kind: str | None, options: Mapping[str, Any], config: str | None = None
+) -> Mapping[str, Rows]:
     """Read a file, or the files of a folder, as rows by split.
 
-    A file is the split ``train``. A folder's files become splits by their names, and files of
-    one split are joined in the order of their names.
+    A file is the split ``train``. A folder's files are the splits that the card of a data set
+    of the hub says, or else those of their names
+    (:func:`~llmcompressor.datasets.layout.layout_of`); they are read when a split is taken.
 
     Args:
         path: a file or folder.
         kind: one of :data:`~llmcompressor.datasets.formats.KINDS`, or ``None`` for what the
             suffix says.
         options: see :func:`~llmcompressor.datasets.formats.read_file`.
+        config: of a folder with a card, the configuration; ``None`` for the default one.
 
     Raises:
         DatasetError: if there is nothing there, or nothing that can be read.
@@ -41,7 +67,7 @@ def read_path(path: Path, kind: str | None, options: Mapping[str, Any]) -> dict[
     if unknown := sorted(set(options) - _OPTIONS):
         logger.warning(f"Local files are read without the options {', '.join(unknown)}.")
     if path.is_dir():
-        return _read_folder(path, kind, options)
+        return _read_folder(path, kind, options, config)
     if not path.exists():
         raise DatasetError(f"There is no file or folder {path}.", "Check dataset_path.")
     kind = kind or kind_of(path)
@@ -53,7 +79,16 @@ def read_path(path: Path, kind: str | None, options: Mapping[str, Any]) -> dict[
     return {"train": read_file(path, kind, options)}
 
 
-def _read_folder(path: Path, kind: str | None, options: Mapping[str, Any]) -> dict[str, Rows]:
+def _read_folder(
+    path: Path, kind: str | None, options: Mapping[str, Any], config: str | None
+) -> Mapping[str, Rows]:
+    if has_card(path):
+        meant, layout, own = described(path, config)
+        if meant is None and kind is None:
+            read = resolve("llmcompressor.datasets.hub:rows_by_split")
+            return cast("Mapping[str, Rows]", read(str(path), config))
+        if meant is not None and kind in (None, meant):
+            return _Splits(layout, meant, {**own, **options})
     files = _files(path)
     kinds = {file: kind_of(file) for file in files}
     present = sorted({found for found in kinds.values() if found})
@@ -70,10 +105,7 @@ def _read_folder(path: Path, kind: str | None, options: Mapping[str, Any]) -> di
             f"The folder {path} holds no file that can be read.",
             f"Put files there that end in {', '.join(suffixes)}.",
         )
-    splits: dict[str, list[Rows]] = {}
-    for file in chosen:
-        splits.setdefault(file_split(file.stem), []).append(read_file(file, kind, options))
-    return {name: parts[0] if len(parts) == 1 else Chain(parts) for name, parts in splits.items()}
+    return _Splits(layout_of(path, chosen), kind, options)
 
 
 def _files(path: Path) -> list[Path]:

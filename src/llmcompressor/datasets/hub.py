@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
@@ -16,9 +17,11 @@ from llmcompressor.errors import DatasetError
 __all__ = [
     "HubRows",
     "HubStream",
+    "files_of",
     "load_hub",
     "load_saved",
     "quiet",
+    "rows_by_split",
     "rows_of_frame",
     "rows_of_table",
 ]
@@ -88,17 +91,53 @@ def load_hub(
     Raises:
         DatasetError: if it cannot be had, whatever the reason.
     """
-    where = f" ({config})" if config else ""
     try:
         with quiet():
             return datasets.load_dataset(path, config, split=split, streaming=streaming, **options)
     except Exception as error:  # network, permission, split, configuration: all end here
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DatasetError(
-            f"The data set {path}{where} cannot be loaded: {reason.rstrip('.')}.",
-            "Check its name, configuration and split, and the network; or give a local copy "
-            "with dataset_path.",
-        ) from error
+        raise _cannot_load(path, config, error) from error
+
+
+def _cannot_load(path: str, config: str | None, error: Exception) -> DatasetError:
+    where = f" ({config})" if config else ""
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return DatasetError(
+        f"The data set {path}{where} cannot be loaded: {reason.rstrip('.')}.",
+        "Check its name, configuration and split, and the network; or give a local copy "
+        "with dataset_path.",
+    )
+
+
+def files_of(folder: str, config: str | None) -> tuple[str, dict[str, list[str]], dict[str, Any]]:
+    """What the library finds in a local copy of a data set of the hub; nothing is built.
+
+    Args:
+        folder: the copy.
+        config: the configuration, ``None`` for the default one.
+
+    Returns:
+        The loader (``"parquet"``, ``"json"``, …), each split's files, and how they are to be
+        read: ``field`` or ``delimiter``.
+
+    Raises:
+        DatasetError: if it finds none, or no such configuration.
+    """
+    try:
+        with quiet(), TemporaryDirectory() as cache:  # a lock is written, even to look
+            builder = datasets.load_dataset_builder(folder, config, cache_dir=cache)
+    except Exception as error:
+        raise _cannot_load(folder, config, error) from error
+    field, separator = (getattr(builder.config, name, None) for name in ("field", "sep"))
+    options = {"field": field, "delimiter": separator if separator != "," else None}
+    files = {str(name): list(several) for name, several in builder.config.data_files.items()}
+    loader = type(builder).__module__.rpartition(".")[2]
+    return loader, files, {name: value for name, value in options.items() if value is not None}
+
+
+def rows_by_split(folder: str, config: str | None) -> dict[str, HubRows]:
+    """Rows of a local copy of a data set of the hub by split, as the library reads them."""
+    loaded = load_hub(folder, config=config, split=None, streaming=False, options={})
+    return {str(name): HubRows(dataset) for name, dataset in loaded.items()}
 
 
 def load_saved(path: str) -> Any:

@@ -103,7 +103,8 @@ def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> So
     owner = table.find(name) if name else None
     if args.dataset_path is not None:
         kind = _kind(name) if name and owner is None else None
-        return Source(f"The data {args.dataset_path}", _local(args, kind, split), owner)
+        rows = _local(args, kind, split, owner=owner)
+        return Source(f"The data {args.dataset_path}", rows, owner)
     if owner is not None:
         opened = owner(dataset_args=args, split=split, processor=processor)
         return Source(f"The data set {name}", rows_of(opened.load_dataset(), opened.rest), owner)
@@ -132,16 +133,51 @@ def _kind(name: str) -> str | None:
 
 
 def _local(
-    args: DatasetArguments, kind: str | None, split: str | None, path: str | None = None
+    args: DatasetArguments,
+    kind: str | None,
+    split: str | None,
+    path: str | None = None,
+    owner: Any = None,
 ) -> Rows | Stream:
-    """Rows under a path on this machine, or in a DVC repository."""
+    """Rows under a path on this machine, or in a DVC repository.
+
+    Args:
+        args: the user's arguments.
+        kind: the kind of the files, ``None`` for what their suffix says.
+        split: the split, ``None`` for the only one or ``train``.
+        path: ``None`` for ``dataset_path``.
+        owner: the class of the registered data set that this is a copy of.
+    """
     path = path or str(args.dataset_path)
     if path.startswith("dvc://"):
         return _from_dvc(args, kind, path, split)
     where = Path(path).expanduser()
     if is_saved_dataset(where):
-        return _rows_of_object(resolve("llmcompressor.datasets.hub:load_saved")(str(where)), split)
-    return pick_split(read_path(where, kind, args.raw_kwargs), split, f"The data {path}")
+        saved = resolve("llmcompressor.datasets.hub:load_saved")(str(where))
+        if isinstance(saved, Mapping):
+            split = _as_owner_calls_it(owner, args, split, saved)
+        return _rows_of_object(saved, split)
+    config = args.dataset_config_name or getattr(owner, "config_name", None)
+    splits = read_path(where, kind, args.raw_kwargs, config)
+    split = _as_owner_calls_it(owner, args, split, splits)
+    return pick_split(splits, split, f"The data {path}")
+
+
+def _as_owner_calls_it(
+    owner: Any, args: DatasetArguments, split: str | None, splits: Mapping[str, Any]
+) -> str | None:
+    """The split by a registered data set's own name for it, where the copy has no other.
+
+    ``train`` of a copy of ``ultrachat_200k`` is ``train_sft``.
+    """
+    if owner is None or (split is None and ("train" in splits or len(splits) == 1)):
+        return split
+    own: str | None = owner(dataset_args=args, split=split).split
+    if split is not None and all(part.name in splits for part in parse_split(split)):
+        return split
+    if own is None or any(part.name not in splits for part in parse_split(own)):
+        return split
+    return own
 
 
 def _from_dvc(

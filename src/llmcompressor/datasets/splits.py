@@ -11,7 +11,7 @@ from llmcompressor.datasets.rows import Chain, Rows, Slice, Stream
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 
-__all__ = ["Part", "cut", "file_split", "parse_split", "pick_split", "split_for"]
+__all__ = ["Part", "cut", "parse_split", "pick_split", "split_for"]
 
 _PART = re.compile(
     r"(?P<name>[^\[\]+]+?)\s*"
@@ -165,16 +165,3 @@ def _join(pieces: list[Rows | Stream], wanted: str) -> Rows | Stream:
             f"Streams cannot be joined as in {wanted!r}.", "Name one split, or streaming=False."
         )
     return Chain(sized)
-
-
-def file_split(stem: str) -> str:
-    """The split that a file in a folder belongs to, by its name.
-
-    >>> file_split("my-Train-00001"), file_split("val"), file_split("notes")
-    ('train', 'validation', 'notes')
-    """
-    lowered = stem.lower()
-    for key, split in (("train", "train"), ("val", "validation"), ("test", "test")):
-        if key in lowered:
-            return split
-    return stem

@@ -15,7 +15,7 @@ from llmcompressor.checkpoint.output_layout import Stored, lay_out
 from llmcompressor.checkpoint.prediction import predict
 from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
 from llmcompressor.checkpoint.shards import parse_size
-from llmcompressor.checkpoint.space import check_space
+from llmcompressor.checkpoint.space import beside_weights, check_space
 from llmcompressor.core.state import State
 from llmcompressor.errors import CheckpointError, RecipeError
 from llmcompressor.logger import logger
@@ -176,7 +176,8 @@ def check_writable_model(
         prediction = predict(model, planned, {}, save_compressed=packed)
         config = planned_config(model, folder, prediction, compressed=packed)
     layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
-    check_space(Path(output_dir), output=layout.file_size)
+    beside = beside_weights(folder, len(prediction.stored))
+    check_space(Path(output_dir), output=layout.file_size + beside)
     check_servable(config, prediction.stored, is_meant=is_meant)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.checkpoint.space import check_space, lacking
+from llmcompressor.checkpoint.space import beside_weights, check_space, lacking
 from llmcompressor.checkpoint.staging import work_folder
 from llmcompressor.checkpoint.workspace import files_of, scratch_of
 from llmcompressor.core.state import State
@@ -326,6 +326,7 @@ class _Maker:
         if target is None:
             return
         folder, scratch = work_folder(target), 0
+        beside = beside_weights(self._subject.directory, len(output.layout.places))
         if self._request.is_streamed:
             scratch = kept
         if self._request.is_streamed and scratches:  # as large as modifiers leave the blocks
@@ -333,7 +334,7 @@ class _Maker:
         try:
             check_space(
                 folder,
-                output=lacking(files_of(folder), output.layout.file_size),
+                output=lacking(files_of(folder), output.layout.file_size + beside),
                 scratch=lacking(scratch_of(folder), scratch),
             )
         except OutputError as error:

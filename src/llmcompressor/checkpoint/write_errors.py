@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a disk or a file system refuses to write, as one clear error."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmcompressor.errors import OutputError
+
+__all__ = ["check_name", "creating", "disk_errors", "write_error"]
+
+_CHOOSE = "Choose another output directory."
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_IN_TEXT = {
+    errno.ENOSPC: ("No space left on device", "os error 28"),
+    errno.EFBIG: ("File too large", "os error 27"),
+    errno.EROFS: ("Read-only file system", "os error 30"),
+}
+"""How safetensors reports these, in the text of an error of its own."""
+
+
+def write_error(error: BaseException, target: Path, remedy: str) -> OutputError | None:
+    """The clear error behind one that only writing can end in; ``None`` for any other.
+
+    Args:
+        error: what was raised, perhaps while another error was handled.
+        target: the output directory.
+        remedy: what to do about a full disk.
+    """
+    number = _number(error)
+    if isinstance(error, OutputError) or number is None:
+        return None
+    if number in _FULL:
+        return OutputError(
+            f"The disk that holds {target.parent} is full; nothing was written to {target}.",
+            remedy,
+        )
+    if number == errno.EFBIG:
+        return OutputError(
+            f"A file of {target} would be larger than the limit of this process or of the file "
+            "system allows; nothing was written there.",
+            "Raise the limit (ulimit -f unlimited), or choose an output directory elsewhere.",
+        )
+    return OutputError(
+        f"The file system that holds {target.parent} can only be read; nothing was written.",
+        _CHOOSE,
+    )
+
+
+def _number(error: BaseException | None) -> int | None:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in {*_FULL, *_IN_TEXT}:
+            return error.errno
+        for number, texts in _IN_TEXT.items():
+            if any(text in str(error) for text in texts):
+                return number
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextmanager
+def disk_errors(target: Path) -> Iterator[None]:
+    """Say it in one sentence when the disk is full, or takes no file of that size."""
+    try:
+        yield
+    except Exception as error:
+        clear = write_error(
+            error,
+            target,
+            "Free some space and repeat the call, which continues, or choose another output "
+            "directory.",
+        )
+        if clear is not None:
+            raise clear from error
+        raise
+
+
+@contextmanager
+def creating(target: Path) -> Iterator[None]:
+    """The creation of folders and files for ``target``: whatever fails is an ``OutputError``.
+
+    Folders above ``target`` that were not there before are removed again, as far as they are empty.
+    """
+    missing = [path for path in target.parents if not os.path.exists(path)]
+    try:
+        with disk_errors(target):
+            yield
+    except Exception as error:
+        for path in missing:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+        if not isinstance(error, OSError):
+            raise
+        reason = error.strerror or str(error)
+        raise OutputError(
+            f"The output directory {target} cannot be created: {reason}.", _CHOOSE
+        ) from error
+
+
+def check_name(target: Path, existing: Path, longest: int) -> None:
+    """Refuse a name that the file system cannot hold.
+
+    Args:
+        target: the output directory.
+        existing: the nearest folder above it (or itself) that is there.
+        longest: bytes that are put behind its name while it is written.
+
+    Raises:
+        OutputError: a part of the path is too long.
+    """
+    limit = os.pathconf(existing, "PC_NAME_MAX")
+    parts = target.relative_to(existing).parts
+    for index, part in enumerate(parts):
+        allowed = limit - (longest if index == len(parts) - 1 else 0)
+        if (size := len(os.fsencode(part))) > allowed:
+            raise OutputError(
+                f"The name {part[:24]}… of an output directory has {size} bytes, and the file "
+                f"system and the names of unfinished output leave {allowed}.",
+                "Choose a shorter name.",
+            )

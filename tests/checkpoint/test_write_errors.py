@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs that cannot be written: one clear error, and nothing is left."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from llmcompressor.checkpoint import space
+from llmcompressor.checkpoint.staging import check_output_dir, staged
+from llmcompressor.checkpoint.workspace import opened, reserved
+from llmcompressor.errors import OutputError
+
+HOLDERS = {
+    "opened": lambda target: opened(target, {}),
+    "reserved": reserved,
+    "staged": staged,
+}
+
+
+@pytest.mark.parametrize("length", [240, 248, 256])
+def test_a_name_that_is_too_long_is_refused_before_the_work(tmp_path: Path, length: int) -> None:
+    with pytest.raises(OutputError, match=r"has \d+ bytes.*Choose a shorter name"):
+        check_output_dir(tmp_path / ("n" * length))
+    with pytest.raises(OutputError, match="has 256 bytes"):
+        check_output_dir(tmp_path / ("n" * 256) / "out")
+    assert check_output_dir(tmp_path / ("n" * 150) / "out")
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_folder_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, number: int
+) -> None:
+    made = Path.mkdir
+
+    def mkdir(path: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        if ".partial" in path.name:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            raise OSError(number, "it may not be", str(path))
+        made(path, mode, parents, exist_ok)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    target = tmp_path / "a" / "out"
+    wanted = r"(cannot be created|can only be read).*Choose another output directory"
+    with pytest.raises(OutputError, match=wanted), HOLDERS[holder](target):
+        raise AssertionError
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("holder", ["opened", "staged"])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EFBIG, "File too large"), ValueError("File too large (os error 27)")]
+)
+def test_a_file_that_is_too_large(tmp_path: Path, holder: str, error: Exception) -> None:
+    target = tmp_path / "a" / "out"
+    with (
+        pytest.raises(OutputError, match=r"larger than the limit.*ulimit"),
+        HOLDERS[holder](target),
+    ):
+        raise error
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_reading_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), opened(tmp_path / "out", {}):
+        (tmp_path / "nothing").read_bytes()
+
+
+def test_side_files_take_space(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(bytes(10**6))
+    (tmp_path / "model.safetensors").write_bytes(bytes(10**6))
+    alone = space.beside_weights(None, 10)
+    assert 10**6 <= space.beside_weights(tmp_path, 10) - alone < 10**6 + 2**14
+    assert space.beside_weights(None, 1000) > alone > 0
