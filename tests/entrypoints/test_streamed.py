@@ -14,6 +14,7 @@ import small_models as small
 import torch
 from compressed_tensors.transform import HadamardTransform
 from huggingface_hub import constants
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -92,6 +93,9 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "INT16": lambda: _group(weights={"num_bits": 16, "strategy": "channel"}),
     "INT12_ASYM": lambda: _group(weights={"num_bits": 12, "group_size": 32, "symmetric": False}),
     "FP8_ASYM": lambda: _group(weights={"num_bits": 8, "type": "float", "symmetric": False}),
+    "wide scales": lambda: _group(
+        weights={"num_bits": 4, "group_size": 32, "scale_dtype": "torch.float32"}
+    ),
     "cache": lambda: QuantizationModifier(kv_cache_scheme=_CACHE),
     "cache, some Linears": lambda: QuantizationModifier(
         targets=["re:.*layers.1.mlp.*proj"], scheme="FP8", kv_cache_scheme=_CACHE
@@ -190,6 +194,23 @@ def test_a_streamed_weight_is_rounded_to_its_bits(
         resolution = weight.float().abs().amax() * torch.finfo(torch.bfloat16).eps
         assert bool((error <= step / 2 + resolution).all())
         assert len(rounded[0].unique()) <= 2**bits
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_wider_than_the_weights(
+    symmetric: bool, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The file has them in the dtype that was named, with the values that they have without it."""
+    weights = {"num_bits": 4, "group_size": 32, "symmetric": symmetric}
+    for name, named in {"wide": {"scale_dtype": "torch.float32"}, "own": {}}.items():
+        recipe = _group(weights=weights | named)
+        oneshot(model=str(folders("llama")), recipe=recipe, output_dir=tmp_path / name)
+    wide, own = (load_file(tmp_path / name / "model.safetensors") for name in ("wide", "own"))
+    assert wide.keys() == own.keys()
+    for name, tensor in wide.items():
+        is_scale = name.endswith("weight_scale")
+        assert tensor.dtype is (torch.float32 if is_scale else own[name].dtype)
+        assert torch.equal(tensor.to(own[name].dtype), own[name])
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from llmcompressor.numerics.packing import can_pack, pack_e2m1, pack_integers
 from llmcompressor.numerics.partition import dequantize_matrix, fake_quantize_matrix
 from llmcompressor.numerics.recoding import needs_recoding, recoded
 from llmcompressor.numerics.scales import effective_scale
-from llmcompressor.schemes.bridge import grid_of, partition_of
+from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of
 from llmcompressor.schemes.presets import format_of
 
 __all__ = [
@@ -203,7 +203,18 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
         _check_scales(entry, own, expected)
     if not entry.is_attention and entry.scheme.weights is not None:
         own = _pack(entry, own)
+        _widen_scale(own, entry.scheme.weights)
     return {key: tensor.reshape(1) if tensor.ndim == 0 else tensor for key, tensor in own.items()}
+
+
+def _widen_scale(own: dict[str, Tensor], weights: QuantizationArgs) -> None:
+    """Store the scale in the dtype that the scheme names, if that holds all of the weight's.
+
+    The value stays one of the weight's dtype, in which readers keep scales.
+    """
+    scale, named = own["weight_scale"], scale_dtype_of(weights)
+    if named is not None and torch.promote_types(scale.dtype, named) == named:
+        own["weight_scale"] = scale.to(named)
 
 
 def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
