@@ -36,7 +36,9 @@ def test_pieces_give_the_codes_of_the_whole(
     shape = partition.shape(rows, 96)
     scale = (torch.rand(shape) * 0.2 + 0.1).to(torch.bfloat16)
     zero = torch.randint(-4, 4, shape, dtype=torch.int8) if with_zero else None
-    found = codes_of(weight, scale, zero, grid, partition, lambda one: one.round().to(torch.int8))
+    found = codes_of(
+        weight, scale, zero, grid.limit, partition, lambda one: one.round().to(torch.int8)
+    )
     whole = quantize_matrix(weight, scale, zero, grid, partition).to(torch.int8)
     assert torch.equal(found, whole)
 

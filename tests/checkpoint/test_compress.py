@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tiny_checkpoints as tiny
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStatus,
+)
 from torch import Tensor
 
 from llmcompressor.checkpoint.compress import (
@@ -15,6 +21,7 @@ from llmcompressor.checkpoint.compress import (
     quantized_modules,
 )
 from llmcompressor.errors import ArgumentError, LifecycleError, NonFiniteError
+from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.schemes.presets import PRESETS, preset_scheme
 
 PRESET_NAMES = [name for name in PRESETS if name != "UNQUANTIZED"]
@@ -158,3 +165,46 @@ def test_a_broken_scale_is_named() -> None:
     del entry.module.input_scale
     with pytest.raises(LifecycleError, match="input_scale"):
         compress(entry, own_tensors(entry))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_bits": 9},
+        {"num_bits": 12, "strategy": "channel", "symmetric": False},
+        {"num_bits": 16, "strategy": "channel"},
+        {"num_bits": 16, "strategy": "group", "group_size": 32, "symmetric": False},
+        {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": False},
+        {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": False},
+    ],
+    ids=str,
+)
+def test_codes_are_the_same_whenever_the_weight_is_rounded(
+    fields: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Rounded while it is written or before: one file, which decodes to the rounded weight."""
+    torch.manual_seed(0)
+    args = QuantizationArgs(**fields)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format="naive-quantized")
+    weight = (torch.randn(256, 96) * 0.02 + 0.01).to(dtype)
+    found = observe_weight(weight, args)
+    own = {"weight": weight, "weight_scale": found.scale, "weight_zero_point": found.zero_point}
+    raw = QuantizedModule("m", torch.nn.Linear(1, 1), scheme)
+    vars(raw.module)["quantization_status"] = QuantizationStatus.FROZEN
+    written = compress(raw, own)
+
+    rounded = found.round(weight)
+    later = compress(
+        QuantizedModule("m", torch.nn.Linear(1, 1), scheme), {**own, "weight": rounded}
+    )
+    assert written.keys() == later.keys()
+    for name, tensor in written.items():
+        assert torch.equal(tensor.view(torch.uint8), later[name].view(torch.uint8))
+    reader = BaseCompressor.get_value_from_registry("naive-quantized")
+    decoded = reader.decompress(dict(written), scheme)["weight"]
+    assert torch.equal(decoded, rounded)
+    if dtype is torch.float16:  # some of these scales have few bits there
+        return
+    step = found.scale.float().amax() * (32 if args.type == "float" else 0.5)
+    assert (rounded.float() - weight.float()).abs().amax() <= step + weight.abs().amax() / 64

@@ -213,6 +213,41 @@ CASES = [
         ("4-bit floats", "group_size 32", "group_size 16"),
     ),
     Case(
+        "a global scale of weights that no format stores",
+        lambda _: quantize(
+            "config_groups: {g: {targets: [Linear], "
+            "weights: {num_bits: 4, strategy: tensor_group, group_size: 16}}}"
+        ),
+        RecipeError,
+        ("config_groups.g.weights", "tensor_group", "strategy: group"),
+    ),
+    Case(
+        "a global scale of 8-bit floats",
+        lambda _: quantize(
+            "scheme: {weights: {num_bits: 8, type: float, strategy: tensor_group, group_size: 16}}"
+        ),
+        RecipeError,
+        ("scheme.weights", "tensor_group", "strategy: group"),
+    ),
+    Case(
+        "static scales of groups of features",
+        lambda _: quantize(
+            "config_groups: {g: {targets: [Linear], weights: {num_bits: 8}, "
+            "input_activations: {num_bits: 8, strategy: group, group_size: 32}}}"
+        ),
+        RecipeError,
+        ("config_groups.g.input_activations", "group", "dynamic: true", "strategy: tensor"),
+    ),
+    Case(
+        "static scales of groups of outputs",
+        lambda _: quantize(
+            "scheme: {output_activations: "
+            "{num_bits: 4, type: float, strategy: tensor_group, group_size: 16}}"
+        ),
+        RecipeError,
+        ("scheme.output_activations", "tensor_group", "dynamic: local", "strategy: tensor"),
+    ),
+    Case(
         "a cache with a strategy for weights",
         lambda _: quantize("kv_cache_scheme: {num_bits: 8, type: float, group_size: 32}"),
         RecipeError,

@@ -14,6 +14,7 @@ import small_models as small
 import torch
 from compressed_tensors.transform import HadamardTransform
 from huggingface_hub import constants
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -67,6 +68,14 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": gpt2,
 }
 _CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def _group(**fields: Any) -> QuantizationModifier:
+    return QuantizationModifier(
+        config_groups={"g": {"targets": ["Linear"], **fields}}, ignore=["lm_head"]
+    )
+
+
 RECIPES: dict[str, Callable[[], Any]] = {
     "W4A16": lambda: QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
     "W4A16_ASYM": lambda: QuantizationModifier(
@@ -80,6 +89,13 @@ RECIPES: dict[str, Callable[[], Any]] = {
     ),
     "FP8": lambda: QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"]),
     "GPTQ": lambda: GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
+    "dense": lambda: _group(weights={"num_bits": 4, "strategy": "channel"}, format="dense"),
+    "INT16": lambda: _group(weights={"num_bits": 16, "strategy": "channel"}),
+    "INT12_ASYM": lambda: _group(weights={"num_bits": 12, "group_size": 32, "symmetric": False}),
+    "FP8_ASYM": lambda: _group(weights={"num_bits": 8, "type": "float", "symmetric": False}),
+    "wide scales": lambda: _group(
+        weights={"num_bits": 4, "group_size": 32, "scale_dtype": "torch.float32"}
+    ),
     "cache": lambda: QuantizationModifier(kv_cache_scheme=_CACHE),
     "cache, some Linears": lambda: QuantizationModifier(
         targets=["re:.*layers.1.mlp.*proj"], scheme="FP8", kv_cache_scheme=_CACHE
@@ -155,6 +171,46 @@ def test_the_files_are_those_of_a_run_in_memory(
         assert float((found - wanted).abs().max()) < 0.05 * float(wanted.abs().max())
     else:
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_streamed_weight_is_rounded_to_its_bits(
+    bits: int, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Also where the format stores no codes, and where the dtype does not resolve them."""
+    given = {"num_bits": bits, "strategy": "channel"}
+    recipe = _group(weights=given, format="dense" if bits == 4 else None)
+    oneshot(model=str(folders("llama")), recipe=recipe, output_dir=tmp_path / "out")
+    read = AutoModelForCausalLM.from_pretrained
+    original, found = read(folders("llama"), dtype="auto"), read(tmp_path / "out", dtype="auto")
+    with torch.no_grad():
+        found(small.probe())  # transformers unpacks weights in the first forward
+    for name, one in original.named_modules():
+        if not name.endswith("_proj"):
+            continue
+        weight, rounded = one.weight, found.get_submodule(name).weight
+        error = (weight.float() - rounded.float()).abs().amax(1, keepdim=True)
+        step = weight.float().abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 0.5)
+        resolution = weight.float().abs().amax() * torch.finfo(torch.bfloat16).eps
+        assert bool((error <= step / 2 + resolution).all())
+        assert len(rounded[0].unique()) <= 2**bits
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_wider_than_the_weights(
+    symmetric: bool, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The file has them in the dtype that was named, with the values that they have without it."""
+    weights = {"num_bits": 4, "group_size": 32, "symmetric": symmetric}
+    for name, named in {"wide": {"scale_dtype": "torch.float32"}, "own": {}}.items():
+        recipe = _group(weights=weights | named)
+        oneshot(model=str(folders("llama")), recipe=recipe, output_dir=tmp_path / name)
+    wide, own = (load_file(tmp_path / name / "model.safetensors") for name in ("wide", "own"))
+    assert wide.keys() == own.keys()
+    for name, tensor in wide.items():
+        is_scale = name.endswith("weight_scale")
+        assert tensor.dtype is (torch.float32 if is_scale else own[name].dtype)
+        assert torch.equal(tensor.to(own[name].dtype), own[name])
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def members(grid: Grid) -> list[float]:
 
 def test_a_matrix_is_divided_by_several_scales_at_once():
     x, scale = torch.randn(4, 8).bfloat16(), torch.rand(3, 4, 1) + 0.5
-    expected = torch.stack([Grid.quotients(x, one) for one in scale])
-    assert torch.equal(Grid.quotients(x, scale), expected)
+    grid = Grid("int", 8)
+    expected = torch.stack([grid.quotients(x, one) for one in scale])
+    assert torch.equal(grid.quotients(x, scale), expected)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -131,3 +132,15 @@ def test_4_bit_floats_have_no_zero_point():
 def test_a_dtype_without_layout_is_refused():
     with pytest.raises(InputError, match="float8"):
         float_layout(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [9, 12, 16])
+def test_16_bit_floats_on_a_fine_grid_get_the_codes_of_float32(dtype, bits):
+    grid = Grid("int", bits)
+    x = torch.randn(64, 64).to(dtype)
+    scale = (x.abs().amax(1, keepdim=True).float() / grid.qmax).to(dtype)
+    codes = grid.quantize(x, scale)
+    assert torch.equal(codes, grid.quantize(x.float(), scale.float()))
+    assert codes.max() <= grid.qmax  # in bfloat16, 32767 is 32768
+    assert codes.to(torch.int16).min() >= grid.qmin

@@ -159,3 +159,14 @@ def test_the_range_is_not_changed():
 def test_scales_beside_exotic_dtypes_are_float16():
     assert parameter_dtype(torch.float8_e4m3fn) is torch.float16
     assert parameter_dtype(torch.bfloat16) is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_wider_dtype_than_that_of_the_values_changes_nothing(dtype, symmetric):
+    values = torch.randn(16, 32).to(dtype)
+    ends, grid = values.aminmax(dim=1), Grid("int", 4, symmetric=symmetric)
+    wide = scales_from_range(*ends, grid, scale_dtype=torch.float32)
+    assert wide[0].dtype is dtype
+    for found, expected in zip(wide, scales_from_range(*ends, grid), strict=True):
+        assert torch.equal(found, expected)

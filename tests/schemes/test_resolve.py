@@ -385,3 +385,31 @@ def test_resolved_schemes_are_equal_when_their_fields_are() -> None:
     assert isinstance(resolve_schemes(scheme="W4A16"), ResolvedSchemes)
     args = QuantizationArgs(num_bits=8, type="float")
     assert resolve_schemes(kv_cache_scheme=args).kv_cache_scheme is not args
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"num_bits": 8, "strategy": "group", "group_size": 32, "dynamic": True},
+        {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "dynamic": "local",
+        },
+    ],
+    ids=["group", "tensor_group"],
+)
+def test_scales_of_groups_of_features_that_are_found_at_run_time(args: dict[str, Any]) -> None:
+    groups = {"g": {"targets": ["Linear"], "weights": W4, "input_activations": args}}
+    found = resolve_schemes(config_groups=groups).groups["g"].input_activations
+    assert found.strategy == args["strategy"]
+    assert found.dynamic == args["dynamic"]
+
+
+def test_a_scheme_object_is_checked_as_a_mapping_is() -> None:
+    weights = QuantizationArgs(num_bits=4, strategy="tensor_group", group_size=16)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    with pytest.raises(RecipeError, match="tensor_group"):
+        resolve_schemes(scheme=scheme)

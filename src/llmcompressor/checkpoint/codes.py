@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.partition import Partition
 from llmcompressor.threads import each_on_one_thread
 
@@ -28,7 +27,7 @@ def codes_of(
     matrix_RC: Tensor,
     scale: Tensor,
     zero: Tensor | None,
-    grid: Grid,
+    quotients: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     partition: Partition,
     convert: Callable[[Tensor], Tensor],
 ) -> Tensor:
@@ -38,7 +37,8 @@ def codes_of(
         matrix_RC: ``[R, C]``, floating dtype.
         scale: effective scale, of the partition's shape.
         zero: zero point of that shape, or ``None``.
-        grid: what the codes are members of.
+        quotients: what is rounded of a weight, its scale and its zero point, elementwise, such as
+            :meth:`Grid.limit`.
         partition: which elements share a scale.
         convert: from quotients of some rows, within the ends of the grid, to what is stored of
             them; rows stay rows.
@@ -48,14 +48,14 @@ def codes_of(
     """
     R, C = matrix_RC.shape
     if matrix_RC.device.type != "cpu" or R * C <= _ELEMENTS:
-        return convert(partition.apply(grid.limit, matrix_RC, scale, zero))
+        return convert(partition.apply(quotients, matrix_RC, scale, zero))
     spans = list(_spans(R, C, partition))
 
     def work(span: tuple[int, int]) -> Tensor:
         first, last = span
         cell = _scales(scale, span, R, partition)
         offset = None if zero is None else _scales(zero, span, R, partition)
-        return convert(partition.apply(grid.limit, matrix_RC[first:last], cell, offset))
+        return convert(partition.apply(quotients, matrix_RC[first:last], cell, offset))
 
     row = convert(torch.zeros(1, C))
     stored = row.new_empty((R, *row.shape[1:]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     QuantizationStrategy,
 )
-from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
 from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor
@@ -38,10 +38,12 @@ from llmcompressor.errors import (
 )
 from llmcompressor.logger import logger
 from llmcompressor.numerics.finite import is_finite
+from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.packing import can_pack, pack_e2m1, pack_integers
-from llmcompressor.numerics.partition import fake_quantize_matrix
+from llmcompressor.numerics.partition import dequantize_matrix, fake_quantize_matrix
+from llmcompressor.numerics.recoding import needs_recoding, recoded
 from llmcompressor.numerics.scales import effective_scale
-from llmcompressor.schemes.bridge import grid_of, partition_of
+from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of
 from llmcompressor.schemes.presets import format_of
 
 __all__ = [
@@ -201,7 +203,18 @@ def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str,
         _check_scales(entry, own, expected)
     if not entry.is_attention and entry.scheme.weights is not None:
         own = _pack(entry, own)
+        _widen_scale(own, entry.scheme.weights)
     return {key: tensor.reshape(1) if tensor.ndim == 0 else tensor for key, tensor in own.items()}
+
+
+def _widen_scale(own: dict[str, Tensor], weights: QuantizationArgs) -> None:
+    """Store the scale in the dtype that the scheme names, if that holds all of the weight's.
+
+    The value stays one of the weight's dtype, in which readers keep scales.
+    """
+    scale, named = own["weight_scale"], scale_dtype_of(weights)
+    if named is not None and torch.promote_types(scale.dtype, named) == named:
+        own["weight_scale"] = scale.to(named)
 
 
 def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -267,24 +280,48 @@ def _codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor | None:
 
     A weight that lies on its grid was rounded to the model's dtype. Divided by its scale in that
     dtype again, half a unit is lost twice: in bfloat16 some 8-bit codes come out one off.
-    In float32 the quotient is within half a code of the code it came from. A weight that was not
-    rounded yet is divided in its own dtype, as it would be by a reader.
+    In float32 the quotient is within half a code of the code it came from, or that code is looked
+    for (:mod:`llmcompressor.numerics.recoding`). A weight that was not rounded yet is divided in
+    its own dtype, as it would be by a reader; where that code would not be found again from the
+    rounded weight, it is rounded first, so that a model in memory gives the same file.
     """
     weights, weight = entry.scheme.weights, own["weight"]
     convert = _converter(entry.scheme, weight.shape[-1])
     if convert is None or weight.ndim != 2:
         return None
+    grid = grid_of(weights)
     scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
     zero = None if weights.symmetric else own["weight_zero_point"]
-    if not entry.is_raw:
+    quotients = grid.limit
+    if entry.is_raw:
+        if _is_rounded_first(grid):
+            quotients = partial(_rounded_quotients, grid)
+    elif needs_recoding(grid, weight.dtype):
+        quotients = partial(_recoded, grid)
+    else:
+        weight = _wide(weight)
         scale = effective_scale(_wide(own["weight_scale"]), own.get("weight_global_scale"))
-        wide_codes = not weights.symmetric and weights.num_bits > 6
-        is_narrow = weight.dtype is torch.bfloat16
-        weight = _settle_codes(own, weights) if wide_codes and is_narrow else _wide(weight)
     if weights.strategy == QuantizationStrategy.TENSOR.value:
         scale = scale.reshape(1)
         zero = None if zero is None else zero.reshape(1)
-    return codes_of(weight, scale, zero, grid_of(weights), partition_of(weights), convert)
+    return codes_of(weight, scale, zero, quotients, partition_of(weights), convert)
+
+
+def _is_rounded_first(grid: Grid) -> bool:
+    """Whether several codes stand for one value, so that which one is found takes a convention."""
+    return grid.is_fine or (grid.kind == "float" and not grid.symmetric)
+
+
+def _rounded_quotients(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Codes of values that are not rounded yet: those of the rounded values."""
+    rounded = grid.fake_quantize(x, scale, zero)
+    if needs_recoding(grid, x.dtype):
+        return recoded(rounded, scale, zero, grid)
+    return grid.limit(_wide(rounded), _wide(scale), zero)
+
+
+def _recoded(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    return recoded(x, scale, zero, grid)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -314,15 +351,16 @@ def _packed_by_compressor(
     """Let compressed-tensors pack a weight, given it and its scales in float32."""
     weights, weight = entry.scheme.weights, own["weight"]
     wide = _with_wide_scales(own)
+    scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
+    zero = None if weights.symmetric else own["weight_zero_point"]
+    grid, partition = grid_of(weights), partition_of(weights)
     if entry.is_raw:
-        scale = effective_scale(own["weight_scale"], own.get("weight_global_scale"))
-        zero = None if weights.symmetric else own["weight_zero_point"]
-        grid, partition = grid_of(weights), partition_of(weights)
         weight = fake_quantize_matrix(weight, scale, zero, grid, partition)
-    wide_codes = not weights.symmetric and weights.num_bits > 6
-    is_narrow = weight.dtype is torch.bfloat16
-    settle = wide_codes and is_narrow
-    wide["weight"] = _settle_codes({**own, "weight": weight}, weights) if settle else _wide(weight)
+        own = {**own, "weight": weight}
+    wide["weight"] = _wide(weight)
+    if needs_recoding(grid, weight.dtype):
+        codes = partition.apply(partial(_recoded, grid), weight, scale, zero)
+        wide["weight"] = dequantize_matrix(codes, _wide(scale), zero, grid, partition)
     packed: dict[str, Tensor] = compressor.compress(wide, entry.scheme)
     _keep_dtypes(packed, own)
     return packed
@@ -339,34 +377,6 @@ def _keep_dtypes(packed: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
     for name, tensor in own.items():
         if name in packed and packed[name].dtype is torch.float32:
             packed[name] = tensor
-
-
-def _settle_codes(own: Mapping[str, Tensor], weights: QuantizationArgs) -> Tensor:
-    """Values in float32 that quantize to codes which decode to exactly the given weight.
-
-    With a zero point, code minus zero point needs more bits than bfloat16 has, so neighbouring
-    codes share a value, and next to a power of two the nearest code may decode to another one.
-
-    Args:
-        own: ``weight`` [rows, columns], ``weight_scale`` and ``weight_zero_point``.
-        weights: how the weight is quantized.
-
-    Returns:
-        float32 [rows, columns].
-    """
-    weight, scale, zero = own["weight"], own["weight_scale"], own["weight_zero_point"]
-    wide = scale.to(torch.float32)
-    codes = quantize(weight.to(torch.float32), wide, zero, weights)
-    low, high = -(2 ** (weights.num_bits - 1)), 2 ** (weights.num_bits - 1) - 1
-    for step in (-1, 1):
-        is_off = dequantize(codes, scale, zero, weights) != weight
-        if not bool(is_off.any()):
-            break
-        near = (codes + step).clamp(low, high)
-        helps = is_off & (dequantize(near, scale, zero, weights) == weight)
-        codes = torch.where(helps, near, codes)
-    settled: Tensor = dequantize(codes, wide, zero, weights)
-    return settled
 
 
 def _is_qparam(key: str) -> bool:

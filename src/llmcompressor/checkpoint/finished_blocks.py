@@ -131,7 +131,10 @@ class FinishedBlocks:
         dense = entry.is_attention or scheme.weights is None
         if not dense and scheme.format != CompressionFormat.dense.value:
             compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
-            values |= compressor.decompress(dict(tensors), scheme)
+            scale, own = tensors.get("weight_scale"), module._parameters.get("weight_scale")
+            if scale is not None and own is not None and scale.dtype is torch.float32:
+                values["weight_scale"] = scale.to(own.dtype)  # as readers have it
+            values |= compressor.decompress(dict(values), scheme)
         for name, present in list(module._parameters.items()):
             if present is not None and name in values:
                 value = values[name].to(self._device, present.dtype).reshape(present.shape)

@@ -16,6 +16,7 @@ grid                    values                              ends
 
 Ties go to the even code. Each arithmetic step rounds to the dtype of its operands, in the order
 written above: the readers of a checkpoint do the same, so results agree with theirs in every bit.
+For grids that 16-bit floats do not resolve (integers of more than 8 bits), x / s + z is in float32.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ __all__ = ["FloatLayout", "Grid", "float_layout"]
 
 _FP4_LARGEST = 6.0
 _FP8_LARGEST = 448.0
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_BITS_OF_HALVES = 8
 
 
 class FloatLayout(NamedTuple):
@@ -115,6 +118,14 @@ class Grid:
             return 2.0 ** (self.bits - 1) - 1
         return _FP8_LARGEST if self.bits == 8 else _FP4_LARGEST
 
+    @property
+    def is_fine(self) -> bool:
+        """Whether there are more members than 16-bit floats tell apart, such as 32767 and 32768.
+
+        Values are divided in float32 then: no reader divides a weight, they only multiply codes.
+        """
+        return self.kind == "int" and self.bits > _MOST_BITS_OF_HALVES
+
     def round(self, x: Tensor) -> Tensor:
         """The member nearest to each x, ties to even; beyond the ends, the end.
 
@@ -135,7 +146,8 @@ class Grid:
             zero: zero point of any dtype, broadcastable to ``x``; ``None`` for none.
 
         Returns:
-            New tensor of the shape of ``x``, in the dtype that ``x / scale`` promotes to.
+            New tensor of the shape of ``x``, in the dtype that ``x / scale`` promotes to; of
+            16-bit floats on a fine grid, float32.
         """
         return self.round_(self.limit(x, scale, zero))
 
@@ -143,9 +155,13 @@ class Grid:
         """What :meth:`quantize` rounds: x / scale + zero, within the ends of the grid."""
         return self.quotients(x, scale, zero).clamp_(self.qmin, self.qmax)
 
-    @staticmethod
-    def quotients(x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
-        """A new tensor x / scale + zero: where x lies between the codes, also beyond the ends."""
+    def quotients(self, x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+        """A new tensor x / scale + zero: where x lies between the codes, also beyond the ends.
+
+        In float32 where the dtype of ``x`` does not resolve the codes (:attr:`is_fine`).
+        """
+        if self.is_fine and x.dtype in _HALF_DTYPES:
+            x, scale = x.float(), scale.float()
         # given in one dtype: a division of two dtypes takes a CPU ten times as long
         wide = x.to(torch.result_type(x, scale))
         is_own = wide is not x and _fits(scale, x)

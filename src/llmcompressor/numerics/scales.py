@@ -187,6 +187,8 @@ def _through(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _rounded_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in ``dtype``, saturating; half to even."""
+    if dtype in _PLAIN_DTYPES and torch.promote_types(x.dtype, dtype) == dtype != x.dtype:
+        return x.to(dtype)  # which holds all of x; its limits are beyond those of x
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
         return x.clamp(info.min, info.max).to(dtype)

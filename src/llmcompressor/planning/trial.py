@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from llmcompressor.checkpoint.compress import QuantizedModule, compress, quantized_module
 from llmcompressor.errors import CompressorError
 from llmcompressor.quantization.parameters import observe_weight
+from llmcompressor.schemes.presets import format_of
 from llmcompressor.threads import in_turn
 
 __all__ = ["MemoryCounter", "Peak", "Trial", "counted_memory", "try_rounding"]
@@ -114,7 +115,7 @@ def _once(
 ) -> _Measured:
     columns = _fitting(scheme.weights)
     linear = Linear(columns, rows, bias=False, dtype=dtype, device="meta")
-    if is_written:
+    if is_written and format_of(scheme) != "dense":
         vars(linear)["quantization_status"] = QuantizationStatus.FROZEN
     generator = torch.Generator().manual_seed(0)
     weight_RC = torch.randn(rows, columns, generator=generator).mul_(0.02).to(device, dtype)

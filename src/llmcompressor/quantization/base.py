@@ -51,6 +51,7 @@ from llmcompressor.schemes.assign import is_empty, listed, scheme_for
 from llmcompressor.schemes.attention import CACHED_ATTENTION
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 from llmcompressor.schemes.checks import check_schemes
+from llmcompressor.schemes.presets import format_of
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
 
 __all__ = ["QuantizationMixin"]
@@ -476,13 +477,13 @@ class QuantizationMixin(Modifier):
         assert self._observers is not None
         for module in linears:
             parameters = self._parameters.pop(module, None)
+            scheme = self._schemes[module]
             is_raw = parameters is not None and module not in self._rounded
-            if parameters is not None and is_raw and not written:
+            is_left = written and format_of(scheme) != "dense"  # dense, nothing is rounded on disk
+            if parameters is not None and is_raw and not is_left:
                 weight_of(module).data.copy_(parameters.round(weight_of(module).data))
             static = self._observers.parameters(module)
-            attach_linear(
-                module, self._schemes[module], parameters, static, is_raw=is_raw and written
-            )
+            attach_linear(module, scheme, parameters, static, is_raw=is_raw and is_left)
         for module in (module for module in self._attention if module in wanted):
             args, queries = self._attention_args(module)
             scheme = getattr(module, "quantization_scheme", None) if queries else None

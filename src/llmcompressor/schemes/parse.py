@@ -114,6 +114,7 @@ def _refuse_group(name: str, value: Any, where: str) -> None:
 
 def _checked(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
     """Refuse what the classes let through but no weight can be."""
+    _refuse_static_groups(scheme, where)
     weights = scheme.weights
     if weights is None:
         return scheme
@@ -133,7 +134,31 @@ def _checked(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
         )
     if weights.type == "float" and weights.num_bits == 4:
         return scheme.model_copy(update={"weights": _storable_fp4(weights, where)})
+    if weights.strategy == "tensor_group":
+        raise RecipeError(
+            f"{where}.weights has the strategy tensor_group, but is no 4-bit float: other formats "
+            "store no global scale, so readers would take its scales for what they are not.",
+            "Use strategy: group.",
+        )
     return scheme
+
+
+def _refuse_static_groups(scheme: QuantizationScheme, where: str) -> None:
+    """Refuse static scales of groups of features: compressed-tensors cannot run them.
+
+    It takes their dimension for that of the tokens.
+    """
+    for name in ("input_activations", "output_activations"):
+        args = getattr(scheme, name)
+        if args is None or args.dynamic or args.strategy not in ("group", "tensor_group"):
+            continue
+        strategy = str(getattr(args.strategy, "value", args.strategy))
+        raise RecipeError(
+            f"{where}.{name} has static scales with the strategy {strategy}, which no forward of "
+            "compressed-tensors takes.",
+            f"Use {'dynamic: true' if strategy == 'group' else 'dynamic: local'}, or "
+            "strategy: tensor.",
+        )
 
 
 _FP4_SCALES = {("group", 32): torch.uint8, ("tensor_group", 16): torch.float8_e4m3fn}

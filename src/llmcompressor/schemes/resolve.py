@@ -174,7 +174,7 @@ def _groups_of_scheme(
     scheme: str | Mapping[str, Any] | QuantizationScheme, targets: str | Iterable[str]
 ) -> dict[str, QuantizationScheme]:
     if isinstance(scheme, QuantizationScheme):
-        return {"group_0": scheme}
+        return {"group_0": parse_group("group_0", scheme, "scheme")}
     if isinstance(scheme, str):
         return {"group_0": preset_scheme(scheme, names_list(targets, "targets"))}
     if not isinstance(scheme, Mapping) or not scheme:
