@@ -5,16 +5,19 @@ import gzip
 import json
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llmcompressor import evaluate
+from llmcompressor import evaluate, oneshot
 from llmcompressor.errors import ArgumentError, CheckpointError, DatasetError
+from llmcompressor.modifiers.quantization import QuantizationModifier
 
 PICO = Path(str(files("llmcompressor") / "data" / "pico-stdlib"))
+CHANNELS = {"num_bits": 4, "strategy": "channel"}
 TEXTS = ["def add(a, b):\n    return a + b\n" * 20, "import os\nimport sys\n" * 20]
 
 
@@ -170,3 +173,35 @@ def test_parts_of_what_has_none(
 def test_numbers_out_of_range(pico: PreTrainedModel, wrong: dict[str, int]) -> None:
     with pytest.raises(ArgumentError):
         evaluate(pico, dataset=TEXTS, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ({"scheme": "NVFP4A16", "targets": "Linear"}, "computes in float32"),
+        (
+            {"config_groups": {"rows": {"targets": ["Embedding"], "weights": CHANNELS}}},
+            "model.embed_tokens: It is a packed embedding",
+        ),
+    ],
+    ids=["float32 NVFP4", "packed embedding"],
+)
+def test_what_transformers_cannot_run_is_said_by_its_rule(
+    recipe: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Others serve it, so that it is written; here it cannot be measured."""
+    modifier = QuantizationModifier(**recipe, ignore=["lm_head"])
+    oneshot(
+        model=PICO,
+        recipe=modifier,
+        precision="float32",
+        tie_word_embeddings=False,
+        output_dir=tmp_path / "out",
+    )
+    with pytest.raises(CheckpointError, match=f"transformers cannot run .*{said}"):
+        evaluate(tmp_path / "out", dataset=TEXTS)
+
+
+def test_neither_a_folder_nor_a_model_of_the_hub() -> None:
+    with pytest.raises(CheckpointError, match="There is no model folder o/nope"):
+        evaluate("o/nope", dataset=TEXTS)

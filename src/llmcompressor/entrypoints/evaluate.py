@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.entrypoints.positions import positions_of
-from llmcompressor.errors import ArgumentError, CheckpointError, DatasetError
+from llmcompressor.entrypoints.verify import verify
+from llmcompressor.errors import ArgumentError, CheckpointError, CompressorError, DatasetError
 from llmcompressor.evaluation.measure import measure
 from llmcompressor.evaluation.report import Report
 from llmcompressor.evaluation.sources import documents_of
@@ -21,6 +23,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.adapters import adapters_of
 from llmcompressor.progress import other_bars_hidden
 from llmcompressor.utils import dispatch_for_generation
+from llmcompressor.verification.facts import Finding, Severity
 
 __all__ = ["evaluate"]
 
@@ -88,7 +91,8 @@ def evaluate(
         )
         windows = choose(cut(documents, length), num_samples, seed)
         _check_windows(windows, model)
-        return measure(model, windows, reference=original, batch_size=batch_size)
+        with _explained(checkpoint, reference):
+            return measure(model, windows, reference=original, batch_size=batch_size)
 
 
 def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreTrainedModel:
@@ -105,17 +109,58 @@ def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreT
     if not path.is_dir() and not is_hub_id(str(source)):
         raise CheckpointError(f"There is no model folder {source}.", "Check the path.")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path) if path.is_dir() else str(source),
-            dtype="auto",
-            trust_remote_code=trust_remote_code,
-        )
+        with _explained(source):
+            model = AutoModelForCausalLM.from_pretrained(
+                str(path) if path.is_dir() else str(source),
+                dtype="auto",
+                trust_remote_code=trust_remote_code,
+            )
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
+        if not path.is_dir():
+            raise CheckpointError(
+                f"There is no model folder {source}, and the hub has no such model that can be "
+                f"loaded: {str(error).splitlines()[0]}",
+                "Check the path, or the name.",
+            ) from error
         raise CheckpointError(
             f"transformers cannot load {source} as a causal language model: {error}",
             "Give a folder with config.json and weights, or the name of such a model.",
         ) from error
     return dispatch_for_generation(model)
+
+
+@contextmanager
+def _explained(*sources: Any) -> Iterator[None]:
+    """Have what transformers cannot run named by the rule that a checkpoint breaks.
+
+    Raises:
+        CheckpointError: the checkpoint, the reason and the remedy.
+    """
+    try:
+        yield
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        for source in sources:
+            for finding in _findings(source):
+                where = f"{finding.module}: " if finding.module else ""
+                raise CheckpointError(
+                    f"transformers cannot run {source}: {where}{finding.message}", finding.remedy
+                ) from error
+        raise
+
+
+def _findings(source: Any) -> list[Finding]:
+    """The rules of transformers that a folder breaks, the worst first."""
+    if not isinstance(source, str | Path) or not Path(source).expanduser().is_dir():
+        return []
+    try:
+        found = verify(source, serve="transformers").findings
+    except CompressorError:
+        return []
+    own = [one for one in found if one.server == "transformers"]
+    grave = (Severity.ERROR, Severity.WARNING)
+    return [one for severity in grave for one in own if one.severity is severity]
 
 
 def _tokenizer(
