@@ -136,7 +136,7 @@ def refitted_weight_with_raise(
 
     >>> import torch
     >>> W, Y, E = torch.zeros(1, 2), torch.eye(2), torch.tensor([[3.0], [6.0]])
-    >>> refitted_weight_with_raise(W, Y.T @ Y, Y.T @ E, 0.5)
+    >>> refitted_weight_with_raise(W, Y.T @ Y, Y.T @ E, 0.5).round(decimals=4)
     tensor([[2., 4.]])
     """
     for step in range(steps):

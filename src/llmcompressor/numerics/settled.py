@@ -31,6 +31,7 @@ def settled_weight(
 
     With a diagonal H nothing is to be made up for:
 
+    >>> import torch
     >>> W, Q = torch.tensor([[0.4, 0.9]]), torch.tensor([[0.0, 1.0]])
     >>> settled_weight(W, Q, torch.eye(2))
     tensor([[0.4000, 0.9000]])
