@@ -13,7 +13,7 @@ import tiny_mixtures as mixtures
 import torch
 from torch import Tensor
 
-from llmcompressor.modifiers.autoround import AutoRoundModifier, begin
+from llmcompressor.modifiers.autoround import AutoRoundModifier, base, begin
 from llmcompressor.modifiers.autoround.runner import BlockRunner
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
 from llmcompressor.numerics.autoround import Rounding
@@ -34,6 +34,12 @@ def falls(modifier: AutoRoundModifier) -> bool:
     """Whether what was begun with beats rounding to nearest, and learning loses nothing of that."""
     each = modifier.records.values()
     return all(one.error <= one.error_begun < one.error_nearest for one in each)
+
+
+@pytest.fixture(autouse=True)
+def few_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solve the blocks of the tiny models, whose tokens are few."""
+    monkeypatch.setattr(base, "TOKENS_PER_COLUMN", 0)
 
 
 @pytest.fixture
@@ -172,3 +178,17 @@ def test_an_expert_with_few_tokens_is_rounded_to_nearest(
     tiny.run(mixtures.mixture("mixtral"), autoround(weights={"group_size": 8}), data=data)
     assert solutions
     assert all(problem.tokens == 6 for problem, _ in solutions)
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_few_tokens_are_not_solved_for(enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solution would be fitted to just these; the widest Linear counts."""
+    data = tiny.batches(number=2)
+    tokens = sum(batch["input_ids"].numel() for batch in data)
+    widest = tiny.llama().model.layers[0].mlp.down_proj.in_features
+    monkeypatch.setattr(base, "TOKENS_PER_COLUMN", (tokens if enough else tokens + 1) / widest)
+    modifier = autoround()
+    tiny.run(tiny.llama(), modifier, data=data)
+    each = list(modifier.records.values())
+    assert each
+    assert all((one.error_begun < one.error_nearest) is enough for one in each)

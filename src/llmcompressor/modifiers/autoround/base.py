@@ -53,6 +53,8 @@ _NO_EFFECT = {"device_ids": "blocks are tuned where they lie; give device to one
 """Fields that the technique has elsewhere, and why they are without effect."""
 _SHRUNK_TO = 0.5
 """The least part of a weight's range that tuning may begin with."""
+TOKENS_PER_COLUMN = 16
+"""Calibration tokens for each column of the widest Linear, from which on a block is solved."""
 _RANGE_SHARE = 0.1
 """Of the rate, that ranges are learned with where GPTQ has fitted them: a whole step of offsets
 would move a scale by more than what it is stored to."""
@@ -270,7 +272,8 @@ class AutoRoundModifier(QuantizationMixin):
     ) -> tuple[Mapping[str, Beginning], list[float], float]:
         """What learning begins with, its error for each call, and that of rounding to nearest.
 
-        GPTQ's solution, unless it is worse on the block's output than rounding to nearest.
+        GPTQ's solution, unless it is worse on the block's output than rounding to nearest, or
+        tokens are so few that it would be fitted to just these.
         """
         plain = rounded_errors(runner, _starts(nearest))
         error = sum(plain) / runner.values
@@ -279,7 +282,8 @@ class AutoRoundModifier(QuantizationMixin):
                 f"What {name} returns holds NaN or infinity. Look for a bad weight upstream, or "
                 "load the model with precision='float32'."
             )
-        if not self.iters:
+        widest = max(one.start.weight_RC.shape[-1] for one in nearest.values())
+        if not self.iters or runner.seen < TOKENS_PER_COLUMN * widest:
             return nearest, plain, error
         solved = solved_beginnings(runner, nearest, self._order)
         before = rounded_errors(runner, _starts(solved))

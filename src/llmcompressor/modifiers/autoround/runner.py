@@ -77,6 +77,7 @@ class BlockRunner:
         calls: the same.
         targets: what the original block returns for each call, ``[tokens, C]``, in main memory.
         values: how many values these have.
+        seen: how many tokens.
     """
 
     def __init__(self, block: Module, calls: Sequence[Call]) -> None:
@@ -89,6 +90,7 @@ class BlockRunner:
         with torch.no_grad():
             self.targets = [self.tokens(call.original, {}).cpu() for call in calls]
         self.values = max(1, sum(target.numel() for target in self.targets))
+        self.seen = sum(map(len, self.targets))
 
     def weight(self, name: str, values: Tensor) -> Tensor:
         """A weight with the values that it will have, in the dtype to compute in."""
