@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch.nn import Module
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -140,12 +141,16 @@ def _explained(*sources: Any) -> Iterator[None]:
     """
     try:
         yield
+    except (CompressorError, torch.OutOfMemoryError):  # these say what is wrong themselves
+        raise
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         for source in sources:
             for finding in _findings(source):
                 where = f"{finding.module}: " if finding.module else ""
                 raise CheckpointError(
-                    f"transformers cannot run {source}: {where}{finding.message}", finding.remedy
+                    f"transformers cannot run {source} ({type(error).__name__}: {error}): "
+                    f"{where}{finding.message}",
+                    finding.remedy,
                 ) from error
         raise
 
