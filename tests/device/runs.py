@@ -136,14 +136,14 @@ class Runs:
         found: list[Any] = []
         for number, limit in enumerate(limits):
             own = call if limit is None else call | {"max_memory": {0: limit}}
-            output = f"bounded-{number}-{samples}"
+            output = f"{name}-{number}-{samples}"
             try:
                 peak = plan(model=model, device="cuda", measure=False, **own).peak_device
                 found.append([peak, self._peak(lambda: self._run(model, output, own))])  # noqa: B023
             except ArgumentError as error:
                 left = [one.name for one in self._folder.glob(f"*{output}*")]
                 found.append([str(error), left])
-        written = [self._folder / f"planned-bounded-{one}-{samples}" for one in (0, 1)]
+        written = [self._folder / f"planned-{name}-{one}-{samples}" for one in (0, 1)]
         weights = [(folder / "model.safetensors").read_bytes() for folder in written]
         return [*found, weights[0] == weights[1]]
 

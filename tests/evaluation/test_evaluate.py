@@ -200,9 +200,9 @@ def test_what_transformers_cannot_run_is_said_by_its_rule(
     )
     with pytest.raises(CheckpointError, match=f"transformers cannot run .*Error: .*{said}"):
         evaluate(tmp_path / "out", dataset=TEXTS)
-    if recipe.get("scheme"):  # it loads: what is wrong with the text is not put down to the rule
-        with pytest.raises(DatasetError, match="vocabulary"):
-            evaluate(tmp_path / "out", dataset=[{"input_ids": [3, 10**6]}])
+    if recipe.get("scheme"):  # it loads: what is wrong with the call is not put down to the rule
+        with pytest.raises(ArgumentError, match="batch_size is 0"):
+            evaluate(tmp_path / "out", dataset=TEXTS, batch_size=0)
 
 
 def test_neither_a_folder_nor_a_model_of_the_hub() -> None:

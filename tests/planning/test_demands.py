@@ -116,7 +116,7 @@ def test_the_workspace_of_sparsegpt_is_that_of_its_solver(rows: int, group: NofM
     hessian_CC = inputs_TC.T @ inputs_TC
     with counted_memory() as counter:
         sparse_fit(weight_RC, hessian_CC, Sparsity((Share(rows, 0.5),), group))
-    planned = sparse_effort([(rows, columns)], twin=False, refinements=4, grouped=bool(group))
+    planned = sparse_effort([weight_RC], twin=False, refinements=4, grouped=bool(group))
     assert planned.workspace == pytest.approx(counter.peak, rel=0.15)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from llmcompressor.schemes.assign import listed
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.check import verify_files
 from llmcompressor.verification.facts import SERVERS, Finding, Severity
+from llmcompressor.verification.report import merged
 
 __all__ = ["check_servable", "check_writable_model", "check_written", "serves_nobody"]
 
@@ -79,7 +80,7 @@ def check_written(folder: Path) -> dict[str, Any]:
 
 def serves_nobody(modifiers: Iterable[Modifier]) -> bool:
     """Whether the recipe says by itself that it asks for what no reader takes."""
-    return any(getattr(one, "bypass_divisibility_checks", False) for one in modifiers)
+    return any(one.means_unservable for one in modifiers)
 
 
 def check_servable(
@@ -104,26 +105,17 @@ def check_servable(
     limits = _errors(config, headers, Deployment("transformers"))
     if limits and not is_meant:
         _refuse_unservable(config, headers)
-    for first, modules in _by_rule(errors):
+    for each in merged(errors, by_rule=True):
         logger.warning(
-            f"{first.server} would not serve this ({first.rule}). {_said([first])}"
-            + (f" ({len(modules)} modules)" if modules[1:] else "")
+            f"{each.first.server} would not serve this ({each.first.rule}). {_said([each.first])}"
+            + (f" ({len(each.modules)} modules)" if each.modules[1:] else "")
         )
-    for first, modules in _by_rule([one for one in limits if one not in errors]):
-        remedy = _REMEDIES.get(first.rule, first.remedy)
+    for each in merged((one for one in limits if one not in errors), by_rule=True):
+        remedy = _REMEDIES.get(each.first.rule, each.first.remedy)
         logger.warning(
-            f"transformers would not load or run this ({first.rule}). "
-            f"{listed(modules)}: {first.message} {remedy}".strip()
+            f"transformers would not load or run this ({each.first.rule}). "
+            f"{listed(each.modules)}: {each.first.message} {remedy}".strip()
         )
-
-
-def _by_rule(findings: Iterable[Finding]) -> Iterator[tuple[Finding, list[str]]]:
-    """The first finding of each rule, and the modules of all of them."""
-    rules: dict[tuple[str, str], list[Finding]] = {}
-    for one in findings:
-        rules.setdefault((one.server, one.rule), []).append(one)
-    for own in rules.values():
-        yield own[0], list(dict.fromkeys(one.module for one in own))
 
 
 def _refuse_unservable(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> None:

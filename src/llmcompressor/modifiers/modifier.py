@@ -90,6 +90,8 @@ class Effort:
         solve: multiply-adds once all tokens were seen.
         visits: passes over the weights that are not products, column by column for instance.
         statistics: bytes that are held from the first token until the modules are solved.
+        buffered: bytes of tokens that wait for others, where those that run at once are too few to
+            be counted.
         workspace: further bytes while they are solved.
         on_device: the same on an accelerator; ``None`` where it is no other. Rows that the host
             works on in parts, a thread on each, are worked on at once there.
@@ -98,7 +100,8 @@ class Effort:
         scaled: bytes of weights while modules are run again, to see what becomes of their outputs.
         outputs: bytes per token of the data meanwhile.
         running: bytes per token of those that run at once, meanwhile.
-        together: they are solved together with all others that are calibrated at the same stop.
+        together: they run again together with all others that are calibrated at the same stop;
+            the workspace before that is of one at a time.
     """
 
     gram: int = 0
@@ -107,6 +110,7 @@ class Effort:
     solve: int = 0
     visits: int = 0
     statistics: int = 0
+    buffered: int = 0
     workspace: int = 0
     on_device: int | None = None
     at_once: int = 1
@@ -360,6 +364,11 @@ class Modifier(HooksMixin):
             module: a stand-in for it.
             holders: what it would lie in, by name, for targets that mean all that they hold.
         """
+        return False
+
+    @property
+    def means_unservable(self) -> bool:
+        """Whether its fields say that it asks for what no server takes, and means it."""
         return False
 
     @property

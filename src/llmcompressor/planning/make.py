@@ -22,6 +22,7 @@ from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import DataSize, Modifier, PlannedModule, Work
 from llmcompressor.names import own_parameters
+from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.pipelines.merging import RUN_TOKENS
 from llmcompressor.pipelines.unreached import check_reached
 from llmcompressor.planning.machine import measure_rates
@@ -420,7 +421,14 @@ class _Maker:
             0 if tokens is None else tokens.tokens,
             self._widths.hidden,
             request.device_limit,
+            tokens is not None and not _fills_chunks(tokens, longest),
         )
+
+
+def _fills_chunks(tokens: Tokens, batch: int) -> bool:
+    """Whether batches have as many tokens as are counted at once, or go into it evenly."""
+    is_even = tokens.samples * tokens.longest == tokens.tokens >= CHUNK_TOKENS
+    return is_even and (batch >= CHUNK_TOKENS or CHUNK_TOKENS % batch == 0)
 
 
 def _loads(

@@ -50,6 +50,8 @@ _IN_ATTENTION = 3
 """Further ones in front of the projection of an attention: queries, keys and values, its result."""
 _COUNTED = 6
 """Bytes per token and column while second moments are added up."""
+_SQUARED = 8
+"""The same of squares alone: what is squared, and the squares, in float32."""
 _BATCHES = 16
 """Bytes of the batches per token: ids, and which of them are real."""
 _SHARE_FOR_ACTIVATIONS = 0.5
@@ -94,6 +96,7 @@ class Footprint:
         limit: bytes that may be used of the device; ``None`` for what is free.
         scratches: passes that leave blocks for the next one in files.
         reads_ahead: the next block is read while one is worked on.
+        buffers: so few tokens run at once that they wait for others to be counted with.
     """
 
     base: int
@@ -110,6 +113,7 @@ class Footprint:
     tokens: int = 0
     hidden: int = 0
     limit: int | None = None
+    buffers: bool = False
 
 
 @dataclass(frozen=True)
@@ -270,10 +274,12 @@ def _calibrating(
         held = _resident(footprint, loads, index)
         for unit in work.units:
             waiting, elsewhere = _waiting(footprint, one, unit), 0
-            if _exceeds(footprint, one, loads[-1]):
-                waiting, elsewhere = 0, min(one.activations, one.budget)
+            if _exceeds(footprint, one, loads[-1]):  # but for what the original model's gets
+                waiting = unit.compared(footprint.run_tokens)
+                elsewhere = min(one.activations, one.budget)
             host = held.host + elsewhere
-            present = held.model + batches + waiting + unit.statistics
+            buffered = unit.buffered * footprint.buffers
+            present = held.model + batches + waiting + unit.statistics + buffered
             running, own = _running(footprint, one, work, unit)
             kept = unit.kept(footprint.tokens)
             model = present - int(own * waiting) + running + kept
@@ -323,7 +329,7 @@ def _running(footprint: Footprint, one: PassPlan, work: BlockWork, unit: Unit) -
         counting = batch * _COUNTED if unit.statistics else 0
         return batch * footprint.itemsize * _WIDE_INPUTS + counting, 0.0
     states = footprint.run_tokens * footprint.hidden * footprint.itemsize
-    counting = unit.moments or (batch * _COUNTED if unit.statistics else 0)
+    counting = unit.moments or (batch * _SQUARED if unit.statistics else 0)
     wide = batch * footprint.itemsize
     share = footprint.run_tokens / max(footprint.tokens * one.streams, footprint.run_tokens)
     return _STATES_AT[Granularity.LINEAR] * states + max(_AT_ONCE * wide, wide + counting), share

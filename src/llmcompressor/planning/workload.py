@@ -73,11 +73,22 @@ class Unit:
         return sum(group.effort.statistics for group in self.groups)
 
     @property
+    def buffered(self) -> int:
+        """Bytes of tokens that wait meanwhile, where too few run at once to be counted."""
+        return sum(group.effort.buffered for group in self.groups)
+
+    @property
     def moments(self) -> int:
         """Bytes of the largest product that is added to second moments."""
         counting = (group for group in self.groups if group.effort.gram)
         columns = (one.in_features for group in counting for one in _linears(group))
         return max((_FLOAT * width**2 for width in columns), default=0)
+
+    def compared(self, tokens: int) -> int:
+        """Bytes of so many tokens of the widest input that is compared with the original one."""
+        twins = (group for group in self.groups if group.effort.cross)
+        weights = (one.weight for group in twins for one in _linears(group))
+        return tokens * max((one.shape[-1] * one.element_size() for one in weights), default=0)
 
     @property
     def columns(self) -> int:
@@ -102,20 +113,22 @@ class Unit:
             run_tokens: of those, how many run through a block together.
             device: they are on an accelerator.
         """
-        most = solutions = together = 0
+        most = solutions = together = alone = 0
         for (effort, elements), alike in Counter(
             (group.effort, group.elements) for group in self.groups
         ).items():
             runs = effort.scaled + tokens * (effort.kept + effort.outputs)
-            own = max(effort.workspace_on(device=device), runs + run_tokens * effort.running)
+            workspace, runs = effort.workspace_on(device=device), runs + run_tokens * effort.running
+            own = max(workspace, runs)
             if effort.together:
-                together += alike * own
+                together += alike * runs
+                alone = max(alone, workspace)
             elif effort.solve:
                 for first in range(0, alike, effort.at_once):
                     batched = min(effort.at_once, alike - first)
                     most = max(most, solutions + batched * own)
                     solutions += batched * _FLOAT * elements
-        return most + together
+        return max(most + together, alone)
 
     @property
     def copied(self) -> int:
@@ -310,6 +323,7 @@ def _sum(efforts: Sequence[Effort]) -> Effort:
         solve=sum(one.solve for one in efforts),
         visits=sum(one.visits for one in efforts),
         statistics=sum(one.statistics for one in efforts),
+        buffered=sum(one.buffered for one in efforts),
         workspace=max((one.workspace for one in efforts), default=0),
         at_once=max((one.at_once for one in efforts), default=1),
         on_device=max((one.workspace_on(device=True) for one in efforts), default=None),

@@ -109,6 +109,11 @@ class QuantizationMixin(Modifier):
 
     # ------------------------------------------------------------------ declarations
 
+    @property
+    def means_unservable(self) -> bool:
+        """Whether groups need not divide their weight, which no server takes."""
+        return self.bypass_divisibility_checks
+
     def resolve_quantization_config(self) -> ResolvedSchemes:
         """The schemes that the fields ask for, independent of any model.
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +47,12 @@ class Row:
     text: str
 
 
-def merged(findings: Iterable[Finding]) -> list[Merged]:
-    """Findings with equal words, one entry each; errors first."""
-    groups: dict[tuple[str, str, Severity], list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault((finding.rule, finding.message, finding.severity), []).append(finding)
+def merged(findings: Iterable[Finding], *, by_rule: bool = False) -> list[Merged]:
+    """Findings with equal words, or of one server's rule, one entry each; errors first."""
+    groups: dict[Hashable, list[Finding]] = {}
+    for one in findings:
+        same = (one.server,) if by_rule else (one.message,)
+        groups.setdefault((one.severity, one.rule, *same), []).append(one)
     entries = [
         Merged(same[0], tuple(dict.fromkeys(each.module for each in same)))
         for same in groups.values()

@@ -178,7 +178,7 @@ class AutoRoundModifier(QuantizationMixin):
             cross=solved.cross,
             solve=solved.solve + 3 * self.iters * _STEP_TOKENS * elements,
             visits=solved.visits + 16 * self.iters * elements,
-            workspace=solved.statistics + solved.workspace,
+            workspace=solved.statistics + solved.buffered + solved.workspace,
             watch=self.watched_values(modules),
             scaled=_TUNED * elements,
             running=int(_SAVED * itemsize * widths),

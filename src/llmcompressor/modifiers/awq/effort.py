@@ -66,7 +66,8 @@ def effort_of(
         gram=columns**2 * 36 // 64,
         solve=searched.solve + ends.solve,
         visits=searched.visits + ends.visits,
-        statistics=_FLOAT * columns**2 + CHUNK_TOKENS * columns * every[0].element_size(),
+        statistics=_FLOAT * columns**2,
+        buffered=CHUNK_TOKENS * columns * every[0].element_size(),
         workspace=max(searched.workspace, ends.workspace),
         on_device=max(one.workspace_on(device=True) for one in (searched, ends)),
     )

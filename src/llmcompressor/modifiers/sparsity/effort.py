@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from llmcompressor.modifiers.modifier import Effort
 from llmcompressor.numerics.batching import BATCH_ELEMENTS
@@ -37,21 +38,19 @@ _VISITS_OF_ROUND = 24
 _CHOSEN_AT_ONCE = 2**19
 
 
-def effort_of(
-    shapes: Sequence[tuple[int, int]], *, twin: bool, refinements: int, grouped: bool
-) -> Effort:
+def effort_of(matrices: Sequence[Tensor], *, twin: bool, refinements: int, grouped: bool) -> Effort:
     """What it takes to prune Linears with one input.
 
     Args:
-        shapes: rows and columns of each.
+        matrices: each ``[R_i, C]``; only their forms are looked at.
         twin: with the inputs of the original model.
         refinements: rounds of splitting.
         grouped: whether weights are compared in small groups only.
     """
-    if not shapes:
+    if not matrices:
         return Effort()
-    columns = max(shape[1] for shape in shapes)
-    elements = sum(rows * width for rows, width in shapes)
+    columns = max(matrix.shape[1] for matrix in matrices)
+    elements = sum(matrix.numel() for matrix in matrices)
     square, streams = columns**2, 2 if twin else 1
     cube, products = square * columns, elements * columns
     if refinements:
@@ -70,7 +69,8 @@ def effort_of(
         cross=square if twin else 0,
         solve=solve,
         visits=elements * (refinements * _VISITS_OF_ROUND or _VISITS_OF_SWEEP),
-        statistics=_FLOAT * (square * streams + streams * CHUNK_TOKENS * columns),
+        statistics=_FLOAT * square * streams,
+        buffered=streams * CHUNK_TOKENS * columns * matrices[0].element_size(),
         workspace=fitting if refinements else 8 * square + 13 * elements,
         at_once=max(1, BATCH_ELEMENTS // square),
     )

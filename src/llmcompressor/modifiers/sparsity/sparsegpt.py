@@ -23,7 +23,7 @@ from llmcompressor.modeling.twin_inputs import aligned_reference
 from llmcompressor.modifiers.modifier import Effort
 from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of
-from llmcompressor.modifiers.sparsity.matrices import matrix_of, matrix_shape
+from llmcompressor.modifiers.sparsity.matrices import matrix_of
 from llmcompressor.modifiers.sparsity.solve import Options, Problem, Solution, solve
 from llmcompressor.numerics.sparse_choice import Share, Sparsity
 from llmcompressor.observers.input_statistics import InputStatistics
@@ -69,7 +69,7 @@ class SparseGPTModifier(OneShotPruningModifier):
     def effort(self, modules: Sequence[Module]) -> Effort:
         """Second moments, and a few factorizations and solutions for all that get one input."""
         return effort_of(
-            [matrix_shape(module) for module in modules],
+            [matrix_of(module) for module in modules],
             twin=bool(self.asymmetric),
             refinements=self.refinements,
             grouped=self._group is not None,
