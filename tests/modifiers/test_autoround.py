@@ -21,9 +21,12 @@ from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.compress import compress, quantized_modules
+from llmcompressor.checkpoint.journal import Journal
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
+from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modifiers.autoround import AutoRoundModifier, tune
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.observers.tokens import real_tokens
 
 WEIGHTS: dict[str, Any] = {"num_bits": 3, "strategy": "group", "group_size": 32}
 GROUPS: dict[str, Any] = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
@@ -196,6 +199,27 @@ def test_a_block_makes_up_for_those_before_it() -> None:
     assert errors["sequential"] < 0.9 * errors["basic"]
 
 
+def test_every_block_is_compared_with_the_inputs_of_the_original(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: dict[str, Tensor] = {}
+    tune_block = AutoRoundModifier._tune
+
+    def see(self: AutoRoundModifier, block: Any, members: Any) -> None:
+        calls = [(one.original, one.mask) for one in self._calls[block]]
+        inputs = [(first_tensor(call.args, call.kwargs), mask) for call, mask in calls]
+        tokens = [real_tokens(tensor, mask) for tensor, mask in inputs if tensor is not None]
+        found[self._blocks[block]] = torch.cat(tokens)
+        tune_block(self, block, members)
+
+    monkeypatch.setattr(AutoRoundModifier, "_tune", see)
+    tiny.run(tiny.llama(num_hidden_layers=3), autoround(iters=2))
+    original = tiny.llama(num_hidden_layers=3)
+    assert list(found) == [f"model.layers.{index}" for index in range(3)]
+    for name, tensor in found.items():
+        assert torch.equal(tensor, tiny.inputs_of(original, name, tiny.batches())), name
+
+
 @pytest.mark.parametrize("pipeline", ["sequential", "layer_sequential"])
 def test_every_pipeline_gives_the_same_model(pipeline: str) -> None:
     found = tiny.run(tiny.llama(), autoround(iters=4), pipeline=pipeline)
@@ -280,6 +304,36 @@ def test_a_broken_off_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run("parts")
     assert before == ["model.layers.0", "model.layers.1"]
     assert "model.layers.0" not in tuned[len(before) :]
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts")]
+    assert all(torch.equal(tensor, files[1][key]) for key, tensor in files[0].items())
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_a_block_whose_record_is_lost_is_made_again(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only one that is left is compared with the same as before, when others came after it."""
+    tiny.llama(torch.bfloat16, num_hidden_layers=3).save_pretrained(tmp_path / "model")
+    data: dict[str, Any] = {"dataset": rows(), "shuffle_calibration_samples": False}
+
+    def run(name: str) -> None:
+        modifier = autoround(iters=4)
+        oneshot(model=str(tmp_path / "model"), recipe=modifier, output_dir=tmp_path / name, **data)
+
+    def end(journal: Journal) -> None:
+        raise KeyboardInterrupt
+
+    run("whole")
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "mark_ready", end)
+        with pytest.raises(KeyboardInterrupt):
+            run("parts")
+    journal = tmp_path / "parts.partial" / "journal"
+    lines = journal.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if f'{{"block":"model.layers.{block}"' not in line]
+    assert len(kept) == len(lines) - 1
+    journal.write_text("".join(kept))
+    run("parts")
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts")]
     assert all(torch.equal(tensor, files[1][key]) for key, tensor in files[0].items())
 

@@ -444,11 +444,16 @@ class _Stepper:
         last = self._is_last(unit)
         for one in stop.passes:
             if one.stream == "original":
+                self.store.fetch(one)
+                brought = first_tensor(one.args, one.kwargs)  # the stop's call has begun: no hook
+                brought = None if brought is None else brought.clone()  # it may be added to
                 with input_capture([*unit.modules, unit.stop]) as captured:
                     if last:
                         self._try(one, None)
                     else:
                         self._send_on(one, hooks_on=True)
+                if brought is not None:
+                    captured[unit.stop] = brought
                 references[one.index] = captured
             else:
                 self._try(one, references.pop(one.index, None))
