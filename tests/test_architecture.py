@@ -21,6 +21,7 @@ FLOORS = {
     "errors": 0,
     "logger": 0,
     "collecting": 0,
+    "host_memory": 0,
     "memory": 0,
     "names": 0,
     "threads": 0,

@@ -64,6 +64,11 @@ class Limits:
         )
         return torch.device("cpu")
 
+    @property
+    def host(self) -> int | None:
+        """The limit of the host; ``None`` where none was given."""
+        return self._given.get("cpu")
+
     def of(self, device: torch.device) -> int | None:
         """The limit of an accelerator; ``None`` where none was given, and for the host."""
         return None if device.type == "cpu" else self._given.get(device.index or 0)
@@ -108,7 +113,7 @@ class Limits:
         Raises:
             ArgumentError: the limit leaves no room for one block.
         """
-        limit = self._given.get("cpu")
+        limit = self.host
         if limit is None:
             return None, True
         reads_ahead = limit >= used + block * _BLOCKS_AT_ONCE

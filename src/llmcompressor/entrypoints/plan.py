@@ -130,6 +130,7 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         measure,
         job.problems,
         limits.of(device),
+        limits.host,
     )
     with without_collecting():
         found = make_plan(subject, request)

@@ -9,11 +9,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
 from llmcompressor.errors import OutputError
+from llmcompressor.host_memory import free_host_memory
 from llmcompressor.memory import let_go_of_pages
 
 __all__ = ["Shelf", "Spill", "activation_budget", "room_on"]
@@ -23,7 +23,7 @@ _SHARE_OF_FREE_MEMORY = 0.5
 
 def activation_budget(given: int | str | None) -> int:
     """Bytes of activations that may stay in main memory: as given, else half of what is free."""
-    return int(given or psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY)
+    return int(given or free_host_memory() * _SHARE_OF_FREE_MEMORY)
 
 
 def room_on(device: torch.device, limit: int | None = None) -> int:

@@ -18,6 +18,7 @@ from llmcompressor.checkpoint.staging import work_folder
 from llmcompressor.checkpoint.workspace import files_of, scratch_of
 from llmcompressor.core.state import State
 from llmcompressor.errors import CompressorError, InputError, OutputError, TargetError
+from llmcompressor.host_memory import free_host_memory
 from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import DataSize, Modifier, PlannedModule, Work
@@ -32,6 +33,7 @@ from llmcompressor.planning.miniature import Rehearsal
 from llmcompressor.planning.passes import PassContext, Passes, plan_passes
 from llmcompressor.planning.result import ModuleRow, Plan, Problem, Sizes, Tokens
 from llmcompressor.planning.serving import serving_notes
+from llmcompressor.planning.shortage import Capacity, shortages
 from llmcompressor.planning.sizes import Output, predict_output
 from llmcompressor.planning.subject import REST, Part, Subject
 from llmcompressor.planning.timing import Traffic, estimate_time, operations_of
@@ -75,6 +77,7 @@ class Request:
         measure: the machine is measured, and the time estimated.
         problems: what was found before.
         device_limit: bytes that the run may use of ``device``; ``None`` for what is free.
+        host_limit: the same of main memory.
     """
 
     modifiers: Sequence[Modifier]
@@ -93,6 +96,7 @@ class Request:
     measure: bool = True
     problems: Sequence[Problem] = ()
     device_limit: int | None = None
+    host_limit: int | None = None
 
 
 def problem_of(where: str, error: CompressorError) -> Problem:
@@ -319,7 +323,19 @@ class _Maker:
         phases = estimate_phases(footprint, loads, passes, seconds, learned)
         kept = sum(one.learning.kept for one, _ in passes if one.learning is not None)
         self._check_space(output, footprint.scratches, kept)
+        self._notes.extend(shortages(phases, self._host, self._device))
         return replace(plan, phases=phases)
+
+    @property
+    def _host(self) -> Capacity:
+        return Capacity("main memory", self._base + free_host_memory(), self._request.host_limit)
+
+    @property
+    def _device(self) -> Capacity:
+        device, free = self._request.device, None
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+        return Capacity(f"the memory of {device}", free, self._request.device_limit)
 
     def _check_space(self, output: Output, scratches: int, kept: int) -> None:
         """A disk that is too small is a problem."""
