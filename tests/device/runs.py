@@ -102,14 +102,23 @@ class Runs:
                 found[name].append(peak)
         return found
 
-    def planned(self, names: list[str], hidden: int, length: int) -> dict[str, list[float]]:
-        """Planned and measured MiB, for models of so many columns and 16 samples so long."""
+    def planned(
+        self,
+        names: list[str],
+        hidden: int,
+        length: int,
+        samples: int = 16,
+        limit: int | None = None,
+    ) -> dict[str, list[float]]:
+        """Planned and measured MiB, for models of so many columns, under a limit of the device."""
         from llmcompressor import plan
 
         found = {}
         for name in names:
             model = self._model(RECIPES[name].kind, 4, hidden)
-            call = self._call(name, self._rows(16, length), length)
+            call = self._call(name, self._rows(samples, length), length)
+            if limit is not None:
+                call["max_memory"] = {0: limit * MIB}
             peak = plan(model=model, device="cuda", measure=False, **call).peak_device
             measured = self._peak(lambda: self._run(model, name, call))  # noqa: B023
             found[name] = [peak / MIB, measured / MIB]

@@ -77,6 +77,15 @@ def test_what_waits_on_the_host_leaves_nothing_on_the_device(on_device: Run) -> 
         assert planned == pytest.approx(measured, rel=0.15)
 
 
+def test_under_a_limit_the_planned_peak_is_the_measured_one(on_device: Run) -> None:
+    asked = {"hidden": 128, "length": 256, "samples": 64, "limit": 16}
+    for name, (planned, measured) in on_device(
+        "planned", names=["imatrix", "sparsegpt"], **asked
+    ).items():
+        assert measured < 16
+        assert planned == pytest.approx(measured, rel=0.15), name
+
+
 def test_a_limit_of_the_device_is_kept_or_refused(on_device: Run) -> None:
     free, limited, refused, same = on_device(
         "bounded", name="gptq_once", limits=[None, 16 * MIB, MIB // 2]
