@@ -107,6 +107,22 @@ def test_modifiers_get_state_and_unknown_arguments_in_recipe_order():
     assert order == [("a", model, device, given), ("b", model, device, given)]
 
 
+@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize("needing", [True, False])
+def test_what_needed_data_and_saw_none_is_named_at_the_end(calibrated, needing, warned):
+    class Counter(Recorder):
+        @property
+        def requires_calibration_data(self):
+            return needing
+
+    lifecycle = begun(Counter())
+    run_batch(lifecycle)
+    for event_type in CALIBRATION if calibrated else []:
+        send(lifecycle, event_type)
+    lifecycle.finalize()
+    assert any("Counter did nothing" in text for text in warned) == (needing and not calibrated)
+
+
 def test_second_initialization_only_updates_the_state():
     recorder = Recorder()
     lifecycle = begun(recorder, model=nn.Linear(2, 2))

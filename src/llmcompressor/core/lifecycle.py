@@ -138,6 +138,13 @@ class CompressionLifecycle:
         """
         self._expect_initialized("finalize")
         self._expect_not_finalized("finalize")
+        for modifier in self._active():
+            if modifier.requires_calibration_data and not modifier.started:
+                logger.warning(
+                    f"{type(modifier).__name__} did nothing: it needs calibration, and none has "
+                    "begun. Use oneshot, or run the data between callbacks."
+                    "calibration_epoch_start() and callbacks.calibration_epoch_end()."
+                )
         results = self._call(lambda each: each.finalize(state=self.state, **kwargs))
         self.finalized = True
         return results
