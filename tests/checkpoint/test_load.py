@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -22,10 +23,11 @@ from transformers import (
 )
 
 import llmcompressor
+from llmcompressor.checkpoint.blueprint import build_blueprint
 from llmcompressor.checkpoint.load import check_unquantized, load_model, untie_embeddings
 from llmcompressor.checkpoint.processor import load_processor
 from llmcompressor.checkpoint.save import save_checkpoint
-from llmcompressor.checkpoint.source import local_directory
+from llmcompressor.checkpoint.source import inspect_source, local_directory
 from llmcompressor.errors import CheckpointError
 from llmcompressor.schemes.presets import preset_scheme
 
@@ -113,10 +115,15 @@ def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_shapes_that_do_not_fit(dense: Path) -> None:
+@pytest.mark.parametrize(
+    "read", [load_model, lambda folder: build_blueprint(inspect_source(folder))]
+)
+def test_tensors_of_other_shapes_are_named(dense: Path, read: Any) -> None:
     edit_config(dense, intermediate_size=64)
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
-        load_model(dense)
+    with pytest.raises(
+        CheckpointError, match=r"tensor model\.layers\.0\.mlp\.down_proj\.weight .* 5 more have"
+    ):
+        read(dense)
 
 
 def test_unknown_architecture(dense: Path) -> None:

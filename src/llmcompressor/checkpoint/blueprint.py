@@ -102,7 +102,12 @@ def build_blueprint(
         draft = _draft(loader, config, source.tensors)
         state = stand_ins(source.tensors, draft.stacks)
         model, info = loader.from_pretrained(
-            None, config=config, dtype=dtype, state_dict=state, output_loading_info=True
+            None,
+            config=config,
+            dtype=dtype,
+            state_dict=state,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
         )
     check_complete(place, info)
     model.config.name_or_path = place

@@ -119,7 +119,12 @@ def load_model(
         loader = model_class(config, trust_remote_code=trust_remote_code)
         loaded: PreTrainedModel
         loaded, info = loader.from_pretrained(
-            place, config=config, dtype=parse_precision(precision), output_loading_info=True, **hub
+            place,
+            config=config,
+            dtype=parse_precision(precision),
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
+            **hub,
         )
     except torch.OutOfMemoryError:
         raise
@@ -218,7 +223,7 @@ def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
 
 
 def check_complete(place: str, info: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that lacks tensors of its model.
+    """Refuse a checkpoint that lacks tensors of its model, or has others of these names.
 
     Args:
         place: its name.
@@ -227,6 +232,15 @@ def check_complete(place: str, info: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: some would be random.
     """
+    misshapen = sorted(info["mismatched_keys"])
+    if misshapen:
+        name, found, expected = misshapen[0]
+        more = f", and {len(misshapen) - 1} more have another shape" if misshapen[1:] else ""
+        raise CheckpointError(
+            f"The tensor {name} of the checkpoint {place} is {list(found)}, and the model of its "
+            f"config.json has {list(expected)}{more}.",
+            "Check that config.json belongs to these weights.",
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(
