@@ -201,6 +201,14 @@ def test_rows_without_tokens_are_left_out_and_replaced(texts, logged):
     assert any("2 samples without tokens" in line for line in logged)
 
 
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+@pytest.mark.parametrize("silent", [None, []])
+def test_conversations_without_turns_are_left_out(texts, logged, column, silent):
+    data = [{column: silent}, {"text": "a = 1"}, {column: silent, "text": "b = 2"}]
+    assert texts(data, shuffle_calibration_samples=False) == ["a = 1", "b = 2"]
+    assert any("1 samples without tokens" in line for line in logged)
+
+
 def test_rows_that_are_only_padding_are_left_out(batches, logged):
     data = [{"input_ids": [0, 0], "attention_mask": [0, 0]}, {"input_ids": [5, 6]}]
     assert len(batches(data, processor=None)) == 1

@@ -89,6 +89,8 @@ class RowPreparer:
             chats = [name for name in _CHATS if is_chat(row.get(name))]
             if chats:
                 row["text"] = row.pop(chats[0])
+            elif _is_silent(row):
+                row["text"] = None
         if is_chat(row.get("text")):
             row["text"] = self._chat(turns(row["text"]))
         return row
@@ -141,6 +143,12 @@ class RowPreparer:
             raise DatasetError(
                 f"{where} cannot be preprocessed: {error!r}.", "Check the preprocessing_func."
             ) from error
+
+
+def _is_silent(row: Row) -> bool:
+    """Whether a row has a conversation in which nobody says anything, and nothing else to read."""
+    chats = [row[name] for name in _CHATS if name in row]
+    return bool(chats) and not any(chats) and not MAIN_INPUTS & row.keys()
 
 
 def _columns(row: Row) -> str:
