@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.pipelines.batches import CalibrationBatches
 
 CAUSAL = ["llama", "qwen3", "gemma3", "phi3", "opt"]
 LENGTH, EXTRA = 8, 5
@@ -193,6 +194,14 @@ def test_static_activation_scales_are_the_same(pipeline: str, side: str) -> None
     assert plain.keys() == padded.keys()
     for name, scale in plain.items():
         torch.testing.assert_close(scale, padded[name], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_a_loss_mask_that_nothing_has_is_told_of(present: bool, warned: list[str]) -> None:
+    ids = torch.ones(1, 4, dtype=torch.long)
+    batch = {"input_ids": ids} | ({"loss_mask": ids} if present else {})
+    CalibrationBatches(tiny.build("llama"), [batch], use_loss_mask=True)
+    assert any("use_loss_mask" in text for text in warned) != present
 
 
 def test_a_loss_mask_counts_only_its_tokens() -> None:

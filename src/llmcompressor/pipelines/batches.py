@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.errors import DatasetError
+from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.inputs import model_inputs
 from llmcompressor.pipelines.merging import merge_batches
@@ -49,6 +50,8 @@ class CalibrationBatches(Sequence[Mapping[str, Any]]):
             raise DatasetError(
                 "The calibration data holds no batch.", "Give at least one sample to calibrate on."
             )
+        if use_loss_mask and not any("loss_mask" in batch for batch in self._batches):
+            logger.warning("use_loss_mask has no effect: no sample has a loss_mask.")
         self._masks = [self._mask(batch, use_loss_mask) for batch in self._batches]
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:  # type: ignore[override]
