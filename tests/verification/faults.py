@@ -254,7 +254,7 @@ def gate_of_the_shared_expert(sample: Sample) -> None:
 # -------------------------------------------------------------- schemes and tensors (S21 to S38)
 
 
-@fault("S21", "group_0", base="FP8_DYNAMIC", also="S19 T4")
+@fault("S21", "group_0", base="FP8_DYNAMIC", also="C4 S19 T4")
 def floats_in_the_wrong_format(sample: Sample) -> None:
     sample.group["format"] = "pack-quantized"
 
@@ -435,6 +435,11 @@ def odd_sizes_for_the_kernel(sample: Sample) -> None:
 @fault("S49", "kv_cache_scheme", base="cache")
 def cache_of_integers(sample: Sample) -> None:
     sample.settings["kv_cache_scheme"]["type"] = "int"
+
+
+@fault("S50", "kv_cache_scheme", base="cache", severity=WARNING)
+def scales_of_a_cache_without_a_scheme(sample: Sample) -> None:
+    sample.settings["kv_cache_scheme"] = None
 
 
 @fault("S51", f"{K}.output_scale", base="cache", also="S54 S23")
@@ -896,6 +901,60 @@ def scales_per_head(sample: Sample) -> None:
 @fault("C1", UP, also="T4")
 def scales_of_another_group_size(sample: Sample) -> None:
     sample.group["weights"]["group_size"] = 64
+
+
+def _flat(sample: Sample) -> None:
+    sample.tensors[f"{UP}.weight_packed"] = sample.tensors[f"{UP}.weight_packed"].reshape(-1)
+
+
+@fault("C1", UP)
+def flat_codes(sample: Sample) -> None:
+    _flat(sample)
+
+
+@fault("C1", UP, base="W3A16", compared=True)
+def flat_codes_of_three_bits(sample: Sample) -> None:
+    _flat(sample)
+
+
+@fault("C1", UP, base="NVFP4")
+def flat_codes_of_floats(sample: Sample) -> None:
+    _flat(sample)
+
+
+@fault("C1", UP, base="MXFP4", compared=True)
+def flat_codes_of_powers(sample: Sample) -> None:
+    _flat(sample)
+
+
+@fault("C4", "group_0", compared=True, also="S21")
+def integers_said_to_be_floats(sample: Sample) -> None:
+    sample.group["weights"]["type"] = "float"
+
+
+@fault("C4", "group_0", compared=True, also="S3")
+def groups_of_no_size(sample: Sample) -> None:
+    sample.group["weights"]["group_size"] = None
+
+
+@fault("C4", "group_0", base="FP8_DYNAMIC")
+def small_floats_of_four_bits(sample: Sample) -> None:
+    sample.group["weights"]["num_bits"] = 4
+
+
+@fault("C4", "group_0", base="FP8_DYNAMIC")
+def floats_in_the_format_of_integers(sample: Sample) -> None:
+    sample.group["format"] = "int-quantized"
+
+
+@fault("C4", "group_0", base="MXFP4", compared=True)
+def powers_of_eight_bits(sample: Sample) -> None:
+    sample.group["weights"]["num_bits"] = 8
+
+
+@fault("C4", "quantization_config", severity=WARNING)
+def another_format_of_the_whole(sample: Sample) -> None:
+    sample.settings["format"] = "float-quantized"
 
 
 @fault("C2", "lm_head")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from llmcompressor.verification.config_changes import configuration, quiet_transformers
 from llmcompressor.verification.facts import TensorInfo
+from llmcompressor.verification.families import class_names
 from llmcompressor.verification.layout import PLAIN_FLOATS
 
 __all__ = ["Built", "build", "is_of_another_type"]
@@ -57,9 +58,7 @@ def _model_class(config: Mapping[str, Any]) -> Any:
     """The class of transformers that a configuration names; ``None`` if there is none."""
     import transformers  # noqa: PLC0415  # loads much
 
-    names = config.get("architectures")
-    first = names[0] if isinstance(names, list) and names else None
-    found = getattr(transformers, first, None) if isinstance(first, str) else None
+    found = getattr(transformers, next(iter(class_names(config)), ""), None)
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model else None
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from llmcompressor.verification.built import is_of_another_type
 from llmcompressor.verification.facts import Severity
+from llmcompressor.verification.families import class_names
 from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.rules.base import Problem, Rule, View, joined
 from llmcompressor.verification.rules.tensors import KNOWN
@@ -244,7 +245,7 @@ def _is_norm(entry: Entry) -> bool:
 def _last_norms(view: View) -> Iterator[Problem]:
     """The norm behind the last layer, where layers have norms of their own."""
     is_plain = _is_plain_type(view)
-    if not (is_plain or _is_decoder(view)) or view.text.get("model_type") in _NO_LAST_NORM:
+    if not (is_plain or _is_decoder(view)) or str(view.text.get("model_type")) in _NO_LAST_NORM:
         return
     norms = [entry.name for entry in view.entries.values() if _is_norm(entry)]
     for stack in _stacks(view):
@@ -264,7 +265,7 @@ def _last_norms(view: View) -> Iterator[Problem]:
 
 
 def _is_decoder(view: View) -> bool:
-    return any("CausalLM" in str(name) for name in view.config.get("architectures") or ())
+    return any("CausalLM" in name for name in class_names(view.config))
 
 
 def _ends(view: View) -> Iterator[Problem]:
