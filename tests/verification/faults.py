@@ -469,7 +469,7 @@ def scale_of_the_cache_is_zero(sample: Sample) -> None:
     sample.tensors[f"{LAYER}.self_attn.v_scale"].zero_()
 
 
-@fault("S55", "kv_cache_scheme", base="cache", severity=WARNING)
+@fault("S55", "kv_cache_scheme", base="cache", severity=WARNING, also="C5")
 def cache_of_a_latent(sample: Sample) -> None:
     sample.config["model_type"] = "deepseek_v3"
 
@@ -780,6 +780,13 @@ def head_by_class(sample: Sample) -> None:
     sample.settings["ignore"].remove("lm_head")
 
 
+@fault("T4", "lm_head", compared=True, also="R5")
+def tied_head_by_class(sample: Sample) -> None:
+    sample.drop("lm_head.")
+    sample.config["tie_word_embeddings"] = True
+    sample.settings["ignore"] = []
+
+
 @fault("T5", "lm_head", base="head")
 def head_is_ignored_by_class(sample: Sample) -> None:
     sample.settings["ignore"].append("Linear")
@@ -795,7 +802,12 @@ def experts_that_are_looked_for_in_stacks(sample: Sample) -> None:
     sample.config["model_type"] = "gpt_oss"
 
 
-@fault("T6", f"{LAYER}.feed_forward.experts", deployment=Deployment(server="transformers"))
+@fault(
+    "T6",
+    f"{LAYER}.feed_forward.experts",
+    deployment=Deployment(server="transformers"),
+    also="C5",
+)
 def experts_that_are_looked_for_one_by_one(sample: Sample) -> None:
     sample.config["model_type"] = "llama4_text"
     for own, shape in {"gate_up_proj": (HIDDEN, 2 * INNER), "down_proj": (INNER, HIDDEN)}.items():
@@ -830,7 +842,7 @@ def encoder_that_generate_calls(sample: Sample) -> None:
     sample.config["is_encoder_decoder"] = True
 
 
-@fault("L2", DOWN, deployment=Deployment(server="transformers"))
+@fault("L2", DOWN, deployment=Deployment(server="transformers"), also="C5")
 def packed_weights_of_another_type(sample: Sample) -> None:
     sample.config["model_type"] = "recurrent_gemma"
 
@@ -998,6 +1010,96 @@ def no_heads_within(sample: Sample) -> None:
     sample.config["text_config"]["num_attention_heads"] = 0
 
 
+@fault("C5", "config.json", compared=True)
+def class_of_another_model(sample: Sample) -> None:
+    sample.config["architectures"] = ["GPT2LMHeadModel"]
+
+
+@fault("C5", "config.json", severity=WARNING)
+def class_that_is_built_alike(sample: Sample) -> None:
+    sample.config["architectures"] = ["MistralForCausalLM"]
+
+
+@fault("C5", "config.json")
+def another_model_type(sample: Sample) -> None:
+    sample.config["model_type"] = "gpt2"
+
+
+@fault("C5", "config.json", compared=True)
+def model_type_that_has_more(sample: Sample) -> None:
+    sample.config["model_type"] = "qwen3"
+
+
+@fault("C5", "model_type", deployment=BY_TRANSFORMERS)
+def model_type_that_is_none(sample: Sample) -> None:
+    sample.config["model_type"] = "lama"
+
+
+@fault("C5", "model_type", severity=WARNING)
+def model_type_that_vllm_may_have(sample: Sample) -> None:
+    sample.config["model_type"] = "lama"
+
+
+@fault("C5", "model_type")
+def model_type_lost(sample: Sample) -> None:
+    del sample.config["model_type"]
+
+
+@fault("C5", "model_type")
+def model_type_in_a_list(sample: Sample) -> None:
+    sample.config["model_type"] = ["llama"]
+
+
+@fault("C5", "architectures", severity=WARNING)
+def class_lost(sample: Sample) -> None:
+    del sample.config["architectures"]
+
+
+@fault("C5", "architectures", deployment=Deployment(tp=(1,), server="vllm"))
+def class_lost_for_vllm(sample: Sample) -> None:
+    del sample.config["architectures"]
+
+
+@fault("C5", "architectures")
+def class_is_a_number(sample: Sample) -> None:
+    sample.config["architectures"] = 3
+
+
+@fault("C5", "config.json")
+def activation_that_is_none(sample: Sample) -> None:
+    sample.config["hidden_act"] = "no_such"
+
+
+@fault("C5", "config.json")
+def heads_that_do_not_divide(sample: Sample) -> None:
+    sample.config |= {"num_attention_heads": 5, "head_dim": None}
+
+
+def _biases(sample: Sample, value: float) -> None:
+    """Biases of attention, which the configuration does not say to be there."""
+    for index in range(2):
+        for own in "qkvo":
+            name = f"model.layers.{index}.self_attn.{own}_proj.bias"
+            sample.tensors[name] = torch.full((HIDDEN,), value, dtype=torch.bfloat16)
+
+
+@fault("C6", Q)
+def biases_that_are_left_out(sample: Sample) -> None:
+    _biases(sample, 0.5)
+
+
+@fault("C6", Q, severity=NOTE)
+def biases_of_zero(sample: Sample) -> None:
+    _biases(sample, 0)
+
+
+@fault("C6", f"{LAYER}.mlp.middle", severity=WARNING)
+def module_that_is_left_out(sample: Sample) -> None:
+    for index in range(2):
+        weight = torch.ones(HIDDEN, dtype=torch.bfloat16)
+        sample.tensors[f"model.layers.{index}.mlp.middle.weight"] = weight
+
+
 @fault("V1", UP)
 def untouched_scales(sample: Sample) -> None:
     sample.tensors[f"{UP}.weight_scale"].fill_(1)
@@ -1047,6 +1149,28 @@ def scales_too_large(sample: Sample) -> None:
 @fault("V6", "model.norm.weight")
 def norm_is_not_a_number(sample: Sample) -> None:
     sample.tensors["model.norm.weight"][3] = float("nan")
+
+
+@fault("V7", "lm_head.weight", severity=WARNING)
+def head_of_zeros(sample: Sample) -> None:
+    sample.tensors["lm_head.weight"].zero_()
+
+
+@fault("V7", "model.embed_tokens.weight", compared=True, also="R4")
+def embedding_of_zeros(sample: Sample) -> None:
+    sample.tensors["model.embed_tokens.weight"].zero_()
+
+
+@fault("V7", f"{LAYER}.input_layernorm.weight", severity=WARNING)
+def norm_of_zeros(sample: Sample) -> None:
+    sample.tensors[f"{LAYER}.input_layernorm.weight"].zero_()
+
+
+@fault("V7", "model.norm.weight", compared=True)
+def norm_of_zeros_after_smoothing(sample: Sample) -> None:
+    """What moves values between layers changes norms, and leaves none of zeros."""
+    sample.tensors["model.norm.weight"].zero_()
+    sample.files["recipe.yaml"] = b"quant_stage:\n  quant_modifiers:\n    SmoothQuantModifier: {}\n"
 
 
 @fault("V6", UP, base="FP8_DYNAMIC")

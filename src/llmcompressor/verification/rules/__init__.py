@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from llmcompressor.verification.rules import (
     attention,
+    classes,
     config,
     embeddings,
     experts,
@@ -33,6 +34,7 @@ __all__ = ["NOT_CHECKED", "RULES"]
 RULES: tuple[Rule, ...] = (
     *config.RULES,
     *sizes.RULES,
+    *classes.RULES,
     *lookup.RULES,
     *schemes.RULES,
     *formats.RULES,

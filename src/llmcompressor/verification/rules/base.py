@@ -282,10 +282,10 @@ class View:
         """
         if self.tensors is None or (self.settings and not self.is_compressed_tensors):
             return None
-        headers = self._as_plain()
-        return build(self.config, headers) if headers else None
+        return build(self.config, self.plain) if self.plain else None
 
-    def _as_plain(self) -> dict[str, TensorInfo] | None:
+    @cached_property
+    def plain(self) -> dict[str, TensorInfo] | None:
         """The tensors of the model before it was quantized; ``None`` if a size is not known."""
         found = {}
         for name, entry in self.entries.items():

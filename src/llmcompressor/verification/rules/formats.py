@@ -61,7 +61,7 @@ def codes_are_matrices(view: View) -> Iterator[Problem]:
 
 
 RULES = (
-    Rule("C1", "tensors have the shapes of their scheme", codes_are_matrices, server=""),
+    Rule("C1", "codes are matrices", codes_are_matrices, server=""),
     Rule(
         "C4",
         "schemes are those that their formats hold",

@@ -9,7 +9,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from llmcompressor.verification.built import is_of_another_type
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.families import class_names
 from llmcompressor.verification.layout import Entry
@@ -371,14 +370,6 @@ def _unlike_the_class(view: View, known: set[str]) -> Iterator[Problem]:
     """Shapes that the class of transformers does not take, and numbers that are no floats."""
     built = view.built
     if built is None:
-        if view.tensors is not None and is_of_another_type(view.config):
-            yield Problem(
-                "config.json",
-                f"Its class {view.config['architectures'][0]} is not one of the model type "
-                f"{view.config.get('model_type')}.",
-                "Write the class of the original model into architectures.",
-                Severity.WARNING,
-            )
         return
     severity = _of_foreign_code(view)
     for name, (ours, theirs) in built.wrong.items():

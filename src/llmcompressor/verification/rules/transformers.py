@@ -117,6 +117,7 @@ def _other_codes(view: View, entry: Entry, group: Group) -> Iterator[Problem]:
 
 
 def _plain_instead(view: View) -> Iterator[Problem]:
+    yield from _tied_head(view)
     for entry in view.matrices:
         if entry.is_quantized or entry.is_expert or view.is_draft(entry.name):
             continue
@@ -128,6 +129,20 @@ def _plain_instead(view: View) -> Iterator[Problem]:
         yield Problem(
             entry.name,
             f"transformers looks for its codes ({group.name}), and the file holds a plain weight.",
+            "Add it to ignore.",
+        )
+
+
+def _tied_head(view: View) -> Iterator[Problem]:
+    """A head that takes the embedding for its weight is there for transformers all the same."""
+    name = view.built.tied_head if view.built is not None else ""
+    if not name or name in view.entries or not view.settings:
+        return
+    group = view.choice(Entry(name, {}, "head", "dense"), "transformers").group
+    if group is not None and group.scheme.weights is not None and group.scheme.format != "dense":
+        yield Problem(
+            name,
+            f"It is tied to the embedding, and transformers looks for its codes ({group.name}).",
             "Add it to ignore.",
         )
 
