@@ -22,6 +22,7 @@ _DECIDED = {
     "config": "configuration",
     "headers": "headers",
     "tensors": "small tensors",
+    "written": "headers, by transformers",
     "deployment": "deployment",
 }
 

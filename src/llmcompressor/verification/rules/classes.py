@@ -20,7 +20,7 @@ from llmcompressor.verification.built import (
 )
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.families import class_names
-from llmcompressor.verification.rules.base import Problem, Rule, View, joined
+from llmcompressor.verification.rules.base import WRITTEN, Problem, Rule, View, joined
 from llmcompressor.verification.rules.sizes import sizes_are_positive
 
 __all__ = ["RULES"]
@@ -38,8 +38,6 @@ _LEFT_OUT = re.compile(
 
 def class_can_be_built(view: View) -> Iterator[Problem]:
     """C5."""
-    if view.tensors is None:
-        return  # it is only planned: what it is made from was loaded so
     yield from _named(view)
     if view.built is not None or any(sizes_are_positive(view)):
         return  # C3 says why it cannot
@@ -134,6 +132,12 @@ def _is_of_transform(view: View, name: str) -> bool:
 
 
 RULES = (
-    Rule("C5", "the class of config.json can be built", class_can_be_built, server=""),
-    Rule("C6", "the class takes what is stored", nothing_is_left_out, server=""),
+    Rule(
+        "C5",
+        "the class of config.json can be built",
+        class_can_be_built,
+        server="",
+        needs=WRITTEN,
+    ),
+    Rule("C6", "the class takes what is stored", nothing_is_left_out, server="", needs=WRITTEN),
 )

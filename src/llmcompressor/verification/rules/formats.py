@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from llmcompressor.verification.expected import is_decodable, scale_shape
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.rules.base import CONFIG, Problem, Rule, View, joined
-from llmcompressor.verification.scheme import FORMATS
+from llmcompressor.verification.scheme import FORMATS, Args
 
 __all__ = ["RULES"]
 
@@ -25,11 +25,17 @@ def schemes_fit_their_formats(view: View) -> Iterator[Problem]:
             yield Problem(
                 group.name, f"Nothing says what shares a scale: its weights are {weights}.", _SCHEME
             )
-        elif not is_decodable(group.scheme):
+        elif not (is_decodable(group.scheme) or _is_wide(form, weights)):
             yield Problem(
                 group.name, f"The format {form} holds no weights that are {weights}.", _SCHEME
             )
     yield from _overall(view)
+
+
+def _is_wide(form: str, weights: Args) -> bool:
+    """Whether these are integers of more than 8 bits, which compressed-tensors stores unpacked."""
+    is_unpacked = form in ("int-quantized", "naive-quantized")
+    return is_unpacked and weights.kind == "int" and weights.bits in range(9, 33)
 
 
 def _overall(view: View) -> Iterator[Problem]:
