@@ -254,7 +254,7 @@ def gate_of_the_shared_expert(sample: Sample) -> None:
 # -------------------------------------------------------------- schemes and tensors (S21 to S38)
 
 
-@fault("S21", "group_0", base="FP8_DYNAMIC", also="S19 T4")
+@fault("S21", "group_0", base="FP8_DYNAMIC", also="C4 S19 T4")
 def floats_in_the_wrong_format(sample: Sample) -> None:
     sample.group["format"] = "pack-quantized"
 
@@ -437,6 +437,11 @@ def cache_of_integers(sample: Sample) -> None:
     sample.settings["kv_cache_scheme"]["type"] = "int"
 
 
+@fault("S50", "kv_cache_scheme", base="cache", severity=WARNING)
+def scales_of_a_cache_without_a_scheme(sample: Sample) -> None:
+    sample.settings["kv_cache_scheme"] = None
+
+
 @fault("S51", f"{K}.output_scale", base="cache", also="S54 S23")
 def old_name_of_the_scale(sample: Sample) -> None:
     scale = sample.tensors.pop(f"{LAYER}.self_attn.k_scale")
@@ -464,7 +469,7 @@ def scale_of_the_cache_is_zero(sample: Sample) -> None:
     sample.tensors[f"{LAYER}.self_attn.v_scale"].zero_()
 
 
-@fault("S55", "kv_cache_scheme", base="cache", severity=WARNING)
+@fault("S55", "kv_cache_scheme", base="cache", severity=WARNING, also="C5")
 def cache_of_a_latent(sample: Sample) -> None:
     sample.config["model_type"] = "deepseek_v3"
 
@@ -775,6 +780,13 @@ def head_by_class(sample: Sample) -> None:
     sample.settings["ignore"].remove("lm_head")
 
 
+@fault("T4", "lm_head", compared=True, also="R5")
+def tied_head_by_class(sample: Sample) -> None:
+    sample.drop("lm_head.")
+    sample.config["tie_word_embeddings"] = True
+    sample.settings["ignore"] = []
+
+
 @fault("T5", "lm_head", base="head")
 def head_is_ignored_by_class(sample: Sample) -> None:
     sample.settings["ignore"].append("Linear")
@@ -790,7 +802,12 @@ def experts_that_are_looked_for_in_stacks(sample: Sample) -> None:
     sample.config["model_type"] = "gpt_oss"
 
 
-@fault("T6", f"{LAYER}.feed_forward.experts", deployment=Deployment(server="transformers"))
+@fault(
+    "T6",
+    f"{LAYER}.feed_forward.experts",
+    deployment=Deployment(server="transformers"),
+    also="C5",
+)
 def experts_that_are_looked_for_one_by_one(sample: Sample) -> None:
     sample.config["model_type"] = "llama4_text"
     for own, shape in {"gate_up_proj": (HIDDEN, 2 * INNER), "down_proj": (INNER, HIDDEN)}.items():
@@ -825,7 +842,7 @@ def encoder_that_generate_calls(sample: Sample) -> None:
     sample.config["is_encoder_decoder"] = True
 
 
-@fault("L2", DOWN, deployment=Deployment(server="transformers"))
+@fault("L2", DOWN, deployment=Deployment(server="transformers"), also="C5")
 def packed_weights_of_another_type(sample: Sample) -> None:
     sample.config["model_type"] = "recurrent_gemma"
 
@@ -898,6 +915,60 @@ def scales_of_another_group_size(sample: Sample) -> None:
     sample.group["weights"]["group_size"] = 64
 
 
+def _flat(sample: Sample) -> None:
+    sample.tensors[f"{UP}.weight_packed"] = sample.tensors[f"{UP}.weight_packed"].reshape(-1)
+
+
+@fault("C1", UP)
+def flat_codes(sample: Sample) -> None:
+    _flat(sample)
+
+
+@fault("C1", UP, base="W3A16", compared=True)
+def flat_codes_of_three_bits(sample: Sample) -> None:
+    _flat(sample)
+
+
+@fault("C1", UP, base="NVFP4")
+def flat_codes_of_floats(sample: Sample) -> None:
+    _flat(sample)
+
+
+@fault("C1", UP, base="MXFP4", compared=True)
+def flat_codes_of_powers(sample: Sample) -> None:
+    _flat(sample)
+
+
+@fault("C4", "group_0", compared=True, also="S21")
+def integers_said_to_be_floats(sample: Sample) -> None:
+    sample.group["weights"]["type"] = "float"
+
+
+@fault("C4", "group_0", compared=True, also="S3")
+def groups_of_no_size(sample: Sample) -> None:
+    sample.group["weights"]["group_size"] = None
+
+
+@fault("C4", "group_0", base="FP8_DYNAMIC")
+def small_floats_of_four_bits(sample: Sample) -> None:
+    sample.group["weights"]["num_bits"] = 4
+
+
+@fault("C4", "group_0", base="FP8_DYNAMIC")
+def floats_in_the_format_of_integers(sample: Sample) -> None:
+    sample.group["format"] = "int-quantized"
+
+
+@fault("C4", "group_0", base="MXFP4", compared=True)
+def powers_of_eight_bits(sample: Sample) -> None:
+    sample.group["weights"]["num_bits"] = 8
+
+
+@fault("C4", "quantization_config", severity=WARNING)
+def another_format_of_the_whole(sample: Sample) -> None:
+    sample.settings["format"] = "float-quantized"
+
+
 @fault("C2", "lm_head")
 def another_vocabulary(sample: Sample) -> None:
     sample.config["vocab_size"] += 1
@@ -937,6 +1008,96 @@ def vocabulary_is_a_truth(sample: Sample) -> None:
 @fault("C3", "text_config.num_attention_heads", base="tower")
 def no_heads_within(sample: Sample) -> None:
     sample.config["text_config"]["num_attention_heads"] = 0
+
+
+@fault("C5", "config.json", compared=True)
+def class_of_another_model(sample: Sample) -> None:
+    sample.config["architectures"] = ["GPT2LMHeadModel"]
+
+
+@fault("C5", "config.json", severity=WARNING)
+def class_that_is_built_alike(sample: Sample) -> None:
+    sample.config["architectures"] = ["MistralForCausalLM"]
+
+
+@fault("C5", "config.json")
+def another_model_type(sample: Sample) -> None:
+    sample.config["model_type"] = "gpt2"
+
+
+@fault("C5", "config.json", compared=True)
+def model_type_that_has_more(sample: Sample) -> None:
+    sample.config["model_type"] = "qwen3"
+
+
+@fault("C5", "model_type", deployment=BY_TRANSFORMERS)
+def model_type_that_is_none(sample: Sample) -> None:
+    sample.config["model_type"] = "lama"
+
+
+@fault("C5", "model_type", severity=WARNING)
+def model_type_that_vllm_may_have(sample: Sample) -> None:
+    sample.config["model_type"] = "lama"
+
+
+@fault("C5", "model_type")
+def model_type_lost(sample: Sample) -> None:
+    del sample.config["model_type"]
+
+
+@fault("C5", "model_type")
+def model_type_in_a_list(sample: Sample) -> None:
+    sample.config["model_type"] = ["llama"]
+
+
+@fault("C5", "architectures", severity=WARNING)
+def class_lost(sample: Sample) -> None:
+    del sample.config["architectures"]
+
+
+@fault("C5", "architectures", deployment=Deployment(tp=(1,), server="vllm"))
+def class_lost_for_vllm(sample: Sample) -> None:
+    del sample.config["architectures"]
+
+
+@fault("C5", "architectures")
+def class_is_a_number(sample: Sample) -> None:
+    sample.config["architectures"] = 3
+
+
+@fault("C5", "config.json")
+def activation_that_is_none(sample: Sample) -> None:
+    sample.config["hidden_act"] = "no_such"
+
+
+@fault("C5", "config.json")
+def heads_that_do_not_divide(sample: Sample) -> None:
+    sample.config |= {"num_attention_heads": 5, "head_dim": None}
+
+
+def _biases(sample: Sample, value: float) -> None:
+    """Biases of attention, which the configuration does not say to be there."""
+    for index in range(2):
+        for own in "qkvo":
+            name = f"model.layers.{index}.self_attn.{own}_proj.bias"
+            sample.tensors[name] = torch.full((HIDDEN,), value, dtype=torch.bfloat16)
+
+
+@fault("C6", Q)
+def biases_that_are_left_out(sample: Sample) -> None:
+    _biases(sample, 0.5)
+
+
+@fault("C6", Q, severity=NOTE)
+def biases_of_zero(sample: Sample) -> None:
+    _biases(sample, 0)
+
+
+@fault("C6", f"{LAYER}.mlp.middle", severity=WARNING)
+def module_that_is_left_out(sample: Sample) -> None:
+    for index in range(2):
+        weight = torch.ones(HIDDEN, dtype=torch.bfloat16)
+        sample.tensors[f"model.layers.{index}.mlp.middle.weight"] = weight
 
 
 @fault("V1", UP)
@@ -988,6 +1149,28 @@ def scales_too_large(sample: Sample) -> None:
 @fault("V6", "model.norm.weight")
 def norm_is_not_a_number(sample: Sample) -> None:
     sample.tensors["model.norm.weight"][3] = float("nan")
+
+
+@fault("V7", "lm_head.weight", severity=WARNING)
+def head_of_zeros(sample: Sample) -> None:
+    sample.tensors["lm_head.weight"].zero_()
+
+
+@fault("V7", "model.embed_tokens.weight", compared=True, also="R4")
+def embedding_of_zeros(sample: Sample) -> None:
+    sample.tensors["model.embed_tokens.weight"].zero_()
+
+
+@fault("V7", f"{LAYER}.input_layernorm.weight", severity=WARNING)
+def norm_of_zeros(sample: Sample) -> None:
+    sample.tensors[f"{LAYER}.input_layernorm.weight"].zero_()
+
+
+@fault("V7", "model.norm.weight", compared=True)
+def norm_of_zeros_after_smoothing(sample: Sample) -> None:
+    """What moves values between layers changes norms, and leaves none of zeros."""
+    sample.tensors["model.norm.weight"].zero_()
+    sample.files["recipe.yaml"] = b"quant_stage:\n  quant_modifiers:\n    SmoothQuantModifier: {}\n"
 
 
 @fault("V6", UP, base="FP8_DYNAMIC")

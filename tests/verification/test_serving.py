@@ -17,11 +17,11 @@ from llmcompressor.errors import ArgumentError
 from llmcompressor.schemes.presets import PRESETS
 from llmcompressor.verification import Deployment, Severity, check_serving
 from llmcompressor.verification.rules import RULES
-from llmcompressor.verification.rules.base import TENSORS
+from llmcompressor.verification.rules.base import TENSORS, WRITTEN
 
-BY_HEADERS = {rule.number for rule in RULES if rule.needs != TENSORS}
-# These two faults lie in the content of a small tensor.
-BY_CONTENT = {"shape_that_is_not_true", "scale_of_the_cache_is_zero"}
+BY_HEADERS = {rule.number for rule in RULES if rule.needs not in (TENSORS, WRITTEN)}
+# Two of these faults lie in the content of a small tensor, one in what the class has beside it.
+BY_CONTENT = {"shape_that_is_not_true", "scale_of_the_cache_is_zero", "tied_head_by_class"}
 HEADER_FAULTS = [
     fault for fault in FAULTS if fault.rule in BY_HEADERS and fault.plant.__name__ not in BY_CONTENT
 ]

@@ -8,15 +8,17 @@ gives way to the names of the modules that it meant.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.utils.match import match_name, match_targets
 from torch.nn import Module
 
+from llmcompressor.checkpoint.expert_groups import found_for_experts
 from llmcompressor.checkpoint.source import quantization_method, quantized_error
 from llmcompressor.errors import CheckpointError
+from llmcompressor.modeling.fused import is_expert
 
 __all__ = ["existing_quantization", "merge_quantization"]
 
@@ -69,19 +71,24 @@ def merge_quantization(
         compressed: modules that were quantized before, by name; stand-ins of their classes do.
 
     Returns:
-        The groups of both, those of the source first.
+        The groups of both, those of the source first, unless experts need another order.
 
     Raises:
         CheckpointError: the source does not say how one of its modules is quantized.
     """
     before = _Groups(old, compressed)
     after = _Groups(new, modules)
-    groups = before.apart_from(modules)
+    groups: dict[str, Mapping[str, Any]] = {**before.apart_from(modules)}
+    of_experts = before.with_experts() & set(groups)
     taken = set(groups)
-    for number, group in enumerate(after.apart_from(compressed).values(), start=len(groups)):
+    added = after.apart_from(compressed)
+    for number, (own, group) in enumerate(added.items(), start=len(groups)):
         name = next(name for name in _names(number) if name not in taken)
         taken.add(name)
         groups[name] = group
+        if own in after.with_experts():
+            of_experts.add(name)
+    groups = _found_for_experts(groups, of_experts)
     both = {**compressed, **modules}
     ignore = old.get("ignore") or ()
     wrong = _Targets(ignore).reaches(both)
@@ -95,6 +102,16 @@ def merge_quantization(
         "kv_cache_scheme": old.get("kv_cache_scheme"),
         "ignore": list(dict.fromkeys([*new["ignore"], *kept])),
     }
+
+
+def _found_for_experts(
+    groups: Mapping[str, Mapping[str, Any]], of_experts: Collection[str]
+) -> dict[str, Mapping[str, Any]]:
+    names = list(groups)
+    found = found_for_experts(
+        [groups[name]["targets"] for name in names], {names.index(name) for name in of_experts}
+    )
+    return {names[index]: {**groups[names[index]], "targets": targets} for index, targets in found}
 
 
 class _Targets:
@@ -155,6 +172,10 @@ class _Groups:
                     "Compress the original, unquantized model.",
                 )
             self._members[by_target[found]][name] = module
+
+    def with_experts(self) -> set[str]:
+        """The groups with experts of a mixture."""
+        return {name for name, members in self._members.items() if any(map(is_expert, members))}
 
     def apart_from(self, others: Mapping[str, Module]) -> dict[str, dict[str, Any]]:
         """The groups with targets that reach none of other modules; without empty ones."""

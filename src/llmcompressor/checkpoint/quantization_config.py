@@ -27,15 +27,15 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.quant_config import get_vllm_module_type
 from torch.nn import Embedding, Linear, Module
-from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.compress import QuantizedModule
-from llmcompressor.checkpoint.layout import checkpoint_names, merges_experts
+from llmcompressor.checkpoint.expert_groups import dense_experts, expert_stacks, found_for_experts
+from llmcompressor.checkpoint.layout import checkpoint_names
 from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.fused import is_expert
-from llmcompressor.names import named_modules, own_parameters
+from llmcompressor.names import named_modules
 
 __all__ = ["build_quantization_config"]
 
@@ -99,13 +99,16 @@ def build_quantization_config(
     for group in attention:
         group.targets = _attention_targets(model, group)
 
+    every = [*groups, *attention]
     schemes = [
-        group.scheme.model_copy(update={"targets": group.targets})
-        for group in [*groups, *attention]
+        every[index].scheme.model_copy(update={"targets": targets})
+        for index, targets in found_for_experts(
+            [group.targets for group in every], _of_experts(groups)
+        )
     ]
     named = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
     config = QuantizationConfig(
-        config_groups={**_dense_experts(model, schemes, quantized), **named},
+        config_groups={**dense_experts(model, schemes, quantized), **named},
         quantization_status=status,
         kv_cache_scheme=_kv_cache_scheme(quantized),
         format=_overall_format(groups).value,
@@ -165,6 +168,15 @@ def _group(entries: Iterable[QuantizedModule]) -> list[_Group]:
         group.members.append(entry)
         group.targets += [item for item in entry.scheme.targets if item not in group.targets]
     return groups
+
+
+def _of_experts(groups: Sequence[_Group]) -> set[int]:
+    """The groups with experts of a mixture."""
+    return {
+        index
+        for index, group in enumerate(groups)
+        if any(is_expert(entry.name) for entry in group.members)
+    }
 
 
 def _candidates(model: PreTrainedModel, groups: Sequence[_Group]) -> list[_Candidate]:
@@ -337,53 +349,9 @@ def _ignore(
     return names + (_fused_experts(model, quantized_names) if "Linear" in types else [])
 
 
-def _dense_experts(
-    model: PreTrainedModel,
-    schemes: Sequence[QuantizationScheme],
-    quantized: Sequence[QuantizedModule],
-) -> dict[str, QuantizationScheme]:
-    """A group that matches nothing, so that transformers finds experts which are not quantized.
-
-    Where a checkpoint holds experts one by one and the model holds their stack, transformers
-    takes them to be quantized by the first group that names experts or, failing that, a class. It
-    then looks for packed tensors only, and leaves dense experts random with no more than a
-    warning; for 8-bit floats alone it takes dense weights too. So such a group comes first (names
-    are sorted), and its target cannot match.
-    """
-    names = {entry.name for entry in quantized}
-    if not (merges_experts(model) and _expert_stacks(model, names)):
-        return {}
-    if any(is_expert(name) for name in names):  # those have to be found, the others cannot be
-        return {}
-    by_pattern = [
-        scheme
-        for scheme in schemes
-        if any(target.startswith("re:") and "experts" in target for target in scheme.targets)
-    ]
-    by_class = [
-        scheme
-        for scheme in schemes
-        if any(not target.startswith("re:") for target in scheme.targets)
-    ]
-    taken = next(iter([*by_pattern, *by_class, *schemes]), None)
-    weights = taken.weights if taken is not None else None
-    if weights is not None and weights.type == "float" and weights.num_bits == 8:
-        return {}
-    return {
-        "experts_not_quantized": QuantizationScheme(
-            targets=["re:(?!)experts"],
-            weights=QuantizationArgs(num_bits=8, type="float", strategy="tensor"),
-            input_activations=QuantizationArgs(
-                num_bits=8, type="float", strategy="tensor", dynamic=True
-            ),
-            format=CompressionFormat.float_quantized.value,
-        )
-    }
-
-
 def _fused_experts(model: PreTrainedModel, quantized: set[str]) -> list[str]:
     """Patterns of experts that are one 3-D parameter here, and Linear modules elsewhere."""
-    stacks = _expert_stacks(model, quantized)
+    stacks = expert_stacks(model, quantized)
     stored = checkpoint_names(model, stacks)
     patterns = []
     for name in stacks:
@@ -391,16 +359,6 @@ def _fused_experts(model: PreTrainedModel, quantized: set[str]) -> list[str]:
             match = _INDEXED.search(path)
             patterns.append(rf"re:(?:.*\.)?{re.escape(match.group(1) if match else path)}.*")
     return list(dict.fromkeys(patterns))
-
-
-def _expert_stacks(model: PreTrainedModel, quantized: set[str]) -> list[str]:
-    return [
-        name
-        for name, module in named_modules(model)
-        if not isinstance(module, _ConvNd)
-        and any(parameter.ndim == 3 for parameter in own_parameters(module))
-        and not any(other.startswith(f"{name}.") for other in quantized)
-    ]
 
 
 def _attention_targets(model: PreTrainedModel, group: _Group) -> list[str]:

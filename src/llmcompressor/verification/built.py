@@ -9,19 +9,21 @@ is done by itself, and what it misses it would begin with at random.
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmcompressor.verification.config_changes import configuration, quiet_transformers
+from llmcompressor.verification.config_changes import configuration, quiet_transformers, read_by
 from llmcompressor.verification.facts import TensorInfo
+from llmcompressor.verification.families import class_names
 from llmcompressor.verification.layout import PLAIN_FLOATS
 
-__all__ = ["Built", "build", "is_of_another_type"]
+__all__ = ["Built", "build", "build_others", "is_known_type", "is_of_another_type", "refusal"]
 
 _FROM_FILES = frozenset(
     {"quantization_config", "compression_config", "architectures", "dtype", "torch_dtype"}
@@ -40,6 +42,11 @@ class Built:
         missing: those that nothing was loaded into.
         wrong: name → the file's shape and the class's.
         not_floats: tensors of the file that are no floats, and are loaded into floats.
+        unexpected: tensors of the file that it has no place for.
+        tied_head: a Linear that takes the embedding for its weight, and of which the file holds
+            nothing; empty if there is none.
+        silencing: weights of norms that let nothing through where they are zero. (Of many
+            classes, such as Gemma's, the weight is what is added to one.)
     """
 
     name: str
@@ -47,6 +54,14 @@ class Built:
     missing: tuple[str, ...]
     wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     not_floats: tuple[str, ...]
+    unexpected: tuple[str, ...] = ()
+    tied_head: str = ""
+    silencing: frozenset[str] = frozenset()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tensor of it was found, in its shape."""
+        return not self.missing and not self.wrong
 
     def has_module(self, path: str) -> bool:
         """Whether the class has a module, or a tensor, of this path."""
@@ -57,11 +72,16 @@ def _model_class(config: Mapping[str, Any]) -> Any:
     """The class of transformers that a configuration names; ``None`` if there is none."""
     import transformers  # noqa: PLC0415  # loads much
 
-    names = config.get("architectures")
-    first = names[0] if isinstance(names, list) and names else None
-    found = getattr(transformers, first, None) if isinstance(first, str) else None
+    found = getattr(transformers, next(iter(class_names(config)), ""), None)
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model else None
+
+
+def is_known_type(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has the model type of a configuration, or it brings code of its own."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415  # loads much
+
+    return bool(config.get("auto_map")) or config.get("model_type") in CONFIG_MAPPING
 
 
 def is_of_another_type(config: Mapping[str, Any]) -> bool:
@@ -87,6 +107,59 @@ def build(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> Built
     kind, settings = _model_class(config), configuration(config, _FROM_FILES)
     if kind is None or settings is None or not isinstance(settings, kind.config_class or ()):
         return None
+    return _load(kind, settings, headers)
+
+
+def build_others(
+    config: Mapping[str, Any], headers: Mapping[str, TensorInfo]
+) -> Iterator[Built | None]:
+    """What readers take where class and model type of a configuration do not belong together.
+
+    The class that is named, with a configuration of its own, and the class that transformers has
+    for the model type. ``None`` for each that cannot be built.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM  # noqa: PLC0415  # loads much
+
+    kind, settings = _model_class(config), configuration(config, _FROM_FILES)
+    if kind is not None and isinstance(kind.config_class, type):
+        try:
+            own = read_by(kind.config_class, config, {*_FROM_FILES, "model_type"})
+        except Exception:  # what a class refuses may be of any kind
+            yield None
+        else:
+            yield _load(kind, own, headers)
+    for auto in (AutoModelForCausalLM, AutoModel):
+        mapping: Any = auto._model_mapping
+        if type(settings) in mapping:
+            yield _load(mapping[type(settings)], settings, headers)
+            return
+
+
+def refusal(config: Mapping[str, Any]) -> str:
+    """Why transformers cannot make a model of a configuration; empty if it can.
+
+    Neither what code of the checkpoint's own may read, nor what another package is needed for, is
+    a reason.
+    """
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415  # loads much
+
+    name = config.get("model_type")
+    if config.get("auto_map") or not isinstance(name, str) or name not in CONFIG_MAPPING:
+        return ""
+    try:
+        settings = read_by(CONFIG_MAPPING[name], config, _FROM_FILES)
+        kind = _model_class(config)
+        if kind is not None and isinstance(settings, kind.config_class or ()):
+            with quiet_transformers(), torch.device("meta"):
+                kind(settings)
+    except ImportError:
+        return ""
+    except Exception as error:  # a class of any kind
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return ""
+
+
+def _load(kind: Any, settings: Any, headers: Mapping[str, TensorInfo]) -> Built | None:
     from transformers import PreTrainedModel  # noqa: PLC0415  # loads much
 
     state = {
@@ -118,7 +191,42 @@ def build(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> Built
         tuple(sorted(name for name in info["missing_keys"] if not _is_apart(name, own, apart))),
         {name: (tuple(ours), tuple(theirs)) for name, ours, theirs in info["mismatched_keys"]},
         tuple(_not_floats(model, own, headers)),
+        tuple(sorted(name for name in info["unexpected_keys"] if not _EXPERT.match(name))),
+        _tied_head(model, {*headers, *info["missing_keys"]}),
+        frozenset(_silencing(model)),
     )
+
+
+def _silencing(model: Any) -> Iterator[str]:
+    known: dict[tuple[type, int], bool] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if "norm" in type(module).__name__.lower() and weight is not None and weight.ndim == 1:
+            key = (type(module), len(weight))
+            if key not in known:
+                known[key] = _is_silenced(module, len(weight))
+            if known[key]:
+                yield f"{name}.weight"
+
+
+def _is_silenced(norm: torch.nn.Module, width: int) -> bool:
+    """Whether a norm whose parameters are zero gives zeros; it is tried with a row of its width."""
+    try:
+        own = copy.deepcopy(norm).to_empty(device="cpu").float()
+        for parameter in own.parameters():
+            parameter.data.zero_()
+        found = own(torch.linspace(-1, 2, width).reshape(1, width))
+    except Exception:  # a module of any kind
+        return False
+    return isinstance(found, Tensor) and not bool(found.any())
+
+
+def _tied_head(model: Any, known: Container[str]) -> str:
+    """The output head, where neither the file has its weight nor transformers misses it."""
+    head = model.get_output_embeddings()
+    names = (name for name, module in model.named_modules() if module is head)
+    name = next(names, "") if isinstance(head, torch.nn.Linear) else ""
+    return "" if f"{name}.weight" in known else name
 
 
 def _experts(names: Any) -> Iterator[str]:

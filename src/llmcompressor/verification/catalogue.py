@@ -17,11 +17,12 @@ __all__ = ["CATALOGUE", "Line", "markdown"]
 
 _ANY = "any reader"
 _NAMES = {"vllm": "vLLM", "transformers": "transformers", "sglang": "SGLang"}
-_WARNINGS = frozenset({"R2", "R6", "S27", "V5"})
+_WARNINGS = frozenset({"R2", "R6", "S27", "V5", "V7"})
 _DECIDED = {
     "config": "configuration",
     "headers": "headers",
     "tensors": "small tensors",
+    "written": "headers, by transformers",
     "deployment": "deployment",
 }
 

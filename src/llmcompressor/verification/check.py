@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmcompressor.errors import CheckpointError
 from llmcompressor.progress import progress
 from llmcompressor.verification.decode import Codes, codes_of
 from llmcompressor.verification.expected import expected_tensors, misfits
-from llmcompressor.verification.facts import Deployment, Finding
+from llmcompressor.verification.facts import Deployment, Finding, Severity
 from llmcompressor.verification.files import Files, open_checkpoint
 from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.reference import Reference, WeightError
@@ -180,10 +180,28 @@ def _read(
         name = f"{entry.name}.{own}" if entry.name else own
         if entry.is_quantized and own != "bias":
             continue
-        done.findings += check_plain(files, name)
+        found = list(check_plain(files, name, may_be_zero=not _says_something(view, entry, own)))
         if original is not None:
-            done.findings += original.compare_plain(name, done.used)
+            compared = original.compare_plain(name, done.used)
+            found = [*_explained(found, compared), *compared]
+        done.findings += found
     return done
+
+
+def _says_something(view: View, entry: Entry, own: str) -> bool:
+    """Whether nothing comes through where a plain tensor is zero."""
+    if own != "weight":
+        return False
+    if entry.kind in ("embedding", "head"):
+        return entry.rows is not None and entry.rows == view.size("vocab_size")
+    return view.built is not None and f"{entry.name}.weight" in view.built.silencing
+
+
+def _explained(found: list[Finding], compared: list[Finding]) -> list[Finding]:
+    """Zeros that the original has too are meant; those that it has not are an error."""
+    if not compared:
+        return [one for one in found if one.rule != "V7"]
+    return [replace(one, severity=Severity.ERROR) if one.rule == "V7" else one for one in found]
 
 
 def _codes(files: Files, view: View, entry: Entry, scheme: Scheme | None) -> Codes | None:

@@ -17,7 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ABSENT", "Change", "as_read", "config_changes", "configuration", "quiet_transformers"]
+__all__ = [
+    "ABSENT",
+    "Change",
+    "as_read",
+    "config_changes",
+    "configuration",
+    "quiet_transformers",
+    "read_by",
+]
 
 ABSENT = object()
 """The value of what is not there."""
@@ -122,13 +130,21 @@ def configuration(config: Mapping[str, Any], left_out: Container[str] = _FREE) -
     name = config.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
         return None
-    plain = {key: value for key, value in config.items() if key not in left_out}
-    plain = {key: _decoded(value) for key, value in plain.items()}
     try:
-        with quiet_transformers():
-            return CONFIG_MAPPING[name].from_dict(copy.deepcopy(plain))
+        return read_by(CONFIG_MAPPING[name], config, left_out)
     except Exception:  # what a class refuses may be of any kind
         return None
+
+
+def read_by(kind: Any, config: Mapping[str, Any], left_out: Container[str] = _FREE) -> Any:
+    """The configuration object that a class of transformers makes of a file.
+
+    Raises:
+        Exception: of any kind, where the class refuses what it reads.
+    """
+    plain = {key: _decoded(value) for key, value in config.items() if key not in left_out}
+    with quiet_transformers():
+        return kind.from_dict(copy.deepcopy(plain))
 
 
 def _decoded(value: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from torch import Tensor
 
+from llmcompressor.verification.expected import is_decodable
 from llmcompressor.verification.files import Files
 from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.scheme import Args, Scheme
@@ -212,6 +213,6 @@ def _factors(scale: Tensor, overall: Tensor | None) -> Tensor:
 def codes_of(files: Files, entry: Entry, scheme: Scheme, columns: int) -> Codes | None:
     """The codes of a module, ``None`` if its tensors do not allow to decode them."""
     rows = entry.rows
-    if scheme.weights is None or rows is None or scheme.format in (None, "dense"):
+    if rows is None or not is_decodable(scheme):
         return None
     return Codes(files, entry, scheme, rows, columns)

@@ -15,6 +15,7 @@ __all__ = [
     "Expected",
     "columns_of",
     "expected_tensors",
+    "is_decodable",
     "is_stored_so",
     "misfits",
     "scale_shape",
@@ -84,6 +85,28 @@ def columns_of(
 def is_stored_so(entry: Entry, scheme: Scheme) -> bool:
     """Whether the codes of a module lie in the file as its format has them: packed, or not."""
     return (entry.form == "coded") == (weight_dtype(scheme) is not None)
+
+
+def is_decodable(scheme: Scheme) -> bool:
+    """Whether the format of a scheme can hold weights of its kind and bits.
+
+    >>> is_decodable(Scheme(Args(4, "float", True, "group", 32), format="pack-quantized"))
+    False
+    """
+    args, form = scheme.weights, scheme.format
+    if args is None or not scale_shape(args, 1, 1):
+        return False
+    is_integer = args.kind == "int" and 1 <= args.bits <= 8
+    is_small_float = (args.kind, args.bits) == ("float", 8)
+    return {
+        "pack-quantized": is_integer,
+        "int-quantized": is_integer,
+        "float-quantized": is_small_float,
+        "naive-quantized": is_integer or is_small_float,
+        "nvfp4-pack-quantized": args.is_nvfp4,
+        "mxfp4-pack-quantized": args.is_mxfp4,
+        "mxfp8-quantized": is_small_float and args.symmetric and args.group == 32,
+    }.get(form or "", False)
 
 
 def scale_shape(args: Args, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:

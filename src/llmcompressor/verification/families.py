@@ -158,6 +158,12 @@ def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) and text else config
 
 
+def class_names(config: Mapping[str, Any]) -> list[str]:
+    """The classes that ``config.json`` names, as far as they are names."""
+    found = config.get("architectures")
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
 def family_of(config: Mapping[str, Any], present: Collection[str] | None = None) -> Family:
     """The row for a configuration; that of Llama if there is none.
 

@@ -16,6 +16,7 @@ from llmcompressor.verification.config_changes import ABSENT, config_changes
 from llmcompressor.verification.decode import CHUNK, Codes, Part
 from llmcompressor.verification.dropped import DroppedExperts
 from llmcompressor.verification.facts import Finding, Severity
+from llmcompressor.verification.families import text_settings
 from llmcompressor.verification.files import DTYPES, Files, tensor_chunks
 from llmcompressor.verification.history import (
     DROPS,
@@ -218,14 +219,16 @@ class Reference:
             said = f"Its shape is {[codes.rows, codes.columns]} and was {list(shape)}."
             return [_finding("R3", name, said, _AGAIN)], None
         sums = _Sums()
-        unit = self._roundoff(source, codes)
+        dtype = self._computed(codes)
+        unit = self._roundoff(source, codes, dtype)
         for part in codes.parts():
             rows = len(part.units)
             original = self.rows(source, part.start, part.start + rows).float()
             original = original.reshape(part.units.shape)
             _add(sums, part, original)
             if self.work is Work.NEAREST:
-                _bound(sums, part, original, codes.args, unit)
+                rounded = original if dtype is None else original.to(dtype).float()
+                _bound(sums, part, rounded, codes.args, unit)
         return list(self._judge(name, codes.args, sums)), _error(name, sums)
 
     def _source_of(self, codes: Codes) -> Source | None:
@@ -235,11 +238,28 @@ class Reference:
             return sources[0] if sources else None
         return self._nearest(sources, first.start, (first.units * first.scale).flatten(1))
 
-    def _roundoff(self, source: Source, codes: Codes) -> float:
+    def _computed(self, codes: Codes) -> torch.dtype | None:
+        """The dtype of the weight that was rounded: a run may have converted the original to it.
+
+        Scales have it, or where they are no plain floats what ``config.json`` says.
+        """
+        stored = codes.entry.own["weight_scale"].dtype
+        if stored in PLAIN_FLOATS:
+            return DTYPES[stored]
+        config = self.checkpoint.config
+        said = (
+            str(holder.get(key) or "").removeprefix("torch.")
+            for holder in (config, text_settings(config))
+            for key in ("dtype", "torch_dtype")
+        )
+        plain = {str(DTYPES[name]).removeprefix("torch."): DTYPES[name] for name in PLAIN_FLOATS}
+        return next((plain[name] for name in said if name in plain), None)
+
+    def _roundoff(self, source: Source, codes: Codes, dtype: torch.dtype | None) -> float:
         """The relative error of one rounding in the dtype that was calculated in."""
         names = [self.files.places[source.name].info.dtype, codes.entry.own["weight_scale"].dtype]
-        units = (torch.finfo(DTYPES[name]).eps / 2 for name in names if name in PLAIN_FLOATS)
-        return max(units, default=0.0)
+        kinds = {DTYPES[name] for name in names if name in PLAIN_FLOATS} | {dtype} - {None}
+        return max((torch.finfo(kind).eps / 2 for kind in kinds if kind), default=0.0)
 
     def _tied(self, name: str) -> Source | None:
         """The input embedding, for a head that the original does not hold."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmcompressor.verification.facts import Deployment, Finding, Severity, TensorInfo, Tensors
 from llmcompressor.verification.rules import RULES
-from llmcompressor.verification.rules.base import TENSORS, Rule, View
+from llmcompressor.verification.rules.base import TENSORS, WRITTEN, Rule, View
 
 __all__ = ["check_serving", "check_view"]
 
@@ -45,7 +45,7 @@ def check_view(view: View) -> list[Finding]:
 def _findings(rule: Rule, view: View) -> Iterator[Finding]:
     if not view.deployment.concerns(rule.server):
         return
-    if rule.needs == TENSORS and view.tensors is None:
+    if rule.needs in (TENSORS, WRITTEN) and view.tensors is None:
         return
     for problem in rule.check(view):
         severity = problem.severity or rule.severity

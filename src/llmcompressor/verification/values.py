@@ -26,6 +26,7 @@ TITLES = {
     "V4": "codes were written",
     "V5": "scales use the range of the codes",
     "V6": "plain tensors are finite",
+    "V7": "embeddings, heads and norms are not zero throughout",
 }
 _AGAIN = "Compress the model anew."
 _SCALES = ("weight_scale", "input_scale", "output_scale")
@@ -357,15 +358,30 @@ def _is_finite(values: Tensor) -> bool:
     return not values.numel() or int((bits & torch.iinfo(integers).max).amax()) < ones
 
 
-def check_plain(files: Files, name: str) -> Iterator[Finding]:
-    """V6, for a tensor of plain floats."""
+def check_plain(files: Files, name: str, *, may_be_zero: bool = True) -> Iterator[Finding]:
+    """V6 and V7, for a tensor of plain floats.
+
+    Args:
+        files: the checkpoint.
+        name: the tensor.
+        may_be_zero: nothing is wrong with it if it is zero throughout.
+    """
     if name in files.broken or files.places[name].info.dtype not in PLAIN_FLOATS:
         return
     bad = 0
+    is_zero = not may_be_zero and files.places[name].info.numel > 0
     for chunk in tensor_chunks(files, name, _CHUNK):
         if not _is_finite(chunk):
             bad += int((~torch.isfinite(chunk)).sum())
+        is_zero = is_zero and not bool(chunk.any())
+    say = _Say(name, [])
     if bad:
-        say = _Say(name, [])
         say("V6", f"It has {bad} values that are not finite.", "Compress a sound model.")
-        yield from say.findings
+    if is_zero:
+        say(
+            "V7",
+            "All of it is zero: it was never written, or the model says nothing.",
+            "Compare it with the original by --reference.",
+            Severity.WARNING,
+        )
+    yield from say.findings

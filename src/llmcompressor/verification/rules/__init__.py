@@ -10,9 +10,11 @@ from types import MappingProxyType
 
 from llmcompressor.verification.rules import (
     attention,
+    classes,
     config,
     embeddings,
     experts,
+    formats,
     kernels,
     loading,
     lookup,
@@ -32,8 +34,10 @@ __all__ = ["NOT_CHECKED", "RULES"]
 RULES: tuple[Rule, ...] = (
     *config.RULES,
     *sizes.RULES,
+    *classes.RULES,
     *lookup.RULES,
     *schemes.RULES,
+    *formats.RULES,
     *tensors.RULES,
     *parallel.RULES,
     *kernels.RULES,
@@ -51,7 +55,6 @@ NOT_CHECKED = MappingProxyType(
     {
         "S17": "Data for others: the table of families that S14, S15, S16 and S68 use.",
         "S31": "Servers handle it: shards of FP8 tensors are requantized to the largest scale.",
-        "S50": "Says what a declared scheme switches on; nothing in a checkpoint can breach it.",
         "S56": "Says what is left out: attention groups are skipped, which S2 allows for.",
         "T3": "Says when transformers decompresses; nothing in a checkpoint can breach it.",
         "T7": "The same facts as S77 and S5, which are checked.",

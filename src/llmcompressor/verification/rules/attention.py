@@ -54,6 +54,20 @@ def cache_scheme_is_served(view: View) -> Iterator[Problem]:
         )
 
 
+def scales_have_a_scheme(view: View) -> Iterator[Problem]:
+    """S50."""
+    if _cache(view) is not None or any(group.is_attention for group in view.groups):
+        return
+    found = [name for name in view.headers if _SCALES.fullmatch(name.rpartition(".")[2])]
+    if found:
+        yield Problem(
+            "kv_cache_scheme",
+            f"There is none, and {joined(found)} are stored: the cache is not quantized unless "
+            "a server is told so.",
+            "Write the kv_cache_scheme that they were calibrated for, or remove the scales.",
+        )
+
+
 def scales_have_names(view: View) -> Iterator[Problem]:
     """S51."""
     args = _cache(view)
@@ -165,6 +179,12 @@ def latent_attention(view: View) -> Iterator[Problem]:
 
 RULES = (
     Rule("S49", "the cache's scheme is served", cache_scheme_is_served, needs=CONFIG),
+    Rule(
+        "S50",
+        "stored scales of the cache have a scheme",
+        scales_have_a_scheme,
+        severity=Severity.WARNING,
+    ),
     Rule("S51", "scales of the cache have accepted names", scales_have_names),
     Rule("S52", "scales of the cache have accepted shapes", scales_have_shapes),
     Rule("S53", "scales per head", heads_need_groups, needs=DEPLOYMENT),

@@ -29,6 +29,7 @@ __all__ = [
     "HEADERS",
     "TENSORS",
     "VERSIONS",
+    "WRITTEN",
     "Misfit",
     "Problem",
     "Rule",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 CONFIG, HEADERS, TENSORS, DEPLOYMENT = "config", "headers", "tensors", "deployment"
+WRITTEN = "written"
 VERSIONS = {"vllm": "0.33", "transformers": "5.17", "sglang": "0.5"}
 """The releases whose rules these are; a rule that holds for others as well says so itself."""
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
@@ -70,7 +72,8 @@ class Rule:
         check: finds breaches.
         server: whose rule it is.
         versions: the releases that it holds for, where they are not :data:`VERSIONS`.
-        needs: ``config``, ``headers``, ``tensors`` (small ones) or ``deployment``.
+        needs: ``config``, ``headers``, ``tensors`` (small ones), ``deployment`` or ``written``: a
+            checkpoint that is only planned is built by the class that its original was loaded by.
         severity: of a breach, unless the breach says otherwise.
         is_limit: the checkpoint is sound and this server alone cannot serve it; unless that
             server is asked about, a breach is a warning.
@@ -282,10 +285,10 @@ class View:
         """
         if self.tensors is None or (self.settings and not self.is_compressed_tensors):
             return None
-        headers = self._as_plain()
-        return build(self.config, headers) if headers else None
+        return build(self.config, self.plain) if self.plain else None
 
-    def _as_plain(self) -> dict[str, TensorInfo] | None:
+    @cached_property
+    def plain(self) -> dict[str, TensorInfo] | None:
         """The tensors of the model before it was quantized; ``None`` if a size is not known."""
         found = {}
         for name, entry in self.entries.items():

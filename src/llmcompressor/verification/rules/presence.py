@@ -9,8 +9,8 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from llmcompressor.verification.built import is_of_another_type
 from llmcompressor.verification.facts import Severity
+from llmcompressor.verification.families import class_names
 from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.rules.base import Problem, Rule, View, joined
 from llmcompressor.verification.rules.tensors import KNOWN
@@ -244,7 +244,7 @@ def _is_norm(entry: Entry) -> bool:
 def _last_norms(view: View) -> Iterator[Problem]:
     """The norm behind the last layer, where layers have norms of their own."""
     is_plain = _is_plain_type(view)
-    if not (is_plain or _is_decoder(view)) or view.text.get("model_type") in _NO_LAST_NORM:
+    if not (is_plain or _is_decoder(view)) or str(view.text.get("model_type")) in _NO_LAST_NORM:
         return
     norms = [entry.name for entry in view.entries.values() if _is_norm(entry)]
     for stack in _stacks(view):
@@ -264,7 +264,7 @@ def _last_norms(view: View) -> Iterator[Problem]:
 
 
 def _is_decoder(view: View) -> bool:
-    return any("CausalLM" in str(name) for name in view.config.get("architectures") or ())
+    return any("CausalLM" in name for name in class_names(view.config))
 
 
 def _ends(view: View) -> Iterator[Problem]:
@@ -370,14 +370,6 @@ def _unlike_the_class(view: View, known: set[str]) -> Iterator[Problem]:
     """Shapes that the class of transformers does not take, and numbers that are no floats."""
     built = view.built
     if built is None:
-        if view.tensors is not None and is_of_another_type(view.config):
-            yield Problem(
-                "config.json",
-                f"Its class {view.config['architectures'][0]} is not one of the model type "
-                f"{view.config.get('model_type')}.",
-                "Write the class of the original model into architectures.",
-                Severity.WARNING,
-            )
         return
     severity = _of_foreign_code(view)
     for name, (ours, theirs) in built.wrong.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmcompressor.verification.rules.base import CONFIG, Problem, Rule, View
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "sizes_are_positive"]
 
 _SIZES = (
     "hidden_size",

@@ -146,7 +146,9 @@ def divisors_are_plausible(view: View) -> Iterator[Problem]:
     """S29."""
     for entry in view.quantized:
         scale = _read(view, entry, "weight_global_scale")
-        if scale is None or not bool(torch.isfinite(scale).all()) or not bool((scale > 0).all()):
+        if scale is None or not scale.numel():
+            continue
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
             continue
         if float(scale.min()) < _LEAST_DIVISOR:
             yield Problem(

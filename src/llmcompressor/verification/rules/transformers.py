@@ -117,6 +117,7 @@ def _other_codes(view: View, entry: Entry, group: Group) -> Iterator[Problem]:
 
 
 def _plain_instead(view: View) -> Iterator[Problem]:
+    yield from _tied_head(view)
     for entry in view.matrices:
         if entry.is_quantized or entry.is_expert or view.is_draft(entry.name):
             continue
@@ -128,6 +129,20 @@ def _plain_instead(view: View) -> Iterator[Problem]:
         yield Problem(
             entry.name,
             f"transformers looks for its codes ({group.name}), and the file holds a plain weight.",
+            "Add it to ignore.",
+        )
+
+
+def _tied_head(view: View) -> Iterator[Problem]:
+    """A head that takes the embedding for its weight is there for transformers all the same."""
+    name = view.built.tied_head if view.built is not None else ""
+    if not name or name in view.entries or not view.settings:
+        return
+    group = view.choice(Entry(name, {}, "head", "dense"), "transformers").group
+    if group is not None and group.scheme.weights is not None and group.scheme.format != "dense":
+        yield Problem(
+            name,
+            f"It is tied to the embedding, and transformers looks for its codes ({group.name}).",
             "Add it to ignore.",
         )
 
@@ -154,16 +169,18 @@ def selection_is_the_same(view: View) -> Iterator[Problem]:
             )
 
 
-def _guessed(view: View) -> Group | None:
-    """The group that transformers takes for experts: named by a pattern, else by a class."""
-    ordered = sorted(view.groups, key=lambda group: group.name)
-    for group in ordered:
+def _taken(view: View) -> Group | None:
+    """The group that transformers takes for experts, ``None`` if there are no groups.
+
+    It is named by a pattern, else by anything else, else it is the first in the file.
+    """
+    for group in view.groups:
         if any(text.startswith("re:") and "experts" in text for text in group.targets):
             return group
-    for group in ordered:
+    for group in view.groups:
         if any(not text.startswith("re:") for text in group.targets):
             return group
-    return None
+    return view.groups[0] if view.groups else None
 
 
 def _types(view: View) -> set[str]:
@@ -216,10 +233,10 @@ def _taken_apart(view: View) -> Iterator[Problem]:
 
 def _merged(view: View) -> Iterator[Problem]:
     """The families whose experts transformers unpacks one by one and puts into stacks."""
-    guessed = _guessed(view)
-    for path, entry in _loaded(view):
+    taken = _taken(view)
+    for path, entry in _loaded(view) if view.settings else ():
         if not entry.is_quantized:
-            yield from _dense_experts(path, guessed)
+            yield from _dense_experts(path, taken)
             continue
         group = view.choice(entry).group
         scheme = group.scheme if group is not None else None
@@ -227,22 +244,38 @@ def _merged(view: View) -> Iterator[Problem]:
             continue
         for reason in _lost(entry, scheme, scheme.weights):
             yield Problem(path, reason, "Serve it with vLLM.")
-        if guessed is not None and guessed.scheme != scheme:
+        if taken is not None and not _is_read_alike(taken.scheme, scheme):
             yield Problem(
                 path,
-                f"transformers takes {guessed.name} for its experts, which have another scheme.",
-                "Name the experts by a pattern with 'experts' in it, in one group.",
+                f"transformers takes {taken.name} for its experts, which have another scheme.",
+                "Name the experts by a pattern with 'experts' in it, in the first group that has "
+                "such a pattern.",
             )
 
 
-def _dense_experts(path: str, guessed: Group | None) -> Iterator[Problem]:
-    weights = guessed.scheme.weights if guessed is not None else None
-    if guessed is None or weights is None or (weights.kind == "float" and weights.bits == 8):
+def _is_small_float(args: Args | None) -> bool:
+    return args is not None and (args.kind, args.bits) == ("float", 8)
+
+
+def _is_read_alike(one: Scheme, other: Scheme) -> bool:
+    """Whether transformers makes the same weights of experts: how inputs are rounded is no matter.
+
+    8-bit floats are multiplied with their scales, whatever these are shared by.
+    """
+    if _is_small_float(one.weights) and _is_small_float(other.weights):
+        return True
+    return (one.weights, one.format) == (other.weights, other.format)
+
+
+def _dense_experts(path: str, taken: Group | None) -> Iterator[Problem]:
+    if taken is not None and _is_small_float(taken.scheme.weights):
         return
     yield Problem(
         path,
-        f"Its experts are plain, and transformers looks for codes of {guessed.name}: they are "
-        "random there.",
+        f"Its experts are plain, and transformers looks for codes of {taken.name}: they are "
+        "random there."
+        if taken is not None
+        else "Its experts are plain, and without any group transformers fails to load them.",
         "Put a group of 8-bit floats first whose pattern says 'experts' and matches nothing.",
         Severity.ERROR,
     )
