@@ -208,7 +208,6 @@ class _Run:
         """Plan the output, fill it, and give it its name."""
         job, model = self.job, self.blueprint.model
         assert job.output_dir is not None
-        was_tied = is_tied(model)
         self.session.initialize(
             model=model, start=-1, recipe=job.recipe, calib_data=self.batches, copy_data=False
         )
@@ -226,7 +225,6 @@ class _Run:
                 planned,
                 self.blueprint.source.tensors,
                 save_compressed=job.model_args.save_compressed,
-                apart=was_tied and not is_tied(model),
             )
             compressed, source = job.model_args.save_compressed, self.blueprint.source.directory
             config = planned_config(model, source, prediction, compressed=compressed)
