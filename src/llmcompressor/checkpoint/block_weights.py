@@ -85,6 +85,19 @@ class BlockWeights:
         blocks = {block: digest for block, digest in self.digests.items() if block != REST}
         return {**self._rest, **blocks}
 
+    def read_digest(self) -> str:
+        """One hash for the tensors of all blocks; those that nobody has read yet are read.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        hashes = _Hashes()
+        for block in self._blocks:
+            if block not in self.digests:
+                self.digests[block] = self._read(block).hashes.together
+            hashes.by_name[block] = self.digests[block]
+        return hashes.together
+
     def load_rest(self) -> None:
         """Load what lies in no block, and find out which embeddings are tied."""
         self.load(REST)

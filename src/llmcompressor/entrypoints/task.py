@@ -128,11 +128,28 @@ class Task:
             return None
         if self.recipe_args.stage:
             target /= self.recipe_args.stage
-        return check_output_dir(
+        self.check_free(target, is_ours=self._may_be_finished(target))
+        return target.expanduser().resolve()
+
+    def _may_be_finished(self, target: Path) -> bool:
+        """Whether what is in the output may be what this very call would make."""
+        return False
+
+    def check_free(self, target: Path, *, is_ours: bool = False) -> None:
+        """Refuse an output directory that could not be written at the end.
+
+        Args:
+            target: the directory.
+            is_ours: what is there is known to be this call's.
+
+        Raises:
+            OutputError: it is a file, is in use, overlaps the input, or cannot be created.
+        """
+        check_output_dir(
             target,
             source=self.source,
             overwrite=self.model_args.overwrite,
-            is_ours=is_being_published(target),
+            is_ours=is_ours or is_being_published(target),
         )
 
     @property
