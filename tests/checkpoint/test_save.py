@@ -218,13 +218,17 @@ class TestTies:
         assert "lm_head.weight" in tensors(tmp_path / "out")
         assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
 
-    def test_equal_embeddings_become_one(self, tmp_path: Path) -> None:
-        model = w4a16(tiny.llama())
-        model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_equal_embeddings_become_one_unless_they_are_to_stay_apart(
+        self, tied: bool, tmp_path: Path
+    ) -> None:
+        model = w4a16(tiny.llama(tied=tied))
+        weight = model.model.embed_tokens.weight
+        model.lm_head.weight = torch.nn.Parameter(weight.detach().clone())
         save_checkpoint(model, tmp_path / "out")
-        assert "lm_head.weight" not in tensors(tmp_path / "out")
-        assert config_of(tmp_path / "out")["tie_word_embeddings"] is True
-        assert model.config.tie_word_embeddings is False
+        assert ("lm_head.weight" in tensors(tmp_path / "out")) == (not tied)
+        assert config_of(tmp_path / "out")["tie_word_embeddings"] is tied
+        assert model.config.tie_word_embeddings is tied
 
     def test_a_tie_that_the_configuration_does_not_know(self, tmp_path: Path) -> None:
         model = w4a16(tiny.llama())

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
     Gemma4ForCausalLM,
@@ -27,6 +29,10 @@ from transformers import (
     RobertaForMaskedLM,
     RwkvConfig,
     RwkvForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from llmcompressor import oneshot, plan, verify
@@ -223,6 +229,56 @@ def test_mappings_are_found_where_buffers_have_no_values_yet(tmp_path: Path) -> 
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("streamed", "whole")]
     assert files[0] == files[1]
     assert torch.equal(logits(made[0]), logits(made[1]))
+
+
+def t5() -> PreTrainedModel:
+    heads = {"num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
+    return T5ForConditionalGeneration(
+        T5Config(d_model=64, d_kv=16, d_ff=128, vocab_size=128, decoder_start_token_id=0, **heads)
+    )
+
+
+def bart() -> PreTrainedModel:
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in _BART}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    return BartForConditionalGeneration(BartConfig(vocab_size=128, d_model=64, **sizes, **tokens))
+
+
+def whisper() -> PreTrainedModel:
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in _BART}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return WhisperForConditionalGeneration(
+        WhisperConfig(vocab_size=128, d_model=64, num_mel_bins=8, **sizes, **tokens)
+    )
+
+
+_BART = (("layers", 2), ("ffn_dim", 128), ("attention_heads", 4))
+
+
+@pytest.mark.parametrize("build", [t5, bart, whisper, bert])
+def test_what_is_tied_besides_the_head_gets_its_own_too(build: Any, tmp_path: Path) -> None:
+    """An untied configuration makes readers look for each of the tables, and for biases."""
+    torch.manual_seed(0)
+    made = build().to(torch.bfloat16)
+    made.save_pretrained(tmp_path / "model")
+    tied = set(made.all_tied_weights_keys)
+    assert tied
+    recipe = QuantizationModifier(targets=["Linear"], scheme="W8A8", ignore=[*HEADS, "proj_out"])
+    given: dict[str, Any] = {"recipe": recipe, "tie_word_embeddings": False}
+    planned = plan(tmp_path / "model", measure=False, **given)
+    oneshot(model=str(tmp_path / "model"), output_dir=tmp_path / "out", **given)
+    weights = tmp_path / "out" / "model.safetensors"
+    assert planned.sizes is not None
+    assert planned.sizes.weights == weights.stat().st_size
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
+    read, info = type(made).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    before, after = made.state_dict(), read.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in tied)
+    findings = verify(tmp_path / "out", reference=tmp_path / "model").findings
+    assert not [one for one in findings if one.severity == "error"]
 
 
 @pytest.mark.parametrize("names", [["num_experts"], ["num_local_experts"], ["num_experts", "x"]])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from llmcompressor.checkpoint import space
 from llmcompressor.checkpoint.staging import check_output_dir, staged
 from llmcompressor.checkpoint.workspace import opened, reserved
+from llmcompressor.checkpoint.write_errors import check_file
 from llmcompressor.errors import OutputError
 
 HOLDERS = {
@@ -27,6 +29,45 @@ def test_a_name_that_is_too_long_is_refused_before_the_work(tmp_path: Path, leng
     with pytest.raises(OutputError, match="has 256 bytes"):
         check_output_dir(tmp_path / ("n" * 256) / "out")
     assert check_output_dir(tmp_path / ("n" * 150) / "out")
+
+
+def _as_folder(place: Path) -> Path:
+    place.mkdir()
+    return place
+
+
+def _below_a_file(place: Path) -> Path:
+    place.touch()
+    return place / "report.json"
+
+
+def _where_nothing_can_be_made(place: Path) -> Path:
+    return Path("/proc/report.json")
+
+
+def _with_a_long_name(place: Path) -> Path:
+    return place / ("n" * 256) / "report.json"
+
+
+@pytest.mark.parametrize(
+    "make", [_as_folder, _below_a_file, _where_nothing_can_be_made, _with_a_long_name]
+)
+def test_a_file_that_cannot_be_written(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    file = make(tmp_path / "place.json")
+    with pytest.raises(OutputError, match=r"X: file is .*, which cannot be written"):
+        check_file(file, "X: file")
+
+
+def test_nothing_is_left_of_trying_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old.json").write_text("kept")
+    before = (tmp_path / "old.json").stat().st_mtime_ns
+    monkeypatch.chdir(tmp_path)
+    for name in ("old.json", "new.json", "a/b/new.json"):
+        check_file(tmp_path / name, "file")
+        check_file(Path(name), "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert (tmp_path / "old.json").read_text() == "kept"
+    assert (tmp_path / "old.json").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize("holder", HOLDERS)

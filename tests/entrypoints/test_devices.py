@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from llmcompressor import model_free_ptq, oneshot, plan, train
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.errors import ArgumentError
+from llmcompressor.modifiers.awq import AWQModifier
+from llmcompressor.modifiers.quantization import GPTQModifier
 
 RECIPE = "modifiers: {QuantizationModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head]}}"
 WRONG = {
@@ -51,6 +54,19 @@ def test_cuda_where_there_is_none(call: str, pico: Path, tmp_path: Path) -> None
     for device in ("cuda", "cuda:0"):
         with pytest.raises(ArgumentError, match=f"'{device}': this machine"):
             CALLS[call](str(pico), tmp_path / "out", device)
+
+
+@pytest.mark.parametrize("device", WRONG)
+def test_a_device_that_a_modifier_names(device: str, pico: Path, tmp_path: Path) -> None:
+    """The data is not even looked for."""
+    recipe = [AWQModifier(offload_device=device), GPTQModifier(targets="Linear", scheme="W4A16")]
+    match = f"AWQModifier: offload_device cannot be {WRONG[device]}"
+    with pytest.raises(ArgumentError, match=match):
+        oneshot(model=pico, recipe=recipe, dataset="no-such-data", output_dir=tmp_path / "out")
+    recipe = [AWQModifier(offload_device=device), GPTQModifier(targets="Linear", scheme="W4A16")]
+    problems = plan(pico, recipe, [{"input_ids": [1, 2, 3]}], measure=False).problems
+    assert [one for one in problems if re.search(match, str(one.message))]
+    assert not list(tmp_path.iterdir())
 
 
 def test_devices_that_are_there() -> None:

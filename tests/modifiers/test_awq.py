@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.modifiers import awq as old_path
-from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 from llmcompressor.recipe import Recipe
 
@@ -158,6 +158,19 @@ def test_one_set_of_fields_stands_for_both() -> None:
     recipe = Recipe.create_instance(text)
     assert recipe == Recipe.create_instance([old_path.AWQModifier(**fields)])
     assert Recipe.create_instance(recipe.yaml()) == recipe
+
+
+@pytest.mark.parametrize(
+    "given", [None, "cpu", "cpu:0", torch.device("cpu", 0), torch.device("cpu")]
+)
+def test_a_device_is_kept_by_its_name(given: Any) -> None:
+    modifier = AWQModifier(offload_device=given)
+    name = None if given is None else str(given)
+    assert modifier.offload_device == name
+    recipe = Recipe.from_modifiers([modifier, GPTQModifier(targets="Linear", scheme="W4A16")])
+    read = Recipe.create_instance(recipe.yaml()).modifiers[0]
+    assert isinstance(read, AWQModifier)
+    assert read.offload_device == name
 
 
 def test_mappings_read_back() -> None:

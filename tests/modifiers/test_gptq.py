@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_llama as tiny
+import tiny_mixtures as mixtures
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -23,6 +24,7 @@ from llmcompressor.modifiers.gptq.base import SolveRecord
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.numerics import gptq as gptq_numerics
 from llmcompressor.numerics.hessian import SingularHessianError
+from llmcompressor.quantization import column_solver
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.presets import PRESETS
 
@@ -187,12 +189,32 @@ def test_statistics_in_main_memory_are_the_same() -> None:
         assert torch.equal(one.weight, other.weight)
 
 
-@pytest.mark.parametrize("batched", [False, True, "auto"])
-def test_batched_solving_is_a_matter_of_speed(batched: bool | str, reference: Tensor) -> None:
-    options: dict[str, Any] = {"pipeline": "layer_sequential"}
-    alone = tiny.run(tiny.llama(), gptq(batched_quantization=False), **options)
-    model = tiny.run(tiny.llama(), gptq(batched_quantization=batched), **options)
-    assert error(model, reference) == pytest.approx(error(alone, reference), rel=0.1)
+@pytest.mark.parametrize(
+    ("batched", "most"),
+    [(False, 1), (None, 1), (1, 1), (2, 2), (3, 3), (8, 4), (True, 4), ("auto", 4)],
+)
+def test_batched_solving_is_a_matter_of_speed(
+    batched: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four experts have Linears of one shape."""
+    sizes: list[int] = []
+    whole = column_solver._solve_batch
+
+    def counted(problems: Any, given: Any) -> Any:
+        sizes.append(len(problems))
+        return whole(problems, given)
+
+    def solved(batched: Any) -> list[Tensor]:
+        model = mixtures.mixture("mixtral", num_local_experts=4, intermediate_size=64)
+        recipe = gptq(targets="Linear", batched_quantization=batched)
+        tiny.run(model, recipe, pipeline="layer_sequential")
+        return [one.weight for one in tiny.linears(model).values()]
+
+    alone = solved(False)
+    monkeypatch.setattr(column_solver, "_solve_batch", counted)
+    for one, other in zip(solved(batched), alone, strict=True):
+        assert float((one == other).float().mean()) > 0.95
+    assert max(sizes) == most
 
 
 def test_twice_the_same_run_gives_the_same_bits() -> None:
@@ -503,12 +525,19 @@ def test_the_schemes_of_the_recipe_are_not_changed() -> None:
         ("asymmetric_ridge", 0.0),
         ("refinements", -1),
         ("batched_quantization", "always"),
+        ("batched_quantization", 0),
+        ("batched_quantization", -1),
+        ("batched_quantization", 2.5),
         ("actorder", "backwards"),
     ],
 )
 def test_fields_out_of_bounds_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(RecipeError, match=field):
         gptq(**{field: value})
+
+
+def test_no_dampening_given_is_the_default() -> None:
+    assert gptq(dampening_frac=None).dampening_frac == gptq().dampening_frac == 0.01
 
 
 def test_a_misspelt_field_gets_a_suggestion() -> None:
@@ -523,6 +552,8 @@ def test_a_misspelt_field_gets_a_suggestion() -> None:
         gptq(scheme="NVFP4", targets=["Linear"], actorder=None, dampening_frac=0.05),
         gptq(scheme={"W4A16": ["re:.*mlp.*"], "W8A8": ["re:.*attn.*"]}, block_size=64),
         gptq(scheme="W4A16", kv_cache_scheme={"num_bits": 8, "type": "float"}),
+        gptq(batched_quantization=8, dampening_frac=None),
+        gptq(batched_quantization=None),
     ],
 )
 def test_what_is_saved_of_a_recipe_loads_as_an_equal_one(modifier: GPTQModifier) -> None:

@@ -80,7 +80,7 @@ def test_a_batch_is_solved_as_if_each_were_alone(name: str, ordered: bool, twin:
     options = replace(OPTIONS, ridge=0.03)
     together = solve(problems, options)
     for one, solution in zip(problems, together, strict=True):
-        alike(solution, solve([one], replace(options, batched=False))[0])
+        alike(solution, solve([one], replace(options, batch=1))[0])
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -204,17 +204,17 @@ def test_dead_columns_become_zero_and_disturb_nothing() -> None:
     assert bool(torch.isfinite(solution.weights[0]).all())
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, None])
 @pytest.mark.parametrize("twin", [False, True])
 def test_with_inputs_that_are_all_zero_weights_are_rounded_to_nearest(
-    twin: bool, batched: bool
+    twin: bool, batch: int | None
 ) -> None:
     """Whatever they become is right on these tokens; zeros would be wrong on all others."""
     good = problem(GROUP, GROUP, twin=twin, seed=1)
     idle = problem(GROUP, GROUP, twin=twin)
     nothing_CC = torch.zeros(C, C)
     idle = replace(idle, gram_CC=nothing_CC, cross_CC=nothing_CC if twin else None)
-    options = replace(OPTIONS, ridge=0.03, batched=batched)
+    options = replace(OPTIONS, ridge=0.03, batch=batch)
     first, found, last = solve([good, idle, good], options)
     assert (found.is_idle, found.dampening, found.loss) == (True, None, 0.0)
     for weight_RC, parameters, rounded_RC in zip(

@@ -13,9 +13,14 @@ import tiny_mixtures as small
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmcompressor import oneshot, verify
+from llmcompressor import oneshot, plan, verify
 from llmcompressor.core.state import State
-from llmcompressor.errors import ArgumentError, NonFiniteError, RecipeError, TargetError
+from llmcompressor.errors import (
+    NonFiniteError,
+    OutputError,
+    RecipeError,
+    TargetError,
+)
 from llmcompressor.modifiers.outlined import outlined
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -261,12 +266,25 @@ def test_an_ignore_entry_that_matches_nothing_is_warned_of(warned: list[str]) ->
     assert any("'mixtur' matches no module" in one for one in warned)
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_the_model(tmp_path: Path) -> None:
+    """Here the model is not even there; a plan needs one."""
+    given: dict[str, Any] = {"sparsity": 0.5, "report_path": "/proc/report.json"}
+    with pytest.raises(
+        OutputError, match=r"REAPPruningModifier: report_path is /proc/report\.json"
+    ):
+        oneshot(model=tmp_path / "none", recipe=REAPPruningModifier(**given), dataset="none")
+    small.mixture("mixtral").save_pretrained(tmp_path / "model")
+    rows = [{"input_ids": [3, 4, 5]}]
+    found = plan(tmp_path / "model", REAPPruningModifier(**given), rows, measure=False)
+    assert [one for one in found.problems if "report_path" in str(one.message)]
+
+
 def test_models_and_fields_that_do_not_fit(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     (tmp_path / "folder.json").mkdir()
-    for place, what in (("taken/report.json", "taken is a file"), ("folder.json", "is a folder")):
+    for place, what in (("taken/report.json", "Not a dir"), ("folder.json", "Is a dir")):
         lost = REAPPruningModifier(sparsity=0.5, report_path=str(tmp_path / place))
-        with pytest.raises(ArgumentError, match=what):
+        with pytest.raises(OutputError, match=what):
             tiny.run(small.mixture("mixtral"), lost)
     with pytest.raises(TargetError, match="no mixture"):
         tiny.run(tiny.llama(), REAPPruningModifier(sparsity=0.5))

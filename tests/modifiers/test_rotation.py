@@ -343,6 +343,14 @@ def test_fields_are_checked(fields: dict[str, Any], message: str) -> None:
         SpinQuantModifier(**fields)
 
 
+@pytest.mark.parametrize("seed", [-1, -4, 2**32, 0.5])
+@pytest.mark.parametrize("kind", [SpinQuantModifier, QuIPModifier])
+def test_a_seed_is_a_whole_number_from_zero_on(kind: Any, seed: Any) -> None:
+    with pytest.raises(RecipeError, match="seed"):
+        kind(seed=seed)
+    assert kind(seed=2**32 - 1).seed == 2**32 - 1
+
+
 def test_quip_is_not_learned() -> None:
     with pytest.raises(RecipeError, match="random and not learned"):
         QuIPModifier(learnable=True)

@@ -292,6 +292,12 @@ def test_fields_that_contradict_each_other(
         modifier(**fields)
 
 
+def test_no_dampening_given_is_the_default() -> None:
+    assert SparseGPTModifier(dampening_frac=None, sparsity=0.5).dampening_frac == 0.01
+    with pytest.raises(RecipeError, match="dampening_frac"):
+        SparseGPTModifier(dampening_frac=-1.0, sparsity=0.5)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import published_models as published
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from llmcompressor import oneshot, plan
+from llmcompressor import oneshot, plan, verify
+from llmcompressor.checkpoint import ties
 from llmcompressor.checkpoint.run_report import REPORT_FILE
 from llmcompressor.checkpoint.workspace import Workspace
+from llmcompressor.errors import TargetError
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
@@ -94,6 +98,77 @@ def test_with_calibration_an_untied_head_and_static_scales(
     assert len(found.passes) == 2
     assert found.tokens is not None
     assert (found.tokens.samples, found.tokens.tokens, found.tokens.longest) == (4, 64, 16)
+
+
+def _tied(folder: Path, head: str) -> Path:
+    """A tiny Llama whose configuration ties its embeddings, and what its file holds of a head."""
+    torch.manual_seed(0)
+    config = published.small(published.LLAMA_3_8B) | {"tie_word_embeddings": True}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**config), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    weight = tensors["model.embed_tokens.weight"]
+    stored = {"none": {}, "equal": {"lm_head.weight": weight.clone()}}
+    stored["another"] = {"lm_head.weight": weight * 2}
+    stored["another at the end"] = {"lm_head.weight": weight.clone()}
+    stored["another at the end"]["lm_head.weight"][-1, -1] += 1
+    save_file(tensors | stored[head], folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("head", ["none", "equal", "another", "another at the end"])
+def test_of_tied_embeddings(
+    head: str, tie: bool, as_object: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks for a head of its own gets one; the configuration says which it is."""
+    monkeypatch.setattr(ties, "_ELEMENTS", 1000)  # several pieces, the last one shorter
+    source = _tied(tmp_path / "source", head)
+
+    def model() -> Any:
+        return AutoModelForCausalLM.from_pretrained(source, dtype="auto") if as_object else source
+
+    given = {"tie_word_embeddings": tie}
+    found = plan(model(), recipe("W4A16"), measure=False, **given)
+    oneshot(model=model(), recipe=recipe("W4A16"), output_dir=tmp_path / "out", **given)
+
+    assert found.sizes is not None
+    assert dict(found.sizes.files) == written(tmp_path / "out")
+    is_one = tie and not head.startswith("another")
+    assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) == (not is_one)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is is_one
+    findings = verify(tmp_path / "out", reference=source).findings
+    assert not [one for one in findings if one.severity == "error"]
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (read.lm_head.weight is read.model.embed_tokens.weight) == is_one
+
+
+@pytest.mark.parametrize("target", ["lm_head", "Embedding"])
+def test_a_plan_refuses_one_of_two_tied_weights_as_the_run_does(
+    target: str, tmp_path: Path
+) -> None:
+    source = _tied(tmp_path / "source", "equal")
+    modifier = QuantizationModifier(targets=[target], scheme="W8A16")
+    problems = plan(source, modifier, measure=False).problems
+    assert [str(one.message) for one in problems if "share one weight" in str(one.message)]
+    with pytest.raises(TargetError, match="share one weight"):
+        oneshot(model=source, recipe=modifier, output_dir=tmp_path / "out")
+
+
+def test_files_without_data_are_believed(tmp_path: Path) -> None:
+    """A plan of headers alone takes two tied tensors for one, as the configuration says."""
+    source = _tied(tmp_path / "source", "equal")
+    whole = plan(source, recipe("W4A16"), measure=False)
+    file = source / "model.safetensors"
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    file.write_bytes(file.read_bytes()[:header])
+    hollow = plan(source, recipe("W4A16"), measure=False)
+    assert whole.sizes is not None
+    assert hollow.sizes is not None
+    assert hollow.sizes.weights == whole.sizes.weights
 
 
 ROTATIONS: dict[str, list[Any]] = {

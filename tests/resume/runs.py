@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint import block_writer, journal
+from llmcompressor.checkpoint.finished_blocks import FinishedBlocks
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.rotation import learned as rotations
@@ -220,11 +221,14 @@ class Job:
     recipe: str
     output: Path
     resume: str = "auto"
+    reverse: bool = False
 
-    def __call__(self) -> None:
+    def __call__(self) -> Any:
         data = rows() if self.recipe in NEEDS_DATA else None
+        if self.reverse and data is not None:
+            data.reverse()
         is_starved = self.recipe.startswith("starved")
-        oneshot(
+        return oneshot(
             model=str(self.model.with_name("mixture") if self.recipe in MIXTURES else self.model),
             recipe=RECIPES[self.recipe](),
             dataset=data,
@@ -296,7 +300,8 @@ def _child(job: Job, die_at: str | None, sender: Any) -> None:
 @contextlib.contextmanager
 def _armed(die_at: str | None) -> Iterator[None]:
     """Die at the n-th line of the journal (before it is there, torn, behind it), at the n-th write,
-    or when the first file of the working folder is removed at the end."""
+    when the first file of the working folder is removed at the end, or before or behind the n-th
+    step that changes names or hands the model over once the journal says that all is ready."""
     if die_at is not None:
         kind, number = die_at.rsplit(" ", 1)
         left = itertools.count(int(number) - 1, -1)
@@ -307,6 +312,7 @@ def _armed(die_at: str | None) -> Iterator[None]:
         _arm_journal(strikes)
         _arm_writes(strikes)
         _arm_removal(strikes)
+        _arm_end(strikes)
     yield
 
 
@@ -354,6 +360,34 @@ def _arm_removal(strikes: Callable[[str], bool]) -> None:
         remove(path, *arguments, **options)
 
     shutil.rmtree = dying_remove
+
+
+def _arm_end(strikes: Callable[[str], bool]) -> None:
+    ready = journal.Journal.mark_ready
+    is_ready = []
+
+    def mark_ready(self: Any) -> None:
+        ready(self)
+        is_ready.append(True)
+
+    def armed(owner: Any, name: str) -> None:
+        own = getattr(owner, name)
+
+        def step(*arguments: Any, **options: Any) -> Any:
+            if is_ready and strikes("step"):
+                _die()
+            found = own(*arguments, **options)
+            if is_ready and strikes("step"):
+                _die()
+            return found
+
+        setattr(owner, name, step)
+
+    journal.Journal.mark_ready = mark_ready  # type: ignore[method-assign]
+    for name in ("rename", "replace", "unlink", "rmdir"):
+        armed(Path, name)
+    armed(shutil, "rmtree")
+    armed(FinishedBlocks, "hand_over")
 
 
 def tree(folder: Path) -> dict[str, str]:

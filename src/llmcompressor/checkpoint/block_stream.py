@@ -22,9 +22,9 @@ from llmcompressor.checkpoint.block_writer import BlockWriter
 from llmcompressor.checkpoint.blueprint import Blueprint
 from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.finished_blocks import FinishedBlocks
+from llmcompressor.checkpoint.finished_run import FinishedRun, file_hashes, hash_of
 from llmcompressor.checkpoint.journal import BlockEntry, ProgressEntry
 from llmcompressor.checkpoint.layout import LoadedName
-from llmcompressor.checkpoint.on_demand import load_on_demand
 from llmcompressor.checkpoint.output_layout import OutputLayout
 from llmcompressor.checkpoint.prediction import Prediction, stored_block
 from llmcompressor.checkpoint.scratch_blocks import ScratchBlocks
@@ -272,6 +272,26 @@ class BlockStream:
                 found.setdefault(modifier, {}).update(records)
         return found
 
+    def remember_run(self, fingerprint: Mapping[str, Any]) -> None:
+        """Have the output remember the run; everything else is written.
+
+        Args:
+            fingerprint: of the run.
+        """
+        journal = self._workspace.journal
+        stored = {
+            block: one.digest for (s, block), one in journal.entries.items() if s == self._last
+        }
+        chosen = journal.choices.items()  # without what the free memory decides
+        FinishedRun(
+            hash_of(fingerprint["source"]),
+            hash_of(fingerprint),
+            self._weights.read_digest(),
+            hash_of(stored),
+            file_hashes(self._workspace.files, self._layout),
+            {key: value for key, value in chosen if not key.endswith(".granularity")},
+        ).write(self._workspace.files)
+
     def close(self) -> None:
         """Stop the threads."""
         self._writer.close()
@@ -283,10 +303,7 @@ class BlockStream:
         Args:
             folder: where the checkpoint is now.
         """
-        reader = self._restorer.reader(folder)
-        reader.open_all()  # the folder may be moved, replaced or removed before it is read
-        for module, name in self.names.items():
-            load_on_demand(module, partial(self._restorer.restore_from, reader, name))
+        self._restorer.hand_over(folder, self.names)
 
     # ------------------------------------------------------------------ helpers
 
@@ -398,11 +415,16 @@ class BlockStream:
                 intact.add((stage, block))
             if stage == 0 and entry.source:  # blocks of two sources would make no model
                 self._weights.confirm(block, entry.source, entry.files)
-        damaged = sorted({block or "the rest" for _, block in set(entries) - intact})
-        if damaged:
-            logger.warning(f"{', '.join(damaged)}: damaged on the disk, and done again.")
         if len([block for stage, block in intact if stage == self._last]) <= len(self.names):
-            intact.discard((self._last, REST))  # what is done again may change what comes last
+            last = (self._last, REST)  # what is done again may change what comes last
+            damaged = set(entries) - intact
+            intact.discard(last)
+        else:  # nobody asks for what lay between the passes any more
+            damaged = set()
+            intact.update(entries)
+        if damaged:
+            names = sorted({block or "the rest" for _, block in damaged})
+            logger.warning(f"{', '.join(names)}: damaged on the disk, and done again.")
         if intact:
             total = (self._last + 1) * len(self.names) + 1
             logger.info(f"{len(intact)} of {total} parts are finished already.")

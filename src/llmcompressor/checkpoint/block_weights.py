@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from llmcompressor.checkpoint.blueprint import Blueprint, meta_parameter, quiet_
 from llmcompressor.checkpoint.finite import first_nonfinite, is_finite
 from llmcompressor.checkpoint.layout import LoadedName
 from llmcompressor.checkpoint.reading import TensorReader
+from llmcompressor.checkpoint.ties import same_values, settle_ties
 from llmcompressor.errors import CheckpointError, NonFiniteError
-from llmcompressor.logger import logger
 from llmcompressor.progress import progress
 
 __all__ = ["REST", "BlockWeights"]
@@ -84,10 +85,23 @@ class BlockWeights:
         blocks = {block: digest for block, digest in self.digests.items() if block != REST}
         return {**self._rest, **blocks}
 
+    def read_digest(self) -> str:
+        """One hash for the tensors of all blocks; those that nobody has read yet are read.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        hashes = _Hashes()
+        for block in self._blocks:
+            if block not in self.digests:
+                self.digests[block] = self._read(block).hashes.together
+            hashes.by_name[block] = self.digests[block]
+        return hashes.together
+
     def load_rest(self) -> None:
         """Load what lies in no block, and find out which embeddings are tied."""
         self.load(REST)
-        _settle_ties(self._model)
+        settle_ties(self._model, partial(same_values, self._model))
 
     def check(self) -> None:
         """Read every weight once, before work is put into any of them.
@@ -335,25 +349,3 @@ class _Read:
 def _is_empty(module: Module, name: str) -> bool:
     parameter = module._parameters[name]
     return parameter is None or parameter.is_meta
-
-
-def _settle_ties(model: Any) -> None:
-    """Tie what the configuration ties and the checkpoint holds twice, if it is equal.
-
-    transformers decides so too, but it has to see the values.
-    """
-    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    for target, source in list(tied.items()):
-        path, _, own = target.rpartition(".")
-        module = model.get_submodule(path)
-        first, second = model.get_parameter(source), model.get_parameter(target)
-        if first is second or first.is_meta or second.is_meta:
-            continue
-        if torch.equal(first, second):
-            module._parameters[own] = first
-        else:
-            logger.warning(
-                f"The configuration ties {target} to {source}, but the checkpoint holds different "
-                "values for them: they stay apart."
-            )
-            tied.pop(target)

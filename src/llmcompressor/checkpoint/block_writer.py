@@ -20,7 +20,7 @@ from llmcompressor.checkpoint.reading import DTYPES, bytes_of, dtype_name
 from llmcompressor.checkpoint.space import check_space, lacking
 from llmcompressor.errors import CheckpointError
 
-__all__ = ["BlockWriter"]
+__all__ = ["BlockWriter", "digest_of"]
 
 _CHUNK = 2**26
 
@@ -82,18 +82,7 @@ class BlockWriter:
 
     def digest_of(self, names: Iterable[str]) -> str:
         """Hash of what stands in the places of some tensors now."""
-        digest = xxhash.xxh3_128()
-        for name in sorted(names):
-            place = self._layout.places[name]
-            descriptor, left = self._files[place.file], place.stored.nbytes
-            offset = place.offset
-            while left:
-                part = os.pread(descriptor, min(left, _CHUNK), offset)
-                if not part:
-                    break
-                digest.update(part)
-                offset, left = offset + len(part), left - len(part)
-        return digest.hexdigest()
+        return digest_of(self._files, self._layout, names)
 
     def digests_of(self, groups: Mapping[str, Iterable[str]]) -> dict[str, str]:
         """:meth:`digest_of` of several groups of tensors, on all cores."""
@@ -176,6 +165,28 @@ class BlockWriter:
             os.posix_fallocate(descriptor, 0, file.size)
         _write_all(descriptor, memoryview(file.header), 0)
         return descriptor
+
+
+def digest_of(files: Mapping[str, int], layout: OutputLayout, names: Iterable[str]) -> str:
+    """Hash of what stands in the places of some tensors.
+
+    Args:
+        files: name of a file → its descriptor.
+        layout: the places.
+        names: of the tensors.
+    """
+    digest = xxhash.xxh3_128()
+    for name in sorted(names):
+        place = layout.places[name]
+        descriptor, left = files[place.file], place.stored.nbytes
+        offset = place.offset
+        while left:
+            part = os.pread(descriptor, min(left, _CHUNK), offset)
+            if not part:
+                break
+            digest.update(part)
+            offset, left = offset + len(part), left - len(part)
+    return digest.hexdigest()
 
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:

@@ -13,7 +13,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.layout import checkpoint_layout
-from llmcompressor.modeling.embeddings import embeddings
+from llmcompressor.modeling.embeddings import embeddings, says_tied
 from llmcompressor.names import named_modules
 
 __all__ = ["Contents", "divide"]
@@ -66,7 +66,10 @@ def divide(
 
 
 def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) -> bool | None:
-    """Whether one tensor serves as input and output embeddings; equal ones become one.
+    """Whether one tensor serves as input and output embeddings.
+
+    Two that are equal become one where the configuration ties them, and stay two where it does
+    not: somebody asked for that.
 
     Returns:
         ``None`` if the model has no such pair, or shares it in a way of its own.
@@ -86,7 +89,8 @@ def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) 
     if _is_shared_elsewhere(model, second, key_out):
         return None  # with a decoder's embedding, say, which is not the model's input
     has_bias = getattr(outputs, "bias", None) is not None
-    return can_tie and not has_bias and _made_one(plain, key_in, key_out)
+    may_tie = can_tie and says_tied(model) and not has_bias
+    return may_tie and _made_one(plain, key_in, key_out)
 
 
 def _made_one(plain: dict[str, Tensor], first: str, second: str) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from llmcompressor.checkpoint.block_weights import REST, BlockWeights
 from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.layout import checkpoint_names, loaded_names
+from llmcompressor.checkpoint.on_demand import load_on_demand
 from llmcompressor.checkpoint.output_layout import OutputLayout
 from llmcompressor.checkpoint.reading import TensorReader
 from llmcompressor.checkpoint.source import TensorHeader
@@ -94,6 +96,18 @@ class FinishedBlocks:
             self.restore_from(reader, block, modules)
         finally:
             reader.close()
+
+    def hand_over(self, folder: Path, blocks: Mapping[Module, str]) -> None:
+        """Have blocks be read from the written checkpoint when they are needed.
+
+        Args:
+            folder: where the checkpoint is now; it may be moved, replaced or removed later.
+            blocks: module of each → its name.
+        """
+        reader = self.reader(folder)
+        reader.open_all()
+        for module, name in blocks.items():
+            load_on_demand(module, partial(self.restore_from, reader, name))
 
     def reader(self, folder: Path) -> TensorReader:
         """Reads the checkpoint in ``folder``."""

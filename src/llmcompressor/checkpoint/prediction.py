@@ -25,7 +25,6 @@ from llmcompressor.checkpoint.output_layout import Stored
 from llmcompressor.checkpoint.reading import dtype_name
 from llmcompressor.checkpoint.shards import natural_key
 from llmcompressor.checkpoint.source import TensorHeader
-from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.names import named_modules
 
 __all__ = ["Prediction", "predict", "stored_block"]
@@ -58,7 +57,6 @@ def predict(
     headers: Mapping[str, TensorHeader],
     *,
     save_compressed: bool = True,
-    apart: bool = False,
 ) -> Prediction:
     """Find out what the checkpoint will hold; nothing is computed.
 
@@ -68,7 +66,6 @@ def predict(
             (:class:`~llmcompressor.modifiers.modifier.PlannedModule`).
         headers: the tensors of the source.
         save_compressed: weights are packed, not written dense.
-        apart: input and output embeddings are equal now and will not be.
     """
     forced = parse_format(None if save_compressed else "dense")
     quantized, tensors = [], {}
@@ -93,8 +90,6 @@ def predict(
     order = {name: position for position, (name, _) in enumerate(named_modules(model))}
     quantized.sort(key=lambda entry: order[entry.name])
     state = _expected_state(model, tensors)
-    if apart:
-        state = _with_own_head(model, state)
     contents = divide(model, quantized, state)
     stored = _in_order(model, contents)
     names = {one.name for one in stored}
@@ -148,14 +143,6 @@ def _expected_state(
     for module, own in tensors.items():
         state |= {f"{module}.{name}": tensor for name, tensor in own.items()}
     return state
-
-
-def _with_own_head(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state with an output head of which no value is known, so that it is equal to nothing."""
-    _, head = embeddings(model)
-    names = {module: name for name, module in named_modules(model)}
-    key = "" if head is None else f"{names[head]}.weight"
-    return state | {key: state[key].to("meta")} if key in state else state
 
 
 def _in_order(model: PreTrainedModel, contents: Contents) -> list[Stored]:

@@ -11,7 +11,7 @@ from typing import Any
 from llmcompressor.checkpoint.model_config import write_json
 from llmcompressor.logger import logger
 
-__all__ = ["REPORT_FILE", "write_report"]
+__all__ = ["REPORT_FILE", "own_report", "write_report"]
 
 REPORT_FILE = "compression_report.json"
 _EARLIER = "before"
@@ -41,6 +41,12 @@ def write_report(
         content[_OF_FILES] = dict(check(folder))
     if content:
         write_json(folder / REPORT_FILE, content)
+
+
+def own_report(folder: Path) -> dict[str, Any] | None:
+    """What the run that wrote ``folder`` had to tell."""
+    found = _report_of(folder)
+    return {key: value for key, value in found.items() if key != _EARLIER} or None
 
 
 def _report_of(source: Path | None) -> dict[str, Any]:

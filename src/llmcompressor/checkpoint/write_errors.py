@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from llmcompressor.errors import OutputError
 
-__all__ = ["check_name", "creating", "disk_errors", "write_error"]
+__all__ = ["check_file", "check_name", "creating", "disk_errors", "write_error"]
 
 _CHOOSE = "Choose another output directory."
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -98,6 +99,33 @@ def creating(target: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         raise OutputError(
             f"The output directory {target} cannot be created: {reason}.", _CHOOSE
+        ) from error
+
+
+def check_file(file: Path, what: str) -> None:
+    """Refuse a file that could not be written at the end; nothing is left of the trial.
+
+    Args:
+        file: its folder need not exist.
+        what: who names it, for the error.
+
+    Raises:
+        OutputError: says why.
+    """
+    existing = next(path for path in (file, *file.absolute().parents) if os.path.exists(path))
+    try:
+        if existing == file:
+            file.open("ab").close()
+        else:
+            limit = os.pathconf(existing, "PC_NAME_MAX")
+            names = file.absolute().relative_to(existing).parts
+            if any(len(os.fsencode(name)) > limit for name in names):
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+            tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise OutputError(
+            f"{what} is {file}, which cannot be written: {existing}: {error.strerror or error}.",
+            "Choose another place.",
         ) from error
 
 

@@ -12,11 +12,12 @@ from llmcompressor.errors import ArgumentError
 __all__ = ["named_device"]
 
 
-def named_device(asked: Any) -> torch.device:
+def named_device(asked: Any, what: str = "The argument 'device'") -> torch.device:
     """The device of that name.
 
     Args:
         asked: a name such as ``"cuda:0"``, or a device.
+        what: who names it, for the error.
 
     Raises:
         ArgumentError: torch knows none of that name, or this machine has none; says which it has.
@@ -28,11 +29,11 @@ def named_device(asked: Any) -> torch.device:
     try:
         device = torch.device(asked)
     except (RuntimeError, TypeError, ValueError):
-        raise _refused(asked, "no device has that name", counts) from None
+        raise _refused(asked, "no device has that name", counts, what) from None
     if device.type == "meta":
-        raise _refused(asked, "nothing can be computed there", counts)
+        raise _refused(asked, "nothing can be computed there", counts, what)
     if (device.index or 0) >= counts.get(device.type, 0):
-        raise _refused(asked, "this machine, or this build of torch, has none", counts)
+        raise _refused(asked, "this machine, or this build of torch, has none", counts, what)
     return device
 
 
@@ -45,9 +46,9 @@ def _counts() -> dict[str, int]:
     return counts
 
 
-def _refused(asked: Any, why: str, counts: dict[str, int]) -> ArgumentError:
+def _refused(asked: Any, why: str, counts: dict[str, int], what: str) -> ArgumentError:
     names = [kind if count == 1 else f"{kind}:0 to {count - 1}" for kind, count in counts.items()]
     return ArgumentError(
-        f"The argument 'device' cannot be {str(asked)!r}: {why}.",
+        f"{what} cannot be {str(asked)!r}: {why}.",
         f"This machine has {' and '.join(names)}.",
     )

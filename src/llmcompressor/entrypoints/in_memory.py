@@ -65,6 +65,7 @@ def run_in_memory(job: Job, source: Source | None) -> Module:
         logger.warning("max_memory has no effect: this run needs the whole model in memory.")
     if job.output_dir is None:
         return _run(job, source)
+    job.check_free(job.output_dir)
     with reserved(Path(job.output_dir), resume=job.run_args.resume):
         return _run(job, source)
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from llmcompressor.checkpoint.finished_run import FinishedRun
+from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.datasets import table
 from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import Source, open_source
@@ -57,6 +59,16 @@ class Job(Task):
         if not recipe.modifiers:
             logger.warning("The recipe is empty: the model will not be changed.")
         return recipe
+
+    def _may_be_finished(self, target: Path) -> bool:
+        """As far as the recipe tells; the rest is known when model and data are."""
+        if self.run_args.resume == "never" or self.model_args.overwrite:
+            return False
+        if FinishedRun.read(target) is None:
+            return False
+        file = target / RECIPE_FILE
+        found = file.read_text(encoding="utf-8") if file.is_file() else None
+        return found == (self.recipe.yaml() if self.recipe.modifiers else None)
 
     def _check_log_dir(self) -> None:
         if self.log_dir is None or self.output_dir is None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ from llmcompressor.checkpoint.block_stream import BlockStream
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
 from llmcompressor.checkpoint.experts import open_blueprint
+from llmcompressor.checkpoint.finished_output import FinishedOutput
+from llmcompressor.checkpoint.finished_run import FinishedRun, hash_of
 from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
 from llmcompressor.checkpoint.prediction import Prediction, predict
+from llmcompressor.checkpoint.run_report import own_report
 from llmcompressor.checkpoint.save import (
     DEFAULT_SHARD_SIZE,
     SaveOptions,
@@ -33,12 +36,13 @@ from llmcompressor.checkpoint.source import (
     is_hub_id,
     local_directory,
 )
-from llmcompressor.checkpoint.workspace import Workspace, opened
+from llmcompressor.checkpoint.staging import remove_stale
+from llmcompressor.checkpoint.workspace import Workspace, opened, was_published
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
 from llmcompressor.entrypoints.checking import check_servable, check_written, serves_nobody
-from llmcompressor.entrypoints.fingerprint import fingerprint_of
+from llmcompressor.entrypoints.fingerprint import fingerprint_of, source_print
 from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import (
     Job,
@@ -156,6 +160,10 @@ def run_blueprint(
         As :func:`run_streamed`.
     """
     args, model = job.model_args, blueprint.model
+    assert job.output_dir is not None
+    earlier = FinishedRun.read(job.output_dir)
+    if earlier is not None and earlier.origin != hash_of(source_print(blueprint.source)):
+        job.check_free(job.output_dir)
     weights = BlockWeights(blueprint, list(find_blocks(model).values()))
     limits = Limits(job.run_args.max_memory)
     weights.device = limits.choose_device(weights, args.device)
@@ -208,7 +216,6 @@ class _Run:
         """Plan the output, fill it, and give it its name."""
         job, model = self.job, self.blueprint.model
         assert job.output_dir is not None
-        was_tied = is_tied(model)
         self.session.initialize(
             model=model, start=-1, recipe=job.recipe, calib_data=self.batches, copy_data=False
         )
@@ -226,7 +233,6 @@ class _Run:
                 planned,
                 self.blueprint.source.tensors,
                 save_compressed=job.model_args.save_compressed,
-                apart=was_tied and not is_tied(model),
             )
             compressed, source = job.model_args.save_compressed, self.blueprint.source.directory
             config = planned_config(model, source, prediction, compressed=compressed)
@@ -235,12 +241,43 @@ class _Run:
             layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
             left = sum(_stored_bytes(block) for block in find_blocks(model))
         passes = passes_of(self._modifiers, job.pipeline())
-        with opened(job.output_dir, self._fingerprint(), resume=job.run_args.resume) as workspace:
+        self._prints = self._fingerprint()
+        if not was_published(job.output_dir):
+            if self._take_up(prediction, layout, passes):
+                return
+            job.check_free(job.output_dir)
+        with opened(job.output_dir, self._prints, resume=job.run_args.resume) as workspace:
             try:
                 self._work(workspace, prediction, layout, passes, left)
             except _IN_THE_CALL:
                 workspace.abandon()
                 raise
+
+    def _take_up(
+        self,
+        prediction: Prediction,
+        layout: OutputLayout,
+        passes: Sequence[Sequence[Modifier]],
+    ) -> bool:
+        """Make the model of an output that this very call has finished; whether there is one."""
+        job, target = self.job, self.job.output_dir
+        assert target is not None
+        earlier = FinishedRun.read(target)
+        if earlier is None or job.run_args.resume == "never" or job.model_args.overwrite:
+            return False
+        if earlier.fingerprint != hash_of(self._prints):
+            return False
+        output = FinishedOutput(self.blueprint, self.weights, prediction, layout, earlier)
+        try:
+            if not output.is_of(target):
+                return False
+            logger.info(f"{target} is what this very call has made: nothing is done again.")
+            self._fill(output, passes)
+            self._hand_over(output, own_report(target))
+        finally:
+            output.close()
+        remove_stale(target)
+        return True
 
     def _work(
         self,
@@ -267,11 +304,13 @@ class _Run:
                 workspace.remove()
             else:
                 self._publish(stream, workspace, prediction, layout)
-            self._hand_over(stream)
+            self._hand_over(stream, self._told(stream))
         finally:
             stream.close()
 
-    def _fill(self, stream: BlockStream, passes: Sequence[Sequence[Modifier]]) -> None:
+    def _fill(
+        self, stream: BlockStream | FinishedOutput, passes: Sequence[Sequence[Modifier]]
+    ) -> None:
         state = self.session.state
 
         def begin(stage: int) -> None:
@@ -301,20 +340,23 @@ class _Run:
         prediction: Prediction,
         layout: OutputLayout,
     ) -> None:
-        options = self._options(stream)
+        options = self._options(self._told(stream))
         write_beside_weights(self.blueprint.model, workspace.files, options, prediction, layout)
+        stream.remember_run(self._prints)
         workspace.journal.mark_ready()
         workspace.publish(replace=self.job.model_args.overwrite)
         logger.info(f"Saved {workspace.target}.")
 
-    def _hand_over(self, stream: BlockStream) -> None:
+    def _hand_over(
+        self, stream: BlockStream | FinishedOutput, report: Mapping[str, Any] | None
+    ) -> None:
         """The model as it is on disk, whose ``save_pretrained`` writes it compressed."""
         target = self.job.output_dir
         assert target is not None
         if stream.rest_is_finished:
             stream.restore_rest(target)
         stream.hand_over(target)
-        options = self._options(stream)
+        options = self._options(report)
         modify_save_pretrained(
             self.blueprint.model,
             recipe=options.recipe,
@@ -322,14 +364,17 @@ class _Run:
             report=options.report,
         )
 
-    def _options(self, stream: BlockStream) -> SaveOptions:
+    def _told(self, stream: BlockStream) -> dict[str, Any] | None:
+        return compression_report(stream.reports(), self.blueprint.model)
+
+    def _options(self, report: Mapping[str, Any] | None) -> SaveOptions:
         job = self.job
         return SaveOptions(
             save_compressed=job.model_args.save_compressed,
             processor=job.processor_to_write(self.processor),
             recipe=self.session.get_serialized_recipe(),
             source=str(self.blueprint.source.directory),
-            report=compression_report(stream.reports(), self.blueprint.model),
+            report=report,
             check=check_written if job.run_args.verify else None,
         )
 

@@ -27,6 +27,7 @@ from llmcompressor.checkpoint.processor import load_processor
 from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.checkpoint.staging import check_output_dir
 from llmcompressor.checkpoint.workspace import is_being_published
+from llmcompressor.checkpoint.write_errors import check_file
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.errors import ArgumentError, RecipeError
@@ -120,6 +121,12 @@ class Task:
                     f"and {_MISMATCH[self.run_type]}. To leave it out, name another stage with "
                     "stage=... (--stage); run_stages (llmcompressor run) runs each in its own way."
                 )
+        for modifier in recipe.modifiers:
+            kind = type(modifier).__name__
+            for name, device in modifier.devices.items():
+                named_device(device, f"{kind}: {name}")
+            for name, file in modifier.writes.items():
+                check_file(Path(file), f"{kind}: {name}")
         return unused(recipe)
 
     def _check_output(self, output_dir: str | Path | None) -> Path | None:
@@ -128,11 +135,28 @@ class Task:
             return None
         if self.recipe_args.stage:
             target /= self.recipe_args.stage
-        return check_output_dir(
+        self.check_free(target, is_ours=self._may_be_finished(target))
+        return target.expanduser().resolve()
+
+    def _may_be_finished(self, target: Path) -> bool:
+        """Whether what is in the output may be what this very call would make."""
+        return False
+
+    def check_free(self, target: Path, *, is_ours: bool = False) -> None:
+        """Refuse an output directory that could not be written at the end.
+
+        Args:
+            target: the directory.
+            is_ours: what is there is known to be this call's.
+
+        Raises:
+            OutputError: it is a file, is in use, overlaps the input, or cannot be created.
+        """
+        check_output_dir(
             target,
             source=self.source,
             overwrite=self.model_args.overwrite,
-            is_ours=is_being_published(target),
+            is_ours=is_ours or is_being_published(target),
         )
 
     @property

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from llmcompressor.modeling.spread import whole
 
-__all__ = ["embeddings", "is_tied", "untie_embeddings"]
+__all__ = ["embeddings", "is_tied", "says_tied", "untie_embeddings"]
 
 
 def embeddings(model: Module) -> tuple[Module | None, Module | None]:
@@ -32,8 +31,17 @@ def is_tied(model: Module) -> bool:
     return getattr(outputs, "weight", None) is getattr(inputs, "weight", None)
 
 
+def says_tied(model: PreTrainedModel) -> bool:
+    """Whether the configuration, or that of the text in it, ties input and output embeddings."""
+    holders = (model.config, model.config.get_text_config())
+    return any(getattr(one, "tie_word_embeddings", None) for one in holders)
+
+
 def untie_embeddings(model: PreTrainedModel) -> bool:
     """Give the output head weights of its own and say so in the configuration.
+
+    What else the configuration ties (the tables of an encoder and a decoder, say) gets its own
+    too: a reader of the new configuration looks for each.
 
     Returns:
         Whether the embeddings were tied.
@@ -42,14 +50,28 @@ def untie_embeddings(model: PreTrainedModel) -> bool:
     if inputs is None or outputs is None or inputs is outputs:
         return False
     was_tied = is_tied(model)
-    if was_tied:
-        weight = outputs.get_parameter("weight")
-        values = whole(weight).detach().clone()
-        copy = torch.nn.Parameter(values, requires_grad=weight.requires_grad)
-        outputs.register_parameter("weight", copy)
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    for target, source in tied.items():
+        path, _, own = target.rpartition(".")
+        module = model.get_submodule(path)
+        if own in module._parameters and module._parameters[own] is _parameter(model, source):
+            _give_own(module, own)
+    if is_tied(model):
+        _give_own(outputs, "weight")
     for config in (model.config, model.config.get_text_config()):
         if getattr(config, "tie_word_embeddings", None):
             config.tie_word_embeddings = False
     if hasattr(model, "all_tied_weights_keys"):
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
     return was_tied
+
+
+def _parameter(model: Module, name: str) -> Parameter | None:
+    path, _, own = name.rpartition(".")
+    return model.get_submodule(path)._parameters.get(own)
+
+
+def _give_own(module: Module, name: str) -> None:
+    parameter = module.get_parameter(name)
+    values = whole(parameter).detach().clone()
+    module.register_parameter(name, Parameter(values, requires_grad=parameter.requires_grad))

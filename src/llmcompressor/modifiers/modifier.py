@@ -372,6 +372,16 @@ class Modifier(HooksMixin):
         return False
 
     @property
+    def devices(self) -> Mapping[str, str]:
+        """Field → the device that it names, and that the machine has to have."""
+        return {}
+
+    @property
+    def writes(self) -> Mapping[str, str]:
+        """Field → the file that it names, and that is written beside the output."""
+        return {}
+
+    @property
     def works_by_block(self) -> bool:
         """Whether :meth:`finish` completes single blocks, so that others need not be loaded."""
         return False

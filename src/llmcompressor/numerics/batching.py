@@ -15,7 +15,11 @@ BATCH_ELEMENTS = 2**24
 
 
 def batches_alike(
-    kinds: Sequence[object], columns: Sequence[int], limit: int = BATCH_ELEMENTS
+    kinds: Sequence[object],
+    columns: Sequence[int],
+    limit: int = BATCH_ELEMENTS,
+    *,
+    most: int | None = None,
 ) -> Iterator[list[int]]:
     """The numbers of problems that can be solved together.
 
@@ -23,15 +27,18 @@ def batches_alike(
         kinds: of each problem; equal for those that can be stacked.
         columns: of each problem, whose Gram matrix has the square of it as elements.
         limit: elements of the Gram matrices of one batch; a problem above it is alone.
+        most: problems of one batch, whatever their elements, in the place of ``limit``.
 
     >>> list(batches_alike("aba", [2, 2, 2], limit=8))
     [[0, 2], [1]]
+    >>> list(batches_alike("aaa", [2, 2, 2], most=2))
+    [[0, 1], [2]]
     """
     alike: dict[object, list[int]] = {}
     for index, kind in enumerate(kinds):
         alike.setdefault(kind, []).append(index)
     for indices in alike.values():
-        size = max(1, limit // columns[indices[0]] ** 2)
+        size = most or max(1, limit // columns[indices[0]] ** 2)
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
 

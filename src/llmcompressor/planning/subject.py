@@ -23,6 +23,7 @@ from llmcompressor.checkpoint.layout import LoadedName
 from llmcompressor.checkpoint.load import check_unadapted, check_unquantized, untie_embeddings
 from llmcompressor.checkpoint.reading import DTYPES
 from llmcompressor.checkpoint.source import TensorHeader, inspect_source, local_directory
+from llmcompressor.checkpoint.ties import same_values, settle_ties, settle_ties_of_files
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
@@ -159,6 +160,9 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
         precision=args.precision,
         trust_remote_code=args.trust_remote_code_model,
     )
+    size = _file_bytes(source.tensors.values())
+    is_hollow = source.size < size
+    settle_ties_of_files(blueprint, is_hollow=is_hollow)
     if not args.tie_word_embeddings:
         untie_embeddings(blueprint.model)
     mixtures = meant_mixtures(blueprint.model, modifiers)
@@ -167,7 +171,6 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
     )
     if whole:
         open_experts(blueprint.model, mixtures)
-    size = _file_bytes(source.tensors.values())
     return Subject(
         blueprint.model,
         str(args.model),
@@ -176,7 +179,7 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
         blueprint.names,
         size,
         is_in_memory=False,
-        is_hollow=source.size < size,
+        is_hollow=is_hollow,
         blueprint=blueprint,
         whole=whole,
     )
@@ -193,6 +196,7 @@ def _file_bytes(headers: Iterable[TensorHeader]) -> int:
 def _from_object(model: PreTrainedModel, modifiers: Sequence[Modifier], *, tie: bool) -> Subject:
     check_unquantized(model)
     hollow = _without_weights(model)
+    settle_ties(hollow, lambda one, other: same_values(model, one, other))
     if not tie:
         untie_embeddings(hollow)
     open_experts(hollow, meant_mixtures(hollow, modifiers))

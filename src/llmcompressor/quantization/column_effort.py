@@ -45,7 +45,7 @@ def effort_of(
     twin: bool,
     refinements: int,
     group: int = 0,
-    batched: bool = True,
+    batch: int | None = None,
 ) -> Effort:
     """What it takes to solve Linears with one input.
 
@@ -54,7 +54,7 @@ def effort_of(
         twin: with the inputs of the original model.
         refinements: rounds of coordinate descent.
         group: columns that share a scale; 0 for all.
-        batched: those of one form are solved together.
+        batch: how many of one form are solved together; as many as are small if ``None``.
     """
     if not weights:
         return Effort()
@@ -83,5 +83,5 @@ def effort_of(
         buffered=buffered,
         workspace=largest,
         on_device=max(largest, 16 * elements + 20 * rows * (min(group, columns) or columns)),
-        at_once=max(1, BATCH_ELEMENTS // square) if batched else 1,
+        at_once=batch or max(1, BATCH_ELEMENTS // square),
     )

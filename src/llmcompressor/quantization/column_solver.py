@@ -43,8 +43,8 @@ class Options:
     """Rounds of coordinate descent after the sweep."""
     refit: bool = False
     """Whether scales are fitted again to the codes, where each group of a row has one."""
-    batched: bool = True
-    """Whether small problems of equal shape are solved in one call."""
+    batch: int | None = None
+    """How many problems of equal shape are solved in one call; as many as are small if ``None``."""
     settles: bool = False
     """Whether what every weight would be, given all the other codes, is wanted too."""
 
@@ -133,8 +133,7 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
     }
     places = [index for index in range(len(problems)) if not idle[index]]
     lively = [problems[index] for index in places]
-    alone = [[number] for number in range(len(lively))]
-    for batch in _batches(lively) if options.batched else alone:
+    for batch in _batches(lively, options.batch):
         found = _solve_batch([lively[number] for number in batch], options)
         solutions.update(zip([places[number] for number in batch], found, strict=True))
     return [solutions[index] for index in range(len(problems))]
@@ -143,9 +142,10 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
 _BATCH_ELEMENTS = BATCH_ELEMENTS
 
 
-def _batches(problems: Sequence[Problem]) -> Iterator[list[int]]:
+def _batches(problems: Sequence[Problem], most: int | None = None) -> Iterator[list[int]]:
     kinds = [problem.kind for problem in problems]
-    return batches_alike(kinds, [problem.shape[1] for problem in problems], _BATCH_ELEMENTS)
+    columns = [problem.shape[1] for problem in problems]
+    return batches_alike(kinds, columns, _BATCH_ELEMENTS, most=most)
 
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:

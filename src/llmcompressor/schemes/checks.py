@@ -177,10 +177,13 @@ def check_tied(model: Module, schemes: Schemes) -> None:
 
 
 def _way_out(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> str:
-    """Untie where that helps: it gives the output head a weight of its own, and nothing else."""
+    """Untie where that helps: the head gets a weight of its own, and what the class ties too."""
     own = output_head(model)
-    head = next((name for name, module in named_modules(model) if module is own), None)
-    left = [[name for name in names if name != head] for names in sets]
+    untied = {name for name, module in named_modules(model) if module is own}
+    if untied:
+        ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        untied |= {target.rpartition(".")[0] for target in ties}
+    left = [[name for name in names if name not in untied] for names in sets]
     if all(len(names) < 2 or not schemes.keys() & set(names) for names in left):
         return "Pass tie_word_embeddings=False to give each its own weight, or ignore it."
     meant = listed(name for names in sets for name in names if name in schemes)

@@ -28,7 +28,7 @@ from llmcompressor.verification.history import (
 from llmcompressor.verification.layout import PLAIN_FLOATS
 from llmcompressor.verification.scheme import Args
 from llmcompressor.verification.stacks import USUAL, ExpertRows, Source, sources_in, stacks_of
-from llmcompressor.verification.ties import compare_tie, equal, same_tensor
+from llmcompressor.verification.ties import HEADS, compare_tie, equal, same_tensor
 
 __all__ = ["TITLES", "Reference", "WeightError", "Work"]
 
@@ -263,7 +263,7 @@ class Reference:
 
     def _tied(self, name: str) -> Source | None:
         """The input embedding, for a head that the original does not hold."""
-        if not name.endswith(("lm_head", "embed_out")):
+        if not name.endswith(HEADS):
             return None
         for each, place in self.files.places.items():
             if each.endswith(("embed_tokens.weight", "wte.weight")) and len(place.info.shape) == 2:

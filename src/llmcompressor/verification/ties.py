@@ -15,9 +15,11 @@ from llmcompressor.verification.families import text_settings
 from llmcompressor.verification.files import Files, tensor_chunks
 from llmcompressor.verification.layout import PLAIN_FLOATS
 
-__all__ = ["check_tie", "compare_tie", "equal", "same_tensor"]
+__all__ = ["HEADS", "check_tie", "compare_tie", "equal", "same_tensor"]
 
-_HEADS = ("lm_head", "embed_out")
+HEADS = ("lm_head", "embed_out", "proj_out", "decoder")
+"""What output heads are called; the last two in Whisper, and in BERT and its kin."""
+
 _EMBEDDINGS = (
     "embed_tokens.weight",
     "embed_in.weight",
@@ -57,7 +59,7 @@ def _said(config: Mapping[str, Any]) -> bool | None:
 
 
 def _is_head(name: str) -> bool:
-    return name.rpartition(".")[0].rpartition(".")[2] in _HEADS
+    return name.rpartition(".")[0].rpartition(".")[2] in HEADS
 
 
 def _own_heads(files: Files) -> Iterator[str]:

@@ -170,7 +170,7 @@ class AutoRoundModifier(QuantizationMixin):
         weights = [weight_of(one) for one in modules if self._is_tuned(one)]
         elements, widths = sum(map(Tensor.numel, weights)), sum(sum(one.shape) for one in weights)
         itemsize = max((one.element_size() for one in weights), default=0)
-        solved = effort_of(weights, twin=True, refinements=REFINEMENTS, batched=False)
+        solved = effort_of(weights, twin=True, refinements=REFINEMENTS, batch=1)
         if not self.iters:
             solved = Effort()
         return Effort(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import Linear, Module
@@ -103,12 +103,18 @@ class _Moments:
         return self._sizes_C
 
 
+def _device_name(given: Any) -> Any:
+    """A recipe holds a device by its name."""
+    return str(given) if isinstance(given, torch.device) else given
+
+
 class AWQModifier(SmoothingMixin):
     """Scales, and where it helps clips, weights for the modifier that quantizes them after it.
 
     Attributes:
         mappings: what is smoothed together; found from the model where there are none.
-        offload_device: where statistics (and with ``loss: output`` activations) are kept.
+        offload_device: where statistics (and with ``loss: output`` activations) are kept: a
+            ``torch.device`` or its name; where they are made if ``None``.
         duo_scaling: weigh inputs against weights (``True``), look at inputs alone (``False``),
             or try ``"both"``.
         n_grid: how many scales are tried for each set.
@@ -121,7 +127,7 @@ class AWQModifier(SmoothingMixin):
     needs_later: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
 
     mappings: list[AWQMapping] | None = None
-    offload_device: str | None = None
+    offload_device: Annotated[str | None, BeforeValidator(_device_name)] = None
     duo_scaling: bool | Literal["both"] = True
     n_grid: int = Field(default=20, ge=2, le=1000)
     loss: Literal["statistics", "output"] = "statistics"
@@ -143,6 +149,11 @@ class AWQModifier(SmoothingMixin):
         return own
 
     # ------------------------------------------------------------------ declarations
+
+    @property
+    def devices(self) -> Mapping[str, str]:
+        """Where statistics are kept."""
+        return {} if self.offload_device is None else {"offload_device": self.offload_device}
 
     @property
     def finest_granularity(self) -> Granularity:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, StrictBool, field_validator
 from torch import Tensor
 from torch.nn import Linear, Module
 
@@ -25,6 +25,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.twin_inputs import aligned_reference
 from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.modifiers.utils.fields import DEFAULT_DAMPENING, DampeningFraction
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
@@ -67,7 +68,8 @@ class GPTQModifier(QuantizationMixin):
 
     Attributes:
         block_size: columns whose compensations are gathered into one product.
-        dampening_frac: what is added to the Hessian's diagonal, as a fraction of its mean.
+        dampening_frac: what is added to the Hessian's diagonal, as a fraction of its mean; the
+            default's if ``None``.
             Where a factorization fails it is raised tenfold, three times at most.
         actorder: ``"static"`` (or ``"weight"``): columns are taken by falling activation; the
             format does not change. ``None``: from left to right.
@@ -80,8 +82,9 @@ class GPTQModifier(QuantizationMixin):
             decided again, given all the others (arXiv:2309.01885); below 8 bits.
         refit_scales: fit the scales of integer groups and channels to the codes at the end.
         offload_hessians: keep second moments in main memory while they are collected.
-        batched_quantization: solve Linears of equal shape in one batch; ``"auto"`` does so where
-            their matrices are small.
+        batched_quantization: solve Linears of equal shape in one batch: ``"auto"`` (or ``True``)
+            does so where their matrices are small, a number takes as many at once whatever their
+            size, ``None`` (or ``False``) solves each alone.
         sequential_update: without effect, with a warning: the pipeline decides.
         sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
     """
@@ -91,14 +94,16 @@ class GPTQModifier(QuantizationMixin):
     joins: ClassVar[frozenset[str]] = frozenset({"OneShotPruningModifier"})
 
     block_size: int = Field(default=128, ge=1)
-    dampening_frac: float = Field(default=0.01, ge=0.0, le=10.0)
+    dampening_frac: DampeningFraction = DEFAULT_DAMPENING
     actorder: Literal["static", "weight"] | None = "static"
     asymmetric: bool | None = None
     refinements: int = Field(default=1, ge=0, le=100)
     refit_scales: bool = True
     asymmetric_ridge: float = Field(default=0.05, gt=0.0, le=10.0)
     offload_hessians: bool = False
-    batched_quantization: bool | Literal["auto"] = "auto"
+    batched_quantization: (
+        StrictBool | Annotated[int, Field(strict=True, ge=1)] | Literal["auto"] | None
+    ) = "auto"
     sequential_update: bool = True
     sequential_targets: str | list[str] | None = None
 
@@ -174,10 +179,18 @@ class GPTQModifier(QuantizationMixin):
             [weight_of(module) for module in solved],
             twin=self.twin_streams,
             refinements=self.refinements if min(bits, default=FINE_BITS) < FINE_BITS else 0,
-            batched=self.batched_quantization is not False,
+            batch=self._batch,
             group=max([0, *(args.group_size or 0 for args in schemes)]),
         )
         return replace(found, watch=self.watched_values(modules))
+
+    @property
+    def _batch(self) -> int | None:
+        """How many Linears are solved in one call; ``None`` for as many as are small."""
+        asked = self.batched_quantization
+        if asked is None or asked is False:
+            return 1
+        return None if asked is True or asked == "auto" else asked
 
     def _weight_args(self, module: Module) -> QuantizationArgs | None:
         weights: QuantizationArgs | None = self._schemes[module].weights
@@ -213,7 +226,7 @@ class GPTQModifier(QuantizationMixin):
             self.asymmetric_ridge if self.twin_streams else None,
             refinements=self.refinements,
             refit=self.refit_scales,
-            batched=self.batched_quantization is not False,
+            batch=self._batch,
         )
         for members, found, solution in self._solved(solved, state.fitted, options):
             self._write(members, found, solution)

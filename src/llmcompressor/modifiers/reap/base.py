@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
-from llmcompressor.errors import ArgumentError, NonFiniteError, RecipeError, TargetError
+from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.matching import as_targets, check_targets, matches
@@ -85,6 +85,11 @@ class REAPPruningModifier(Modifier):
         return True
 
     @property
+    def writes(self) -> Mapping[str, str]:
+        """Which experts are left to."""
+        return {} if self.report_path is None else {"report_path": self.report_path}
+
+    @property
     def finest_granularity(self) -> Granularity:
         """Only inputs of experts are looked at."""
         return Granularity.LINEAR
@@ -119,8 +124,6 @@ class REAPPruningModifier(Modifier):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Find the mixtures, and refuse what could not be written or run afterwards."""
-        if self.report_path is not None:
-            _check_place(Path(self.report_path))
         every = find_layers(state.model)
         ignored = as_targets(self.ignore)
         check_targets(state.model, None, ignored)
@@ -336,16 +339,6 @@ def _check_plain(layer: MoeLayer, turned: Mapping[Module, str]) -> None:
             f"The experts of {layer.name} {problem}: what does so stands before "
             "REAPPruningModifier.",
             "Put REAPPruningModifier before it.",
-        )
-
-
-def _check_place(path: Path) -> None:
-    """Refuse a file that could not be written in the end."""
-    there = next(one for one in (path, *path.parents) if one.exists())
-    if path.is_dir() or (there != path and not there.is_dir()):
-        raise ArgumentError(
-            f"report_path is {path}, and {there} is a {'folder' if there.is_dir() else 'file'}.",
-            "Choose another.",
         )
 
 

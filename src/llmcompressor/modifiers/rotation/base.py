@@ -88,7 +88,7 @@ class RotationModifier(Modifier):
     learnable: bool = False
     precision: str = "float64"
     transform_block_size: int | None = Field(default=None, gt=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
 
     _plan: Plan | None = PrivateAttr(None)
     _made: dict[str, Rotation] = PrivateAttr(default_factory=dict)

@@ -52,6 +52,8 @@ __all__ = ["SpinQuantModifier"]
 
 Name = Literal["R1", "R2", "R3", "R4"]
 
+_LEARNED = "learned"
+"""What is kept of a run: the names of the matrices that are not those it began with."""
 _REASONS = {
     "R1": "something that was not seen reads or writes the residual stream",
     "R2": "something stands between the values and what reads them (a gate, a norm)",
@@ -329,7 +331,14 @@ class SpinQuantModifier(RotationModifier):
         return found
 
     def learn(self, state: State, plan: Plan) -> None:
-        """Learn R1 and R2 by Cayley SGD, with what comes after it rounded as it will be."""
+        """Learn R1 and R2 by Cayley SGD, with what comes after it rounded as it will be.
+
+        Where an earlier run has finished everything, only what they are called is taken over.
+        """
+        keeper = state.keeper
+        if keeper is not None and keeper.rest_is_finished:
+            self._name_learned(state.model, plan, keeper.decide(_LEARNED, []))
+            return
         start = {name: self._made[name] for name in self._learnable}
         self._outcome = outcome = learn_rotations(
             state.model,
@@ -338,7 +347,7 @@ class SpinQuantModifier(RotationModifier):
             state.data.calib,
             steps=self.learning_steps,
             rate=self.learning_rate,
-            keeper=state.keeper,
+            keeper=keeper,
             budget=state.activation_budget,
             use_loss_mask=state.use_loss_mask,
             device_memory=state.device_memory,
@@ -350,12 +359,18 @@ class SpinQuantModifier(RotationModifier):
                     for name, one in start.items():
                         if rotation is one:
                             rotations[place] = learned[name]
+        new = [name for name, one in learned.items() if one is not start[name]]
+        if keeper is not None:
+            new = keeper.decide(_LEARNED, new)
+        self._name_learned(state.model, plan, new)
+
+    def _name_learned(self, model: Any, plan: Plan, new: Sequence[str]) -> None:
+        """Say of the schemes of learned matrices that they are of no kind that is known."""
         for key in list(plan.schemes):
-            new = [name for name, one in learned.items() if one is not start[name]]
             if any(name.startswith(f"{key}/") for name in new):
                 plan.schemes[key] = plan.schemes[key].model_copy(update={"type": "random-matrix"})
-        if getattr(state.model, "transform_config", None) is not None:
-            state.model.transform_config.config_groups.update(plan.schemes)
+        if getattr(model, "transform_config", None) is not None:
+            model.transform_config.config_groups.update(plan.schemes)
 
 
 def _args(targets: list[str], location: str, *, inverse: bool = False) -> TransformArgs:

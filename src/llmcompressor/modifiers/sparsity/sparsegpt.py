@@ -25,6 +25,7 @@ from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of
 from llmcompressor.modifiers.sparsity.matrices import matrix_of
 from llmcompressor.modifiers.sparsity.solve import Options, Problem, Solution, solve
+from llmcompressor.modifiers.utils.fields import DEFAULT_DAMPENING, DampeningFraction
 from llmcompressor.numerics.sparse_choice import Share, Sparsity
 from llmcompressor.observers.input_statistics import InputStatistics
 
@@ -36,7 +37,8 @@ class SparseGPTModifier(OneShotPruningModifier):
 
     Attributes:
         block_size: columns within which the sweep compares weights (``refinements: 0``).
-        dampening_frac: what is added to the Hessian's diagonal, as a fraction of its mean.
+        dampening_frac: what is added to the Hessian's diagonal, as a fraction of its mean; the
+            default's if ``None``.
             Where a factorization fails it is raised tenfold, three times at most.
         preserve_sparsity_mask: weights that are zero stay so, and count.
         offload_hessians: keep second moments in main memory while they are collected.
@@ -54,7 +56,7 @@ class SparseGPTModifier(OneShotPruningModifier):
     """
 
     block_size: int = Field(default=128, ge=1)
-    dampening_frac: float = Field(default=0.01, ge=0.0, le=10.0)
+    dampening_frac: DampeningFraction = DEFAULT_DAMPENING
     preserve_sparsity_mask: bool = False
     offload_hessians: bool = False
     refinements: int = Field(default=4, ge=0, le=1000)

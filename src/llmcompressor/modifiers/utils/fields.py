@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields that several techniques have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BeforeValidator, Field
+
+__all__ = ["DEFAULT_DAMPENING", "DampeningFraction"]
+
+DEFAULT_DAMPENING = 0.01
+
+
+def _default_for_none(given: Any) -> Any:
+    return DEFAULT_DAMPENING if given is None else given
+
+
+DampeningFraction: TypeAlias = Annotated[
+    float, Field(ge=0.0, le=10.0), BeforeValidator(_default_for_none)
+]
+"""What is added to a Hessian's diagonal, as a fraction of its mean; the default for ``None``."""
