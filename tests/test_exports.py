@@ -78,11 +78,13 @@ PUBLIC = {
     "llmcompressor.modifiers": ["Modifier", "ModifierFactory"],
     "llmcompressor.modifiers.autoround": ["AutoRoundModifier"],
     "llmcompressor.modifiers.awq": ["AWQMapping", "AWQModifier"],
+    "llmcompressor.modifiers.awq.mappings": ["AWQMapping"],
     "llmcompressor.modifiers.distillation": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.distillation.output": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.gptq": ["GPTQModifier"],
     "llmcompressor.modifiers.hqq": ["HQQModifier"],
     "llmcompressor.modifiers.logarithmic_equalization": ["LogarithmicEqualizationModifier"],
+    "llmcompressor.modifiers.logarithmic_equalization.base": ["LogarithmicEqualizationModifier"],
     "llmcompressor.modifiers.modifier": ["Modifier"],
     "llmcompressor.modifiers.obcq": ["SparseGPTModifier"],
     "llmcompressor.modifiers.pruning": [
@@ -94,16 +96,28 @@ PUBLIC = {
         "WandaPruningModifier",
     ],
     "llmcompressor.modifiers.pruning.constant": ["ConstantPruningModifier"],
+    "llmcompressor.modifiers.pruning.constant.base": ["ConstantPruningModifier"],
     "llmcompressor.modifiers.pruning.magnitude": ["MagnitudePruningModifier"],
+    "llmcompressor.modifiers.pruning.magnitude.base": ["MagnitudePruningModifier"],
     "llmcompressor.modifiers.pruning.reap": ["REAPPruningModifier"],
+    "llmcompressor.modifiers.pruning.reap.base": ["REAPPruningModifier"],
     "llmcompressor.modifiers.pruning.sparsegpt": ["SparseGPTModifier"],
+    "llmcompressor.modifiers.pruning.sparsegpt.base": ["SparseGPTModifier"],
     "llmcompressor.modifiers.pruning.wanda": ["WandaPruningModifier"],
+    "llmcompressor.modifiers.pruning.wanda.base": ["WandaPruningModifier"],
     "llmcompressor.modifiers.quantization": [
         "GPTQModifier",
         "QuantizationMixin",
         "QuantizationModifier",
     ],
     "llmcompressor.modifiers.quantization.gptq": ["GPTQModifier"],
+    "llmcompressor.modifiers.quantization.gptq.base": ["GPTQModifier"],
+    "llmcompressor.modifiers.quantization.quantization": [
+        "QuantizationMixin",
+        "QuantizationModifier",
+    ],
+    "llmcompressor.modifiers.quantization.quantization.base": ["QuantizationModifier"],
+    "llmcompressor.modifiers.quantization.quantization.mixin": ["QuantizationMixin"],
     "llmcompressor.modifiers.reap": ["REAPPruningModifier"],
     "llmcompressor.modifiers.rotation": [
         "NormMapping",
@@ -126,13 +140,23 @@ PUBLIC = {
         "SpinQuantModifier",
     ],
     "llmcompressor.modifiers.transform.awq": ["AWQMapping", "AWQModifier"],
+    "llmcompressor.modifiers.transform.awq.base": ["AWQModifier"],
+    "llmcompressor.modifiers.transform.awq.mappings": ["AWQMapping"],
     "llmcompressor.modifiers.transform.quip": ["QuIPModifier"],
+    "llmcompressor.modifiers.transform.quip.base": ["QuIPModifier"],
     "llmcompressor.modifiers.transform.smoothquant": ["SmoothQuantMapping", "SmoothQuantModifier"],
+    "llmcompressor.modifiers.transform.smoothquant.base": [
+        "SmoothQuantMapping",
+        "SmoothQuantModifier",
+    ],
     "llmcompressor.modifiers.transform.spinquant": [
         "NormMapping",
         "SpinQuantMapping",
         "SpinQuantModifier",
     ],
+    "llmcompressor.modifiers.transform.spinquant.base": ["SpinQuantModifier"],
+    "llmcompressor.modifiers.transform.spinquant.mappings": ["SpinQuantMapping"],
+    "llmcompressor.modifiers.transform.spinquant.norm_mappings": ["NormMapping"],
     "llmcompressor.modifiers.utils.hooks": ["HooksMixin"],
     "llmcompressor.observers": ["Observer"],
     "llmcompressor.observers.base": ["Observer"],
@@ -148,18 +172,38 @@ PUBLIC = {
     ],
     "llmcompressor.transformers.compression.compressed_tensors_utils": ["modify_save_pretrained"],
     "llmcompressor.transformers.compression.helpers": ["calculate_offload_device_map"],
+    "llmcompressor.transformers.data": [
+        "C4Dataset",
+        "CNNDailyMailDataset",
+        "EvolCodeAlpacaDataset",
+        "Flickr30K",
+        "GSM8KDataset",
+        "OpenPlatypusDataset",
+        "PeoplesSpeech",
+        "PerfectBlendDataset",
+        "TextGenerationDataset",
+        "UltraChatDataset",
+        "WikiTextDataset",
+    ],
+    "llmcompressor.transformers.data.base": ["TextGenerationDataset"],
     "llmcompressor.transformers.finetune.session_mixin": ["SessionManagerMixIn"],
     "llmcompressor.transformers.finetune.trainer": ["Trainer"],
     "llmcompressor.transformers.sparsification": ["modify_save_pretrained"],
     "llmcompressor.transformers.tracing": ["TraceableLlavaForConditionalGeneration"],
     "llmcompressor.utils": ["dispatch_for_generation", "load_context"],
+    "llmcompressor.utils.dev": ["dispatch_for_generation", "load_context"],
+    "llmcompressor.version": ["__version__", "__version_tuple__", "version", "version_tuple"],
 }
 # Old path → where the thing lives. Both must give the same object.
 ALIASES = {
     "llmcompressor:callbacks": "llmcompressor.core.session_functions:LifecycleCallbacks",
     "llmcompressor.args:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
     "llmcompressor.datasets.utils:get_rank_partition": "llmcompressor.datasets:get_rank_partition",
+    "llmcompressor.modifiers.awq.mappings:AWQMapping": "llmcompressor.modifiers.awq:AWQMapping",
     "llmcompressor.modifiers.logarithmic_equalization:LogarithmicEqualizationModifier": (
+        "llmcompressor.modifiers.smoothquant:LogarithmicEqualizationModifier"
+    ),
+    "llmcompressor.modifiers.logarithmic_equalization.base:LogarithmicEqualizationModifier": (
         "llmcompressor.modifiers.smoothquant:LogarithmicEqualizationModifier"
     ),
     "llmcompressor.modifiers.obcq:SparseGPTModifier": (
@@ -177,13 +221,28 @@ ALIASES = {
     "llmcompressor.modifiers.pruning:WandaPruningModifier": (
         "llmcompressor.modifiers.sparsity:WandaPruningModifier"
     ),
+    "llmcompressor.modifiers.pruning.constant.base:ConstantPruningModifier": (
+        "llmcompressor.modifiers.pruning:ConstantPruningModifier"
+    ),
+    "llmcompressor.modifiers.pruning.magnitude.base:MagnitudePruningModifier": (
+        "llmcompressor.modifiers.pruning:MagnitudePruningModifier"
+    ),
     "llmcompressor.modifiers.pruning.reap:REAPPruningModifier": (
+        "llmcompressor.modifiers.reap:REAPPruningModifier"
+    ),
+    "llmcompressor.modifiers.pruning.reap.base:REAPPruningModifier": (
         "llmcompressor.modifiers.reap:REAPPruningModifier"
     ),
     "llmcompressor.modifiers.pruning.sparsegpt:SparseGPTModifier": (
         "llmcompressor.modifiers.sparsity:SparseGPTModifier"
     ),
+    "llmcompressor.modifiers.pruning.sparsegpt.base:SparseGPTModifier": (
+        "llmcompressor.modifiers.sparsity:SparseGPTModifier"
+    ),
     "llmcompressor.modifiers.pruning.wanda:WandaPruningModifier": (
+        "llmcompressor.modifiers.sparsity:WandaPruningModifier"
+    ),
+    "llmcompressor.modifiers.pruning.wanda.base:WandaPruningModifier": (
         "llmcompressor.modifiers.sparsity:WandaPruningModifier"
     ),
     "llmcompressor.modifiers.quantization:GPTQModifier": (
@@ -192,14 +251,38 @@ ALIASES = {
     "llmcompressor.modifiers.quantization.gptq:GPTQModifier": (
         "llmcompressor.modifiers.gptq:GPTQModifier"
     ),
+    "llmcompressor.modifiers.quantization.gptq.base:GPTQModifier": (
+        "llmcompressor.modifiers.gptq:GPTQModifier"
+    ),
+    "llmcompressor.modifiers.quantization.quantization:QuantizationMixin": (
+        "llmcompressor.modifiers.quantization:QuantizationMixin"
+    ),
+    "llmcompressor.modifiers.quantization.quantization:QuantizationModifier": (
+        "llmcompressor.modifiers.quantization:QuantizationModifier"
+    ),
+    "llmcompressor.modifiers.quantization.quantization.base:QuantizationModifier": (
+        "llmcompressor.modifiers.quantization:QuantizationModifier"
+    ),
+    "llmcompressor.modifiers.quantization.quantization.mixin:QuantizationMixin": (
+        "llmcompressor.modifiers.quantization:QuantizationMixin"
+    ),
     "llmcompressor.modifiers.transform:QuIPModifier": (
         "llmcompressor.modifiers.rotation:QuIPModifier"
     ),
     "llmcompressor.modifiers.transform:SpinQuantModifier": (
         "llmcompressor.modifiers.rotation:SpinQuantModifier"
     ),
-    "llmcompressor.modifiers.transform.awq:AWQMapping": ("llmcompressor.modifiers.awq:AWQMapping"),
+    "llmcompressor.modifiers.transform.awq:AWQMapping": "llmcompressor.modifiers.awq:AWQMapping",
+    "llmcompressor.modifiers.transform.awq.base:AWQModifier": (
+        "llmcompressor.modifiers.awq.base:AWQModifier"
+    ),
+    "llmcompressor.modifiers.transform.awq.mappings:AWQMapping": (
+        "llmcompressor.modifiers.awq:AWQMapping"
+    ),
     "llmcompressor.modifiers.transform.quip:QuIPModifier": (
+        "llmcompressor.modifiers.rotation:QuIPModifier"
+    ),
+    "llmcompressor.modifiers.transform.quip.base:QuIPModifier": (
         "llmcompressor.modifiers.rotation:QuIPModifier"
     ),
     "llmcompressor.modifiers.transform.smoothquant:SmoothQuantMapping": (
@@ -208,8 +291,23 @@ ALIASES = {
     "llmcompressor.modifiers.transform.smoothquant:SmoothQuantModifier": (
         "llmcompressor.modifiers.smoothquant:SmoothQuantModifier"
     ),
+    "llmcompressor.modifiers.transform.smoothquant.base:SmoothQuantMapping": (
+        "llmcompressor.modifiers.smoothquant:SmoothQuantMapping"
+    ),
+    "llmcompressor.modifiers.transform.smoothquant.base:SmoothQuantModifier": (
+        "llmcompressor.modifiers.smoothquant:SmoothQuantModifier"
+    ),
     "llmcompressor.modifiers.transform.spinquant:SpinQuantModifier": (
         "llmcompressor.modifiers.rotation:SpinQuantModifier"
+    ),
+    "llmcompressor.modifiers.transform.spinquant.base:SpinQuantModifier": (
+        "llmcompressor.modifiers.rotation:SpinQuantModifier"
+    ),
+    "llmcompressor.modifiers.transform.spinquant.mappings:SpinQuantMapping": (
+        "llmcompressor.modifiers.rotation:SpinQuantMapping"
+    ),
+    "llmcompressor.modifiers.transform.spinquant.norm_mappings:NormMapping": (
+        "llmcompressor.modifiers.rotation:NormMapping"
     ),
     "llmcompressor.observers:Observer": "llmcompressor.observers.base:Observer",
     "llmcompressor.transformers:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
@@ -226,6 +324,36 @@ ALIASES = {
     "llmcompressor.transformers.compression.helpers:calculate_offload_device_map": (
         "llmcompressor.utils:calculate_offload_device_map"
     ),
+    "llmcompressor.transformers.data:C4Dataset": "llmcompressor.datasets.named.plain:C4",
+    "llmcompressor.transformers.data:CNNDailyMailDataset": (
+        "llmcompressor.datasets.named.tasks:CNNDailyMail"
+    ),
+    "llmcompressor.transformers.data:EvolCodeAlpacaDataset": (
+        "llmcompressor.datasets.named.tasks:EvolCodeAlpaca"
+    ),
+    "llmcompressor.transformers.data:Flickr30K": "llmcompressor.datasets.named.media:Flickr30k",
+    "llmcompressor.transformers.data:GSM8KDataset": "llmcompressor.datasets.named.tasks:GSM8K",
+    "llmcompressor.transformers.data:OpenPlatypusDataset": (
+        "llmcompressor.datasets.named.tasks:OpenPlatypus"
+    ),
+    "llmcompressor.transformers.data:PeoplesSpeech": (
+        "llmcompressor.datasets.named.media:PeoplesSpeech"
+    ),
+    "llmcompressor.transformers.data:PerfectBlendDataset": (
+        "llmcompressor.datasets.named.chats:PerfectBlend"
+    ),
+    "llmcompressor.transformers.data:TextGenerationDataset": (
+        "llmcompressor.datasets.generation:TextGenerationDataset"
+    ),
+    "llmcompressor.transformers.data:UltraChatDataset": (
+        "llmcompressor.datasets.named.chats:UltraChat"
+    ),
+    "llmcompressor.transformers.data:WikiTextDataset": (
+        "llmcompressor.datasets.named.plain:WikiText"
+    ),
+    "llmcompressor.transformers.data.base:TextGenerationDataset": (
+        "llmcompressor.datasets:TextGenerationDataset"
+    ),
     "llmcompressor.transformers.finetune.session_mixin:SessionManagerMixIn": (
         "llmcompressor.training:SessionManagerMixIn"
     ),
@@ -236,6 +364,12 @@ ALIASES = {
     "llmcompressor.transformers.tracing:TraceableLlavaForConditionalGeneration": (
         "transformers:LlavaForConditionalGeneration"
     ),
+    "llmcompressor.utils.dev:dispatch_for_generation": (
+        "llmcompressor.utils:dispatch_for_generation"
+    ),
+    "llmcompressor.utils.dev:load_context": "llmcompressor.utils:load_context",
+    "llmcompressor.version:__version__": "llmcompressor:__version__",
+    "llmcompressor.version:version": "llmcompressor:__version__",
 }
 
 
@@ -273,3 +407,5 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_version_is_that_of_the_distribution() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     assert llmcompressor.__version__ == project["version"]
+    numbers = importlib.import_module("llmcompressor.version").version_tuple
+    assert ".".join(map(str, numbers)) == project["version"]

@@ -81,6 +81,47 @@ def test_no_weights(single: Path) -> None:
         inspect_source(single)
 
 
+@pytest.mark.parametrize(
+    ("names", "there", "remedy"),
+    [
+        (["weights.safetensors"], "1 weight file (weights.safetensors)", "Rename weights.safetens"),
+        (
+            [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)],
+            "4 weight files (model-00001-of-00004.safetensors, model-00002-of-00004.safetensors, "
+            "model-00003-of-00004.safetensors …)",
+            "Download or copy model.safetensors.index.json",
+        ),
+        (
+            ["model-00002-of-00004.safetensors"],
+            "1 weight file (",
+            "Download or copy model.safetensors.index.json",
+        ),
+        (
+            ["pytorch_model-00001-of-00002.bin"],
+            "1 weight file (",
+            "Download or copy pytorch_model.bin.index.json",
+        ),
+        (["a.safetensors", "b.safetensors"], "2 weight files (", "save_pretrained"),
+        (["model-Q4.gguf"], "1 weight file (model-Q4.gguf)", "save_pretrained"),
+    ],
+)
+def test_weights_that_nobody_would_find(
+    names: list[str], there: str, remedy: str, single: Path
+) -> None:
+    """What is there is told, and what is missing."""
+    held = (single / "model.safetensors").read_bytes()
+    (single / "model.safetensors").unlink()
+    (single / "training_args.bin").touch()
+    for name in names:
+        (single / name).write_bytes(held)
+    with pytest.raises(CheckpointError) as caught:
+        inspect_source(single)
+    assert f"holds a config.json and {there}" in str(caught.value)
+    assert "neither model.safetensors nor model.safetensors.index.json" in str(caught.value)
+    assert remedy in caught.value.remedy
+    assert ("Rename" in caught.value.remedy) == (remedy.startswith("Rename"))
+
+
 def test_other_weight_formats_are_not_looked_into(single: Path) -> None:
     (single / "model.safetensors").rename(single / "pytorch_model.bin")
     assert inspect_source(single).tensors == {}

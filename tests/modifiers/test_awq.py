@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.errors import TargetError
+from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modifiers import awq as old_path
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
@@ -171,6 +171,23 @@ def test_a_device_is_kept_by_its_name(given: Any) -> None:
     read = Recipe.create_instance(recipe.yaml()).modifiers[0]
     assert isinstance(read, AWQModifier)
     assert read.offload_device == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("ignore: [lm_head]", "ignore is a field of the form in which it quantizes too"),
+        ("targets: Linear, ignore: [lm_head]", "targets and ignore are fields of the form"),
+        ("ignore: [lm_head], scheme: null", "ignore and scheme are fields of the form"),
+    ],
+)
+def test_fields_of_quantizing_that_say_nothing_of_how_are_refused(fields: str, said: str) -> None:
+    """The recipe has no QuantizationModifier, so that no error is to be of one."""
+    behind = "HQQModifier: {scheme: W4A16, ignore: [lm_head]}"
+    with pytest.raises(RecipeError, match=f"AWQModifier: {said}") as caught:
+        Recipe.create_instance(f"modifiers: {{AWQModifier: {{{fields}}}, {behind}}}")
+    assert "QuantizationModifier" not in str(caught.value)
+    assert "behind it" in caught.value.remedy
 
 
 def test_mappings_read_back() -> None:

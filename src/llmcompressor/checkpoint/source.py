@@ -37,6 +37,8 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _OTHER_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_WEIGHTS = re.compile(r".*\.(safetensors|gguf)|(pytorch_model|model|consolidated).*\.(bin|pth?)")
+_SHARD = re.compile(r"-\d+-of-\d+\.")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAX_HEADER = 100_000_000
 _DOWNLOAD = "Download or copy the file again."
@@ -300,9 +302,32 @@ def _tensors(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
         return _indexed(directory, headers_only=headers_only)
     if any((directory / name).is_file() for name in _OTHER_WEIGHTS):
         return {}
-    raise CheckpointError(
-        f"The folder {directory} holds a {CONFIG} but no weights.",
-        f"It needs {SINGLE}, or {INDEX} with the files that it names.",
+    raise _no_weights(directory)
+
+
+def _no_weights(directory: Path) -> CheckpointError:
+    """The error for a folder without weights under the names that readers look for."""
+    needs = f"It needs {SINGLE}, or {INDEX} with the files that it names."
+    every = sorted(path.name for path in directory.iterdir() if path.is_file())
+    there = [name for name in every if _WEIGHTS.fullmatch(name)]
+    if not there:
+        return CheckpointError(f"The folder {directory} holds a {CONFIG} but no weights.", needs)
+    shown = f"{', '.join(there[:3])}{' …' if len(there) > 3 else ''}"
+    files = f"{len(there)} weight file{'s' if len(there) > 1 else ''} ({shown})"
+    if len(there) == 1 and there[0].endswith(".safetensors") and not _SHARD.search(there[0]):
+        remedy = f"{needs} Rename {there[0]} to {SINGLE} if it holds the whole model."
+    elif any(_SHARD.search(name) for name in there):
+        index = INDEX if there[-1].endswith(".safetensors") else _OTHER_WEIGHTS[1]
+        remedy = (
+            f"Download or copy {index}: it says which tensor is in which file, and of which files "
+            "none may be missing."
+        )
+    else:
+        remedy = f"{needs} Save the model with save_pretrained of transformers, and use that."
+    return CheckpointError(
+        f"The folder {directory} holds a {CONFIG} and {files}, but neither {SINGLE} nor {INDEX}, "
+        "by which a model's weights are found.",
+        remedy,
     )
 
 

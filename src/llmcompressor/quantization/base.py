@@ -54,12 +54,16 @@ from llmcompressor.schemes.checks import check_schemes
 from llmcompressor.schemes.presets import format_of
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
 
-__all__ = ["QuantizationMixin"]
+__all__ = ["SAYING_HOW", "QuantizationMixin"]
 
 _FLOAT = 4
 _EXTREMES = 3
 _SEARCHED = 12
 """Looks at an input, for its extremes, and for a histogram or the like."""
+
+
+SAYING_HOW = ("scheme", "config_groups", "kv_cache_scheme")
+"""The fields one of which says how to quantize."""
 
 
 class QuantizationMixin(Modifier):

@@ -41,7 +41,7 @@ from llmcompressor.numerics.scales import global_scale_from_amax, parameter_dtyp
 from llmcompressor.observers.base import stored_scale
 from llmcompressor.observers.canonical import Range
 from llmcompressor.observers.input_statistics import InputStatistics
-from llmcompressor.quantization.base import QuantizationMixin
+from llmcompressor.quantization.base import SAYING_HOW, QuantizationMixin
 from llmcompressor.quantization.parameters import (
     WeightParameters,
     extreme_parameters,
@@ -108,6 +108,18 @@ def _device_name(given: Any) -> Any:
     return str(given) if isinstance(given, torch.device) else given
 
 
+def _check_says_how(fields: Mapping[str, Any]) -> None:
+    """Refuse fields of the modifier that quantizes, if they do not make one."""
+    if any(fields.get(name) is not None for name in SAYING_HOW):
+        return
+    given = " and ".join(fields)
+    raise RecipeError(
+        f"AWQModifier: {given} {'is a field' if len(fields) == 1 else 'are fields'} of the form in "
+        f"which it quantizes too, and nothing says how: {', '.join(SAYING_HOW)} are all unset.",
+        f"Leave {given} to the modifier that quantizes behind it, or give AWQModifier a scheme.",
+    )
+
+
 class AWQModifier(SmoothingMixin):
     """Scales, and where it helps clips, weights for the modifier that quantizes them after it.
 
@@ -139,12 +151,17 @@ class AWQModifier(SmoothingMixin):
 
     @classmethod
     def from_fields(cls, **fields: Any) -> list[Modifier]:
-        """From one set of fields: this modifier, and the one that quantizes if they say how."""
+        """From one set of fields: this modifier, and the one that quantizes if they say how.
+
+        Raises:
+            RecipeError: some are of a modifier that quantizes, and none of them says how.
+        """
         common = {key: fields.pop(key) for key in tuple(fields) if key in Modifier.model_fields}
         theirs = QuantizationMixin.model_fields.keys() - cls.model_fields.keys()
         quantizing = {key: fields.pop(key) for key in tuple(fields) if key in theirs}
         own: list[Modifier] = [cls(**common, **fields)]
         if quantizing:
+            _check_says_how(quantizing)
             own.append(ModifierFactory.create("QuantizationModifier", **common, **quantizing))
         return own
 

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other path of what :mod:`llmcompressor.modifiers.rotation` has."""
+
+from llmcompressor.modifiers.rotation import SpinQuantMapping
+
+__all__ = ["SpinQuantMapping"]
