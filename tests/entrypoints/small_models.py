@@ -16,8 +16,6 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from llmcompressor.checkpoint.finished_run import RUN_FILE
-
 VOCABULARY = 128
 
 
@@ -64,16 +62,12 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Every path below ``folder`` and a digest of its bytes (a folder's is empty).
-
-    Without what an output remembers of its run: one in memory leaves none.
-    """
+    """Every path below ``folder`` and a digest of its bytes (a folder's is empty)."""
     return {
         str(path.relative_to(folder)): (
             hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         )
         for path in sorted(folder.rglob("*"))
-        if path.name != RUN_FILE
     }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same call on an output that it has finished finds it so, and any other call is refused."""
+"""A call that was killed behind its last step finds that it has finished; others are refused."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from llmcompressor import plan
 from llmcompressor.checkpoint.finished_run import RUN_FILE
+from llmcompressor.entrypoints import streamed
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -35,6 +36,12 @@ def logged() -> Iterator[list[str]]:
     logger.remove(sink)
 
 
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are as if they had been killed when all was done."""
+    monkeypatch.setattr(streamed, "forget_run", lambda folder: None)
+
+
 def stamps(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
@@ -50,6 +57,8 @@ def test_killed_at_each_step_behind_the_last_line(
         if code == 0:
             break
         assert code == KILLED
+        if not job.partial.exists() and not (job.output / RUN_FILE).exists():
+            break  # the call was over
         again = run(replace(job, resume="must"))
         assert again.code == 0, again.said
         assert (SAID in again.said) == ("Continuing" not in again.said)
@@ -58,6 +67,7 @@ def test_killed_at_each_step_behind_the_last_line(
     assert number > 8
 
 
+@pytest.mark.usefixtures("killed")
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("one_pass", "cache")])
 def test_the_model_is_the_one_that_the_run_returned(
     recipe: str, model: Path, tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
@@ -142,6 +152,7 @@ def forgetful(job: Job) -> Job:
     return job
 
 
+@pytest.mark.usefixtures("killed")
 @pytest.mark.parametrize("resume", ["auto", "must"])
 @pytest.mark.parametrize("recipe", ["rtn", "gptq"])
 @pytest.mark.parametrize(
@@ -175,6 +186,7 @@ def test_what_is_not_the_same_is_refused(
     assert not job.partial.exists()
 
 
+@pytest.mark.usefixtures("killed")
 def test_a_plan_says_what_would_become_of_the_call(model: Path, tmp_path: Path) -> None:
     job = Job(model, "rtn", tmp_path / "output")
     job()
@@ -186,6 +198,7 @@ def test_a_plan_says_what_would_become_of_the_call(model: Path, tmp_path: Path) 
     assert [one for one in other.problems if "already holds files" in str(one.message)]
 
 
+@pytest.mark.usefixtures("killed")
 def test_what_is_remembered_is_no_place_of_the_machine(model: Path, tmp_path: Path) -> None:
     job = Job(model, "sparse", tmp_path / "output")
     job()
@@ -194,3 +207,13 @@ def test_what_is_remembered_is_no_place_of_the_machine(model: Path, tmp_path: Pa
     assert str(model) not in text
     content: dict[str, Any] = json.loads(text)
     assert set(content["files"]) >= {"config.json", "recipe.yaml", "generation_config.json"}
+
+
+def test_a_call_that_has_returned_remembers_nothing(model: Path, tmp_path: Path) -> None:
+    job = Job(model, "rtn", tmp_path / "output")
+    job()
+    assert not (job.output / RUN_FILE).exists()
+    before = tree(job.output)
+    with pytest.raises(OutputError, match="already holds files"):
+        job()
+    assert tree(job.output) == before

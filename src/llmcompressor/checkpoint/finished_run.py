@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a finished output remembers of the run that made it, so that the same call finds it done.
+"""What an output that has its name remembers of the run that made it, until the call is over.
 
-It stands in a file of its own, which no reader of checkpoints looks at, and is the same for the
-same run: hashes of what decided the output, of what it was made of and of what was stored, and
-choices that the data decided.
+A run may be killed between the two. Then the same call finds that it has finished. It stands in a
+file of its own: hashes of what decided the output, of what it was made of and of what was stored,
+and choices that the data decided. Once the call is over the output is a directory in use like any
+other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from llmcompressor.checkpoint.block_writer import digest_of
 from llmcompressor.checkpoint.model_config import write_json
 from llmcompressor.checkpoint.output_layout import OutputLayout
 
-__all__ = ["RUN_FILE", "FinishedRun", "file_hashes", "hash_of", "stored_digests"]
+__all__ = [
+    "RUN_FILE",
+    "FinishedRun",
+    "file_hashes",
+    "forget_run",
+    "hash_of",
+    "stored_digests",
+]
 
 RUN_FILE = ".llmcompressor.json"
 
@@ -78,6 +86,11 @@ class FinishedRun:
             if self.files == {name: _file_hash(folder / name) for name in self.files}:
                 return self.stored == hash_of(stored_digests(folder, layout, groups))
         return False
+
+
+def forget_run(folder: Path) -> None:
+    """The call that made an output, or found it finished, is over."""
+    (folder / RUN_FILE).unlink(missing_ok=True)
 
 
 def file_hashes(folder: Path, layout: OutputLayout) -> dict[str, str]:

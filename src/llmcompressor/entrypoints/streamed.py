@@ -17,7 +17,7 @@ from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
 from llmcompressor.checkpoint.experts import open_blueprint
 from llmcompressor.checkpoint.finished_output import FinishedOutput
-from llmcompressor.checkpoint.finished_run import FinishedRun, hash_of
+from llmcompressor.checkpoint.finished_run import FinishedRun, forget_run, hash_of
 from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
 from llmcompressor.checkpoint.prediction import Prediction, predict
@@ -363,6 +363,7 @@ class _Run:
             source=options.source,
             report=options.report,
         )
+        forget_run(target)
 
     def _told(self, stream: BlockStream) -> dict[str, Any] | None:
         return compression_report(stream.reports(), self.blueprint.model)
