@@ -939,6 +939,12 @@ def flat_codes_of_powers(sample: Sample) -> None:
     _flat(sample)
 
 
+@fault("C2", UP, base="FP8", compared=True)
+def no_rows(sample: Sample) -> None:
+    for name in (f"{UP}.weight", f"{LAYER}.mlp.gate_proj.weight"):
+        sample.tensors[name] = sample.tensors[name][:0]
+
+
 @fault("C4", "group_0", compared=True, also="S21")
 def integers_said_to_be_floats(sample: Sample) -> None:
     sample.group["weights"]["type"] = "float"

@@ -165,7 +165,7 @@ def test_no_setting_ends_the_check(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["W4A16", "W3A16", "NVFP4", "MXFP4", "FP8_BLOCK"])
+@pytest.mark.parametrize("preset", ["W4A16", "W3A16", "NVFP4", "MXFP4", "FP8", "FP8_BLOCK"])
 def test_no_shape_ends_the_check(
     preset: str, good: Callable[[str], Sample], source: Path, tmp_path: Path
 ) -> None:

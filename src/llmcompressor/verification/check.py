@@ -207,7 +207,7 @@ def _explained(found: list[Finding], compared: list[Finding]) -> list[Finding]:
 def _codes(files: Files, view: View, entry: Entry, scheme: Scheme | None) -> Codes | None:
     """The codes of a module whose tensors are all there and fit."""
     columns = view.columns(entry, scheme) if scheme is not None else None
-    if scheme is None or columns is None or entry.rows is None:
+    if scheme is None or not columns or not entry.rows:
         return None
     needed = {
         own: wanted
