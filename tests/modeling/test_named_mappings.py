@@ -7,7 +7,8 @@ import pytest
 import small_architectures as small
 
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.mappings import Names, named_sets
+from llmcompressor.modeling.mapped_places import Names
+from llmcompressor.modeling.named_mappings import named_sets
 
 V_TO_O: Names = ("re:.*v_proj$", ("re:.*o_proj$",))
 UP_TO_DOWN: Names = ("re:.*up_proj$", ("re:.*down_proj$",))

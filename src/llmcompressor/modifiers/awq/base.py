@@ -21,7 +21,7 @@ from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.mappings import Names, SmoothSet
+from llmcompressor.modeling.mapped_places import Names, SmoothSet
 from llmcompressor.modifiers.awq.effort import VISITS, effort_of, run_products, running
 from llmcompressor.modifiers.awq.parents import ParentRuns, parent_of
 from llmcompressor.modifiers.factory import ModifierFactory
