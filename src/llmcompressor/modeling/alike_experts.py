@@ -33,7 +33,7 @@ class ExpertPart(NamedTuple):
 
     experts: str
     """What the list of experts is called."""
-    index: str
+    number: str
     """Which expert."""
     own: str
     """The name within it."""
@@ -43,7 +43,7 @@ def part_of_expert(name: str) -> ExpertPart | None:
     """The parts of a name that is one of an expert's modules.
 
     >>> part_of_expert("mlp.experts.3.up_proj")
-    ExpertPart(experts='mlp.experts', index='3', own='up_proj')
+    ExpertPart(experts='mlp.experts', number='3', own='up_proj')
     >>> part_of_expert("mlp.up_proj") is None
     True
     """
@@ -104,7 +104,7 @@ class AlikeExperts:
         return [
             other
             for index, other in names.items()
-            if other in self._modules and (of_any_form or forms[index] == forms[part.index])
+            if other in self._modules and (of_any_form or forms[index] == forms[part.number])
         ]
 
     def copies(self, names: Sequence[str]) -> list[tuple[str, ...]]:

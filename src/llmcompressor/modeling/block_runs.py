@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module
 
 from llmcompressor.modeling.alike_experts import to_few
 from llmcompressor.modeling.call_order import first_tensor
@@ -108,7 +108,7 @@ class BlockRuns:
         watched = [
             module
             for module in names
-            if isinstance(module, LinearExperts)
+            if isinstance(module, LinearExperts | Linear)
             or (module is not self._block and module._parameters and not module._modules)
         ]
         handles = [one.register_forward_hook(note, with_kwargs=True) for one in watched]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmcompressor.modeling.mapped_places import Place, shown
+from llmcompressor.modeling.mapped_places import Place
 from llmcompressor.modeling.scaling import columns_of
 from llmcompressor.modeling.structure import BlockProbe, Outcome, Verdict
 

@@ -43,10 +43,12 @@ def columns_of(module: Module) -> int | None:
         module: a Linear, or another module with a weight ``[rows, C]``, as routers have.
 
     Returns:
-        C; ``None`` for a module without such a weight, or that others are part of.
+        C; ``None`` for a module without such a weight, or with parts of its own.
     """
     weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 2 or module._modules:
+    if weight is None or weight.ndim != 2:
+        return None
+    if module._modules and not isinstance(module, Linear):  # a Linear may have a rotation in it
         return None
     return int(weight.shape[1])
 

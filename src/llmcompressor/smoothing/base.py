@@ -185,6 +185,7 @@ class SmoothingMixin(Modifier):
         ]
         self._sets = self._without_turned(state, are_named=names is not None)
         if not self._sets:
+            self._refuse_turned()
             raise TargetError(
                 f"{type(self).__name__} finds nothing to smooth in {type(model).__name__}.",
                 "Name what is to be smoothed in its mappings, or leave it out of the recipe.",
@@ -226,6 +227,16 @@ class SmoothingMixin(Modifier):
                 "Put it before the rotation to smooth them, too."
             )
         return kept
+
+    def _refuse_turned(self) -> None:
+        """Say so where it is for rotations of an earlier run that nothing can be smoothed."""
+        for module, name in self._names.items():
+            if by := _turned_already(module):
+                raise TargetError(
+                    f"{type(self).__name__} has nothing to smooth: {by} rotates what goes into or "
+                    f"comes out of {name}, and so on.",
+                    f"Put {type(self).__name__} before the rotation.",
+                )
 
     def _tell(self) -> None:
         """Say what was found: the sets of one place, and how many there are like them."""
