@@ -77,7 +77,8 @@ class _Search:
             reasons |= self._judge(place)
         is_empty = len(self.found) == before
         told = [one for one in reasons.items() if is_empty or one[1]]
-        self.left_out += [(f"{written(names)}: {why}", warns) for why, warns in told[-1:]]
+        told.sort(key=lambda one: not one[1])  # layers are alike: one reason says it
+        self.left_out += [(f"{written(names)}: {why}", warns) for why, warns in told[:1]]
 
     def _judge(self, place: Place) -> dict[str, bool]:
         """Add a place that holds; else why it is left out, and whether that is a warning."""

@@ -190,7 +190,7 @@ class LogarithmicEqualizationModifier(SmoothQuantModifier):
 def _read_mapping(value: Any) -> Any:
     """One mapping as ``(targets, target)``, from whichever form it was given in."""
     if isinstance(value, SmoothQuantMapping):
-        return value.balance_layers, value.smooth_layer
+        return _read_mapping([value.balance_layers, value.smooth_layer])
     if isinstance(value, Mapping):
         return _read_mapping(SmoothQuantMapping(**value))
     if isinstance(value, list | tuple) and len(value) == 2:
