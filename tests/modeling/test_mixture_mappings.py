@@ -102,6 +102,23 @@ def test_without_anyone_naming_them_they_are_found(name: str) -> None:
     assert not into_experts(find_sets(model, mixtures=False))
 
 
+def test_what_a_mixture_is_called_does_not_matter() -> None:
+    model = small.with_experts("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp._modules["many"] = layer.mlp._modules.pop("experts")
+        type(layer.mlp).experts = property(lambda self: self._modules["many"])
+    try:
+        sets = find_sets(model)
+        [one, _] = [one for one in sets if one.name.endswith("post_attention_layernorm")]
+        assert len(one.balance) == 1 + 2 * 8
+        assert len(sets) == 2 * (2 + 8)
+        some: Names = (NORM, ("re:.*mlp.gate$", "re:.*many.[01].(gate|up)_proj$"))
+        with pytest.raises(TargetError, match="would change"):
+            named_sets(model, [some])
+    finally:
+        del type(model.model.layers[0].mlp).experts
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek", "llama4"])
 def test_experts_without_their_router_are_refused(name: str) -> None:
     """With 32 experts a few tokens do not reach them all: nothing is taken at its word."""

@@ -213,7 +213,9 @@ def test_what_a_mixture_reads_is_scaled(loss: Any, every: bool) -> None:
         rounded = rounding(ignore=["lm_head", "re:.*gate$", "re:.*self_attn.*"])
         tiny.run(model, *awq, rounded, data=data, moe_calibrate_all_experts=every)
         errors[name] = far(model, reference, data)
-        scaled = [not torch.equal(*pair) for pair in zip(before, (n.weight for n in layers), strict=True)]
+        scaled = [
+            not torch.equal(*pair) for pair in zip(before, (n.weight for n in layers), strict=True)
+        ]
         assert all(scaled) if awq else not any(scaled)
     assert errors["scaled"] < 0.5 * errors["rounded"]
 

@@ -19,7 +19,7 @@ from torch.nn import Module
 from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.names import named_modules
 
-__all__ = ["AlikeExperts", "ExpertPart", "expert_of", "form_of_module", "part_of_expert", "to_few"]
+__all__ = ["AlikeExperts", "ExpertPart", "form_of_module", "part_of_expert", "to_few"]
 
 _NAME = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<own>.+)")
 _FEW = 2
@@ -63,16 +63,6 @@ def form_of_module(module: Module) -> Any:
     )
 
 
-def expert_of(name: str) -> tuple[str, str] | None:
-    """Which expert a module is part of: the first two parts of its name.
-
-    >>> expert_of("mlp.experts.3.up_proj")
-    ('mlp.experts', '3')
-    """
-    part = part_of_expert(name)
-    return None if part is None else part[:2]
-
-
 class AlikeExperts:
     """Which modules of a block's experts stand for which others.
 
@@ -83,10 +73,26 @@ class AlikeExperts:
     def __init__(self, modules: Mapping[str, Module]) -> None:
         self._modules = modules
         self._forms: dict[str, dict[str, Any]] = {}
+        self._mixtures = [
+            name for name, one in modules.items() if name and isinstance(one, LinearExperts)
+        ]
+
+    def part_of(self, name: str) -> ExpertPart | None:
+        """As :func:`part_of_expert`, also where a mixture has another name."""
+        for mixture in self._mixtures:
+            number, _, own = name.removeprefix(f"{mixture}.").partition(".")
+            if name.startswith(f"{mixture}.") and number.isdigit() and own:
+                return ExpertPart(mixture, number, own)
+        return part_of_expert(name)
+
+    def expert_of(self, name: str) -> tuple[str, str] | None:
+        """Which expert a module is part of: the first two parts of its name."""
+        part = self.part_of(name)
+        return None if part is None else part[:2]
 
     def inside_one(self, names: Collection[str]) -> bool:
         """Whether all of some modules are parts of one expert."""
-        experts = set(map(expert_of, names))
+        experts = set(map(self.expert_of, names))
         return len(experts) == 1 and None not in experts
 
     def alike(self, name: str, *, of_any_form: bool = False) -> list[str]:
@@ -96,7 +102,7 @@ class AlikeExperts:
             name: of a module; one of no expert stands for itself alone.
             of_any_form: also in experts of other parts or shapes.
         """
-        part = part_of_expert(name)
+        part = self.part_of(name)
         if part is None:
             return [name]
         forms = self._forms_of(part.experts)
@@ -115,7 +121,7 @@ class AlikeExperts:
         """A module in another expert that belongs to some modules and is not among them."""
         known = set(names)
         seen: set[tuple[str, str]] = set()
-        for part in filter(None, map(part_of_expert, names)):
+        for part in filter(None, map(self.part_of, names)):
             if (part.experts, part.own) in seen:
                 continue
             seen.add((part.experts, part.own))

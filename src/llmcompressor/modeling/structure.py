@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from llmcompressor.modeling.alike_experts import AlikeExperts, expert_of, part_of_expert
+from llmcompressor.modeling.alike_experts import AlikeExperts
 from llmcompressor.modeling.block_runs import BlockRun, BlockRuns, Call, place_of
 from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.scaling import (
@@ -159,7 +159,7 @@ class BlockProbe:
                 return Verdict(Outcome.HOLDS, link.offset)
             if rows := self._shared_rows(own, readers, run):
                 return Verdict(Outcome.SHARES, rows=rows)
-            return Verdict(Outcome.CHANGES, others=_also_given(own, names, run))
+            return Verdict(Outcome.CHANGES, others=self._also_given(own, names, run))
 
     def _unseen(self, names: Sequence[str], called: Collection[str]) -> list[str]:
         """Those that were not called, and for which nothing stands that is named too."""
@@ -200,11 +200,11 @@ class BlockProbe:
         if not group.takers:
             return []
         begin = run.leaves.index(group.takers[0])
-        place = expert_of(group.takers[0].name)
+        place = self._experts.expert_of(group.takers[0].name)
         return [
             call
             for call in reversed(run.leaves[:begin])
-            if isinstance(call.module, Linear) and expert_of(call.name) == place
+            if isinstance(call.module, Linear) and self._experts.expert_of(call.name) == place
         ]
 
     def _readers(self, group: _Group, run: BlockRun, *, mixtures: bool) -> Iterator[list[Call]]:
@@ -213,7 +213,7 @@ class BlockProbe:
         Rows that are ordered by expert, and weighted, are another tensor than a norm returned: a
         mixture of the block may read it then, too.
         """
-        within = [expert_of(call.name) is not None for call in group.takers]
+        within = [self._experts.expert_of(call.name) is not None for call in group.takers]
         if group.takers and not group.mixtures and (mixtures or all(within) or not any(within)):
             yield group.takers
         if not mixtures or any(within):
@@ -249,6 +249,14 @@ class BlockProbe:
             return None
         names = dict.fromkeys(reader.name for reader in readers)
         return Link(source.name, tuple(names), offset)
+
+    def _also_given(self, source: Call, names: Collection[str], run: BlockRun) -> tuple[str, ...]:
+        """Modules that get the tensor that another returns, and are not among ``names``."""
+        key = place_of(source.output)
+        given = [call for call in (*run.leaves, *run.mixtures) if place_of(call.input) == key]
+        parts = {part.experts for part in map(self._experts.part_of, names) if part is not None}
+        others = [call.name for call in given if call.name not in names]
+        return tuple(one for one in others if key and one not in parts)
 
     def _shared_rows(self, source: Call, readers: Sequence[Call], run: BlockRun) -> int:
         """How many rows of a fused Linear all columns of its readers share; 0 where they do not.
@@ -300,12 +308,3 @@ def _groups(run: BlockRun) -> Iterator[_Group]:
     for call in run.mixtures:
         groups.setdefault(place_of(call.input), _Group()).mixtures.append(call)
     yield from groups.values()
-
-
-def _also_given(source: Call, names: Collection[str], run: BlockRun) -> tuple[str, ...]:
-    """Modules that get the tensor that another returns, and are not among ``names``."""
-    key = place_of(source.output)
-    given = [call for call in (*run.leaves, *run.mixtures) if place_of(call.input) == key]
-    parts = {part.experts for part in map(part_of_expert, names) if part is not None}
-    others = [call.name for call in given if call.name not in names]
-    return tuple(one for one in others if key and one not in parts)
