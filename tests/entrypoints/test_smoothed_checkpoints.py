@@ -69,7 +69,7 @@ def test_a_mapping_across_blocks_is_refused_where_blocks_come_one_by_one(
     llama_folder: Path, tmp_path: Path
 ) -> None:
     mapping = [["re:.*layers.1.*[qkv]_proj$"], "re:.*layers.0.mlp.up_proj$"]
-    with pytest.raises(ValueError, match=r"several blocks|would change"):
+    with pytest.raises(ValueError, match="joins nothing: no block"):
         oneshot(
             model=str(llama_folder),
             recipe=[SmoothQuantModifier(mappings=[mapping])],

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import mixtures
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -20,12 +22,14 @@ from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import DatasetError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.experts import LinearExperts
+from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.quantization import column_solver as gptq_solve
 
 SERVED = tuple(mixtures.PREFIXES)
 TOKENS = 8 * 32
+IGNORED = ["lm_head", "re:.*gate$", "re:.*router$"]
 
 
 def compressed(
@@ -42,6 +46,12 @@ def compressed(
 def config_of(output: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((output / "config.json").read_text())
     return found["quantization_config"]
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {
+        name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()
+    }
 
 
 def report_of(output: Path) -> dict[str, Any]:
@@ -138,6 +148,34 @@ def test_streamed_is_as_in_memory(
     compressed(tmp_path / "source", tmp_path / "memory", gptq=True)
     for file in sorted((tmp_path / "streamed").iterdir()):
         assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", pytest.param("llama4_text", marks=pytest.mark.slow)]
+)
+def test_scales_of_a_mixture_are_written_as_in_memory(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With those of its router, which nothing quantizes."""
+    mixtures.saved(family, tmp_path / "source")
+
+    def scaled(output: Path) -> None:
+        recipe = AWQModifier(scheme="W4A16", targets="Linear", n_grid=3, ignore=IGNORED)
+        given = {"dataset": mixtures.rows(), "recipe": recipe}
+        oneshot(model=str(tmp_path / "source"), output_dir=output, **given)
+
+    scaled(tmp_path / "streamed")
+    monkeypatch.setattr(oneshot_module, "streamable", lambda job: None)
+    scaled(tmp_path / "memory")
+    for file in sorted((tmp_path / "streamed").iterdir()):
+        assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
+    before, after = (tensors_of(tmp_path / name) for name in ("source", "streamed"))
+    routers = [name for name in after if name.endswith(("gate.weight", "router.weight"))]
+    assert any(not torch.equal(before[name], after[name]) for name in routers)
+    for name in routers:
+        norm = re.sub(r"(mlp|feed_forward)\.\w+\.weight", "post_attention_layernorm.weight", name)
+        product = before[name] * before[norm]
+        torch.testing.assert_close(after[name] * after[norm], product, rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_that_was_broken_off_writes_the_same(

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import transformers
 
+from llmcompressor.checkpoint.experts import open_experts
+from llmcompressor.modeling.expert_search import find_mixtures
+
 _PLAIN: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -68,6 +71,49 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_MODELS["qwen3_moe"] = (
+    "Qwen3Moe",
+    {
+        **_PLAIN,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+)
+_MODELS["qwen2_moe"] = (
+    "Qwen2Moe",
+    {
+        **_PLAIN,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+)
+_MODELS["llama4"] = (
+    "Llama4Text",
+    {
+        **_PLAIN,
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 64,
+    },
+)
+_MODELS["gpt_oss"] = (
+    "GptOss",
+    {
+        **_PLAIN,
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+    },
+)
 _PARTS: dict[str, Any] = {"text_config": transformers.LlamaConfig(**_ALL_HEADS)}
 _PARTS["vision_config"] = transformers.CLIPVisionConfig(
     hidden_size=64,
@@ -81,13 +127,20 @@ _MODELS["llava"] = ("Llava", {**_PARTS, "image_token_id": 5})
 _CLASSES = {
     "Gemma3Text": "Gemma3ForCausalLM",
     "GPT2": "GPT2LMHeadModel",
+    "Llama4Text": "Llama4ForCausalLM",
     "Llava": "LlavaForConditionalGeneration",
 }
 
 
-def build(name: str) -> Any:
-    """A model with two layers, in evaluation mode; norm weights are not all the same."""
+def build(name: str, **changes: Any) -> Any:
+    """A model with two layers, in evaluation mode; norm weights are not all the same.
+
+    Args:
+        name: of the architecture.
+        changes: to its configuration.
+    """
     family, fields = _MODELS[name]
+    fields = {**fields, **changes}
     config = getattr(transformers, f"{family}Config")(
         **{key: value for key, value in fields.items() if value is not None}
     )
@@ -97,4 +150,16 @@ def build(name: str) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn(parameter.shape))
+    return model
+
+
+def with_experts(name: str, **changes: Any) -> Any:
+    """The same, its experts taken apart; routers and experts have weights that matter."""
+    model = build(name, **changes)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim > 1 and (".mlp." in key or ".feed_forward." in key):
+                parameter.normal_(std=0.2)
+    open_experts(model, find_mixtures(model))
     return model

@@ -7,7 +7,8 @@ import pytest
 import small_architectures as small
 
 from llmcompressor.errors import TargetError
-from llmcompressor.modeling.mappings import Names, named_sets
+from llmcompressor.modeling.mapped_places import Names, SmoothSet
+from llmcompressor.modeling.named_mappings import named_sets
 
 V_TO_O: Names = ("re:.*v_proj$", ("re:.*o_proj$",))
 UP_TO_DOWN: Names = ("re:.*up_proj$", ("re:.*down_proj$",))
@@ -50,3 +51,79 @@ def test_with_a_value_for_each_head_it_is_smoothed(said: list[str]) -> None:
     found = named_sets(small.build("llama_all_heads"), [V_TO_O])
     assert {one.name.rpartition(".")[2] for one in found} == {"v_proj"}
     assert not [line for line in said if "not smoothed" in line]
+
+
+def test_a_fused_linear_with_grouped_heads_is_left_out_as_others_are(said: list[str]) -> None:
+    model = small.build("phi3", num_key_value_heads=2)
+    fused: Names = ("re:.*qkv_proj$", ("re:.*o_proj$",))
+    gate_up: Names = ("re:.*gate_up_proj$", ("re:.*down_proj$",))
+    found = named_sets(model, [fused, gate_up])
+    assert {one.name.rpartition(".")[2] for one in found} == {"gate_up_proj"}
+    [told] = [line for line in said if "not smoothed" in line]
+    assert "qkv_proj has 32 rows of values" in told
+    with pytest.raises(TargetError, match="share keys and values"):
+        named_sets(model, [fused])
+    assert len(named_sets(small.build("phi3"), [fused])) == 2
+    wrong: Names = ("re:.*gate_up_proj$", ("re:.*o_proj$",))
+    with pytest.raises(TargetError, match="would change"):
+        named_sets(model, [wrong])
+
+
+QKV = ("re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$")
+
+
+def layers_of(found: list[SmoothSet]) -> list[set[str]]:
+    """The layers that each set has modules in."""
+    return [{name.split(".")[2] for name in (one.name, *one.balance)} for one in found]
+
+
+@pytest.mark.parametrize("layers", ["[02]", "0", "2"])
+def test_a_mapping_may_mean_some_layers(layers: str) -> None:
+    """Readers of the layers between are not joined with the norm before them."""
+    model = small.build("llama", num_hidden_layers=3)
+    numbers = [number for number in "012" if number in layers]
+    by_norm = named_sets(model, [(f"re:.*layers.{layers}.input_layernorm$", QKV)])
+    assert layers_of(by_norm) == [{number} for number in numbers]
+    some = tuple(f"re:.*layers.{layers}.self_attn.{name}_proj$" for name in "qkv")
+    by_readers = named_sets(model, [("re:.*input_layernorm$", some)])
+    assert layers_of(by_readers) == layers_of(by_norm)
+
+
+@pytest.mark.parametrize("own", ["input_layernorm", "self_attn.q_proj", "self_attn.v_proj", "*"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_what_holds_an_ignored_module_is_left_out_whole(own: str, layer: int) -> None:
+    model = small.build("llama", num_hidden_layers=3)
+    mapping: Names = ("re:.*input_layernorm$", QKV)
+    ignore = [f"re:.*layers.{layer}.{own}"]
+    found = named_sets(model, [mapping], ignore=ignore)
+    assert layers_of(found) == [{str(number)} for number in range(3) if number != layer]
+
+
+def test_what_spans_blocks_is_refused() -> None:
+    names: Names = ("re:.*layers.0.mlp.up_proj$", ("re:.*layers.1.*[qkv]_proj$",))
+    with pytest.raises(
+        TargetError, match=r"joins nothing: no block .*layers\.0.*layers\.1"
+    ) as told:
+        named_sets(small.build("llama"), [names])
+    assert "leave mappings out" in told.value.remedy
+
+
+UNSEEN: dict[str, tuple[str, Names]] = {
+    "lies in no block": ("llama", ("model.norm", ("lm_head",))),
+    "could not be run": (
+        "llava",
+        ("re:.*layer_norm1$", tuple(f"re:.*vision.*{name}_proj$" for name in "qkv")),
+    ),
+}
+
+
+@pytest.mark.parametrize("why", UNSEEN)
+def test_what_cannot_be_tried_is_not_taken_at_its_word(why: str, said: list[str]) -> None:
+    name, mapping = UNSEEN[why]
+    model = small.build(name)
+    with pytest.raises(TargetError, match=f"None of the mappings .*cannot be tried: .*{why}"):
+        named_sets(model, [mapping])
+    text: Names = ("re:.*(language_)?model.layers.*up_proj$", ("re:.*down_proj$",))
+    assert len(named_sets(model, [mapping, text])) == 2
+    [told] = [line for line in said if "not smoothed" in line]
+    assert why in told

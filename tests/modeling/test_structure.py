@@ -10,9 +10,11 @@ import small_architectures as small
 import torch
 from torch import Tensor, nn
 
-from llmcompressor.modeling.mappings import SmoothSet, find_sets, named_sets
+from llmcompressor.modeling.mapped_places import SmoothSet
+from llmcompressor.modeling.mappings import find_sets
+from llmcompressor.modeling.named_mappings import named_sets
+from llmcompressor.modeling.probes import probes_of
 from llmcompressor.modeling.scaling import divide_outputs, multiply_inputs
-from llmcompressor.modeling.structure import probes_of
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")

@@ -9,6 +9,7 @@ from typing import Any
 import planted
 import pytest
 import tiny_llama as tiny
+import tiny_mixtures as mixtures
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -213,6 +214,40 @@ def test_values_of_grouped_heads_alone_are_refused_with_the_reason() -> None:
     mapping = AWQMapping("re:.*v_proj$", ["re:.*o_proj$"])
     with pytest.raises(TargetError, match=r"None of the mappings.*v_proj has .* rows and .*o_proj"):
         tiny.run(tiny.llama(), AWQModifier(mappings=[mapping]), rounding())
+
+
+def test_a_mapping_needs_readers() -> None:
+    with pytest.raises(ValueError, match=r"input_layernorm.* has no balance_layers"):
+        AWQMapping("re:.*input_layernorm$", [])
+    recipe = "modifiers: {AWQModifier: {mappings: [{smooth_layer: a, balance_layers: []}]}}"
+    with pytest.raises(RecipeError, match="'a' has no balance_layers"):
+        Recipe.create_instance(recipe)
+
+
+@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("loss", ["statistics", "output"])
+def test_what_a_mixture_reads_is_scaled(loss: Any, every: bool) -> None:
+    """Large channels before router and experts: their weights are rounded better than without."""
+    data, errors = tiny.batches(), {}
+    for name in ("rounded", "scaled"):
+        model = mixtures.mixture("qwen3_moe")
+        layers = [layer.post_attention_layernorm for layer in model.model.layers]
+        with torch.no_grad():
+            for norm in layers:
+                norm.weight[:3] *= 30
+            for block in mixtures.blocks(model):  # the large channels do not decide it all
+                block.experts.gate_up_proj[:, :, :3] /= 10
+        before = [norm.weight.clone() for norm in layers]
+        reference = tiny.logits(model, data)
+        awq = [AWQModifier(loss=loss, n_grid=8, clip=False)] if name == "scaled" else []
+        rounded = rounding(ignore=["lm_head", "re:.*gate$", "re:.*self_attn.*"])
+        tiny.run(model, *awq, rounded, data=data, moe_calibrate_all_experts=every)
+        errors[name] = far(model, reference, data)
+        scaled = [
+            not torch.equal(*pair) for pair in zip(before, (n.weight for n in layers), strict=True)
+        ]
+        assert all(scaled) if awq else not any(scaled)
+    assert errors["scaled"] < 0.5 * errors["rounded"]
 
 
 def test_one_scale_for_a_whole_weight_has_no_groups_to_compare() -> None:

@@ -152,6 +152,7 @@ def test_fewer_batches_may_be_looked_at() -> None:
 WRONG: dict[str, dict[str, Any]] = {
     "smoothing_strength": {"smoothing_strength": 1.5},
     "no mapping": {"mappings": [["re:.*q_proj", ["a", "b"]]]},
+    "Write each as": {"mappings": [SmoothQuantMapping("re:.*layernorm", [])]},
     "calibration_function": {"calibration_function": print},
     "end": {"end": 3.0},
     "algorithm": {"algorithm": "smoothquantum"},

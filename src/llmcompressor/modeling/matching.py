@@ -38,6 +38,7 @@ __all__ = [
     "matches_class",
     "matches_name",
     "near_matches",
+    "sets_of",
     "unmatched",
 ]
 
@@ -357,12 +358,30 @@ def match_modules_set(
         TargetError: the last set lacks a target, or a module matches two targets.
     """
     unwanted = as_targets(ignore)
+    hits = (
+        (name, module, [target for target in targets if matches(name, module, target)])
+        for name, module in model.named_modules()
+        if not _matches_any(name, module, unwanted)
+    )
+    yield from sets_of(hits, targets, allow_overlap=allow_overlap)
+
+
+def sets_of(
+    modules: Iterable[tuple[str, Module, Sequence[str]]],
+    targets: Sequence[str],
+    *,
+    allow_overlap: bool = False,
+) -> Iterator[list[list[tuple[str, Module]]]]:
+    """:func:`match_modules_set` for modules of which it is known which targets match them.
+
+    Args:
+        modules: name, module and the targets that match it, in the order of the model.
+        targets: one per member of a set.
+        allow_overlap: let one module match several targets.
+    """
     found: dict[str, list[tuple[str, Module]]] = {target: [] for target in targets}
     parent: str | None = None
-    for name, module in model.named_modules():
-        if _matches_any(name, module, unwanted):
-            continue
-        hits = [target for target in targets if matches(name, module, target)]
+    for name, module, hits in modules:
         if len(hits) > 1 and not allow_overlap:
             raise TargetError(
                 f"The module {name!r} matches {' and '.join(map(repr, hits))}, "

@@ -6,7 +6,7 @@ With one positive factor ``s_c`` per channel, a *smooth* module whose output is 
 
     norm    y = (w + o) n(x) + b     ->   w' = (w + o) / s - o,   b' = b / s
     Linear  y = W x + b              ->   its last C rows and biases, divided by s
-    Linear  z = V y                  ->   V' = V diag(s)
+    Linear  z = V y                  ->   V' = V diag(s); a router's weight alike
 
 The offset o of a norm is 0, or 1 where its weight is stored as a difference from one (Gemma).
 """
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
 __all__ = [
+    "columns_of",
     "divide_outputs",
     "divided_outputs",
     "multiplied_inputs",
@@ -33,6 +34,23 @@ __all__ = [
 _OFFSETS = (0.0, 1.0)
 _CLOSE = 1e-4
 """Relative deviation of float32 results that is taken for rounding."""
+
+
+def columns_of(module: Module) -> int | None:
+    """The channels that a module can take multiplied: the columns of its one matrix.
+
+    Args:
+        module: a Linear, or another module with a weight ``[rows, C]``, as routers have.
+
+    Returns:
+        C; ``None`` for a module without such a weight, or with parts of its own.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2:
+        return None
+    if module._modules and not isinstance(module, Linear):  # a Linear may have a rotation in it
+        return None
+    return int(weight.shape[1])
 
 
 def divided_outputs(module: Module, scale_C: Tensor, offset: float = 0.0) -> dict[str, Tensor]:
@@ -61,10 +79,10 @@ def divided_outputs(module: Module, scale_C: Tensor, offset: float = 0.0) -> dic
 
 
 def multiplied_inputs(module: Module, scale_C: Tensor) -> dict[str, Tensor]:
-    """The parameters with which a Linear takes its inputs multiplied by ``scale_C``.
+    """The parameters with which a Linear or a router takes its inputs multiplied by ``scale_C``.
 
     Args:
-        module: a Linear with C columns.
+        module: one of which :func:`columns_of` tells C.
         scale_C: positive, float32 ``[C]``.
 
     Returns:

@@ -7,39 +7,38 @@ over positions: that is tried. A block is run on a few random states with stand-
 again with the outputs of a candidate divided and the inputs of its readers multiplied by powers
 of two; a candidate is right if that leaves the block's output as it was. So nothing has to be
 known of an architecture, no weight is read, and a module that feeds more than it seems to (a
-router, a second branch) is never taken.
+second branch, an expert that is not named) is never taken.
+
+A router whose weight is ``[experts, C]`` takes scales as a Linear does: the norm before a mixture
+feeds it and what experts begin with. All experts of a mixture get a link or none does; two of them
+are run (:mod:`llmcompressor.modeling.alike_experts`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
-from llmcompressor.logger import logger
-from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.call_order import first_tensor
-from llmcompressor.modeling.hollow import hollow_weights
-from llmcompressor.modeling.inputs import model_inputs, without_cache
-from llmcompressor.modeling.scaling import divided_outputs, multiplied_inputs, norm_offset, swapped
-from llmcompressor.names import named_modules
+from llmcompressor.modeling.alike_experts import AlikeExperts
+from llmcompressor.modeling.block_runs import BlockRun, BlockRuns, Call, place_of
+from llmcompressor.modeling.experts import LinearExperts
+from llmcompressor.modeling.scaling import (
+    columns_of,
+    divided_outputs,
+    multiplied_inputs,
+    norm_offset,
+)
 
-__all__ = ["BlockProbe", "Link", "probes_of"]
+__all__ = ["BlockProbe", "Link", "Outcome", "Verdict"]
 
-_TOKENS = 8
-_HIDDEN_DIMS = 3
 _INVARIANT = 1e-4
 """Relative change of a block's float32 output that is taken for rounding; others are near one."""
-_SEED = 20
-_TEXT_KEYS = {"attention_mask", "input_ids", "labels", "loss_mask", "position_ids"}
-_EXPERT = re.compile(r"(?:.*\.)?experts\.\d+")
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ class Link:
 
     Attributes:
         smooth: the norm or Linear whose output channels are divided.
-        balance: the Linears whose input channels are multiplied; all that read that output.
+        balance: the Linears, and routers, whose input channels are multiplied; all that read
+            that output.
         offset: what the norm adds to its weight.
     """
 
@@ -57,27 +57,47 @@ class Link:
     offset: float = 0.0
 
 
-class _Enough(BaseException):
-    """Every call that was waited for has come; not an ``Exception``, which a model might catch."""
+class Outcome(Enum):
+    """What a trial of named modules has shown."""
+
+    HOLDS = "the block's output stays as it was"
+    CHANGES = "the block's output changes"
+    SHARES = "several columns of the readers read one row"
+    UNTRIED = "nothing was seen of one of them"
 
 
 @dataclass(frozen=True)
-class _Call:
-    """How a leaf of the block was called, and what it returned."""
+class Verdict:
+    """What is known of named modules.
 
-    name: str
-    module: Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
+    Attributes:
+        outcome: whether they are a link.
+        offset: if so, what the norm adds to its weight; 0 for a Linear.
+        others: modules that seem to read the output too, or that were not called; names
+            within the block.
+        rows: how many rows several columns share.
+    """
+
+    outcome: Outcome
+    offset: float = 0.0
+    others: tuple[str, ...] = ()
+    rows: int = 0
+
+
+@dataclass
+class _Group:
+    """What gets one tensor: modules that take scales, and mixtures."""
+
+    takers: list[Call] = field(default_factory=list)
+    mixtures: list[Call] = field(default_factory=list)
 
     @property
-    def input(self) -> Tensor | None:
-        return first_tensor(self.args, self.kwargs)
+    def first(self) -> Call:
+        return (self.takers or self.mixtures)[0]
 
 
 class BlockProbe:
-    """One block, stand-in weights for it, and states to run it on.
+    """What feeds what in one block.
 
     Args:
         block: the block; its own weights are not looked at, and stay what they are.
@@ -86,70 +106,132 @@ class BlockProbe:
     """
 
     def __init__(self, block: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._block = block
-        self._generator = torch.Generator().manual_seed(_SEED)
-        self._args = tuple(self._prepared(value) for value in args)
-        self._kwargs = {name: self._prepared(value) for name, value in kwargs.items()}
-        tensor = first_tensor(self._args, self._kwargs)
-        self._device = torch.device("cpu") if tensor is None else tensor.device
-        self._modules = dict(named_modules(block))
+        self._runs = BlockRuns(block, args, kwargs)
+        self._experts = AlikeExperts(self._runs.modules)
+        self._known: dict[tuple[str, ...], Verdict] = {}
 
-    def find(self) -> list[Link]:
-        """Every link of the block, norms and Linears, in the order in which they are read."""
-        with self._running():
-            calls = self._watch()
-            links = [link for group in _readers(calls) if (link := self._link_of(group, calls))]
+    def find(self, *, norms_only: bool = False, mixtures: bool = True) -> list[Link]:
+        """Every link of the block, in the order in which they are read.
+
+        Args:
+            norms_only: leave out those that begin with a Linear.
+            mixtures: also those from a module to what the experts of a mixture begin with.
+        """
+        links: list[Link] = []
+        searched: set[tuple[str, ...]] = set()
+        with self._runs.running():
+            run = self._runs.watch()
+            for group in _groups(run):
+                key = tuple(self._experts.alike(group.first.name))
+                if key in searched:
+                    continue
+                searched.add(key)
+                if link := self._link_of(group, run, norms_only=norms_only, mixtures=mixtures):
+                    links.append(link)
         return list(dict.fromkeys(copy for link in links for copy in self._in_all_experts(link)))
 
-    def verify(self, smooth: str, balance: Sequence[str]) -> Link | None:
-        """The link between named modules, if scaling it leaves the block's output unchanged.
+    def verify(self, smooth: str, balance: Sequence[str]) -> Verdict:
+        """Whether scaling named modules leaves the block's output unchanged.
 
-        Raises:
-            LookupError: one of them was not called (an expert that no token went to), so that
-                nothing can be said.
+        What is named of one expert has to be named of all, unless all that is named is one
+        expert's own. Experts that are alike stand for each other.
         """
-        with self._running():
-            calls = self._watch()
-            missing = {smooth, *balance} - {call.name for call in calls}
-            if missing:
-                raise LookupError(sorted(missing)[0])
-            own = next(call for call in calls if call.name == smooth)
-            return self._tried(own, [call for call in calls if call.name in balance])
+        places = [(smooth, *balance)]
+        if self._experts.inside_one(places[0]):
+            places = self._experts.copies(places[0])
+        elif left_out := self._experts.left_out(balance):
+            return Verdict(Outcome.CHANGES, others=(left_out,))
+        if places[0] not in self._known:
+            self._known[places[0]] = self._tried_out(places)
+        return self._known[places[0]]
+
+    def _tried_out(self, places: Sequence[tuple[str, ...]]) -> Verdict:
+        """The verdict on the first of places that are alike whose modules were all called."""
+        with self._runs.running():
+            run = self._runs.watch()
+            called = {call.name for call in run.leaves}
+            names = next((one for one in places if not self._unseen(one, called)), None)
+            if names is None:
+                return Verdict(Outcome.UNTRIED, others=tuple(self._unseen(places[0], called)[:1]))
+            own = next(call for call in run.leaves if call.name == names[0])
+            readers = [call for call in run.leaves if call.name in set(names[1:])]
+            if link := self._tried(own, readers, run):
+                return Verdict(Outcome.HOLDS, link.offset)
+            if rows := self._shared_rows(own, readers, run):
+                return Verdict(Outcome.SHARES, rows=rows)
+            return Verdict(Outcome.CHANGES, others=self._also_given(own, names, run))
+
+    def _unseen(self, names: Sequence[str], called: Collection[str]) -> list[str]:
+        """Those that were not called, and for which nothing stands that is named too."""
+        if self._experts.inside_one(names):
+            return [name for name in names if name not in called]
+        seen = {other for name in names if name in called for other in self._experts.alike(name)}
+        return [name for name in names if name not in seen]
 
     def _in_all_experts(self, link: Link) -> Iterator[Link]:
-        """A link within one expert holds in all of them, also where no token went."""
-        parents = {_EXPERT.match(name) for name in (link.smooth, *link.balance)}
-        prefixes = {found and found[0] for found in parents}
-        if len(prefixes) > 1 or None in prefixes:
-            yield link
+        """A link within one expert holds in all of them; others reach all of them."""
+        names = (link.smooth, *link.balance)
+        if self._experts.inside_one(names):
+            for copy in self._experts.copies(names):
+                yield Link(copy[0], copy[1:], link.offset)
             return
-        own = prefixes.pop()
-        assert own is not None
-        experts = own.rpartition(".")[0]
-        for index in self._modules[experts]._modules:
-            names = [
-                f"{experts}.{index}{name.removeprefix(own)}"
-                for name in (link.smooth, *link.balance)
-            ]
-            if all(name in self._modules for name in names):
-                yield Link(names[0], tuple(names[1:]), link.offset)
+        every = [other for name in link.balance for other in self._experts.alike(name)]
+        if self._experts.left_out(every) is None:
+            yield Link(link.smooth, tuple(dict.fromkeys(every)), link.offset)
 
-    def _link_of(self, readers: Sequence[_Call], calls: Sequence[_Call]) -> Link | None:
-        """The link that ends in ``readers``, which get one tensor."""
-        key = _place(readers[0].input)
-        sources = [call for call in calls if _place(call.output) == key]
-        if not sources:
-            begin = calls.index(readers[0])
-            sources = [call for call in reversed(calls[:begin]) if isinstance(call.module, Linear)]
-        for source in sources:
-            if link := self._tried(source, readers):
-                return link
+    def _link_of(
+        self, group: _Group, run: BlockRun, *, norms_only: bool, mixtures: bool
+    ) -> Link | None:
+        """The link that ends in what gets one tensor."""
+        for source in self._sources(group, run):
+            if norms_only and isinstance(source.module, Linear):
+                continue
+            is_direct = place_of(source.output) == place_of(group.first.input)
+            for readers in self._readers(group, run, mixtures=mixtures and is_direct):
+                if link := self._tried(source, readers, run):
+                    return link
         return None
 
-    def _tried(self, source: _Call, readers: Sequence[_Call]) -> Link | None:
+    def _sources(self, group: _Group, run: BlockRun) -> list[Call]:
+        """What may feed a group: what returned its tensor, else the Linears that ran before it."""
+        key = place_of(group.first.input)
+        if sources := [call for call in run.leaves if place_of(call.output) == key]:
+            return sources
+        if not group.takers:
+            return []
+        begin = run.leaves.index(group.takers[0])
+        place = self._experts.expert_of(group.takers[0].name)
+        return [
+            call
+            for call in reversed(run.leaves[:begin])
+            if isinstance(call.module, Linear) and self._experts.expert_of(call.name) == place
+        ]
+
+    def _readers(self, group: _Group, run: BlockRun, *, mixtures: bool) -> Iterator[list[Call]]:
+        """What may read the tensor of a group: what gets it, alone or with experts.
+
+        Rows that are ordered by expert, and weighted, are another tensor than a norm returned: a
+        mixture of the block may read it then, too.
+        """
+        within = [self._experts.expert_of(call.name) is not None for call in group.takers]
+        if group.takers and not group.mixtures and (mixtures or all(within) or not any(within)):
+            yield group.takers
+        if not mixtures or any(within):
+            return
+        entrances = {
+            mixture.linear(expert, role)
+            for call in group.mixtures or run.mixtures
+            if isinstance(mixture := call.module, LinearExperts)
+            for expert in range(mixture.num_experts)
+            for role in mixture.entrances
+        }
+        if found := [call for call in run.leaves if call.module in entrances]:
+            yield [*group.takers, *found]
+
+    def _tried(self, source: Call, readers: Sequence[Call], run: BlockRun) -> Link | None:
         """Scale a candidate, and see whether the block returns what it did."""
-        columns = _columns(readers[0].module)
-        if any(_columns(reader.module) != columns for reader in readers) or columns is None:
+        columns = columns_of(readers[0].module)
+        if columns is None or any(columns_of(one.module) != columns for one in readers):
             return None
         offset = 0.0
         if isinstance(source.module, Linear):
@@ -161,248 +243,68 @@ class BlockProbe:
             if found is None or weight is None or len(weight) != columns:
                 return None
             offset = found
-        exponents = torch.randint(-1, 2, (columns,), generator=self._generator)
-        scale_C = torch.exp2(exponents.float()).to(self._device)
-        inputs = {
-            reader.module: multiplied_inputs(reader.module, scale_C)
-            for reader in readers
-            if reader.module is not source.module
-        }
-        if len(inputs) < len({reader.module for reader in readers}):
-            return None
-        outputs = {source.module: divided_outputs(source.module, scale_C, offset)}
-        plain = self._run()
-        matters = self._change(plain, inputs) > _INVARIANT
-        if not matters or not self._change(plain, {**inputs, **outputs}) <= _INVARIANT:
+        exponents = torch.randint(-1, 2, (columns,), generator=self._runs.generator)
+        scale_C = torch.exp2(exponents.float()).to(self._runs.device)
+        if not self._leaves_output(source, readers, run, (scale_C, scale_C, offset)):
             return None
         names = dict.fromkeys(reader.name for reader in readers)
         return Link(source.name, tuple(names), offset)
 
-    def _change(
-        self, plain: Sequence[Tensor], changes: Mapping[Module, Mapping[str, Tensor]]
-    ) -> float:
-        """How far the block's output moves with other parameters, as a share of its size."""
-        with swapped(changes):
-            moved = self._run()
-        shares = [
-            float((one - other).abs().max() / one.abs().max().clamp(min=1e-30))
-            for one, other in zip(plain, moved, strict=True)
-            if one.shape == other.shape and one.numel()
-        ]
-        return max(shares, default=float("nan"))
+    def _also_given(self, source: Call, names: Collection[str], run: BlockRun) -> tuple[str, ...]:
+        """Modules that get the tensor that another returns, and are not among ``names``."""
+        key = place_of(source.output)
+        given = [call for call in (*run.leaves, *run.mixtures) if place_of(call.input) == key]
+        parts = {part.experts for part in map(self._experts.part_of, names) if part is not None}
+        others = [call.name for call in given if call.name not in names]
+        return tuple(one for one in others if key and one not in parts)
 
-    def _run(self) -> list[Tensor]:
-        return list(_tensors(self._block(*self._args, **self._kwargs)))
+    def _shared_rows(self, source: Call, readers: Sequence[Call], run: BlockRun) -> int:
+        """How many rows of a fused Linear all columns of its readers share; 0 where they do not.
 
-    def _watch(self) -> list[_Call]:
-        """Run the block and note the calls of its Linears and norms, in order."""
-        calls: list[_Call] = []
-        names = {module: name for name, module in self._modules.items()}
+        With heads that share values these are the last rows, and as many stand before them for
+        the keys: one scale for all of them is tried.
+        """
+        columns = columns_of(readers[0].module)
+        if columns is None or not isinstance(source.module, Linear):
+            return 0
+        rows, odd = divmod(source.module.out_features - columns, 2)
+        if odd or not 0 < rows < columns or columns % rows:
+            return 0
+        two_C = torch.full((columns,), 2.0, device=self._runs.device)
+        found = self._leaves_output(source, readers, run, (two_C[:rows], two_C, 0.0))
+        return rows if found else 0
 
-        def note(module: Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append(_Call(names[module], module, args, kwargs, output))
+    def _leaves_output(
+        self,
+        source: Call,
+        readers: Sequence[Call],
+        run: BlockRun,
+        scales: tuple[Tensor, Tensor, float],
+    ) -> bool:
+        """Whether outputs divided and inputs multiplied, which matters, make no difference.
 
-        leaves = [
-            module
-            for module in names
-            if module is not self._block and module._parameters and not module._modules
-        ]
-        handles = [leaf.register_forward_hook(note, with_kwargs=True) for leaf in leaves]
-        try:
-            self._run()
-        finally:
-            for handle in handles:
-                handle.remove()
-        return calls
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        """Stand-in weights, evaluation mode, no gradients; all as it was afterwards."""
-        training = [(module, module.training) for module in self._modules.values()]
-        stand_ins = {
-            module: {
-                name: self._stand_in(parameter)
-                for name, parameter in dict.items(module._parameters)
-                if parameter is not None and parameter.is_floating_point()
-            }
-            for module in self._modules.values()
-        }
-        try:
-            self._block.eval()
-            with torch.no_grad(), swapped(stand_ins), self._filled_buffers():
-                yield
-        finally:
-            for module, was_training in training:
-                module.training = was_training
-
-    @contextlib.contextmanager
-    def _filled_buffers(self) -> Iterator[None]:
-        """Stand-ins for buffers that are read with the block's weights: a router's bias, say."""
-        unread = [
-            (module, name, buffer)
-            for module in self._modules.values()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_meta
-        ]
-        try:
-            for module, name, buffer in unread:
-                module._buffers[name] = (
-                    self._stand_in(buffer)
-                    if buffer.is_floating_point()
-                    else torch.zeros_like(buffer, device=self._device)
-                )
-            yield
-        finally:
-            for module, name, buffer in unread:
-                module._buffers[name] = buffer
-
-    def _stand_in(self, parameter: Tensor) -> Tensor:
-        """Random values of a parameter's shape; a matrix has one per diagonal, and no more."""
-        shape = tuple(parameter.shape)
-        if len(shape) <= 1:
-            values = torch.rand(shape, generator=self._generator) + 0.5
-            return values.to(self._device)
-        rows, columns = shape[-2:]
-        values = torch.randn(rows + columns - 1, generator=self._generator) / columns**0.5
-        matrix: Tensor = values.to(self._device).as_strided((rows, columns), (1, 1))
-        return matrix if len(shape) == 2 else matrix.contiguous().expand(shape)
-
-    def _prepared(self, value: Any) -> Any:
-        """An argument with hidden states made random, and every floating tensor float32."""
-        if isinstance(value, Tensor) and value.is_floating_point():
-            if value.ndim == _HIDDEN_DIMS:
-                states = torch.randn(value.shape, generator=self._generator)
-                return states.to(value.device)
-            return value.detach().float()
-        if isinstance(value, tuple) and type(value) is tuple:
-            return tuple(_wide(item) for item in value)
-        return value
+        Args:
+            source: what is divided.
+            readers: what is multiplied.
+            run: of the block as it is.
+            scales: of the outputs, of the inputs, and the norm's offset.
+        """
+        divisor_R, factor_C, offset = scales
+        modules = {reader.module for reader in readers}
+        if source.module in modules:
+            return False
+        inputs = {module: multiplied_inputs(module, factor_C) for module in modules}
+        outputs = {source.module: divided_outputs(source.module, divisor_R, offset)}
+        matters = self._runs.change(run.output, inputs) > _INVARIANT
+        return matters and self._runs.change(run.output, {**inputs, **outputs}) <= _INVARIANT
 
 
-def _wide(value: Any) -> Any:
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().float() if floating else value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value.float()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _columns(module: Module) -> int | None:
-    return module.in_features if isinstance(module, Linear) else None
-
-
-def _place(value: Any) -> tuple[int, int] | None:
-    """Equal for a tensor and a view of all of it."""
-    return (value.data_ptr(), value.numel()) if isinstance(value, Tensor) else None
-
-
-def _readers(calls: Sequence[_Call]) -> Iterator[list[_Call]]:
-    """Linears that get one tensor, in the order of the first of them."""
-    groups: dict[tuple[int, int] | None, list[_Call]] = {}
-    for call in calls:
-        if isinstance(call.module, Linear) and call.input is not None:
-            groups.setdefault(_place(call.input), []).append(call)
+def _groups(run: BlockRun) -> Iterator[_Group]:
+    """What gets one tensor, in the order of the first call."""
+    groups: dict[tuple[int, int] | None, _Group] = {}
+    for call in run.leaves:
+        if call.takes_scales:
+            groups.setdefault(place_of(call.input), _Group()).takers.append(call)
+    for call in run.mixtures:
+        groups.setdefault(place_of(call.input), _Group()).mixtures.append(call)
     yield from groups.values()
-
-
-def probes_of(model: Module, batches: Iterable[Mapping[str, Any]] = ()) -> dict[str, BlockProbe]:
-    """A probe for each block that is called; blocks of one form share one.
-
-    Args:
-        model: its weights may be on the meta device.
-        batches: model inputs to try where a row of token ids alone does not do.
-
-    Returns:
-        Block name → probe, in the model's order; blocks that the inputs do not reach are left out.
-    """
-    blocks = find_blocks(model)
-    forms: dict[Any, list[Module]] = {}
-    for block in blocks:
-        forms.setdefault(_form(block), []).append(block)
-    firsts = [members[0] for members in forms.values()]
-    calls: dict[Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    text_is_seen, unseen = False, ""
-    for inputs in itertools.chain(_token_ids(model), batches):
-        wanted = [block for block in firsts if block not in calls]
-        if not wanted:
-            break
-        if text_is_seen and not set(inputs) - _TEXT_KEYS:
-            continue
-        try:
-            calls |= _first_calls(model, wanted, inputs)
-            text_is_seen = True
-        except Exception as error:  # the model's own code, on inputs that it may not be made for
-            unseen = f"The structure of {type(model).__name__} was not seen: {error!r:.200}"
-            logger.debug(unseen)
-    if unseen and not calls:
-        logger.warning(unseen)
-    probes = {block: BlockProbe(block, *call) for block, call in calls.items()}
-    return {
-        blocks[block]: probes[members[0]]
-        for members in forms.values()
-        for block in members
-        if members[0] in probes
-    }
-
-
-def _form(block: Module) -> Any:
-    """Equal for blocks of the same parts and shapes."""
-    return tuple(
-        (name, type(module), tuple((key, p.shape) for key, p in _own(module)))
-        for name, module in named_modules(block)
-    )
-
-
-def _own(module: Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((name, p) for name, p in dict.items(module._parameters) if p is not None)
-
-
-def _token_ids(model: Module) -> list[dict[str, Any]]:
-    """A row of token ids, for models that need no more than that."""
-    config = getattr(model, "config", None)
-    if config is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
-        return []
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocabulary = int(getattr(text, "vocab_size", None) or _TOKENS)
-    ids = (torch.arange(_TOKENS) + 3).remainder(vocabulary).unsqueeze(0)
-    more = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
-    return [{"input_ids": ids, **more}]
-
-
-def _first_calls(
-    model: Module, blocks: Sequence[Module], inputs: Mapping[str, Any]
-) -> dict[Module, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """How each of ``blocks`` is called first; the forward ends when all were."""
-    calls: dict[Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-
-    def note(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(module, (args, kwargs))
-        if len(calls) == len(blocks):
-            raise _Enough
-
-    handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
-    training = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with (
-            torch.no_grad(),
-            hollow_weights(model),
-            without_cache(model),
-            contextlib.suppress(_Enough),
-        ):
-            model(**model_inputs(model, inputs))
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, was_training in training:
-            module.training = was_training
-    return calls

@@ -24,8 +24,10 @@ from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.fused import is_expert
-from llmcompressor.modeling.mappings import Names, SmoothSet, find_sets, named_sets
+from llmcompressor.modeling.mapped_places import Names, SmoothSet
+from llmcompressor.modeling.mappings import find_sets
 from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modeling.named_mappings import named_sets
 from llmcompressor.modeling.scaling import divide_outputs, multiply_inputs
 from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier, Work
 from llmcompressor.names import named_modules, own_parameters
@@ -96,6 +98,11 @@ class SmoothingMixin(Modifier):
         """Whether only sets are looked for that begin with a norm."""
         return False
 
+    @property
+    def into_mixtures(self) -> bool:
+        """Whether sets are looked for that end in a router and the experts of a mixture."""
+        return True
+
     def ignored(self) -> Sequence[str]:
         """Targets that are left out."""
         return ()
@@ -137,8 +144,8 @@ class SmoothingMixin(Modifier):
         return is_expert(name)
 
     def calibrated_modules(self, state: State) -> list[Module]:
-        """The Linears that read what is smoothed."""
-        readers = (module for one in self.wanted_sets() for module in one.balance.values())
+        """The Linears that read what is smoothed; routers only take its scales."""
+        readers = (module for one in self.wanted_sets() for module in one.linears.values())
         return list(dict.fromkeys(readers))
 
     def effort(self, modules: Sequence[Module]) -> Effort:
@@ -165,7 +172,9 @@ class SmoothingMixin(Modifier):
         self._names = {module: name for name, module in named_modules(model)}
         names, samples = self.named(), _samples(state)
         if names is None:
-            self._sets = find_sets(model, samples, norms_only=self.norms_only)
+            self._sets = find_sets(
+                model, samples, norms_only=self.norms_only, mixtures=self.into_mixtures
+            )
         else:
             self._sets = named_sets(model, names, self.ignored(), samples)
         left_out = _matching(model, self.ignored())
@@ -176,6 +185,7 @@ class SmoothingMixin(Modifier):
         ]
         self._sets = self._without_turned(state, are_named=names is not None)
         if not self._sets:
+            self._refuse_turned()
             raise TargetError(
                 f"{type(self).__name__} finds nothing to smooth in {type(model).__name__}.",
                 "Name what is to be smoothed in its mappings, or leave it out of the recipe.",
@@ -218,11 +228,22 @@ class SmoothingMixin(Modifier):
             )
         return kept
 
+    def _refuse_turned(self) -> None:
+        """Say so where it is for rotations of an earlier run that nothing can be smoothed."""
+        for module, name in self._names.items():
+            if by := _turned_already(module):
+                raise TargetError(
+                    f"{type(self).__name__} has nothing to smooth: {by} rotates what goes into or "
+                    f"comes out of {name}, and so on.",
+                    f"Put {type(self).__name__} before the rotation.",
+                )
+
     def _tell(self) -> None:
         """Say what was found: the sets of one place, and how many there are like them."""
         alike: dict[str, int] = {}
         for one in self._sets:
-            text = _without_numbers(str(one))
+            readers = dict.fromkeys(map(_without_numbers, one.balance))
+            text = f"{_without_numbers(one.name)} -> {', '.join(readers)}"
             alike[text] = alike.get(text, 0) + 1
         shown = "; ".join(f"{text} ({number})" for text, number in alike.items())
         origin = "found in the model" if self.named() is None else "of the recipe"
@@ -275,7 +296,7 @@ class SmoothingMixin(Modifier):
         """Find the scales of the sets that have seen everything; drop what was collected."""
         self._seen |= set(modules)
         for one in self.wanted_sets():
-            if one.name not in self._records and self._seen.issuperset(one.balance.values()):
+            if one.name not in self._records and self._seen.issuperset(one.linears.values()):
                 self._solve(one)
         self.after_sets()
         self._forget()
@@ -284,10 +305,10 @@ class SmoothingMixin(Modifier):
     def _solve(self, one: SmoothSet) -> None:
         tallies = {
             module: self._tallies[self.leader(module)]
-            for module in one.balance.values()
+            for module in one.linears.values()
             if self.leader(module) in self._tallies
         }
-        if len(tallies) < len(one.balance) or not all(t.tokens for t in tallies.values()):
+        if len(tallies) < len(one.linears) or not all(t.tokens for t in tallies.values()):
             logger.warning(f"{one}: not smoothed, since no calibration token reached all of them.")
             self._records[one.name] = {"tokens": 0}
             return
@@ -303,8 +324,8 @@ class SmoothingMixin(Modifier):
         waiting = {
             self.leader(module)
             for one in self.wanted_sets()
-            if not self._seen.issuperset(one.balance.values())
-            for module in one.balance.values()
+            if not self._seen.issuperset(one.linears.values())
+            for module in one.linears.values()
         }
         for leader in [one for one in self._tallies if one in self._seen and one not in waiting]:
             del self._tallies[leader]

@@ -21,7 +21,7 @@ from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.mappings import Names, SmoothSet
+from llmcompressor.modeling.mapped_places import Names, SmoothSet
 from llmcompressor.modifiers.awq.effort import VISITS, effort_of, run_products, running
 from llmcompressor.modifiers.awq.parents import ParentRuns, parent_of
 from llmcompressor.modifiers.factory import ModifierFactory
@@ -56,6 +56,8 @@ __all__ = ["AWQMapping", "AWQModifier"]
 
 _FINE_BITS = 8
 """Bits from which there is nothing to gain by clipping."""
+_STACKED = 16
+"""Linears that are judged as one, in a copy; experts are too many for it."""
 
 
 @dataclass(config=ConfigDict(extra="forbid"))
@@ -72,6 +74,14 @@ class AWQMapping:
     smooth_layer: str
     balance_layers: list[str]
     activation_hook_target: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a mapping without readers."""
+        if not self.balance_layers:
+            raise RecipeError(
+                f"The mapping of {self.smooth_layer!r} has no balance_layers",
+                "Name all that reads it.",
+            )
 
 
 class _Moments:
@@ -418,7 +428,7 @@ def _key_of(args: QuantizationArgs) -> str:
 
 
 def _readers(members: Sequence[Module], tallies: Mapping[Module, Any]) -> Iterator[Readers]:
-    """Linears with the same inputs and rounding, where rows are rounded apart, as one."""
+    """Linears with the same inputs and rounding, where rows are rounded apart, as one if few."""
     alike: dict[Any, list[Module]] = {}
     for module in members:
         args = _weight_args(module)
@@ -427,6 +437,7 @@ def _readers(members: Sequence[Module], tallies: Mapping[Module, Any]) -> Iterat
         own = _key_of(args) if by_rows else module
         alike.setdefault((tallies[module], own), []).append(module)
     for (tally, own), modules in alike.items():
-        weight_RC = torch.cat([weight_of(module).detach() for module in modules])
-        gram_CC = tally.gram.to(weight_RC.device)
-        yield Readers(weight_RC, gram_CC, _rounding(modules[0]), isinstance(own, str))
+        gram_CC = tally.gram.to(weight_of(modules[0]).device)
+        weights = [weight_of(module).detach() for module in modules]
+        for weight_RC in weights if len(weights) > _STACKED else [torch.cat(weights)]:
+            yield Readers(weight_RC, gram_CC, _rounding(modules[0]), isinstance(own, str))

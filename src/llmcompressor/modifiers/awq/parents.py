@@ -18,7 +18,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 from llmcompressor.core.state import State
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.hooks import HooksMixin
-from llmcompressor.modeling.mappings import SmoothSet
+from llmcompressor.modeling.mapped_places import SmoothSet
 from llmcompressor.modeling.matching import common_parent
 from llmcompressor.modeling.scaling import swapped
 from llmcompressor.numerics.awq import ErrorOf, Round

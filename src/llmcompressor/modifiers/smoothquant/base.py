@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError
-from llmcompressor.modeling.mappings import Names, SmoothSet
+from llmcompressor.modeling.mapped_places import Names, SmoothSet
 from llmcompressor.numerics.smoothing import (
     column_range,
     log_equalization_scales,
@@ -128,6 +128,11 @@ class SmoothQuantModifier(SmoothingMixin):
         """Only norms are smoothed unless the recipe names others."""
         return True
 
+    @property
+    def into_mixtures(self) -> bool:
+        """One scale for all experts spreads their weights: only where the recipe names it."""
+        return False
+
     def named(self) -> Sequence[Names] | None:
         """The mappings as smooth target and targets of its readers."""
         if self.mappings is None:
@@ -163,7 +168,7 @@ class SmoothQuantModifier(SmoothingMixin):
         if self.algorithm == "log_equalization":
             scale_C = log_equalization_scales(range_C)
         else:
-            weights = [weight_of(module) for module in one.balance.values()]
+            weights = [weight_of(module) for module in one.linears.values()]
             scale_C = smoothquant_scales(
                 range_C, column_range(weights).to(range_C.device), self.smoothing_strength
             )
@@ -185,7 +190,7 @@ class LogarithmicEqualizationModifier(SmoothQuantModifier):
 def _read_mapping(value: Any) -> Any:
     """One mapping as ``(targets, target)``, from whichever form it was given in."""
     if isinstance(value, SmoothQuantMapping):
-        return value.balance_layers, value.smooth_layer
+        return _read_mapping([value.balance_layers, value.smooth_layer])
     if isinstance(value, Mapping):
         return _read_mapping(SmoothQuantMapping(**value))
     if isinstance(value, list | tuple) and len(value) == 2:

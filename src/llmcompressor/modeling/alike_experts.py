@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts of one mixture are alike: what is seen of a few of them holds in all.
+
+A block of 256 experts is no harder to look at than one of two: :func:`to_few` sends all tokens of
+a run to the first experts of a mixture, and :class:`AlikeExperts` tells for whom these stand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.modeling.experts import LinearExperts
+from llmcompressor.names import named_modules
+
+__all__ = ["AlikeExperts", "ExpertPart", "form_of_module", "part_of_expert", "to_few"]
+
+_NAME = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<own>.+)")
+_FEW = 2
+"""With one expert alone, weights that are made to sum to one would hide what a router does."""
+_SHARE = 0.25
+"""Weight with which an expert of the few takes part in what was not routed to it."""
+
+
+class ExpertPart(NamedTuple):
+    """A module of one expert, by the parts of its name."""
+
+    experts: str
+    """What the list of experts is called."""
+    number: str
+    """Which expert."""
+    own: str
+    """The name within it."""
+
+
+def part_of_expert(name: str) -> ExpertPart | None:
+    """The parts of a name that is one of an expert's modules.
+
+    >>> part_of_expert("mlp.experts.3.up_proj")
+    ExpertPart(experts='mlp.experts', number='3', own='up_proj')
+    >>> part_of_expert("mlp.up_proj") is None
+    True
+    """
+    found = _NAME.fullmatch(name)
+    return None if found is None else ExpertPart(*found.groups())
+
+
+def form_of_module(module: Module) -> Any:
+    """Equal for modules of the same parts and shapes."""
+    return tuple(
+        (
+            name,
+            type(part),
+            tuple((key, p.shape) for key, p in dict.items(part._parameters) if p is not None),
+        )
+        for name, part in named_modules(module)
+    )
+
+
+class AlikeExperts:
+    """Which modules of a block's experts stand for which others.
+
+    Args:
+        modules: of the block, by name.
+    """
+
+    def __init__(self, modules: Mapping[str, Module]) -> None:
+        self._modules = modules
+        self._forms: dict[str, dict[str, Any]] = {}
+        self._mixtures = [
+            name for name, one in modules.items() if name and isinstance(one, LinearExperts)
+        ]
+
+    def part_of(self, name: str) -> ExpertPart | None:
+        """As :func:`part_of_expert`, also where a mixture has another name."""
+        for mixture in self._mixtures:
+            number, _, own = name.removeprefix(f"{mixture}.").partition(".")
+            if name.startswith(f"{mixture}.") and number.isdigit() and own:
+                return ExpertPart(mixture, number, own)
+        return part_of_expert(name)
+
+    def expert_of(self, name: str) -> tuple[str, str] | None:
+        """Which expert a module is part of: the first two parts of its name."""
+        part = self.part_of(name)
+        return None if part is None else part[:2]
+
+    def inside_one(self, names: Collection[str]) -> bool:
+        """Whether all of some modules are parts of one expert."""
+        experts = set(map(self.expert_of, names))
+        return len(experts) == 1 and None not in experts
+
+    def alike(self, name: str, *, of_any_form: bool = False) -> list[str]:
+        """The names of a module of an expert in every expert that is alike, in order.
+
+        Args:
+            name: of a module; one of no expert stands for itself alone.
+            of_any_form: also in experts of other parts or shapes.
+        """
+        part = self.part_of(name)
+        if part is None:
+            return [name]
+        forms = self._forms_of(part.experts)
+        names = {index: f"{part.experts}.{index}.{part.own}" for index in forms}
+        return [
+            other
+            for index, other in names.items()
+            if other in self._modules and (of_any_form or forms[index] == forms[part.number])
+        ]
+
+    def copies(self, names: Sequence[str]) -> list[tuple[str, ...]]:
+        """Modules of one expert, in every expert that is alike."""
+        return list(zip(*(self.alike(name) for name in names), strict=True))
+
+    def left_out(self, names: Collection[str]) -> str | None:
+        """A module in another expert that belongs to some modules and is not among them."""
+        known = set(names)
+        seen: set[tuple[str, str]] = set()
+        for part in filter(None, map(self.part_of, names)):
+            if (part.experts, part.own) in seen:
+                continue
+            seen.add((part.experts, part.own))
+            every = self.alike(".".join(part), of_any_form=True)
+            if missing := [other for other in every if other not in known]:
+                return missing[0]
+        return None
+
+    def _forms_of(self, experts: str) -> dict[str, Any]:
+        if experts not in self._forms:
+            members = self._modules[experts]._modules
+            self._forms[experts] = {
+                index: form_of_module(member)
+                for index, member in members.items()
+                if index.isdigit() and member is not None
+            }
+        return self._forms[experts]
+
+
+@contextlib.contextmanager
+def to_few(modules: Collection[Module]) -> Iterator[None]:
+    """While the body runs, all tokens of each mixture go to a few of its experts, and to all these.
+
+    Which ones a router has chosen, and how much they count, still decides what comes out.
+
+    Args:
+        modules: those that are :class:`~llmcompressor.modeling.experts.LinearExperts` are told so.
+    """
+    mixtures = [module for module in modules if isinstance(module, LinearExperts)]
+    handles = [one.register_forward_pre_hook(_redirect, with_kwargs=True) for one in mixtures]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _redirect(
+    mixture: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Other arguments for a mixture's forward, in its own order."""
+    assert isinstance(mixture, LinearExperts)
+    names = ("hidden_states", "top_k_index", "top_k_weights")
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {name: named[name] for name in names if name in named}
+    few = min(_FEW, mixture.num_experts)
+    index_TK, weights_TK = given.get("top_k_index"), given.get("top_k_weights")
+    if index_TK is None or weights_TK is None:
+        given["hidden_states"] = _gathered(given["hidden_states"], mixture.num_experts, few)
+        return (), given
+    is_here_TK = index_TK < mixture.num_experts
+    spread_TF = weights_TK.new_full((len(index_TK), few), _SHARE)
+    spread_TF.scatter_add_(1, index_TK.long() % few, weights_TK * is_here_TK)
+    every_TF = torch.arange(few, device=index_TK.device).expand(len(index_TK), few)
+    return (), {**given, "top_k_index": every_TF.to(index_TK.dtype), "top_k_weights": spread_TF}
+
+
+def _gathered(rows: Tensor, experts: int, few: int) -> Tensor:
+    """Rows that are ordered by expert, added up in the places of a few experts."""
+    each_ETH = rows.view(experts, -1, rows.shape[-1])
+    gathered_ETH = torch.zeros_like(each_ETH)
+    place_E = torch.arange(experts, device=rows.device) % few
+    gathered_ETH.index_add_(0, place_E, each_ETH)
+    gathered_ETH[:few] += _SHARE * each_ETH.sum(0)
+    return gathered_ETH.view_as(rows)

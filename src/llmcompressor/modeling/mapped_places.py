@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where named modules lie that are to be smoothed together: block by block.
+
+Smooth modules and their readers belong to one block. A norm without readers in its block, or
+readers without a norm, are no place, so that a mapping may mean some of the layers, and layers
+need not be alike: where a dense layer has no router, its gate and up are all that reads the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch.nn import Linear, Module
+
+from llmcompressor.errors import TargetError
+from llmcompressor.modeling.alike_experts import part_of_expert
+from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.matching import matches, sets_of
+from llmcompressor.modeling.scaling import columns_of
+from llmcompressor.names import Forms, named_modules
+
+__all__ = ["Names", "Place", "SmoothSet", "places_of", "shown", "written"]
+
+Names = tuple[str, tuple[str, ...]]
+"""A target for the smooth module, and targets for those that read it."""
+
+_SHOWN = 8
+"""Names that are written out."""
+
+
+@dataclass(frozen=True, eq=False)
+class SmoothSet:
+    """Modules that are smoothed together.
+
+    Attributes:
+        name: of the smooth module.
+        smooth: the module whose output channels are divided: a norm or a Linear.
+        balance: name → Linear, or router, whose input columns are multiplied.
+        offset: what a norm adds to its weight.
+    """
+
+    name: str
+    smooth: Module
+    balance: Mapping[str, Module]
+    offset: float = 0.0
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether a norm is smoothed, and not a Linear."""
+        return not isinstance(self.smooth, Linear)
+
+    @property
+    def columns(self) -> int:
+        """C, the channels."""
+        columns = columns_of(next(iter(self.balance.values())))
+        assert columns is not None
+        return columns
+
+    @property
+    def linears(self) -> dict[str, Module]:
+        """Those of ``balance`` whose inputs are looked at: all but routers."""
+        return {name: one for name, one in self.balance.items() if isinstance(one, Linear)}
+
+    def __str__(self) -> str:
+        return f"{self.name} -> {shown(self.balance)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where the names of a mapping match.
+
+    Attributes:
+        block: that holds it all; ``None`` for what lies in no block.
+        name: of the smooth module.
+        smooth: that module.
+        readers: name → module.
+    """
+
+    block: str | None
+    name: str
+    smooth: Module
+    readers: Mapping[str, Module]
+
+    def as_set(self, offset: float) -> SmoothSet:
+        """What is smoothed together here."""
+        return SmoothSet(self.name, self.smooth, self.readers, offset)
+
+    def __str__(self) -> str:
+        return f"{self.name} -> {shown(self.readers)}"
+
+
+def written(names: Names) -> str:
+    """A mapping as a recipe has it."""
+    return f"{names[0]!r} -> {list(names[1])}"
+
+
+def shown(names: Iterable[str]) -> str:
+    """Names for a reader: those of all experts as one, and not all where they are many.
+
+    >>> shown(f"mlp.experts.{number}.{own}" for number in range(128) for own in ("w1", "w3"))
+    'mlp.experts.*.w1, mlp.experts.*.w3'
+    """
+    parts = ((name, part_of_expert(name)) for name in names)
+    every = [name if part is None else f"{part.experts}.*.{part.own}" for name, part in parts]
+    every = list(dict.fromkeys(every))
+    more = f" and {len(every) - _SHOWN} more" if every[_SHOWN:] else ""
+    return ", ".join(every[:_SHOWN]) + more
+
+
+def places_of(model: Module, names: Names) -> Iterator[Place]:
+    """Where the names of a mapping match, in the order of the model.
+
+    Raises:
+        TargetError: several modules are to be smoothed in one place, or a reader cannot take
+            scales.
+    """
+    targets = [names[0], *names[1]]
+    blocks = set(find_blocks(model).values())
+    forms, known = Forms(targets), dict[object, list[str]]()
+    found: dict[str | None, list[tuple[str, Module, list[str]]]] = {}
+    for name, module, block in _in_blocks(model, blocks):
+        form = (type(module), forms.of(name))
+        if form not in known:
+            known[form] = [target for target in targets if matches(name, module, target)]
+        if known[form]:
+            found.setdefault(block, []).append((name, module, known[form]))
+    for block, members in found.items():
+        there = {target for _, _, hits in members for target in hits}
+        if names[0] not in there or len(there) == 1:
+            continue
+        for first, *others in sets_of(members, [one for one in targets if one in there]):
+            yield _place(names, block, first, {n: m for pairs in others for n, m in pairs})
+
+
+def _in_blocks(model: Module, blocks: set[str]) -> Iterator[tuple[str, Module, str | None]]:
+    """Every module with its name and that of its block."""
+    block: str | None = None
+    for name, module in named_modules(model):
+        if name in blocks:
+            block = name
+        elif block is not None and not name.startswith(f"{block}."):
+            block = None
+        yield name, module, block
+
+
+def _place(
+    names: Names, block: str | None, first: list[tuple[str, Module]], readers: dict[str, Module]
+) -> Place:
+    if len(first) > 1:
+        raise TargetError(
+            f"The mapping {written(names)} has more than one module to smooth in one place: "
+            f"{shown(name for name, _ in first)}.",
+            "Make its target match one of them.",
+        )
+    wrong = [name for name, module in readers.items() if columns_of(module) is None]
+    if wrong:
+        raise TargetError(
+            f"{wrong[0]} is a {type(readers[wrong[0]]).__name__}; only Linears, and routers with "
+            "one matrix, can take the scales that smoothing moves.",
+            "Correct the mapping.",
+        )
+    return Place(block, first[0][0], first[0][1], readers)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mappings that a recipe names: found and tried; wrong ones are refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import Module
+
+from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.expert_search import find_mixtures
+from llmcompressor.modeling.mapped_places import Names, Place, SmoothSet, places_of, shown, written
+from llmcompressor.modeling.matching import match_named_modules, unmatched
+from llmcompressor.modeling.probes import probes_of
+from llmcompressor.modeling.proof import Prover
+from llmcompressor.modeling.structure import Outcome
+
+__all__ = ["named_sets"]
+
+_OR_LEAVE_OUT = "or leave mappings out: they are then found from the model."
+
+
+def named_sets(
+    model: Module,
+    names: Sequence[Names],
+    ignore: Sequence[str] = (),
+    batches: Iterable[Mapping[str, Any]] = (),
+) -> list[SmoothSet]:
+    """The sets that a recipe names.
+
+    Args:
+        model: its weights may be on the meta device.
+        names: targets of the smooth module and of those that read it.
+        ignore: modules that are left out, and what is smoothed together with them.
+        batches: model inputs to try where a row of token ids alone does not do.
+
+    Raises:
+        TargetError: a mapping matches nothing, or not within one block; its smooth module is not
+            one or cannot be scaled; it would change what the model computes; a module stands in
+            two of them; or none of them can be smoothed.
+    """
+    for one in names:
+        _refuse_unmatched(model, one)
+    search = _Search(model, Prover(probes_of(model, batches)), _matching(model, ignore))
+    for one in names:
+        search.add(one)
+    search.finish()
+    return search.found
+
+
+@dataclass
+class _Search:
+    """What was found of the mappings so far, and what was left out."""
+
+    model: Module
+    prover: Prover
+    ignored: set[str]
+    found: list[SmoothSet] = field(default_factory=list)
+    taken: dict[str, str] = field(default_factory=dict)
+    left_out: list[tuple[str, bool]] = field(default_factory=list)
+    """What is said of a mapping, and whether it is a warning."""
+
+    def add(self, names: Names) -> None:
+        """Add the sets of one mapping, or the reason why it has none."""
+        before, reasons = len(self.found), dict[str, bool]()
+        places = list(places_of(self.model, names))
+        if not places:
+            raise _apart(names, self.model)
+        for place in places:
+            if self.ignored.intersection((place.name, *place.readers)):
+                reasons["all that it matches is to be ignored"] = False
+                continue
+            self._refuse_taken(place)
+            reasons |= self._judge(place)
+        is_empty = len(self.found) == before
+        told = [one for one in reasons.items() if is_empty or one[1]]
+        told.sort(key=lambda one: not one[1])  # layers are alike: one reason says it
+        self.left_out += [(f"{written(names)}: {why}", warns) for why, warns in told[:1]]
+
+    def _judge(self, place: Place) -> dict[str, bool]:
+        """Add a place that holds; else why it is left out, and whether that is a warning."""
+        verdict = self.prover.judge(place)
+        if verdict.outcome is Outcome.HOLDS:
+            self.found.append(place.as_set(verdict.offset))
+            return {}
+        reason = self.prover.reason(place, verdict)
+        if verdict.outcome is Outcome.CHANGES:
+            raise TargetError(f"{reason}.", f"Name all modules that read it, {_OR_LEAVE_OUT}")
+        return {reason: verdict.outcome is Outcome.UNTRIED}
+
+    def _refuse_taken(self, place: Place) -> None:
+        for name in place.readers:
+            if name in self.taken:
+                raise TargetError(
+                    f"{name} stands in two mappings: it reads {self.taken[name]} and {place.name}.",
+                    "Make the targets exclude each other.",
+                )
+            self.taken[name] = place.name
+
+    def finish(self) -> None:
+        """Tell what is left out, or refuse where that is all there is."""
+        if self.left_out and not self.found:
+            said = ". ".join(text for text, _ in self.left_out)
+            raise TargetError(
+                f"None of the mappings can be smoothed in {type(self.model).__name__}. {said}.",
+                f"Name others, {_OR_LEAVE_OUT}",
+            )
+        for text, warns in self.left_out:
+            (logger.warning if warns else logger.info)(f"A mapping is not smoothed. {text}.")
+
+
+def _apart(names: Names, model: Module) -> TargetError:
+    """What matches lies in different blocks."""
+    smooth = shown(name for name, _ in match_named_modules(model, names[0]))
+    readers = shown(name for name, _ in match_named_modules(model, names[1]))
+    return TargetError(
+        f"The mapping {written(names)} joins nothing: no block of {type(model).__name__} holds a "
+        f"module to smooth and one that reads it. It matches {smooth} and {readers}.",
+        f"Correct it, {_OR_LEAVE_OUT}",
+    )
+
+
+def _matching(model: Module, targets: Sequence[str]) -> set[str]:
+    return {name for name, _ in match_named_modules(model, targets)} if targets else set()
+
+
+def _refuse_unmatched(model: Module, names: Names) -> None:
+    missing = unmatched(model, (names[0], *names[1]))
+    if not missing:
+        return
+    stacked = [one.name for one in find_mixtures(model)]
+    if stacked and any("experts" in target for target in missing):
+        raise TargetError(
+            f"The mapping {written(names)} names parts of experts, and those of "
+            f"{shown(stacked)} are in stacks: no Linear is called {missing[0]!r}. They are taken "
+            "apart where the targets of a modifier that quantizes or prunes reach them.",
+            "Have such a modifier's targets mean the experts, and none of its ignore entries, or "
+            "leave them out of the mapping.",
+        )
+    raise TargetError(
+        f"The mapping {written(names)} matches nothing: no module of {type(model).__name__} "
+        f"is called {missing[0]!r}.",
+        f"Correct it, {_OR_LEAVE_OUT}",
+    )

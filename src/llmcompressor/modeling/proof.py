@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether named modules may be smoothed together: nothing is taken at its word."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmcompressor.modeling.mapped_places import Place
+from llmcompressor.modeling.scaling import columns_of
+from llmcompressor.modeling.structure import BlockProbe, Outcome, Verdict
+
+__all__ = ["Prover"]
+
+
+class Prover:
+    """Tries places on a run of their block, once per form of block.
+
+    Args:
+        probes: block name → probe.
+    """
+
+    def __init__(self, probes: Mapping[str, BlockProbe]) -> None:
+        self._probes = probes
+
+    def judge(self, place: Place) -> Verdict:
+        """What a run of the block shows."""
+        if rows := _fewer_rows(place):
+            return Verdict(Outcome.SHARES, rows=rows)
+        probe = self._probes.get(place.block or "")
+        if probe is None or place.block is None:
+            return Verdict(Outcome.UNTRIED)
+        own = [name.removeprefix(f"{place.block}.") for name in (place.name, *place.readers)]
+        return probe.verify(own[0], own[1:])
+
+    def reason(self, place: Place, verdict: Verdict) -> str:
+        """Why a place is not smoothed, without a full stop."""
+        others = ", ".join(f"{place.block}.{name}" for name in verdict.others)
+        if verdict.outcome is Outcome.SHARES:
+            reader = next(iter(place.readers))
+            columns, rows = columns_of(place.readers[reader]), verdict.rows
+            has = f"{rows} rows" if _fewer_rows(place) else f"{rows} rows of values"
+            return (
+                f"{place.name} has {has} and {reader} {columns} columns: where heads share keys "
+                "and values, several columns read one row, and one scale cannot serve them all"
+            )
+        if verdict.outcome is Outcome.CHANGES:
+            also = f"it is read by {others}, too" if others else "it reaches them otherwise"
+            return f"Smoothing {place} would change what the model computes: {also}"
+        why = f"no token reached {others}" if others else _not_run(place)
+        return f"Whether smoothing {place} leaves what the model computes cannot be tried: {why}"
+
+
+def _not_run(place: Place) -> str:
+    if place.block is None:
+        return f"{place.name} lies in no block"
+    return f"{place.block} could not be run"
+
+
+def _fewer_rows(place: Place) -> int:
+    """Rows of a Linear that has fewer than its readers have columns: values of grouped heads."""
+    columns = columns_of(next(iter(place.readers.values())))
+    rows = getattr(place.smooth, "out_features", None)
+    return 0 if rows is None or columns is None or rows >= columns else int(rows)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Smoothing into mixtures: the router and all experts together, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import pytest
+import small_architectures as small
+import torch
+from torch import Tensor, nn
+
+from llmcompressor.errors import TargetError
+from llmcompressor.modeling.alike_experts import part_of_expert
+from llmcompressor.modeling.block_runs import BlockRuns
+from llmcompressor.modeling.mapped_places import Names, SmoothSet
+from llmcompressor.modeling.mappings import find_sets
+from llmcompressor.modeling.named_mappings import named_sets
+from llmcompressor.modeling.probes import probes_of
+from llmcompressor.modeling.scaling import divide_outputs, multiply_inputs
+
+NORM = "re:.*post_attention_layernorm$"
+UP_TO_DOWN: Names = ("re:.*up_proj$", ("re:.*down_proj$",))
+PUBLISHED: dict[str, Names] = {
+    "qwen3_moe": (
+        NORM,
+        ("re:.*mlp.gate$", "re:.*mlp.experts.*.gate_proj$", "re:.*mlp.experts.*.up_proj$"),
+    ),
+    # the first layer is dense and has no router
+    "deepseek": (NORM, ("re:.*mlp.gate$", "re:.*gate_proj$", "re:.*up_proj$")),
+    "llama4": (
+        NORM,
+        (
+            "re:.*feed_forward.router$",
+            "re:.*feed_forward.*.gate_proj$",
+            "re:.*feed_forward.*.up_proj$",
+        ),
+    ),
+    "mixtral": (NORM, ("re:.*mlp.gate$", "re:.*experts.*.w1$", "re:.*experts.*.w3$")),
+    "gpt_oss": (NORM, ("re:.*mlp.router$", "re:.*experts.*.(gate|up)_proj$")),
+    "qwen2_moe": (
+        NORM,
+        (
+            "re:.*mlp.gate$",
+            "re:.*experts.*.(gate|up)_proj$",
+            "re:.*shared_expert.(gate|up)_proj$",
+            "re:.*shared_expert_gate$",
+        ),
+    ),
+}
+"""What llm-compressor lists for a family, or would."""
+
+
+def moved_by_scales(model: nn.Module, sets: Iterable[SmoothSet]) -> float:
+    """How far outputs move, as a share of their size, when sets get random scales.
+
+    In float64, so that no near tie of a router is decided otherwise; some routers round to float32.
+    """
+    model.double()
+    ids = torch.arange(3, 51).reshape(2, 24)
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        for one in sets:
+            random = torch.Generator().manual_seed(3)
+            scale = torch.rand(one.columns, generator=random, dtype=torch.float64) * 4 + 0.25
+            for module in one.balance.values():
+                multiply_inputs(module, scale)
+            divide_outputs(one.smooth, scale, one.offset)
+        after = model(input_ids=ids).logits
+    return float((after - before).abs().max() / before.abs().max())
+
+
+def into_experts(sets: Iterable[SmoothSet]) -> list[SmoothSet]:
+    return [
+        one
+        for one in sets
+        if part_of_expert(one.name) is None and any(map(part_of_expert, one.balance))
+    ]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_mappings_change_no_output(name: str) -> None:
+    model = small.with_experts(name)
+    sets = named_sets(model, [PUBLISHED[name]])
+    assert len(sets) == 2
+    routed = into_experts(sets)
+    assert routed
+    assert all(any(name.endswith((".gate", ".router")) for name in one.balance) for one in routed)
+    assert moved_by_scales(model, sets) < 1e-6
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_without_anyone_naming_them_they_are_found(name: str) -> None:
+    model = small.with_experts(name)
+    named = named_sets(small.with_experts(name), [PUBLISHED[name]])
+    sets = find_sets(model)
+    found = {one.name: set(one.balance) for one in sets}
+    for one in named:
+        assert found[one.name] == set(one.balance)
+    assert moved_by_scales(model, sets) < 1e-6
+    assert not into_experts(find_sets(model, mixtures=False))
+
+
+def test_what_a_mixture_is_called_does_not_matter() -> None:
+    model = small.with_experts("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp._modules["many"] = layer.mlp._modules.pop("experts")
+        type(layer.mlp).experts = property(lambda self: self._modules["many"])
+    try:
+        sets = find_sets(model)
+        [one, _] = [one for one in sets if one.name.endswith("post_attention_layernorm")]
+        assert len(one.balance) == 1 + 2 * 8
+        assert len(sets) == 2 * (2 + 8)
+        some: Names = (NORM, ("re:.*mlp.gate$", "re:.*many.[01].(gate|up)_proj$"))
+        with pytest.raises(TargetError, match="would change"):
+            named_sets(model, [some])
+    finally:
+        del type(model.model.layers[0].mlp).experts
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek", "llama4"])
+def test_experts_without_their_router_are_refused(name: str) -> None:
+    """With 32 experts a few tokens do not reach them all: nothing is taken at its word."""
+    counts = {"num_experts": 32, "num_local_experts": 32, "n_routed_experts": 32}
+    model = small.with_experts(name, **counts)
+    smooth, readers = PUBLISHED[name]
+    with pytest.raises(TargetError, match=r"would change .* read by .*(mlp.gate|router), too"):
+        named_sets(model, [(smooth, readers[1:])])
+
+
+@pytest.mark.parametrize("some", ["[01]", "[0-6]", "7"])
+def test_some_of_the_experts_are_refused(some: str) -> None:
+    """Also those that the trial looks at: an expert that is left out reads the norm, too."""
+    model = small.with_experts("qwen3_moe")
+    readers = ("re:.*mlp.gate$", f"re:.*experts.{some}.gate_proj$", f"re:.*experts.{some}.up_proj$")
+    with pytest.raises(TargetError, match=r"would change .* read by .*experts\.\d"):
+        named_sets(model, [(NORM, readers)])
+    with pytest.raises(TargetError, match="would change"):
+        named_sets(model, [(NORM, ("re:.*mlp.gate$", "re:.*experts.*.up_proj$"))])
+
+
+def test_each_expert_alone_holds_whether_tokens_reach_it_or_not() -> None:
+    model = small.with_experts("qwen3_moe", num_experts=32)
+    sets = named_sets(model, [UP_TO_DOWN])
+    assert len(sets) == 2 * 32
+    assert moved_by_scales(model, sets) < 1e-6
+    wrong: Names = ("re:.*gate_proj$", ("re:.*down_proj$",))  # its SiLU lets no factor pass
+    with pytest.raises(TargetError, match="would change"):
+        named_sets(model, [wrong])
+
+
+def runs_of(monkeypatch: pytest.MonkeyPatch, search: Callable[[], object]) -> int:
+    """How often blocks are run in a search."""
+    runs = 0
+    run = BlockRuns._run
+
+    def counted(self: BlockRuns) -> list[Tensor]:
+        nonlocal runs
+        runs += 1
+        return run(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockRuns, "_run", counted)
+        search()
+    return runs
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek"])
+def test_a_search_takes_as_many_runs_for_many_experts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every, norms, named = set(), set(), set()
+    for experts in (4, 16):
+        counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)
+        model = small.with_experts(name, **counts)
+        every.add(runs_of(monkeypatch, partial(find_sets, model)))
+        only = partial(find_sets, model, norms_only=True, mixtures=False)
+        norms.add(runs_of(monkeypatch, only))
+        mappings = [PUBLISHED[name], UP_TO_DOWN][: 1 if name == "gpt_oss" else 2]
+        named.add(runs_of(monkeypatch, partial(named_sets, model, mappings)))
+    assert len(every) == len(norms) == len(named) == 1
+    assert max(norms) < max(every) <= 40
+    assert max(named) <= 15
+
+
+def test_stacked_experts_are_told_of() -> None:
+    with pytest.raises(
+        TargetError, match=r"those of .*layers\.0\.mlp\.experts.* are in stacks"
+    ) as told:
+        named_sets(small.build("qwen3_moe"), [PUBLISHED["qwen3_moe"]])
+    assert "targets mean the experts" in told.value.remedy
+
+
+class ListOfExperts(nn.Module):
+    """A mixture as models with code of their own have it; each token goes to one expert."""
+
+    def __init__(self, widths: Iterable[int], *, biased: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.router = nn.Linear(8, len(list(widths)), bias=biased)
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(8, width), "down": nn.Linear(width, 8)})
+            for width in widths
+        )
+
+    def forward(self, states: Tensor) -> Tensor:
+        normed = self.norm(states)
+        weight, chosen = self.router(normed).softmax(-1).max(-1)
+        result = torch.zeros_like(states)
+        for number, expert in enumerate(self.experts):
+            assert isinstance(expert, nn.ModuleDict)
+            if (chosen == number).any():
+                own = expert["down"](expert["up"](normed[chosen == number]).relu())
+                result[chosen == number] = own * weight[chosen == number, None]
+        return states + result
+
+
+class OneBlock(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block])
+
+    def forward(self, states: Tensor) -> Tensor:
+        states = self.layers[0](states)
+        return states
+
+
+BATCH = [{"states": torch.zeros(1, 4, 8)}]
+WHOLE: Names = ("re:.*norm$", ("re:.*router$", "re:.*up$"))
+
+
+def test_experts_of_a_list_stand_for_those_like_them() -> None:
+    model = OneBlock(ListOfExperts([16] * 12))
+    [one] = named_sets(model, [WHOLE], batches=BATCH)
+    assert len(one.balance) == 13
+    each = named_sets(model, [("re:.*up$", ("re:.*down$",))], batches=BATCH)
+    assert len(each) == 12
+    with pytest.raises(TargetError, match=r"would change.*layers\.0\.router"):
+        named_sets(model, [("re:.*norm$", ("re:.*up$",))], batches=BATCH)
+
+
+def test_an_expert_of_another_form_that_nothing_reached_is_not_taken_at_its_word() -> None:
+    """Four tokens cannot reach twelve experts of different widths."""
+    model = OneBlock(ListOfExperts(range(16, 28)))
+    with pytest.raises(TargetError, match=r"cannot be tried: no token reached .*experts\.\d"):
+        named_sets(model, [WHOLE], batches=BATCH)
+    assert not into_experts(find_sets(model, BATCH))
+    assert probes_of(model, BATCH)
