@@ -244,6 +244,14 @@ def _merged(view: View) -> Iterator[Problem]:
             continue
         for reason in _lost(entry, scheme, scheme.weights):
             yield Problem(path, reason, "Serve it with vLLM.")
+        if scheme.inputs is not None:
+            yield Problem(
+                path,
+                "transformers does not round what goes into its experts: it computes with their "
+                "weights alone.",
+                "Serve it with vLLM.",
+                Severity.WARNING,
+            )
         if taken is not None and not _is_read_alike(taken.scheme, scheme):
             yield Problem(
                 path,
