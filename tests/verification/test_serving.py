@@ -20,8 +20,13 @@ from llmcompressor.verification.rules import RULES
 from llmcompressor.verification.rules.base import TENSORS, WRITTEN
 
 BY_HEADERS = {rule.number for rule in RULES if rule.needs not in (TENSORS, WRITTEN)}
-# Two of these faults lie in the content of a small tensor, one in what the class has beside it.
-BY_CONTENT = {"shape_that_is_not_true", "scale_of_the_cache_is_zero", "tied_head_by_class"}
+# Two of these faults lie in the content of a small tensor, two in what the class has.
+BY_CONTENT = {
+    "shape_that_is_not_true",
+    "scale_of_the_cache_is_zero",
+    "tied_head_by_class",
+    "no_rows",
+}
 HEADER_FAULTS = [
     fault for fault in FAULTS if fault.rule in BY_HEADERS and fault.plant.__name__ not in BY_CONTENT
 ]
