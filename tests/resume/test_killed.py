@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from runs import BLOCKS, KILLED, NEEDS_DATA, Job, run, tree
 
+from llmcompressor.checkpoint.finished_run import RUN_FILE
+
 Expected = Callable[[str], dict[str, str]]
 
 
@@ -63,6 +65,11 @@ def test_killed_at_a_boundary(
     assert not job.partial.exists()
 
 
+def remembers(job: Job) -> bool:
+    """Whether the call that made the output did not come to its end."""
+    return (job.output / RUN_FILE).exists()
+
+
 @pytest.mark.parametrize("recipe", ["rtn", "gptq", "two", "learned"])
 @pytest.mark.parametrize("moments", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(
@@ -79,7 +86,7 @@ def test_killed_at_random_moments(
         kills += ended.code == KILLED
         if not job.output.exists():
             continue
-        if job.partial.exists():  # killed between the last two steps
+        if job.partial.exists() or remembers(job):  # killed when the output had its name
             assert run(job).code == 0
         assert tree(job.output) == whole
         assert not job.partial.exists()
@@ -103,8 +110,12 @@ def test_killed_when_the_output_has_its_name(
 
 
 def test_killed_while_it_tidies_up(model: Path, tmp_path: Path, expected: Expected) -> None:
-    """The run is over: what is left of the working folder does not look like one to go on with."""
+    """What is left of the working folder does not look like one to go on with."""
     job = Job(model, "rtn", tmp_path / "output")
     assert run(job, die_at="remove 1").code == KILLED
+    assert not job.partial.exists()
+    assert remembers(job)
+    again = run(job)
+    assert again.code == 0, again.said
     assert tree(job.output) == expected("rtn")
     assert not job.partial.exists()

@@ -139,7 +139,8 @@ class CompressionLifecycle:
         self._expect_initialized("finalize")
         self._expect_not_finalized("finalize")
         for modifier in self._active():
-            if modifier.requires_calibration_data and not modifier.started:
+            is_idle = modifier.start is None and not modifier.started
+            if is_idle and modifier.requires_calibration_data:
                 logger.warning(
                     f"{type(modifier).__name__} did nothing: it needs calibration, and none has "
                     "begun. Use oneshot, or run the data between callbacks."

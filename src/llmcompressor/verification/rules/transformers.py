@@ -250,7 +250,7 @@ def _merged(view: View) -> Iterator[Problem]:
                 "transformers does not round what goes into its experts: it computes with their "
                 "weights alone.",
                 "Serve it with vLLM.",
-                Severity.WARNING,
+                Severity.NOTE,
             )
         if taken is not None and not _is_read_alike(taken.scheme, scheme):
             yield Problem(
