@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 
 from llmcompressor.checkpoint.experts import open_experts
 from llmcompressor.modeling.expert_search import find_mixtures
@@ -163,3 +164,15 @@ def with_experts(name: str, **changes: Any) -> Any:
                 parameter.normal_(std=0.2)
     open_experts(model, find_mixtures(model))
     return model
+
+
+class OneBlock(nn.Module):
+    """A model that is nothing but one block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block])
+
+    def forward(self, states: Tensor) -> Tensor:
+        states = self.layers[0](states)
+        return states

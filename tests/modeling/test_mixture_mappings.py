@@ -221,22 +221,12 @@ class ListOfExperts(nn.Module):
         return states + result
 
 
-class OneBlock(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block])
-
-    def forward(self, states: Tensor) -> Tensor:
-        states = self.layers[0](states)
-        return states
-
-
 BATCH = [{"states": torch.zeros(1, 4, 8)}]
 WHOLE: Names = ("re:.*norm$", ("re:.*router$", "re:.*up$"))
 
 
 def test_experts_of_a_list_stand_for_those_like_them() -> None:
-    model = OneBlock(ListOfExperts([16] * 12))
+    model = small.OneBlock(ListOfExperts([16] * 12))
     [one] = named_sets(model, [WHOLE], batches=BATCH)
     assert len(one.balance) == 13
     each = named_sets(model, [("re:.*up$", ("re:.*down$",))], batches=BATCH)
@@ -247,7 +237,7 @@ def test_experts_of_a_list_stand_for_those_like_them() -> None:
 
 def test_an_expert_of_another_form_that_nothing_reached_is_not_taken_at_its_word() -> None:
     """Four tokens cannot reach twelve experts of different widths."""
-    model = OneBlock(ListOfExperts(range(16, 28)))
+    model = small.OneBlock(ListOfExperts(range(16, 28)))
     with pytest.raises(TargetError, match=r"cannot be tried: no token reached .*experts\.\d"):
         named_sets(model, [WHOLE], batches=BATCH)
     assert not into_experts(find_sets(model, BATCH))

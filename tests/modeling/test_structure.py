@@ -142,18 +142,8 @@ class TwiceRead(nn.Module):
         return self.first(normed) + normed
 
 
-class OneBlock(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([block])
-
-    def forward(self, states: Tensor) -> Tensor:
-        states = self.layers[0](states)
-        return states
-
-
 def test_a_norm_that_is_read_elsewhere_too_is_not_taken() -> None:
-    model = OneBlock(TwiceRead())
+    model = small.OneBlock(TwiceRead())
     probes = probes_of(model, [{"states": torch.zeros(1, 4, 8)}])
     assert probes["layers.0"].find() == []
 
