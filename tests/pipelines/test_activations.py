@@ -17,6 +17,7 @@ from recorders import Recorder, run_pipeline
 from torch import nn
 
 from llmcompressor.errors import OutputError
+from llmcompressor.modeling.page_file import PageFile
 from llmcompressor.modeling.paused_forward import Pass, PausedForward
 from llmcompressor.modifiers.modifier import Granularity
 from llmcompressor.modifiers.quantization import GPTQModifier
@@ -229,6 +230,69 @@ def test_a_tiny_budget_changes_nothing_to_the_bit(
         for module, tensors in getattr(ample, kind).items():
             assert all(map(torch.equal, tensors, getattr(tight, kind)[module])), module
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "llava", "mixtral"])
+def test_pages_of_files_change_nothing_to_the_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is little waits there by itself; a table that every pass holds stays one table."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(activations, "_SMALLEST", 1024)
+    architecture = tiny.ARCHITECTURES[name]
+    runs, taken = [], []
+    put = PageFile.put
+
+    def watched_put(pages: PageFile, storage: torch.UntypedStorage) -> Any:
+        taken.append(storage.nbytes())
+        return put(pages, storage)
+
+    monkeypatch.setattr(PageFile, "put", watched_put)
+    for most in (-1, activations.LITTLE):
+        monkeypatch.setattr(sequential, "LITTLE", most)
+        taken.clear()
+        recorder = Recorder(ignore=architecture.ignore, twin=True, round_to=2)
+        model, batches = tiny.build(name), architecture.batches()
+        before = [tensor.clone() for tensor in tiny.tensors_of(batches)]
+        run_pipeline(model, batches, recorder)
+        assert all(map(torch.equal, tiny.tensors_of(batches), before))
+        assert (sum(taken) > 0) == (most > 0)
+        runs.append(recorder)
+    apart, together = runs
+    assert apart._events == together._events
+    for kind in ("_inputs", "_references"):
+        assert getattr(apart, kind).keys() == getattr(together, kind).keys()
+        for module, tensors in getattr(apart, kind).items():
+            assert all(map(torch.equal, tensors, getattr(together, kind)[module])), module
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_in_pages_views_stay_views_and_nothing_is_fetched() -> None:
+    model, paused, outputs = _waiting()
+    with torch.no_grad(), paused as forward:
+        stop = forward.next_stop()
+        keep = [*model.parameters(), *model.buffers(), model.plain]
+        owned = [tensor.data_ptr() for tensor in keep]
+        store = ActivationStore(10**9, keep, fits=True, is_little=True)
+        for one in stop.passes:
+            store.park(one)
+        places = [held.data_ptr() for one in stop.passes for held in held_tensors(one)]
+        for one in stop.passes:
+            store.fetch(one)
+            store.park(one)
+        assert places == [held.data_ptr() for one in stop.passes for held in held_tensors(one)]
+        assert [tensor.data_ptr() for tensor in keep] == owned
+        assert (store.peak, store.spilled) == (0, 0)
+        forward.release(model.layer)
+        for one in stop.passes:
+            forward.resume(one)
+        store.close()
+    with torch.no_grad():
+        for index in range(2):
+            assert all(map(torch.equal, outputs[index], model(_input(index))))
+            full, half, turned, *_ = outputs[index]
+            assert half.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+            assert turned.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("asymmetric", [True, False])

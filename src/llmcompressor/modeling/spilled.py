@@ -16,7 +16,7 @@ from llmcompressor.errors import OutputError
 from llmcompressor.host_memory import free_host_memory
 from llmcompressor.memory import let_go_of_pages
 
-__all__ = ["Shelf", "Spill", "activation_budget", "room_on"]
+__all__ = ["Shelf", "Spill", "activation_budget", "reserved", "room_on"]
 
 _SHARE_OF_FREE_MEMORY = 0.5
 
@@ -61,7 +61,7 @@ class Spill:
             OutputError: the disk has no room for it.
         """
         nbytes = storage.nbytes()
-        with _reserved(nbytes) as name:
+        with reserved(nbytes) as name:
             mapped = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
         self.written += nbytes
         source = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -149,10 +149,13 @@ def _bytes(tensor: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def _reserved(nbytes: int) -> Iterator[str]:
-    """A file that has its name while the body runs.
+def reserved(nbytes: int) -> Iterator[str]:
+    """A temporary file that has its name while the body runs.
 
     Its disk space is taken now: writing to a mapped file on a full disk would end the process.
+
+    Raises:
+        OutputError: the disk has no room for it.
     """
     name = ""
     try:

@@ -4,6 +4,11 @@
 A suspended pass holds tensors in its frames (the residual stream, rotary tables, masks) and in
 the call that it waits with. They are moved by exchanging their storage, so that every reference
 to them stays valid: the frames of the model's own code never notice.
+
+What is little waits in the pages of a file, whatever the budget: half of it nobody will read again
+(at a ``down_proj`` of Llama the frames refer to the embeddings, the block's input, the residual
+and the normed one, of which only the residual is wanted), and what the heap does not hold does not
+tear it into pieces. What is much would keep the disk busy.
 """
 
 from __future__ import annotations
@@ -19,13 +24,20 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from llmcompressor.memory import TOLERATED, give_back_freed
+from llmcompressor.modeling.page_file import PageFile
 from llmcompressor.modeling.paused_forward import Pass
 from llmcompressor.modeling.spilled import Spill
 
-__all__ = ["ActivationStore", "held_tensors"]
+__all__ = ["LITTLE", "ActivationStore", "held_tensors"]
+
+LITTLE = 256 * 2**20
+"""Bytes that wait in the pages of a file: so few that it does not matter if they are written."""
 
 _SMALLEST = 64 * 1024
 """Bytes below which a storage is not worth moving."""
+_TOLERATED = 24 * 2**20
+"""Bytes that may stay freed and held where so little waits: a share of what there is at all."""
 _DEPTH = 4
 
 
@@ -87,6 +99,7 @@ class ActivationStore:
         budget: bytes that may stay in main memory; what exceeds it goes to memory-mapped files.
         keep: tensors that are never moved (the model's own, and the batches).
         fits: nothing has to be moved, so nothing is looked for either.
+        is_little: all passes run in main memory and hold less than :data:`LITTLE`.
 
     Attributes:
         peak: the most bytes that were held at once.
@@ -98,15 +111,22 @@ class ActivationStore:
         keep: Iterable[Tensor] = (),
         *,
         fits: bool = False,
+        is_little: bool = False,
     ) -> None:
         self._budget = budget
-        self._fits = fits
-        owned = () if fits else (tensor for tensor in keep if _is_plain(tensor))
+        self._pages = PageFile(LITTLE) if is_little else None
+        self._stays = fits and not is_little
+        owned = () if self._stays else (tensor for tensor in keep if _is_plain(tensor))
         self._keep = {tensor.untyped_storage().data_ptr() for tensor in owned}
         self._parked: dict[Pass, list[_Parked]] = {}
         self._held = 0
         self._files = Spill()
         self.peak = 0
+
+    @property
+    def tolerated(self) -> int:
+        """Bytes that may stay freed and held while passes wait."""
+        return TOLERATED if self._pages is None else _TOLERATED
 
     @property
     def spilled(self) -> int:
@@ -115,9 +135,12 @@ class ActivationStore:
 
     def park(self, one: Pass) -> None:
         """Put away what ``one``, now suspended, holds."""
-        if self._fits or one.finished:
+        if self._stays or one.finished:
             return
         storages = self._storages(one)
+        if self._pages is not None:
+            _put(storages, self._pages)
+            return
         size = sum(tensors[0].untyped_storage().nbytes() for tensors in storages)
         in_files = self._held + size > self._budget
         records = self._parked[one] = []  # kept up to date: an error leaves nothing unaccounted
@@ -144,6 +167,8 @@ class ActivationStore:
     def close(self) -> None:
         """Forget what was put away; what still refers to it can be read on."""
         self._parked.clear()
+        if self._pages is not None:
+            self._pages.close()
 
     def _storages(self, one: Pass) -> list[list[Tensor]]:
         """Tensors by storage: views of one storage move together."""
@@ -181,6 +206,17 @@ def _exchange(tensors: list[Tensor], device: torch.device) -> None:
     )
     new = bytes_.to(device) if device != old.device else bytes_.clone()
     _point(tensors, new.untyped_storage())
+
+
+def _put(storages: Iterable[list[Tensor]], pages: PageFile) -> None:
+    """Have storages wait in the pages of a file; there they stay."""
+    for tensors in storages:
+        storage = tensors[0].untyped_storage()
+        place = None if pages.owns(storage) else pages.put(storage)
+        if place is not None:
+            _point(tensors, place)
+    pages.let_go()
+    give_back_freed(at_least=_TOLERATED)
 
 
 def _point(tensors: list[Tensor], storage: torch.UntypedStorage) -> None:

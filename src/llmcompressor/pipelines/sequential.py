@@ -31,7 +31,7 @@ from llmcompressor.modeling.inputs import model_device
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
 from llmcompressor.modeling.spilled import activation_budget, room_on
 from llmcompressor.modifiers.modifier import Granularity, Modifier
-from llmcompressor.pipelines.activations import ActivationStore
+from llmcompressor.pipelines.activations import LITTLE, ActivationStore
 from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.coverage import scarcity_reported, warn_uncalled
@@ -232,10 +232,12 @@ class _SequentialRun:
         """Take every unit of the plan in turn."""
         units = {unit.stop: unit for unit in self.plan.units}
         device = model_device(self.model)
+        fits = self.plan.bytes <= _resident_budget(device, self.budget, self.state.device_memory)
         store = ActivationStore(
             self.budget,
             self._tensors_of_others(),
-            fits=self.plan.bytes <= _resident_budget(device, self.budget, self.state.device_memory),
+            fits=fits,
+            is_little=fits and device.type == "cpu" and self.plan.bytes <= LITTLE,
         )
         originals = OriginalWeights(len(self.batches), self.order.calls)
         with (
@@ -354,7 +356,7 @@ class _Stepper:
         modules = self._calibrated(stop, unit) if unit.runs_twice else unit.modules
         if self.run.keeps_originals:
             self._keep_originals(unit)
-        give_back_freed()
+        give_back_freed(at_least=self.store.tolerated)
         residency = self.run.residency
         is_finished = residency is not None and residency.is_finished(unit.stop)
         if not unit.is_gate:

@@ -8,7 +8,8 @@ Python, its libraries   always; measured
 embeddings, norms, head always
 a block                 from where the passes reach it until it is written
 the next block          meanwhile, as it is in the files: it is read ahead
-waiting activations     while there is data, up to their budget; the rest is in files
+waiting activations     while there is data, up to their budget; the rest is in files, and so is
+                        what is little, but for the batch that runs
 one batch's             while it runs through a block
 statistics              from the first token of a unit until it is solved
 copies of a unit        from there on, where the original model runs too
@@ -31,6 +32,7 @@ from types import MappingProxyType
 
 from llmcompressor.memory import TOLERATED
 from llmcompressor.modifiers.modifier import Granularity
+from llmcompressor.pipelines.activations import LITTLE
 from llmcompressor.planning.learning import PartLearning
 from llmcompressor.planning.result import LearningPlan, PassPlan, Phase
 from llmcompressor.planning.subject import REST, Part
@@ -174,7 +176,10 @@ def _disk(
     passes: Sequence[tuple[PassPlan, Sequence[BlockWork]]],
 ) -> dict[str, int]:
     """The most bytes on disk in each phase."""
-    spilled = max((one.spilled for one, _ in passes), default=0)
+    spilled = max(
+        (one.activations if _in_pages(footprint, one) else one.spilled for one, _ in passes),
+        default=0,
+    )
     learning = [one.learning for one, _ in passes if one.learning is not None]
     learn = max((one.spilled for one in learning), default=0)
     disk = {"load": 0, "calibrate": spilled, "solve": spilled, "save": footprint.output}
@@ -301,13 +306,25 @@ def _waiting(footprint: Footprint, one: PassPlan, unit: Unit) -> int:
     """
     if not one.activations:
         return 0
-    estimate = min(one.activations, one.budget)
+    estimate = _on_host(footprint, one)
     if not footprint.on_device or one.level not in _STATES_AT:
         return estimate
     states, hidden = _STATES_AT[Granularity(one.level)] * footprint.hidden, footprint.hidden
     if one.level == Granularity.LINEAR and unit.is_single:
         states += unit.columns if unit.columns > hidden else _IN_ATTENTION * hidden
     return min(footprint.tokens * one.streams * footprint.itemsize * states, one.budget)
+
+
+def _in_pages(footprint: Footprint, one: PassPlan) -> bool:
+    """Whether activations wait in the pages of files, for they are little."""
+    return not footprint.on_device and one.activations <= min(LITTLE, one.budget)
+
+
+def _on_host(footprint: Footprint, one: PassPlan) -> int:
+    """Bytes of activations that wait in main memory, as the pipeline estimates them."""
+    if not _in_pages(footprint, one):
+        return min(one.activations, one.budget)
+    return one.activations * footprint.run_tokens // max(footprint.tokens, footprint.run_tokens)
 
 
 def _exceeds(footprint: Footprint, one: PassPlan, rest: Load) -> bool:
@@ -343,7 +360,7 @@ def _saving(
     waiting = 0
     if footprint.is_streamed:
         staying = (one for one, _ in passes if not _exceeds(footprint, one, loads[-1]))
-        waiting = max((min(one.activations, one.budget) for one in staying), default=0)
+        waiting = max((_on_host(footprint, one) for one in staying), default=0)
     moments = []
     for index, one in enumerate(loads):
         held = _resident(footprint, loads, index)

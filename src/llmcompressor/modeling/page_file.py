@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storages that are read and written in place in the pages of an unnamed file.
+
+What waits there belongs to the page cache: the system writes it to the disk when it wants the
+memory for something else, and reads it again when it is looked at. Nothing has to be fetched before
+it is used, so that it does not matter whether anybody will ever use it again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from llmcompressor.errors import OutputError
+from llmcompressor.memory import let_go_of_pages
+from llmcompressor.modeling.spilled import reserved
+
+__all__ = ["PageFile"]
+
+_EXTENT = 32 * 2**20
+"""Bytes by which the file grows at least."""
+
+
+@dataclass(eq=False)
+class _Extent:
+    """A part of the file, mapped as a whole."""
+
+    descriptor: int
+    view: memoryview
+    address: int
+    used: int = 0
+    """Bytes that were given out at one time or another."""
+
+
+class PageFile:
+    """Gives places in files without a name to storages in main memory.
+
+    A place is free again when the last tensor lets go of its storage.
+
+    Args:
+        room: the most bytes that the files take.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._closed = False
+        self._extents: list[_Extent] = []
+        self._free: list[tuple[int, int, int]] = []
+        """Free places by size: bytes, number of the extent, offset in it."""
+        self._returned: list[tuple[int, int, int]] = []
+        """Places that came back, at any moment, since the last one was looked for."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the files take."""
+        return sum(len(extent.view) for extent in self._extents)
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage has its place here."""
+        address = storage.data_ptr()
+        extents = ((extent.address, len(extent.view)) for extent in self._extents)
+        return any(start <= address < start + size for start, size in extents)
+
+    def put(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """Copy a storage to a place of its own.
+
+        Args:
+            storage: in main memory.
+
+        Returns:
+            The storage at that place; ``None`` where there is no room for it.
+        """
+        nbytes = storage.nbytes()
+        found = self._place(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        if found is None:
+            return None
+        extent, start, place = found
+        content = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
+        # Not through the mapping: there each page is missed by itself when it is first written.
+        _write(extent.descriptor, content.numpy().data, start)
+        return torch.frombuffer(place, dtype=torch.uint8, count=nbytes).untyped_storage()
+
+    def let_go(self) -> None:
+        """Have nothing that is here count as this process's memory until it is looked at."""
+        for extent in self._extents:
+            let_go_of_pages(extent.address, extent.used)
+
+    def close(self) -> None:
+        """Take nothing more; what is here stays as long as somebody has it."""
+        self._closed = True
+        self._extents.clear()
+
+    def _place(self, size: int) -> tuple[_Extent, int, memoryview] | None:
+        """A free place of at least ``size`` bytes, which are whole pages."""
+        if self._closed:
+            return None
+        while self._returned:
+            bisect.insort(self._free, self._returned.pop())
+        at = bisect.bisect_left(self._free, (size, -1, -1))
+        if at < len(self._free) and self._free[at][0] <= 2 * size:
+            size, number, start = self._free.pop(at)
+            return self._given(size, number, start)
+        room = (len(extent.view) - extent.used >= size for extent in self._extents)
+        number = next((index for index, enough in enumerate(room) if enough), len(self._extents))
+        if number == len(self._extents):
+            made = _new_extent(max(size, _EXTENT), self._room - self.bytes)
+            if made is None:
+                return None
+            self._extents.append(made)
+        start = self._extents[number].used
+        self._extents[number].used += size
+        return self._given(size, number, start)
+
+    def _given(self, size: int, number: int, start: int) -> tuple[_Extent, int, memoryview]:
+        """A place, which comes back by itself when nobody has it any more."""
+        extent = self._extents[number]
+        place = extent.view[start : start + size]
+        back = weakref.finalize(place, self._returned.append, (size, number, start))
+        back.atexit = False
+        return extent, start, place
+
+
+def _write(descriptor: int, content: memoryview, at: int) -> None:
+    while content:
+        written = os.pwrite(descriptor, content, at)
+        content, at = content[written:], at + written
+
+
+def _new_extent(size: int, room: int) -> _Extent | None:
+    """A new extent, if there is room for it, in the limit and on the disk."""
+    if size > room or not hasattr(os, "posix_fallocate"):
+        return None
+    try:
+        with reserved(size) as name:
+            descriptor = os.open(name, os.O_RDWR)
+            try:
+                mapped = mmap.mmap(descriptor, size)
+            except BaseException:
+                os.close(descriptor)
+                raise
+    except OutputError:
+        return None
+    address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+    extent = _Extent(descriptor, memoryview(mapped), address)
+    weakref.finalize(extent, os.close, descriptor)
+    return extent

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storages in the pages of a file: read and written in place, and free again by themselves."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmcompressor.modeling import page_file
+from llmcompressor.modeling.page_file import PageFile
+
+PAGE = mmap.PAGESIZE
+MIB = 2**20
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "posix_fallocate"), reason="a system that cannot take disk space in advance"
+)
+
+
+def _values(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def _put(pages: PageFile, tensor: torch.Tensor) -> torch.Tensor | None:
+    storage = pages.put(tensor.untyped_storage())
+    if storage is None:
+        return None
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)
+
+
+@pytest.mark.parametrize("count", [1, PAGE // 4, PAGE // 4 + 1, 3 * MIB])
+def test_values_are_there_and_can_be_written(count: int) -> None:
+    pages, tensor = PageFile(64 * MIB), _values(count)
+    held = _put(pages, tensor)
+    assert held is not None
+    assert held.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+    assert pages.owns(held.untyped_storage())
+    assert not pages.owns(tensor.untyped_storage())
+    assert torch.equal(held, tensor)
+    held.mul_(2)
+    pages.let_go()
+    assert torch.equal(held, 2 * tensor)
+
+
+def test_many_storages_do_not_touch_each_other() -> None:
+    pages = PageFile(256 * MIB)
+    tensors = [_values(1 + 997 * index, index) for index in range(200)]
+    held = [_put(pages, tensor) for tensor in tensors]
+    del held[::3]  # their places are taken by others
+    again = [_values(1 + 499 * index, 1000 + index) for index in range(100)]
+    taken = [_put(pages, tensor) for tensor in again]
+    pages.let_go()
+    del tensors[::3]
+    assert all(map(torch.equal, held, tensors))
+    assert all(map(torch.equal, taken, again))
+
+
+def test_a_place_is_free_when_the_last_view_is_gone() -> None:
+    pages = PageFile(64 * MIB)
+    held = _put(pages, _values(MIB))
+    assert held is not None
+    place, view = held.data_ptr(), held[5:]
+    del held
+    other = _put(pages, _values(MIB, 1))
+    assert other is not None
+    assert other.data_ptr() != place
+    del view
+    third = _put(pages, _values(MIB - 3, 2))
+    assert third is not None
+    assert third.data_ptr() == place
+    assert torch.equal(other, _values(MIB, 1))
+
+
+def test_a_large_place_is_not_taken_by_what_is_small() -> None:
+    pages = PageFile(64 * MIB)
+    large = _put(pages, _values(MIB))
+    assert large is not None
+    place = large.data_ptr()
+    del large
+    small = _put(pages, _values(MIB // 4))
+    assert small is not None
+    assert small.data_ptr() != place
+
+
+def test_it_takes_no_more_than_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_file, "_EXTENT", MIB)
+    pages = PageFile(3 * MIB)
+    held = [_put(pages, _values(MIB // 4, index)) for index in range(4)]
+    assert held[3] is None
+    assert pages.bytes == 3 * MIB
+    assert all(torch.equal(held[index], _values(MIB // 4, index)) for index in range(3))
+    del held
+    assert _put(pages, _values(MIB // 4)) is not None
+
+
+def test_a_full_disk_is_no_room_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pages = PageFile(64 * MIB)
+    held = _put(pages, _values(MIB))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert _put(pages, _values(16 * MIB)) is None
+    assert held is not None
+    assert torch.equal(held, _values(MIB))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_outlives_the_file_and_nothing_is_added() -> None:
+    pages = PageFile(64 * MIB)
+    held = _put(pages, _values(MIB))
+    pages.close()
+    assert _put(pages, _values(MIB)) is None
+    del pages
+    gc.collect()
+    assert held is not None
+    held.add_(1)
+    assert torch.equal(held, _values(MIB) + 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is resident")
+def test_what_waits_does_not_count_as_the_memory_of_the_process() -> None:
+    def mapped() -> int:
+        fields = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
+        return int(fields["RssFile"].split()[0]) + int(fields["RssShmem"].split()[0])
+
+    pages, before = PageFile(256 * MIB), mapped()
+    held = [_put(pages, _values(4 * MIB, index)) for index in range(4)]
+    assert mapped() - before < 4 * 1024
+    assert all(bool(torch.isfinite(one).all()) for one in held if one is not None)
+    assert mapped() - before > 56 * 1024
+    pages.let_go()
+    assert mapped() - before < 4 * 1024
+    assert torch.equal(held[3], _values(4 * MIB, 3))
