@@ -322,7 +322,7 @@ def _in_pages(footprint: Footprint, one: PassPlan) -> bool:
 
 def _on_host(footprint: Footprint, one: PassPlan) -> int:
     """Bytes of activations that wait in main memory, as the pipeline estimates them."""
-    if not _in_pages(footprint, one):
+    if not one.activations or not _in_pages(footprint, one):
         return min(one.activations, one.budget)
     return one.activations * footprint.run_tokens // max(footprint.tokens, footprint.run_tokens)
 
