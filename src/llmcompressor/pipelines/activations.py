@@ -37,7 +37,7 @@ LITTLE = 256 * 2**20
 _SMALLEST = 64 * 1024
 """Bytes below which a storage is not worth moving."""
 _TOLERATED = 24 * 2**20
-"""Bytes that may stay freed and held where so little waits: a share of what there is at all."""
+"""Bytes that may stay freed and held where a pass of either stream stops."""
 _DEPTH = 4
 
 
@@ -100,6 +100,7 @@ class ActivationStore:
         keep: tensors that are never moved (the model's own, and the batches).
         fits: nothing has to be moved, so nothing is looked for either.
         is_little: all passes run in main memory and hold less than :data:`LITTLE`.
+        streams: 2 where twice as much comes and goes; then what is freed is returned more often.
 
     Attributes:
         peak: the most bytes that were held at once.
@@ -112,9 +113,11 @@ class ActivationStore:
         *,
         fits: bool = False,
         is_little: bool = False,
+        streams: int = 1,
     ) -> None:
         self._budget = budget
         self._pages = PageFile(LITTLE) if is_little else None
+        self._returns = is_little and streams > 1
         self._stays = fits and not is_little
         owned = () if self._stays else (tensor for tensor in keep if _is_plain(tensor))
         self._keep = {tensor.untyped_storage().data_ptr() for tensor in owned}
@@ -126,7 +129,7 @@ class ActivationStore:
     @property
     def tolerated(self) -> int:
         """Bytes that may stay freed and held while passes wait."""
-        return TOLERATED if self._pages is None else _TOLERATED
+        return _TOLERATED if self._returns else TOLERATED
 
     @property
     def spilled(self) -> int:
@@ -140,6 +143,8 @@ class ActivationStore:
         storages = self._storages(one)
         if self._pages is not None:
             _put(storages, self._pages)
+            if self._returns:
+                give_back_freed(at_least=_TOLERATED)
             return
         size = sum(tensors[0].untyped_storage().nbytes() for tensors in storages)
         in_files = self._held + size > self._budget
@@ -216,7 +221,6 @@ def _put(storages: Iterable[list[Tensor]], pages: PageFile) -> None:
         if place is not None:
             _point(tensors, place)
     pages.let_go()
-    give_back_freed(at_least=_TOLERATED)
 
 
 def _point(tensors: list[Tensor], storage: torch.UntypedStorage) -> None:
