@@ -171,6 +171,24 @@ def test_what_exceeds_the_budget_waits_in_files_that_go(
     assert not list(tmp_path.rglob("*"))
 
 
+def test_what_is_seen_stays_until_it_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    given = [torch.randn(24), torch.randn(7)]  # one in memory, one in a file
+    shelf = Shelf(24 * 4)
+    tickets = [shelf.put(one) for one in given]
+    for _ in range(2):
+        for ticket, one in zip(tickets, given, strict=True):
+            assert torch.equal(shelf.see(ticket, one.device), one)
+    assert not shelf.is_empty
+    for ticket in tickets:
+        shelf.drop(ticket)
+    assert shelf.is_empty
+    shelf.put(given[0])  # there is room again
+    assert shelf.spilled == 7 * 4
+
+
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

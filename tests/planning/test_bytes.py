@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmcompressor import oneshot, plan, verify
-from llmcompressor.checkpoint import ties
+from llmcompressor.checkpoint.reading import TensorReader
 from llmcompressor.checkpoint.run_report import REPORT_FILE
 from llmcompressor.checkpoint.workspace import Workspace
 from llmcompressor.errors import TargetError
@@ -23,6 +24,7 @@ from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
+from llmcompressor.units import in_bytes
 
 PRESETS = ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16"]
 MODELS = {
@@ -120,11 +122,11 @@ def _tied(folder: Path, head: str) -> Path:
 @pytest.mark.parametrize("as_object", [False, True])
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("head", ["none", "equal", "another", "another at the end"])
-def test_of_tied_embeddings(
-    head: str, tie: bool, as_object: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who asks for a head of its own gets one; the configuration says which it is."""
-    monkeypatch.setattr(ties, "_ELEMENTS", 1000)  # several pieces, the last one shorter
+def test_of_tied_embeddings(head: str, tie: bool, as_object: bool, tmp_path: Path) -> None:
+    """Who asks for a head of its own gets one; else the configuration says which it is.
+
+    Of two in the files a plan believes it, and says so; the run looks.
+    """
     source = _tied(tmp_path / "source", head)
 
     def model() -> Any:
@@ -135,9 +137,21 @@ def test_of_tied_embeddings(
     oneshot(model=model(), recipe=recipe("W4A16"), output_dir=tmp_path / "out", **given)
 
     assert found.sizes is not None
-    assert dict(found.sizes.files) == written(tmp_path / "out")
     is_one = tie and not head.startswith("another")
-    assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) == (not is_one)
+    is_believed = tie and head != "none" and not as_object
+    assert [note for note in found.notes if "the files hold both" in note] == list(
+        found.notes if is_believed else []
+    )
+    assert len(found.notes) == is_believed
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    if is_one or not is_believed:
+        assert dict(found.sizes.files) == written(tmp_path / "out")
+    else:  # what the note says comes to it
+        more = tensors["lm_head.weight"].nbytes
+        beyond = sum(written(tmp_path / "out").values()) - found.sizes.weights - more
+        assert 0 < beyond < 256  # what the header says of it
+        assert f"({in_bytes(more)} more" in found.notes[0]
+    assert ("lm_head.weight" in tensors) == (not is_one)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is is_one
     findings = verify(tmp_path / "out", reference=source).findings
@@ -158,17 +172,39 @@ def test_a_plan_refuses_one_of_two_tied_weights_as_the_run_does(
         oneshot(model=source, recipe=modifier, output_dir=tmp_path / "out")
 
 
-def test_files_without_data_are_believed(tmp_path: Path) -> None:
-    """A plan of headers alone takes two tied tensors for one, as the configuration says."""
-    source = _tied(tmp_path / "source", "equal")
-    whole = plan(source, recipe("W4A16"), measure=False)
+@pytest.mark.parametrize("data", [None, "rows"])
+@pytest.mark.parametrize("head", ["none", "equal", "another"])
+def test_a_plan_reads_nothing_behind_the_headers(
+    head: str, data: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for whole files, whose readers are out of order, and for files that end there."""
+    source = _tied(tmp_path / "source", head)
+    given = () if data is None else (Dataset.from_dict({"input_ids": [list(range(3, 19))] * 4}),)
+    make = recipe("W4A16") if data is None else GPTQModifier(targets=["Linear"], scheme="W4A16")
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("weights were to be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorReader, "read", refuse)
+        for name, module in list(sys.modules.items()):
+            if name.startswith(("llmcompressor.", "transformers.")) and "safe_open" in vars(module):
+                patch.setattr(module, "safe_open", refuse)
+        whole = plan(source, make, *given, measure=False)
+        with pytest.raises(AssertionError, match="to be read"):
+            oneshot(source, make, *given, output_dir=tmp_path / "out")
+    assert whole.ok, whole.problems
+
     file = source / "model.safetensors"
-    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-    file.write_bytes(file.read_bytes()[:header])
-    hollow = plan(source, recipe("W4A16"), measure=False)
-    assert whole.sizes is not None
-    assert hollow.sizes is not None
-    assert hollow.sizes.weights == whole.sizes.weights
+    content = file.read_bytes()
+    file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
+    hollow = plan(source, make, *given, measure=False)
+    assert hollow.ok, hollow.problems
+    assert [note for note in hollow.notes if "no data" not in note] == list(whole.notes)
+    assert len(hollow.notes) == len(whole.notes) + 1
+    for name in ("sizes", "modules", "schemes", "matches", "scheme_bytes", "dense", "serving"):
+        assert getattr(hollow, name) == getattr(whole, name), name
+    assert [one.disk for one in hollow.phases] == [one.disk for one in whole.phases]
 
 
 ROTATIONS: dict[str, list[Any]] = {

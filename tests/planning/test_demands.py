@@ -26,7 +26,7 @@ from llmcompressor.modifiers.awq.base import AWQModifier
 from llmcompressor.modifiers.awq.base import _Moments as Moments
 from llmcompressor.modifiers.awq.effort import effort_of as awq_effort
 from llmcompressor.modifiers.hqq import HQQModifier
-from llmcompressor.modifiers.modifier import Effort, Granularity, Work
+from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Work
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of as sparse_effort
 from llmcompressor.modifiers.transform import QuIPModifier
@@ -182,7 +182,7 @@ class Block(Module):
 class Counting(QuantizationModifier):
     """Takes as many bytes and operations as there are columns."""
 
-    def effort(self, modules: Any) -> Effort:
+    def effort(self, modules: Any, data: DataSize) -> Effort:
         columns = modules[0].in_features
         return Effort(gram=columns, solve=len(modules), statistics=columns, workspace=columns)
 
@@ -193,7 +193,7 @@ def works(level: Granularity | None) -> BlockWork:
     part = Part("b", names, 0, 0, 0)
     owners = {one: [0] for one in block.modules() if isinstance(one, Linear)}
     widths = widths_of(published_config())
-    (work,) = block_works([part], widths, [Counting(scheme="W8A8")], owners, level)
+    (work,) = block_works([part], widths, [Counting(scheme="W8A8")], owners, level, DataSize())
     return work
 
 
@@ -218,6 +218,18 @@ def test_coarser_levels_hold_more_at_once() -> None:
     # that of the last problem, beside the float32 solutions of the others
     solutions = 4 * (4 * 64 + 2 * 128)
     assert block.units[0].solving() == solutions + 16
+
+
+def test_what_is_kept_goes_set_by_set() -> None:
+    """At the first one all of it is there, beside what the parent returns."""
+    groups = [
+        Group((Linear(8, 8),), Effort(kept=kept, outputs=outputs, scaled=5, running=2), 64, 0, 1.0)
+        for kept, outputs in ((16, 32), (0, 0), (40, 8))
+    ]
+    unit = Unit(tuple(groups))
+    assert unit.kept(100) == 5600
+    found = list(unit.judging(100, 10))
+    assert found == [(100 * (16 + 40 + 32), 5 + 20), (100 * (40 + 8), 5 + 20)]
 
 
 def test_experts_see_their_share_of_the_tokens() -> None:

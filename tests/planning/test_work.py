@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from llmcompressor import oneshot, plan
 from llmcompressor.core.state import State
+from llmcompressor.modifiers.autoround.base import TOKENS_PER_COLUMN, AutoRoundModifier
 from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.modifier import DataSize
@@ -177,14 +178,32 @@ def test_smoothing_counts_its_readers_and_their_inputs(tmp_path: Path) -> None:
     assert found % readers == 0
     assert found > 0
     group: list[Module] = [Linear(64, 8), Linear(64, 16)]
-    assert SmoothQuantModifier().effort(group).watch % 64 == 0
+    assert SmoothQuantModifier().effort(group, DataSize()).watch % 64 == 0
     static = QuantizationModifier(scheme="FP8", **TARGETS)
     model: Any = LlamaForCausalLM.from_pretrained(folder)
     static.initialize(State(model=model))
     attention = model.model.layers[0].self_attn
-    assert static.effort([attention.q_proj, attention.k_proj]).watch % 64 == 0
-    assert static.effort([attention.q_proj]).watch > 0
-    assert QuantizationModifier(scheme="W4A16", **TARGETS).effort(group).watch == 0
+    assert static.effort([attention.q_proj, attention.k_proj], DataSize()).watch % 64 == 0
+    assert static.effort([attention.q_proj], DataSize()).watch > 0
+    assert QuantizationModifier(scheme="W4A16", **TARGETS).effort(group, DataSize()).watch == 0
+
+
+def test_autoround_solves_where_there_are_tokens_for_it(tmp_path: Path) -> None:
+    """The widest Linear of the block decides, for each group of it; padding does not count."""
+    model: Any = LlamaForCausalLM.from_pretrained(folder_of("llama", tmp_path / "model"))
+    modifier = AutoRoundModifier(scheme="W4A16", iters=4, **TARGETS)
+    modifier.initialize(State(model=model))
+    block = model.model.layers[0]
+    widest = max(one.in_features for one in block.modules() if isinstance(one, Linear))
+    enough = TOKENS_PER_COLUMN * widest
+    for group in ([block.self_attn.o_proj], [block.mlp.down_proj]):
+        few, many = (
+            modifier.effort(group, DataSize(10 * enough, tokens)) for tokens in (enough - 1, enough)
+        )
+        assert (few.gram, few.cross) == (0, 0)
+        assert min(many.gram, many.cross) > 0
+        assert many.solve > few.solve
+        assert many.scaled_on(device=True) > few.scaled_on(device=True)
 
 
 @pytest.mark.parametrize("name", ["gptq", "every expert", "routed"])

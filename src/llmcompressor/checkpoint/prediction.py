@@ -113,6 +113,10 @@ def stored_block(
         block: name in the model → tensor.
         quantized: the quantized modules of this part.
         plain_keys: as predicted.
+
+    Returns:
+        Stored name → tensor. What is compressed lies in main memory, so that an accelerator
+        holds the codes of one module at a time; the others are where they were.
     """
     own: dict[str, dict[str, Tensor]] = {entry.name: {} for entry in quantized}
     plain = {}
@@ -125,8 +129,10 @@ def stored_block(
     found = checkpoint_layout(model, plain, list(own))
     places = checkpoint_names(model, list(own))
     for entry in quantized:
-        for name, tensor in compress(entry, own[entry.name]).items():
-            found[f"{places[entry.name]}.{name}"] = tensor
+        found |= {
+            f"{places[entry.name]}.{name}": tensor.detach().to("cpu")
+            for name, tensor in compress(entry, own[entry.name]).items()
+        }
     return found
 
 

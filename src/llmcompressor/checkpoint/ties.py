@@ -7,24 +7,32 @@ weights has not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from math import prod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.blueprint import Blueprint
-from llmcompressor.checkpoint.reading import TensorReader
-from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 
-__all__ = ["same_values", "settle_ties", "settle_ties_of_files"]
+__all__ = ["BelievedTie", "same_values", "settle_ties", "settle_ties_by_config"]
 
-_ELEMENTS = 2**21
-"""Elements that are compared at once."""
+
+@dataclass(frozen=True)
+class BelievedTie:
+    """Two tensors of the files that are taken for one unseen.
+
+    Attributes:
+        source: the parameter that stays.
+        target: the one that the configuration ties to it.
+        nbytes: of one of them, in the model's dtype.
+    """
+
+    source: str
+    target: str
+    nbytes: int
 
 
 def settle_ties(model: PreTrainedModel, equal: Callable[[str, str], bool | None]) -> None:
@@ -51,59 +59,36 @@ def settle_ties(model: PreTrainedModel, equal: Callable[[str, str], bool | None]
             tied.pop(target)
 
 
-def settle_ties_of_files(blueprint: Blueprint, *, is_hollow: bool) -> None:
-    """What :func:`settle_ties` does when the weights are loaded, before they are.
+def settle_ties_by_config(blueprint: Blueprint) -> list[BelievedTie]:
+    """What :func:`settle_ties` does when the weights are loaded, by the configuration's word.
 
-    It reads tensors that are tied and stored twice, a few MiB at a time, and no others.
+    Nothing is read: of two tensors in files only the shapes are known to be equal.
 
     Args:
         blueprint: the model, without weights.
-        is_hollow: its files hold headers and no data; then the configuration is believed.
 
-    Raises:
-        CheckpointError: a file cannot be read.
+    Returns:
+        The pairs that are taken for one, though the files hold both.
     """
     headers = blueprint.source.tensors
     rest = blueprint.tensors_of(None, list(find_blocks(blueprint.model).values()))
     places = {blueprint.names[name].target: name for name in rest}
+    believed = []
 
     def equal(source: str, target: str) -> bool | None:
         if source not in places or target not in places:
             return None  # a block's are never both there
-        first, second = headers[places[source]], headers[places[target]]
-        if first.shape != second.shape:
+        if headers[places[source]].shape != headers[places[target]].shape:
             return False
-        dtype = blueprint.model.get_parameter(source).dtype
-        return is_hollow or all(
-            torch.equal(one.to(dtype), other.to(dtype)) for one, other in _pieces(first, second)
-        )
+        nbytes = blueprint.model.get_parameter(target).nbytes
+        believed.append(BelievedTie(source, target, nbytes))
+        return True
 
     settle_ties(blueprint.model, equal)
+    return believed
 
 
 def same_values(model: PreTrainedModel, source: str, target: str) -> bool | None:
     """Whether two parameters are equal; ``None`` where one of them has no values here."""
     first, second = model.get_parameter(source), model.get_parameter(target)
     return None if first.is_meta or second.is_meta else torch.equal(first, second)
-
-
-def _pieces(first: TensorHeader, second: TensorHeader) -> Iterator[tuple[Tensor, Tensor]]:
-    """Two tensors of one shape, some elements at a time."""
-    count = prod(first.shape)
-    begins = range(0, count, _ELEMENTS)
-    pieces = {
-        f"{begin} {key}": _piece(whole, begin, min(_ELEMENTS, count - begin))
-        for begin in begins
-        for key, whole in (("first", first), ("second", second))
-    }
-    reader = TensorReader(pieces)
-    try:
-        for begin in begins:
-            yield reader.read(f"{begin} first"), reader.read(f"{begin} second")
-    finally:
-        reader.close()
-
-
-def _piece(whole: TensorHeader, begin: int, length: int) -> TensorHeader:
-    size = whole.nbytes // prod(whole.shape)
-    return replace(whole, shape=(length,), offset=whole.offset + begin * size, nbytes=length * size)

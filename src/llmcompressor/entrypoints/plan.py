@@ -227,7 +227,10 @@ class _Data:
         samples = sum(sum(batches.sizes(index)) for index in range(len(batches)))
         ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
         longest = max((one.shape[-1] for one in ids), default=0)
-        return Tokens(samples, batches.tokens, longest, "counted", is_exact=True), len(batches)
+        tokens = Tokens(
+            samples, batches.tokens, batches.real_tokens, longest, "counted", is_exact=True
+        )
+        return tokens, len(batches)
 
     def _assumed(self, why: str) -> tuple[Tokens, int]:
         args = self._job.dataset_args
@@ -235,7 +238,8 @@ class _Data:
         limit = getattr(self._model.config, "max_position_embeddings", None) or _ASSUMED_LENGTH
         length = min(args.max_seq_length or _ASSUMED_LENGTH, limit)
         how = f"assumed: {why}"
-        return Tokens(samples, samples * length, length, how, is_exact=False), samples
+        tokens = samples * length
+        return Tokens(samples, tokens, tokens, length, how, is_exact=False), samples
 
 
 @contextmanager

@@ -118,12 +118,26 @@ class Shelf:
 
     def take(self, ticket: int, device: torch.device) -> Tensor:
         """The tensor of a ticket; the shelf lets go of it."""
+        tensor = self._kept[ticket].to(device, copy=ticket in self._in_files)
+        self.drop(ticket)
+        return tensor
+
+    def see(self, ticket: int, device: torch.device) -> Tensor:
+        """The tensor of a ticket, which stays where it is; it is not to be changed."""
+        return self._kept[ticket].to(device)
+
+    def drop(self, ticket: int) -> None:
+        """Let go of the tensor of a ticket."""
         tensor = self._kept.pop(ticket)
-        if ticket not in self._in_files:
+        if ticket in self._in_files:
+            self._in_files.remove(ticket)
+        else:
             self._hold(tensor, -1)
-            return tensor.to(device)
-        self._in_files.remove(ticket)
-        return tensor.to(device, copy=True)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._kept
 
     def _fits(self, tensor: Tensor) -> bool:
         on_host = tensor.device.type == "cpu"

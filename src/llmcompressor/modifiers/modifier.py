@@ -96,10 +96,13 @@ class Effort:
         on_device: the same on an accelerator; ``None`` where it is no other. Rows that the host
             works on in parts, a thread on each, are worked on at once there.
         at_once: where others at the same stop are alike, how many are solved in one batch.
-        kept: bytes per token of the data that are held from when it is seen until they are solved.
+        kept: bytes per token of the data that are held from when it is seen until they are solved:
+            on an accelerator within half of what a limit leaves of it, else in main memory.
         scaled: bytes of weights while modules are run again, to see what becomes of their outputs.
-        outputs: bytes per token of the data meanwhile.
+        scaled_on_device: the same on an accelerator; ``None`` where it is no other.
+        outputs: bytes per token of the data meanwhile, in the same places.
         running: bytes per token of those that run at once, meanwhile.
+        offloads: what is kept, and outputs, lie in main memory however much room there is.
         together: they run again together with all others that are calibrated at the same stop;
             the workspace before that is of one at a time.
     """
@@ -116,13 +119,19 @@ class Effort:
     at_once: int = 1
     kept: int = 0
     scaled: int = 0
+    scaled_on_device: int | None = None
     outputs: int = 0
     running: int = 0
+    offloads: bool = False
     together: bool = False
 
     def workspace_on(self, *, device: bool) -> int:
         """``workspace``, on the host or on an accelerator."""
         return self.workspace if self.on_device is None or not device else self.on_device
+
+    def scaled_on(self, *, device: bool) -> int:
+        """``scaled``, on the host or on an accelerator."""
+        return self.scaled if self.scaled_on_device is None or not device else self.scaled_on_device
 
 
 @dataclass(frozen=True)
@@ -130,13 +139,17 @@ class DataSize:
     """How much calibration data there is, and what a model makes of a token of it.
 
     Attributes:
-        tokens: of all samples.
-        batch: tokens of one batch.
+        tokens: of all samples, padding included.
+        real: those that count.
+        samples: how many samples that are.
+        batch: tokens of one batch, as it is run.
         attention: multiply-adds per token of one layer's attention, its Linears left aside.
         expert_share: the share of a layer's experts that a token is routed to.
     """
 
     tokens: int = 0
+    real: int = 0
+    samples: int = 0
     batch: int = 0
     attention: int = 0
     expert_share: float = 1.0
@@ -431,11 +444,12 @@ class Modifier(HooksMixin):
         """What the modules will be stored as, before anything was done to them."""
         return []
 
-    def effort(self, modules: Sequence[Module]) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
         """What calibrating and solving ``modules``, which get one input, takes.
 
         Args:
             modules: of :meth:`calibrated_modules`; their weights may be on the meta device.
+            data: the calibration data.
         """
         return Effort()
 

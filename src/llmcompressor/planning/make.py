@@ -159,8 +159,7 @@ class _Maker:
         give_back_freed(at_least=0)
         self._base = psutil.Process().memory_info().rss
         self._note_stacks(rows)
-        if subject.is_hollow:
-            self._notes.append("The weight files hold headers and no data: a run needs the data.")
+        self._notes.extend(subject.notes)
         if is_ready:
             plan = self._with_output(plan, everything, parts)
         self._find_unreached()
@@ -297,7 +296,7 @@ class _Maker:
         tokens = request.tokens.tokens if request.tokens else 0
         context = request.tokens.longest if request.tokens else 0
         weights = sum(row.weights for row in plan.scheme_bytes)
-        beside, again = self._work(parts, context)
+        beside, again = self._work(parts)
         operations = operations_of(passes, tokens, context, weights, beside)
         plan = replace(plan, passes=[one for one, _ in passes], operations=operations)
         seconds: Mapping[str, float] = {}
@@ -357,16 +356,27 @@ class _Maker:
         except OutputError as error:
             self._problems.append(problem_of("output_dir", error))
 
-    def _work(self, parts: Sequence[Part], context: int) -> tuple[Work, int]:
+    @property
+    def _data(self) -> DataSize:
+        """The calibration data, and what the model makes of it."""
+        tokens, widths = self._request.tokens, self._widths
+        if tokens is None:
+            return DataSize(expert_share=widths.expert_share)
+        return DataSize(
+            tokens.tokens,
+            tokens.real,
+            tokens.samples,
+            tokens.tokens // max(self._request.batches, 1),
+            widths.heads * tokens.longest,
+            widths.expert_share,
+        )
+
+    def _work(self, parts: Sequence[Part]) -> tuple[Work, int]:
         """What modifiers compute beside calibration; bytes that they have read once more."""
-        tokens = 0 if self._request.tokens is None else self._request.tokens.tokens
-        batch = tokens // max(self._request.batches, 1)
-        widths = self._widths
-        data = DataSize(tokens, batch, widths.heads * context, widths.expert_share)
         total, again = Work(), 0
         for modifier in self._request.modifiers:
             for part in parts if modifier.initialized else ():
-                own = modifier.work(list(part.modules.values()), data)
+                own = modifier.work(list(part.modules.values()), self._data)
                 total += own
                 again += own.readings * part.source * self._request.is_streamed
         return total, again
@@ -411,7 +421,7 @@ class _Maker:
             parts,
             self._stops(),
             self._widths,
-            request.tokens.tokens if request.tokens else 0,
+            self._data,
             request.tokens.longest * request.args.batch_size if request.tokens else 0,
             -(-request.tokens.samples // request.args.batch_size) if request.tokens else 0,
             room,
@@ -436,7 +446,7 @@ class _Maker:
             self._reads_ahead,
             0 if tokens is None else tokens.tokens,
             self._widths.hidden,
-            request.device_limit,
+            min([one for one in (self._device.free, request.device_limit) if one], default=None),
             tokens is not None and not _fills_chunks(tokens, longest),
         )
 

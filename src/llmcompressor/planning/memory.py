@@ -28,6 +28,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from llmcompressor.memory import TOLERATED
@@ -57,7 +58,7 @@ _SQUARED = 8
 _BATCHES = 16
 """Bytes of the batches per token: ids, and which of them are real."""
 _SHARE_FOR_ACTIVATIONS = 0.5
-"""Of what the limit of a device leaves."""
+"""Of what the limit of a device leaves; again of the rest, for what modifiers keep of the data."""
 _AHEAD = 1
 """Blocks that are read while one is worked on."""
 
@@ -95,7 +96,7 @@ class Footprint:
         run_tokens: tokens that run through a block at once.
         tokens: of all the data.
         hidden: width of what goes from block to block.
-        limit: bytes that may be used of the device; ``None`` for what is free.
+        limit: bytes that may be used of the device; ``None`` if nobody knows.
         scratches: passes that leave blocks for the next one in files.
         reads_ahead: the next block is read while one is worked on.
         buffers: so few tokens run at once that they wait for others to be counted with.
@@ -286,15 +287,38 @@ def _calibrating(
             buffered = unit.buffered * footprint.buffers
             present = held.model + batches + waiting + unit.statistics + buffered
             running, own = _running(footprint, one, work, unit)
-            kept = unit.kept(footprint.tokens)
+            placed = partial(_kept, footprint, unit, held.model + batches + waiting)
+            kept, kept_elsewhere = placed(unit.kept(footprint.tokens))
             model = present - int(own * waiting) + running + kept
-            calibrating.append(_Moment(model, host, running))
-            copied = unit.copied if one.streams > 1 else 0
-            solved = unit.solving(
+            calibrating.append(_Moment(model, host + kept_elsewhere, running))
+            present += unit.copied if one.streams > 1 else 0
+            solved = unit.solving(footprint.run_tokens, device=footprint.on_device)
+            solving.append(_Moment(present + solved, host, running))
+            for data, further in unit.judging(
                 footprint.tokens, footprint.run_tokens, device=footprint.on_device
-            )
-            solving.append(_Moment(present + copied + solved, host, running))
+            ):
+                kept, kept_elsewhere = placed(data)
+                solving.append(_Moment(present + kept + further, host + kept_elsewhere, running))
     return _most(footprint, calibrating), _most(footprint, solving)
+
+
+def _kept(footprint: Footprint, unit: Unit, present: int, data: int) -> tuple[int, int]:
+    """Bytes of what is kept of the data: where the model is, and on the host beside a device.
+
+    Args:
+        footprint: of the run.
+        unit: what it is kept for.
+        present: bytes that are on the device when the first of it is kept.
+        data: bytes that are kept.
+    """
+    if not footprint.on_device:
+        return data, 0
+    if unit.offloads:
+        return 0, data
+    if footprint.limit is None:
+        return data, 0
+    room = int(max(footprint.limit - present, 0) * _SHARE_FOR_ACTIVATIONS)
+    return min(data, room), max(data - room, 0)
 
 
 def _waiting(footprint: Footprint, one: PassPlan, unit: Unit) -> int:

@@ -11,7 +11,7 @@ from torch.nn import Module
 from llmcompressor.args import DatasetArguments
 from llmcompressor.core.state import State
 from llmcompressor.modeling.spilled import activation_budget
-from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.modifiers.modifier import DataSize, Granularity, Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.calibrated import owners_of
 from llmcompressor.pipelines.granularity import choose_level, forwards_of
@@ -41,7 +41,7 @@ class PassContext:
         parts: of the model.
         stops: what the user calls a block; empty for the decoder layers.
         widths: of its forward.
-        tokens: of the calibration data.
+        data: the calibration data.
         longest: of one batch.
         batches: how many there are.
         room: bytes that ``max_memory`` leaves for activations; ``None`` where it says nothing.
@@ -54,7 +54,7 @@ class PassContext:
     parts: Sequence[Part]
     stops: Sequence[Module]
     widths: Widths
-    tokens: int
+    data: DataSize
     longest: int
     batches: int
     room: int | None
@@ -133,7 +133,7 @@ def _sequential(
         list(owners),
         finest=Granularity.BLOCK if undeclared else finest,
         forced=_forced(pipeline, context, owners),
-        tokens=context.tokens,
+        tokens=context.data.tokens,
         streams=streams,
         budget=budget,
     )
@@ -163,6 +163,7 @@ def _works(
         modifiers,
         owners,
         level,
+        context.data,
         every_expert=context.args.moe_calibrate_all_experts,
     )
 

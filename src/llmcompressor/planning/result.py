@@ -218,6 +218,7 @@ class Tokens:
     Attributes:
         samples: how many.
         tokens: positions of all of them, padding included.
+        real: those that count.
         longest: of one sample.
         how: where these numbers come from.
         is_exact: whether they were counted.
@@ -225,6 +226,7 @@ class Tokens:
 
     samples: int
     tokens: int
+    real: int
     longest: int
     how: str
     is_exact: bool

@@ -23,12 +23,18 @@ from llmcompressor.checkpoint.layout import LoadedName
 from llmcompressor.checkpoint.load import check_unadapted, check_unquantized, untie_embeddings
 from llmcompressor.checkpoint.reading import DTYPES
 from llmcompressor.checkpoint.source import TensorHeader, inspect_source, local_directory
-from llmcompressor.checkpoint.ties import same_values, settle_ties, settle_ties_of_files
+from llmcompressor.checkpoint.ties import (
+    BelievedTie,
+    same_values,
+    settle_ties,
+    settle_ties_by_config,
+)
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules, own_parameters
 from llmcompressor.pipelines.mixtures import dense_mixtures, meant_mixtures
+from llmcompressor.units import in_bytes
 
 __all__ = ["REST", "Part", "Subject", "open_subject"]
 
@@ -73,6 +79,8 @@ class Subject:
         blueprint: what it was built as; ``None`` if it was given loaded.
         whole: why its blocks cannot be read one by one; empty where they can, as far as that is
             decided by its files.
+        believed: tensors that the configuration ties, of which the files hold two: they are taken
+            for one.
     """
 
     model: PreTrainedModel
@@ -85,11 +93,20 @@ class Subject:
     is_hollow: bool = False
     blueprint: Blueprint | None = None
     whole: str = ""
+    believed: Sequence[BelievedTie] = ()
 
     @cached_property
     def module_names(self) -> Mapping[str, Module]:
         """All modules by name."""
         return dict(named_modules(self.model))
+
+    @property
+    def notes(self) -> list[str]:
+        """What a run depends on that is not looked at here."""
+        found = [_tie_note(tie) for tie in self.believed]
+        if self.is_hollow:
+            found.insert(0, "The weight files hold headers and no data: a run needs the data.")
+        return found
 
     def parts(self) -> list[Part]:
         """The blocks in order, and at the end what lies in none."""
@@ -162,7 +179,7 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
     )
     size = _file_bytes(source.tensors.values())
     is_hollow = source.size < size
-    settle_ties_of_files(blueprint, is_hollow=is_hollow)
+    believed = settle_ties_by_config(blueprint)
     if not args.tie_word_embeddings:
         untie_embeddings(blueprint.model)
     mixtures = meant_mixtures(blueprint.model, modifiers)
@@ -182,6 +199,17 @@ def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject
         is_hollow=is_hollow,
         blueprint=blueprint,
         whole=whole,
+        believed=believed if args.tie_word_embeddings else (),
+    )
+
+
+def _tie_note(tie: BelievedTie) -> str:
+    owner = tie.target.rpartition(".")[0]
+    return (
+        f"The configuration ties {tie.target} to {tie.source}, and the files hold both. The plan "
+        "reads no weights and takes them for one. The run compares them when it has loaded them: "
+        f"if they differ, it warns, keeps and writes both ({in_bytes(tie.nbytes)} more before "
+        f"anything is quantized), and {owner} is a module like others, which targets reach."
     )
 
 

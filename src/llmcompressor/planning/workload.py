@@ -16,7 +16,7 @@ from llmcompressor.modeling.expert_forms import DOWN
 from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.fused import fused_partners, is_expert
 from llmcompressor.modeling.settings import setting
-from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier
+from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier
 from llmcompressor.names import own_parameters
 from llmcompressor.pipelines.experts import wave_of
 from llmcompressor.planning.subject import REST, Part
@@ -101,25 +101,42 @@ class Unit:
         """Whether it is one module that shares its input with no other."""
         return sum(len(group.modules) for group in self.groups) == 1
 
+    @property
+    def offloads(self) -> bool:
+        """Whether what is kept of the data lies in main memory wherever there is room."""
+        return any(group.effort.offloads for group in self.groups)
+
     def kept(self, tokens: int) -> int:
         """Bytes of what is kept of all the data."""
         return tokens * sum(group.effort.kept for group in self.groups)
 
-    def solving(self, tokens: int = 0, run_tokens: int = 0, *, device: bool = False) -> int:
+    def judging(
+        self, tokens: int, run_tokens: int, *, device: bool = False
+    ) -> Iterator[tuple[int, int]]:
+        """While groups run again on what is kept: bytes of that, and further ones.
+
+        One group after another lets go of what was kept for it. Arguments as for :meth:`solving`,
+        and ``tokens`` of all the data.
+        """
+        efforts = [group.effort for group in self.groups if group.effort.kept]
+        for place, effort in enumerate(efforts):
+            kept = sum(one.kept for one in efforts[place:]) + effort.outputs
+            yield tokens * kept, effort.scaled_on(device=device) + run_tokens * effort.running
+
+    def solving(self, run_tokens: int = 0, *, device: bool = False) -> int:
         """Further bytes while it is solved: of one group, beside the solutions of those before.
 
         Args:
-            tokens: of all the data.
-            run_tokens: of those, how many run through a block together.
+            run_tokens: of the data, how many run through a block together.
             device: they are on an accelerator.
         """
         most = solutions = together = alone = 0
         for (effort, elements), alike in Counter(
             (group.effort, group.elements) for group in self.groups
         ).items():
-            runs = effort.scaled + tokens * (effort.kept + effort.outputs)
-            workspace, runs = effort.workspace_on(device=device), runs + run_tokens * effort.running
-            own = max(workspace, runs)
+            runs = effort.scaled_on(device=device) + run_tokens * effort.running
+            workspace = effort.workspace_on(device=device)
+            own = workspace if effort.kept else max(workspace, runs)
             if effort.together:
                 together += alike * runs
                 alone = max(alone, workspace)
@@ -192,6 +209,7 @@ def block_works(
     modifiers: Sequence[Modifier],
     owners: Mapping[Module, Sequence[int]],
     level: Granularity | None,
+    data: DataSize,
     *,
     every_expert: bool = False,
 ) -> list[BlockWork]:
@@ -203,10 +221,11 @@ def block_works(
         modifiers: those that take part.
         owners: module → the positions of the modifiers that calibrate it.
         level: where forwards are paused; ``None`` where all modules are calibrated at once.
+        data: the calibration data.
         every_expert: experts that are calibrated see all tokens.
     """
     seen = 1.0 if every_expert else widths.expert_share
-    return [_block_work(part, widths, modifiers, owners, level, seen) for part in parts]
+    return [_block_work(part, widths, modifiers, owners, level, data, seen) for part in parts]
 
 
 def _block_work(
@@ -215,13 +234,14 @@ def _block_work(
     modifiers: Sequence[Modifier],
     owners: Mapping[Module, Sequence[int]],
     level: Granularity | None,
+    data: DataSize,
     seen: float,
 ) -> BlockWork:
     own = {name: module for name, module in part.modules.items() if module in owners}
     waves = _waves(part, every=seen == 1)
     entering = [enter for enter, _ in waves] if seen == 1 else []
     groups = [
-        _group(names, [own[name] for name in names], modifiers, owners, seen)
+        _group(names, [own[name] for name in names], modifiers, owners, data, seen)
         for names in _shared_inputs(own, entering)
     ]
     forward = sum(_multiplications(name, one, widths) for name, one in part.modules.items())
@@ -296,13 +316,14 @@ def _group(
     modules: Sequence[Module],
     modifiers: Sequence[Modifier],
     owners: Mapping[Module, Sequence[int]],
+    data: DataSize,
     seen: float,
 ) -> Group:
     efforts = []
     for position, modifier in enumerate(modifiers):
         mine = [module for module in modules if position in owners[module]]
         if mine:
-            efforts.append(modifier.effort(mine))
+            efforts.append(modifier.effort(mine, data))
     parameters = [one for module in modules for one in own_parameters(module)]
     return Group(
         tuple(modules),
@@ -329,8 +350,10 @@ def _sum(efforts: Sequence[Effort]) -> Effort:
         on_device=max((one.workspace_on(device=True) for one in efforts), default=None),
         kept=sum(one.kept for one in efforts),
         scaled=max((one.scaled for one in efforts), default=0),
+        scaled_on_device=max((one.scaled_on(device=True) for one in efforts), default=None),
         outputs=max((one.outputs for one in efforts), default=0),
         running=max((one.running for one in efforts), default=0),
+        offloads=any(one.offloads for one in efforts),
         together=any(one.together for one in efforts),
     )
 

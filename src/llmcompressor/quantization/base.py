@@ -20,7 +20,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets, is_expert
 from llmcompressor.modeling.matching import check_targets
 from llmcompressor.modeling.quantized_mark import mark_quantized
-from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier, PlannedModule
+from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier, PlannedModule
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.scales import global_scale_from_amax
@@ -179,7 +179,7 @@ class QuantizationMixin(Modifier):
         """The Linears and Embeddings that are quantized."""
         return list(self._schemes)
 
-    def effort(self, modules: Sequence[Module]) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
         """The ranges of inputs that get a static scale."""
         weighing = [
             weight_of(one).shape[-1]

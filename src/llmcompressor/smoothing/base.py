@@ -148,7 +148,7 @@ class SmoothingMixin(Modifier):
         readers = (module for one in self.wanted_sets() for module in one.linears.values())
         return list(dict.fromkeys(readers))
 
-    def effort(self, modules: Sequence[Module]) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
         """The extremes of each column, or their like."""
         columns = [one.shape[-1] for module in modules[:1] for one in _matrices(module)]
         return Effort(watch=_WATCHED * sum(columns))

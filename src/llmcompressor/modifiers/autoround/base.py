@@ -34,7 +34,7 @@ from llmcompressor.modifiers.autoround.begin import (
 )
 from llmcompressor.modifiers.autoround.runner import BlockRunner, Call
 from llmcompressor.modifiers.autoround.tune import Options, Tuned, rounded_errors, tune_block
-from llmcompressor.modifiers.modifier import Effort, Granularity
+from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity
 from llmcompressor.numerics.autoround import Rounded, Rounding, Start
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.column_effort import effort_of
@@ -58,10 +58,14 @@ TOKENS_PER_COLUMN = 16
 _RANGE_SHARE = 0.1
 """Of the rate, that ranges are learned with where GPTQ has fitted them: a whole step of offsets
 would move a scale by more than what it is stored to."""
-_TUNED = 41
-"""Bytes per weight: what is rounded, three offsets, the gradient, and of the rounded weight its
+_TUNED = {False: 37, True: 31}
+"""Bytes per weight, on the host and on an accelerator: three offsets, and of the rounded weight its
 codes, quotients, scales (float32 all) and whether it was cut off; what the block computes with, and
-its gradient."""
+its gradient (on the host float32, beside what the others of the block compute with)."""
+_SOLVED = 4
+"""The same of what is rounded, where that is a solution and not the weight itself."""
+_SUMMED = {False: 0, True: 6}
+"""The same where a step has several calls, whose gradients are added up in float32."""
 _RUNS = 8
 """Forwards of the block over all tokens, to solve its Linears: two for each of four inputs."""
 _SAVED = 1.5
@@ -123,6 +127,7 @@ class AutoRoundModifier(QuantizationMixin):
     _calls: dict[Module, list[Call]] = PrivateAttr(default_factory=dict)
     _records: dict[str, TuneRecord] = PrivateAttr(default_factory=dict)
     _order: CallOrder | None = PrivateAttr(None)
+    _widest: dict[Module, int] = PrivateAttr(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse observers that want to see inputs before there are any."""
@@ -161,8 +166,8 @@ class AutoRoundModifier(QuantizationMixin):
         """The error of every block, and that of rounding to nearest."""
         return {name: asdict(record) for name, record in self._records.items()}
 
-    def effort(self, modules: Sequence[Module]) -> Effort:
-        """What it takes to solve, then to tune.
+    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
+        """What it takes to solve, where there are tokens enough for it, then to tune.
 
         Of each step one forward and two backward products, and what the backward reads. Linears
         are solved in less memory than they are tuned in, but for narrow ones with many inputs.
@@ -170,17 +175,24 @@ class AutoRoundModifier(QuantizationMixin):
         weights = [weight_of(one) for one in modules if self._is_tuned(one)]
         elements, widths = sum(map(Tensor.numel, weights)), sum(sum(one.shape) for one in weights)
         itemsize = max((one.element_size() for one in weights), default=0)
-        solved = effort_of(weights, twin=True, refinements=REFINEMENTS, batch=1)
-        if not self.iters:
-            solved = Effort()
+        solved, runs, begins = Effort(), 0, 0
+        if weights and self._solves_first(data.real, self._widest.get(modules[0], 0)):
+            solved = effort_of(weights, twin=True, refinements=REFINEMENTS, batch=1)
+            runs, begins = _RUNS * elements, _SOLVED
+        summed = self._sums_calls(data)
+        scaled = {
+            device: (_TUNED[device] + begins + summed * _SUMMED[device]) * elements
+            for device in (False, True)
+        }
         return Effort(
-            gram=solved.gram + _RUNS * elements if self.iters else 0,
+            gram=solved.gram + runs,
             cross=solved.cross,
             solve=solved.solve + 3 * self.iters * _STEP_TOKENS * elements,
             visits=solved.visits + 16 * self.iters * elements,
             workspace=solved.statistics + solved.buffered + solved.workspace,
             watch=self.watched_values(modules),
-            scaled=_TUNED * elements,
+            scaled=scaled[False],
+            scaled_on_device=scaled[True],
             running=int(_SAVED * itemsize * widths),
             together=True,
         )
@@ -190,7 +202,22 @@ class AutoRoundModifier(QuantizationMixin):
         for field, reason in _NO_EFFECT.items():
             if getattr(self, field) != type(self).model_fields[field].default:
                 logger.warning(f"The field {field!r} of AutoRoundModifier has no effect: {reason}")
-        return super().on_initialize(state, **kwargs)
+        super().on_initialize(state, **kwargs)
+        for block in find_blocks(state.model):
+            inside = [module for module in block.modules() if self._is_tuned(module)]
+            widest = max((weight_of(one).shape[-1] for one in inside), default=0)
+            self._widest |= dict.fromkeys(inside, widest)
+        return True
+
+    def _sums_calls(self, data: DataSize) -> bool:
+        """Whether the samples of a step are run by more than one call of the block."""
+        return (
+            data.batch < data.tokens and data.samples * data.batch < self.batch_size * data.tokens
+        )
+
+    def _solves_first(self, tokens: int, columns: int) -> bool:
+        """Whether so many tokens do for GPTQ in a block whose widest Linear has such columns."""
+        return self.iters > 0 and tokens >= TOKENS_PER_COLUMN * columns
 
     # ------------------------------------------------------------------ while
 
@@ -283,7 +310,7 @@ class AutoRoundModifier(QuantizationMixin):
                 "load the model with precision='float32'."
             )
         widest = max(one.start.weight_RC.shape[-1] for one in nearest.values())
-        if not self.iters or runner.seen < TOKENS_PER_COLUMN * widest:
+        if not self._solves_first(runner.seen, widest):
             return nearest, plain, error
         solved = solved_beginnings(runner, nearest, self._order)
         before = rounded_errors(runner, _starts(solved))

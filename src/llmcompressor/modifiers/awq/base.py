@@ -136,7 +136,8 @@ class AWQModifier(SmoothingMixin):
     Attributes:
         mappings: what is smoothed together; found from the model where there are none.
         offload_device: where statistics (and with ``loss: output`` activations) are kept: a
-            ``torch.device`` or its name; where they are made if ``None``.
+            ``torch.device`` or its name; if ``None`` where they are made, activations in main
+            memory where they exceed half of what is free there.
         duo_scaling: weigh inputs against weights (``True``), look at inputs alone (``False``),
             or try ``"both"``.
         n_grid: how many scales are tried for each set.
@@ -204,7 +205,7 @@ class AWQModifier(SmoothingMixin):
     def _clippable(self) -> list[Module]:
         return [module for module in self._names if _clip_args(module)] if self.clip else []
 
-    def effort(self, modules: Sequence[Module]) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
         """Second moments; a product per candidate and Linear; the attempts at its groups."""
         quantized = {each for one in self.wanted_sets() for each in one.balance.values()}
         clipped = [module for module in modules if self.clip and _clip_args(module)]
@@ -215,12 +216,12 @@ class AWQModifier(SmoothingMixin):
             clipped=[weight_of(module) for module in clipped],
             group=_group_of(clipped[0]) if clipped else 0,
         )
-        found = replace(found, watch=super().effort(modules).watch)
+        found = replace(found, watch=super().effort(modules, data).watch)
         smoothed = [module for module in modules if module in quantized]
         if self.loss == "statistics" or not smoothed:
             return found
         weights = [weight_of(one) for one in smoothed]
-        return running(found, weights, offloaded=self.offload_device is not None)
+        return running(found, weights, self.offload_device)
 
     def work(self, modules: Sequence[Module], data: DataSize) -> Work:
         """With ``loss: output`` the parent of a set runs on all data for every candidate."""
@@ -294,12 +295,14 @@ class AWQModifier(SmoothingMixin):
             self.n_grid,
             self.duo_scaling,
         )
+        ones_C = torch.ones(one.columns, device=weights[0].device)
         if self._parents is None:
             error_of = statistics_error(list(_readers(members, tallies)))
+            found = choose_scale(error_of, grid, ones_C)
         else:
-            error_of = self._parents.error_of(one, {each: _rounding(each) for each in members})
-        found = choose_scale(error_of, grid, torch.ones(one.columns, device=weights[0].device))
-        if self._parents is not None:
+            rounds = {each: _rounding(each) for each in members}
+            with self._parents.error_of(one, rounds) as error_of:
+                found = choose_scale(error_of, grid, ones_C)
             self._parents.drop(one)
         self._records[one.name] = {
             "tokens": tokens,

@@ -11,8 +11,9 @@ clipping, a sweep  R C (C + (K + 1) g), groups of g         2 of the weight, 4 C
 =================  =======================================  ===============================
 
 With ``loss: output`` a candidate is a run of the set's parent on all tokens, and 8 passes over the
-readers' weights, instead. What the parents are called with is kept for all tokens; what
-one returns, twice.
+readers' weights, instead. What the parents are called with is kept for all tokens, until their sets
+are done, and beside it what the present one returns; what a candidate makes of that is compared
+batch by batch. Masks and tables of positions are the waiting forwards'.
 
 On an accelerator the rows at once are all rows.
 
@@ -92,24 +93,29 @@ def run_products(parent: Module, data: DataSize) -> tuple[int, int]:
     return found, attention
 
 
-def running(found: Effort, weights: Sequence[Tensor], *, offloaded: bool) -> Effort:
+def running(found: Effort, weights: Sequence[Tensor], place: str | None) -> Effort:
     """``found`` with the bytes of running the parent of some Linears for every candidate.
 
     Args:
         found: what else it takes.
         weights: of the Linears, which get one input; only their forms are looked at.
-        offloaded: what the parent is called with is kept elsewhere.
+        place: the device where the parent's inputs and outputs are kept; by room if ``None``.
     """
     columns, itemsize = weights[0].shape[-1], weights[0].element_size()
     rows = [weight.shape[0] for weight in weights]
     returned = columns if len(weights) > 1 else rows[0]  # by an attention or an MLP, or a Linear
     elements = [weight.numel() for weight in weights]
+    inside = sum(rows) + max(rows) if len(weights) > 1 else returned
+    compared = 3 * itemsize * returned + 2 * _FLOAT * returned  # both, and their difference
+    on_host = place is not None and place.startswith("cpu")
+    is_counted = place is None or on_host  # another accelerator's memory is not
     return replace(
         found,
-        kept=0 if offloaded else itemsize * columns,
+        kept=itemsize * columns * is_counted,
         scaled=itemsize * sum(elements) + 3 * _FLOAT * max(elements),
-        outputs=2 * itemsize * returned,
-        running=itemsize * (sum(rows) + max(rows)) if len(weights) > 1 else 0,
+        outputs=itemsize * returned * is_counted,
+        running=itemsize * columns + max(itemsize * inside, compared),
+        offloads=on_host,
     )
 
 

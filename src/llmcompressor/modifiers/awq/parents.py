@@ -7,7 +7,10 @@ on all batches, with the weights of its Linears scaled, rounded and scaled back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -21,21 +24,55 @@ from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.mapped_places import SmoothSet
 from llmcompressor.modeling.matching import common_parent
 from llmcompressor.modeling.scaling import swapped
+from llmcompressor.modeling.spilled import Shelf, room_on
 from llmcompressor.numerics.awq import ErrorOf, Round
 from llmcompressor.observers.tokens import real_tokens
 
 __all__ = ["ParentRuns", "parent_of"]
 
-_Call = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
+_EVERYTHING = sys.maxsize
+"""Bytes that no data exceeds."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a parent was called with.
+
+    Attributes:
+        args: positional arguments, without its input: masks and tables of positions, which the
+            waiting forward holds too.
+        kwargs: named ones, likewise.
+        ticket: of the input, which takes the place of each :data:`_INPUT`; ``None`` where no
+            argument is a tensor.
+        mask: bool ``[batch, tokens]`` of the real tokens; ``None``: all are.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    ticket: int | None
+    mask: Tensor | None
+
+    def with_input(self, tensor: Tensor | None) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments to call the parent with."""
+        args = [tensor if value is _INPUT else value for value in self.args]
+        return args, {
+            key: tensor if value is _INPUT else value for key, value in self.kwargs.items()
+        }
+
+
+_INPUT = object()
 
 
 class ParentRuns:
     """What the parents of sets were called with, and how candidates change what they return.
 
+    Inputs, and what they make of the parents, stay on an accelerator while they fit half of what
+    is free of it, or of what a limit leaves; the others wait in main memory.
+
     Args:
-        state: tells which tokens are real.
+        state: tells which tokens are real, and the limit.
         names: module → name.
-        device: where the calls are kept; where they were made if ``None``.
+        device: where all of it is kept; by room if ``None``.
     """
 
     def __init__(self, state: State, names: Mapping[Module, str], device: str | None) -> None:
@@ -44,6 +81,7 @@ class ParentRuns:
         self._device = device
         self._calls: dict[Module, list[_Call]] = {}
         self._sets: dict[Module, set[str]] = {}
+        self._shelf = Shelf(_EVERYTHING)
 
     def watch(self, one: SmoothSet) -> Module | None:
         """The parent of a set, for :attr:`hook` to be put on; ``None`` if it is watched already."""
@@ -56,25 +94,43 @@ class ParentRuns:
 
     def hook(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what a parent is called with."""
-        kept = self._moved((args, kwargs), self._device)
-        self._calls[module].append((*kept, self._state.token_mask))
+        given, mask = first_tensor(args, kwargs), self._state.token_mask
+        if given is None:
+            self._calls[module].append(_Call(args, kwargs, None, mask))
+            return
+        if self._shelf.is_empty:  # so much is free while nothing of a block is kept
+            room = room_on(given.device, self._state.device_memory)
+            self._shelf = Shelf(_EVERYTHING, room if self._device is None else _EVERYTHING)
+        call = _Call(
+            tuple(_INPUT if value is given else value for value in args),
+            {key: _INPUT if value is given else value for key, value in kwargs.items()},
+            self._put(given),
+            mask,
+        )
+        self._calls[module].append(call)
 
     def drop(self, one: SmoothSet) -> None:
         """Forget the calls of a set's parent, unless another set needs them."""
         parent = self._parent(one)
         self._sets[parent].discard(one.name)
         if not self._sets[parent]:
+            for call in self._calls[parent]:
+                if call.ticket is not None:
+                    self._shelf.drop(call.ticket)
             self._calls[parent] = []
 
-    def error_of(self, one: SmoothSet, rounds: Mapping[Module, Round]) -> ErrorOf:
+    @contextlib.contextmanager
+    def error_of(self, one: SmoothSet, rounds: Mapping[Module, Round]) -> Iterator[ErrorOf]:
         """From scales ``[K, C]`` to squared errors of the parent's output over real tokens.
+
+        What the parent returns as it is, is kept while the body runs.
 
         Args:
             one: the set.
             rounds: how the weights of those of its Linears are rounded that are quantized.
         """
         parent = self._parent(one)
-        plain = self._outputs(parent)
+        plain = [self._put(output_TC) for output_TC in self._outputs(parent)]
 
         def error_of(scale_C: Tensor) -> float:
             changes = {}
@@ -84,37 +140,37 @@ class ParentRuns:
                 back_RC = round_(scaled_RC).float() / scale_C
                 changes[module] = {"weight": back_RC.to(weight.dtype)}
             with swapped(changes):
-                moved = self._outputs(parent)
-            pairs = zip(plain, moved, strict=True)
-            return sum(float((new - old).float().square().sum()) for old, new in pairs)
+                pairs = zip(plain, self._outputs(parent), strict=True)
+                return sum(self._squared_change(old, new_TC) for old, new_TC in pairs)
 
-        return lambda scale_KC: [error_of(scale_C) for scale_C in scale_KC]
+        try:
+            yield lambda scale_KC: [error_of(scale_C) for scale_C in scale_KC]
+        finally:
+            for ticket in plain:
+                self._shelf.drop(ticket)
 
-    @torch.no_grad()
-    def _outputs(self, parent: Module) -> list[Tensor]:
+    def _squared_change(self, old: int, new_TC: Tensor) -> float:
+        return float((new_TC - self._shelf.see(old, new_TC.device)).float().square().sum())
+
+    def _outputs(self, parent: Module) -> Iterator[Tensor]:
+        """What the parent returns for one call after another, ``[tokens, C]``."""
         device = next(parent.parameters()).device
-        found = []
-        with HooksMixin.disable_hooks():
-            for args, kwargs, mask in self._calls[parent]:
-                args_here, kwargs_here = self._moved((args, kwargs), device)
-                output = parent(*args_here, **kwargs_here)
-                values = output if isinstance(output, tuple | list) else (output,)
-                tensor = first_tensor(tuple(values), {})
-                assert tensor is not None
-                found.append(real_tokens(tensor, mask))
-        return found
+        for call in self._calls[parent]:
+            kept = call.ticket
+            args, kwargs = call.with_input(None if kept is None else self._shelf.see(kept, device))
+            with torch.no_grad(), HooksMixin.disable_hooks():
+                output = parent(*args, **kwargs)
+            values = output if isinstance(output, tuple | list) else (output,)
+            tensor = first_tensor(tuple(values), {})
+            assert tensor is not None
+            yield real_tokens(tensor, call.mask)
+
+    def _put(self, tensor: Tensor) -> int:
+        kept = tensor.detach()
+        return self._shelf.put(kept if self._device is None else kept.to(self._device))
 
     def _parent(self, one: SmoothSet) -> Module:
         return parent_of(one, self._modules)
-
-    def _moved(self, value: Any, device: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value if device is None else value.to(device)
-        if isinstance(value, Mapping) and type(value) is dict:
-            return {key: self._moved(item, device) for key, item in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(self._moved(item, device) for item in value)
-        return value
 
 
 def parent_of(one: SmoothSet, modules: Mapping[str, Module]) -> Module:

@@ -24,7 +24,7 @@ from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.twin_inputs import aligned_reference
-from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.modifiers.modifier import DataSize, Effort
 from llmcompressor.modifiers.utils.fields import DEFAULT_DAMPENING, DampeningFraction
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.observers.input_statistics import InputStatistics
@@ -170,7 +170,7 @@ class GPTQModifier(QuantizationMixin):
             )
         return asked
 
-    def effort(self, modules: Sequence[Module]) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
         """Second moments, and one factorization and sweep for all that get one input."""
         solved = [module for module in modules if self._is_solved(module)]
         schemes = [args for args in map(self._weight_args, solved) if args is not None]

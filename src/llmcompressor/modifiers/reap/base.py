@@ -24,7 +24,7 @@ from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.matching import as_targets, check_targets, matches
-from llmcompressor.modifiers.modifier import Effort, Granularity, Modifier
+from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier
 from llmcompressor.modifiers.reap.layers import (
     MoeLayer,
     counts_of,
@@ -98,7 +98,7 @@ class REAPPruningModifier(Modifier):
         """The modules that hold the experts."""
         return list(self._layers)
 
-    def effort(self, modules: Sequence[Module]) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
         """What the experts of a token return is computed for each of them by itself."""
         layers = [self._layers[one] for one in modules if one in self._layers]
         return Effort(

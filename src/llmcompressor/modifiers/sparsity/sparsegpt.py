@@ -20,7 +20,7 @@ from torch.nn import Module
 from llmcompressor.core.state import State
 from llmcompressor.logger import logger
 from llmcompressor.modeling.twin_inputs import aligned_reference
-from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.modifiers.modifier import DataSize, Effort
 from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of
 from llmcompressor.modifiers.sparsity.matrices import matrix_of
@@ -68,7 +68,7 @@ class SparseGPTModifier(OneShotPruningModifier):
         """Asymmetric calibration compares the inputs of two streams."""
         return bool(self.asymmetric) and not self._is_surveying
 
-    def effort(self, modules: Sequence[Module]) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
         """Second moments, and a few factorizations and solutions for all that get one input."""
         return effort_of(
             [matrix_of(module) for module in modules],

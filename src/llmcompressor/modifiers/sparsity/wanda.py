@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.errors import NonFiniteError
-from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.modifiers.modifier import DataSize, Effort
 from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.matrices import matrix_of, matrix_shape
 from llmcompressor.numerics.wanda import wanda_prune
@@ -93,7 +93,7 @@ class WandaPruningModifier(OneShotPruningModifier):
                 dampening=None,
             )
 
-    def effort(self, modules: Sequence[Module]) -> Effort:
+    def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
         """One look at every weight, and sums by column."""
         shapes = [matrix_shape(module) for module in modules]
         columns = max((shape[1] for shape in shapes), default=0)
