@@ -57,6 +57,8 @@ _SQUARED = 8
 """The same of squares alone: what is squared, and the squares, in float32."""
 _BATCHES = 16
 """Bytes of the batches per token: ids, and which of them are real."""
+_LEARNED_FROM = 24
+"""The same where rotations are learned: ids, labels, and which are real."""
 _SHARE_FOR_ACTIVATIONS = 0.5
 """Of what the limit of a device leaves; again of the rest, for what modifiers keep of the data."""
 _AHEAD = 1
@@ -254,18 +256,19 @@ def _learning(
 ) -> _Moment:
     """While the backward is at the most demanding part, or a step is taken behind it."""
     waiting = min(learning.activations, learning.budget)
+    batches = footprint.tokens * _LEARNED_FROM if footprint.on_device else 0
     block = max((one.part.loaded for one in loads[:-1]), default=0)
     moments = []
     for index, (load, part) in enumerate(zip(loads, parts, strict=True)):
         held = _resident(footprint, loads, index)
-        model = held.model + learning.held + waiting
+        model = held.model + learning.held + waiting + batches
         if load.part.name == REST and footprint.is_streamed:  # the last block is still there
             model += block
         # a heap holds on to what was let go of a moment before, a device has nothing but tensors
         more = max if footprint.on_device else operator.add
         passing = part.held + more(part.saved, part.workspace)
         moments.append(_Moment(model + passing, held.host, passing))
-        stepping = held.model + learning.held + learning.stepping
+        stepping = held.model + learning.held + batches + learning.stepping
         moments.append(_Moment(stepping, held.host, learning.stepping))
     return _most(footprint, moments)
 
