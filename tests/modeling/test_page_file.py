@@ -101,16 +101,20 @@ def test_it_takes_no_more_than_its_room(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_full_disk_is_no_room_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pages = PageFile(64 * MIB)
+    pages = PageFile(256 * MIB)
     held = _put(pages, _values(MIB))
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert _put(pages, _values(16 * MIB)) is None
+    assert _put(pages, _values(16 * MIB)) is None
+    (warning,) = warned
+    assert "No space left on device" in warning
+    assert "stay in memory" in warning
     assert held is not None
     assert torch.equal(held, _values(MIB))
     assert list(tmp_path.iterdir()) == []

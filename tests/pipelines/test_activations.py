@@ -193,6 +193,15 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
     assert list(tmp_path.iterdir()) == []
 
 
+def _assert_same(one: Recorder, other: Recorder) -> None:
+    """Both were told the same in the same order, and saw the same bits."""
+    assert one._events == other._events
+    for kind in ("_inputs", "_references"):
+        assert getattr(one, kind).keys() == getattr(other, kind).keys()
+        for module, tensors in getattr(one, kind).items():
+            assert all(map(torch.equal, tensors, getattr(other, kind)[module])), module
+
+
 @pytest.mark.parametrize("level", list(Granularity))
 @pytest.mark.parametrize("name", ["llama", "t5", "llava"])
 def test_a_tiny_budget_changes_nothing_to_the_bit(
@@ -223,12 +232,7 @@ def test_a_tiny_budget_changes_nothing_to_the_bit(
         runs.append(recorder)
     assert spilled[0] == 0
     assert spilled[1] > 0
-    ample, tight = runs
-    assert ample._events == tight._events
-    for kind in ("_inputs", "_references"):
-        assert getattr(ample, kind).keys() == getattr(tight, kind).keys()
-        for module, tensors in getattr(ample, kind).items():
-            assert all(map(torch.equal, tensors, getattr(tight, kind)[module])), module
+    _assert_same(*runs)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -258,12 +262,7 @@ def test_pages_of_files_change_nothing_to_the_bit(
         assert all(map(torch.equal, tiny.tensors_of(batches), before))
         assert (sum(taken) > 0) == (most > 0)
         runs.append(recorder)
-    apart, together = runs
-    assert apart._events == together._events
-    for kind in ("_inputs", "_references"):
-        assert getattr(apart, kind).keys() == getattr(together, kind).keys()
-        for module, tensors in getattr(apart, kind).items():
-            assert all(map(torch.equal, tensors, getattr(together, kind)[module])), module
+    _assert_same(*runs)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from llmcompressor.errors import OutputError
+from llmcompressor.logger import logger
 from llmcompressor.memory import let_go_of_pages
 from llmcompressor.modeling.spilled import reserved
 
@@ -108,8 +109,12 @@ class PageFile:
         room = (len(extent.view) - extent.used >= size for extent in self._extents)
         number = next((index for index, enough in enumerate(room) if enough), len(self._extents))
         if number == len(self._extents):
-            made = _new_extent(max(size, _EXTENT), self._room - self.bytes)
+            wanted = max(size, _EXTENT)
+            if self.bytes + wanted > self._room:
+                return None
+            made = _new_extent(wanted)
             if made is None:
+                self._room = 0  # what the disk refused once is not asked for again
                 return None
             self._extents.append(made)
         start = self._extents[number].used
@@ -131,9 +136,9 @@ def _write(descriptor: int, content: memoryview, at: int) -> None:
         content, at = content[written:], at + written
 
 
-def _new_extent(size: int, room: int) -> _Extent | None:
-    """A new extent, if there is room for it, in the limit and on the disk."""
-    if size > room or not hasattr(os, "posix_fallocate"):
+def _new_extent(size: int) -> _Extent | None:
+    """A new extent, if the disk has room for it and can be asked to keep it."""
+    if not hasattr(os, "posix_fallocate"):
         return None
     try:
         with reserved(size) as name:
@@ -143,7 +148,8 @@ def _new_extent(size: int, room: int) -> _Extent | None:
             except BaseException:
                 os.close(descriptor)
                 raise
-    except OutputError:
+    except OutputError as error:
+        logger.warning(f"{error} Meanwhile they stay in memory.")
         return None
     address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
     extent = _Extent(descriptor, memoryview(mapped), address)
