@@ -51,6 +51,31 @@ def test_every_observer_sees_activations_of_any_batch_shape(name, split):
     assert a.qparams()[0].shape == (1,)
 
 
+@pytest.mark.parametrize("name", [name for name in OBSERVERS if "imatrix" not in name])
+@pytest.mark.parametrize("args", [TENSOR, QuantizationArgs(num_bits=8, group_size=16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches_of_one_size_may_be_shown_together(name, args, dtype):
+    """Each is an observation: moving averages take as many steps as there are batches."""
+    torch.manual_seed(0)
+    x = (torch.randn(5, 12, 32) * torch.rand(5, 1, 1)).to(dtype)
+    x[3] = x[3].abs()  # all of one sign
+    each, together = make(name, "input", args), make(name, "input", args)
+    for part in x:
+        each.observe(part)
+    together.observe_each(x.flatten(0, 1), 5)
+    assert together.observations == each.observations == 5
+    for one, other in zip(together.qparams(), each.qparams(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["minmax", "mse", "histogram"])
+def test_a_bad_batch_among_others_is_found(name):
+    x = torch.ones(6, 32)
+    x[4, 7] = float("nan")
+    with pytest.raises(NonFiniteError, match="NaN or infinity in the input"):
+        make(name).observe_each(x, 3)
+
+
 def test_a_misspelt_name_lists_the_nearest():
     with pytest.raises(InputError, match="static_minmax"):
         make("static_min_max")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.observers.tokens import count_tokens, per_batch, real_tokens
+from llmcompressor.observers.tokens import alike_batches, count_tokens, per_batch, real_tokens
 
 MASK = torch.tensor([[True, True, False], [False, True, True]])
 
@@ -70,3 +70,13 @@ def test_one_batch_or_another_layout_stays_whole(sizes: tuple[int, ...] | None) 
 def test_tokens_are_counted_as_they_are_taken(shape: tuple[int, ...], mask: Tensor | None) -> None:
     values = torch.randn(shape)
     assert count_tokens(values, mask) == len(real_tokens(values, mask))
+
+
+def test_batches_are_alike_if_they_have_one_size_and_no_padding() -> None:
+    values = torch.randn(6, 3, 4)
+    assert alike_batches(values, None, (2, 2, 2)) == 3
+    assert alike_batches(values, None, (6,)) == 1
+    assert alike_batches(values, None, None) == 1
+    assert alike_batches(values, None, (4, 2)) == 1
+    assert alike_batches(values, torch.ones(6, 3, dtype=torch.bool), (2, 2, 2)) == 1
+    assert alike_batches(values[:5], None, (2, 2, 2)) == 1, "laid out otherwise"

@@ -60,6 +60,23 @@ def test_inputs_and_outputs_of_real_tokens_count(observers: ActivationObservers)
     assert float(found["output_scale"]) == pytest.approx(float(real.sum(-1).max()) / 2 / 127.5)
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(4, 3, dtype=torch.bool)])
+def test_batches_that_are_run_as_one_count_one_by_one(
+    observers: ActivationObservers, mask: torch.Tensor | None
+) -> None:
+    """A moving average is that of the batches, whether they are looked at together or not."""
+    module = Linear(4, 2)
+    args = STATIC.model_copy(update={"observer": "minmax"})
+    observers.watch_linear(module, "m", scheme(input_activations=args))
+    x = torch.rand(4, 3, 4)
+    observers._state.token_mask, observers._state.batch_sizes = mask, (2, 2)
+    module(x)
+    one_by_one = Observer.load_from_registry("minmax", base_name="input", args=args)
+    for part in x.split(2):
+        one_by_one.observe(part)
+    assert torch.equal(observers.parameters(module)["input_scale"], one_by_one.qparams()[0])
+
+
 def test_an_input_given_by_name_is_seen(observers: ActivationObservers) -> None:
     module = Linear(4, 2)
     observers.watch_linear(module, "m", scheme(input_activations=STATIC))

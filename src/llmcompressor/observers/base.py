@@ -25,7 +25,7 @@ from llmcompressor.numerics.scales import (
     parameter_dtype,
     scales_from_range,
 )
-from llmcompressor.observers.canonical import Canonical, Range, canonical
+from llmcompressor.observers.canonical import ACTIVATIONS, Canonical, Range, canonical
 from llmcompressor.registry import Table
 from llmcompressor.schemes.bridge import (
     grid_of,
@@ -140,11 +140,25 @@ class Observer(ABC):
         if x.numel() == 0:
             return self
         observed = canonical(x.detach(), self.base_name, self.args)
-        low, high = observed.extremes
-        if not (is_finite(low) and is_finite(high)):
-            raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
+        self._check_finite(observed.extremes)
         self._update(observed)
         self.observations += 1
+        return self
+
+    @torch.no_grad()
+    def observe_each(self, x: Tensor, parts: int) -> Self:
+        """Take tensors of one size into account, each as one observation.
+
+        Args:
+            x: the tensors, as :meth:`observe` takes them, one after another along the first
+                dimension.
+            parts: how many there are.
+
+        Raises:
+            NonFiniteError: ``x`` holds NaN or infinity.
+        """
+        for part in x.chunk(parts):
+            self.observe(part)
         return self
 
     @torch.no_grad()
@@ -193,6 +207,10 @@ class Observer(ABC):
         self.observations = int(saved["observations"])
         if self.observations:
             self._load(saved)
+
+    def _check_finite(self, found: Range) -> None:
+        if not all(map(is_finite, found)):
+            raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
 
     @abstractmethod
     def _measured(self, observed: Canonical) -> Any:
@@ -349,6 +367,20 @@ class RangeObserver(Observer):
         del share
         return union(own, other)
 
+    @torch.no_grad()
+    def observe_each(self, x: Tensor, parts: int) -> Self:
+        """The same as by :meth:`observe`; extremes of all of them are found at once."""
+        measures_otherwise = type(self).measure is not RangeObserver.measure
+        if measures_otherwise or self.base_name not in ACTIVATIONS or x.numel() == 0:
+            return super().observe_each(x, parts)
+        whole = canonical(x.detach(), self.base_name, self.args)
+        every = whole.extremes_of_each(parts)
+        self._check_finite(every)
+        for minimum, maximum in zip(*every, strict=True):
+            self._include(Range(minimum, maximum))
+        self.observations += parts
+        return self
+
     def reset(self) -> None:
         """Forget all observations."""
         super().reset()
@@ -371,8 +403,7 @@ class RangeObserver(Observer):
         return union(Range(*own), Range(*other))
 
     def _take(self, measured: Range) -> None:
-        if not all(map(is_finite, measured)):
-            raise NonFiniteError(f"NaN or infinity in the {self.base_name} that was observed.")
+        self._check_finite(Range(*measured))
         self._include(Range(*measured))
 
     def _saved(self) -> dict[str, Any]:

@@ -64,6 +64,13 @@ class Canonical:
         minimum, maximum = self.partition.extremes(self.matrix)
         return Range(minimum.reshape(self.scale_shape), maximum.reshape(self.scale_shape))
 
+    def extremes_of_each(self, parts: int) -> Range:
+        """:attr:`extremes` of activations that lie below each other: two ``[parts, *scale]``."""
+        alike = Partition(len(self.matrix) // parts, self.partition.columns)
+        minimum, maximum = alike.extremes(self.matrix)
+        shape = (parts, *self.scale_shape)
+        return Range(minimum.reshape(shape), maximum.reshape(shape))
+
     @property
     def widest(self) -> Range:
         """A range of the same scales as :attr:`extremes`, sooner found where it is symmetric."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["count_tokens", "per_batch", "real_tokens"]
+__all__ = ["alike_batches", "count_tokens", "per_batch", "real_tokens"]
 
 
 def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:
@@ -57,3 +57,15 @@ def per_batch(
     split = list(sizes)
     masks = [None] * len(split) if token_mask is None else torch.split(token_mask, split)
     yield from zip(torch.split(activation, split), masks, strict=True)
+
+
+def alike_batches(
+    activation: Tensor, token_mask: Tensor | None, sizes: tuple[int, ...] | None
+) -> int:
+    """How many batches were run as one, if they are of one size and nothing in them is padding.
+
+    1 where they are not, and where :func:`per_batch`, whose arguments these are, would yield one.
+    """
+    if sizes is None or token_mask is not None or len(activation) != sum(sizes):
+        return 1
+    return len(sizes) if len(set(sizes)) == 1 else 1

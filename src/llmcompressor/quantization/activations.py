@@ -17,7 +17,7 @@ from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.observers.base import Observer
-from llmcompressor.observers.tokens import per_batch, real_tokens
+from llmcompressor.observers.tokens import alike_batches, per_batch, real_tokens
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 
 __all__ = ["ActivationObservers"]
@@ -130,6 +130,10 @@ class ActivationObservers:
         if activation is None:
             return
         state = self._state
+        alike = alike_batches(activation, state.token_mask, state.batch_sizes)
+        if alike > 1:
+            self._feed(module, base, real_tokens(activation, None), alike)
+            return
         for part, mask in per_batch(activation, state.token_mask, state.batch_sizes):
             self._feed(module, base, real_tokens(part, mask))
 
@@ -143,9 +147,13 @@ class ActivationObservers:
                 part_BHTD = states_NHD.transpose(0, 1).unsqueeze(0)  # noqa: PLW2901 - one canonical form
             self._feed(module, base, part_BHTD)
 
-    def _feed(self, module: Module, base: str, values: Tensor) -> None:
+    def _feed(self, module: Module, base: str, values: Tensor, batches: int = 1) -> None:
+        observer = self._observers[module][base]
         try:
-            self._observers[module][base].observe(values)
+            if batches == 1:
+                observer.observe(values)
+            else:
+                observer.observe_each(values, batches)
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"The {base} activations of {self._names[module]} hold NaN or infinity. Look for "
