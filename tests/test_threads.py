@@ -9,7 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from llmcompressor.numerics.gram import add_cross_product, add_symmetric_product
+from llmcompressor.numerics.gram import (
+    add_cross_product,
+    add_missing_product,
+    add_symmetric_product,
+)
 from llmcompressor.threads import each_on_one_thread, each_span, one_thread, short_waits
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -105,6 +109,7 @@ def test_after_an_error_no_further_piece_is_begun() -> None:
 def test_second_moments_do_not_depend_on_the_number_of_threads(tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     input_TC = torch.randn(tokens, 320, generator=generator).to(torch.bfloat16)
+    weight_RC = torch.randn(150, 320, generator=generator).to(torch.bfloat16)
     found = []
     before = torch.get_num_threads()
     try:
@@ -113,12 +118,13 @@ def test_second_moments_do_not_depend_on_the_number_of_threads(tokens: int) -> N
             gram_CC, cross_CC = torch.zeros(320, 320), torch.zeros(320, 320)
             add_symmetric_product(gram_CC, input_TC)
             add_cross_product(cross_CC, input_TC, input_TC.flip(0))
-            found.append((gram_CC, cross_CC))
+            missing_RC = torch.zeros(150, 320)
+            add_missing_product(missing_RC, weight_RC, input_TC, input_TC.flip(0))
+            found.append((gram_CC, cross_CC, missing_RC))
     finally:
         torch.set_num_threads(before)
-    for gram_CC, cross_CC in found[1:]:
-        assert torch.equal(gram_CC, found[0][0])
-        assert torch.equal(cross_CC, found[0][1])
+    for others in found[1:]:
+        assert all(map(torch.equal, others, found[0]))
 
 
 @pytest.mark.parametrize("length", [1, 256, 257, 1000])

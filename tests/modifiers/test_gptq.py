@@ -23,7 +23,9 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.gptq.base import SolveRecord
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.numerics import gptq as gptq_numerics
+from llmcompressor.numerics import gram
 from llmcompressor.numerics.hessian import SingularHessianError
+from llmcompressor.observers import input_statistics
 from llmcompressor.quantization import column_solver
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.presets import PRESETS
@@ -180,6 +182,41 @@ def test_scales_that_are_fitted_again_lower_the_loss(asymmetric: bool, reference
     assert error(b, reference) < error(a, reference)
     first = next(iter(chosen.records))
     assert fitted.records[first].loss < chosen.records[first].loss
+
+
+NARROW: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+"""Heads of so few rows that q, k and v together have half as many as columns."""
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_outputs_lack_corrects_as_the_cross_product_does(
+    offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the Linears with one input are solved apart, each for its own rows."""
+    four = {**WEIGHTS, "num_bits": 4}
+    groups = {
+        "three": {"targets": ["re:.*(q|v|o|gate|up|down)_proj"], "weights": WEIGHTS},
+        "four": {"targets": ["re:.*k_proj"], "weights": four},
+    }
+    counted: list[int] = []
+    add = gram.add_missing_product
+
+    def add_and_count(missing_RC: Tensor, *tensors: Tensor) -> None:
+        counted.append(len(missing_RC))
+        add(missing_RC, *tensors)
+
+    def run(*, missing: bool) -> dict[str, Linear]:
+        if not missing:
+            monkeypatch.setattr(input_statistics, "counts_missing", lambda *_: False)
+        modifier = gptq(asymmetric=True, config_groups=groups, offload_hessians=offload)
+        return tiny.linears(tiny.run(tiny.llama(**NARROW), modifier))
+
+    monkeypatch.setattr(input_statistics, "add_missing_product", add_and_count)
+    found = run(missing=True)
+    assert set(counted) == {32, 64}, "of q, k and v together, and of down_proj"
+    for name, module in run(missing=False).items():
+        close = module.weight.isclose(found[name].weight, rtol=1e-4)
+        assert float(close.float().mean()) > 0.99, name
 
 
 def test_statistics_in_main_memory_are_the_same() -> None:

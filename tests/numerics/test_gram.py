@@ -10,6 +10,7 @@ from torch import Tensor
 from llmcompressor.numerics.gram import (
     TokenBuffer,
     add_cross_product,
+    add_missing_product,
     add_symmetric_product,
     mirror_upper_,
 )
@@ -90,6 +91,25 @@ def test_the_cross_product_is_summed_in_float32(tokens: int, dtype: torch.dtype)
     cross_CC = torch.zeros(300, 300)
     add_cross_product(cross_CC, y_TC, change_TC)
     assert relative(cross_CC, y_TC.double().T @ change_TC.double()) < 4e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 1024, 1025, 2500])
+@pytest.mark.parametrize("rows", [1, 150])
+def test_what_an_output_lacks_is_the_cross_product_seen_from_it(
+    tokens: int, rows: int, dtype: torch.dtype
+) -> None:
+    """Of a token it has the dtype of an output; over many tokens its rounding is averaged."""
+    torch.manual_seed(0)
+    y_TC, change_TC = torch.randn(tokens, 300).to(dtype), torch.randn(tokens, 300).to(dtype)
+    weight_RC = torch.randn(rows, 300).to(dtype)
+    missing_RC = torch.zeros(rows, 300)
+    add_missing_product(missing_RC, weight_RC, y_TC, change_TC)
+    exact_RC = weight_RC.double() @ change_TC.double().T @ y_TC.double()
+    assert relative(missing_RC, exact_RC) < (4e-6 if dtype is torch.float32 else 2.0**-8)
+    before_RC = missing_RC.clone()
+    add_missing_product(missing_RC, weight_RC, y_TC, change_TC)
+    assert relative(missing_RC, 2 * before_RC) < 1e-5, "it is added"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.numerics import gram
-from llmcompressor.observers.input_statistics import InputStatistics
+from llmcompressor.observers.input_statistics import InputStatistics, counts_missing
 
 T, C = 300, 32
 
@@ -133,3 +133,65 @@ def test_no_tokens_are_no_statistics() -> None:
     statistics = counted(torch.zeros(0, C))
     assert statistics.tokens == 0
     assert not statistics.gram.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(16,), (5, 8)])
+def test_of_few_rows_what_their_outputs_lack_is_counted(
+    dtype: torch.dtype, rows: tuple[int, ...]
+) -> None:
+    """The same as from the cross product: (X − Y)Wᵀ, seen from the inputs."""
+    y_TC, x_TC = streams(dtype)
+    weights = [torch.randn(count, C).to(dtype) for count in rows]
+    statistics = InputStatistics(C, "cpu", twin=True, weights=weights)
+    for y, x in zip(torch.split(y_TC, 70), torch.split(x_TC, 70), strict=True):
+        statistics.update(y, x)
+    assert statistics.cross is None
+    assert statistics.missing is not None
+    difference_TC = (x_TC - y_TC).double()
+    exact_CR = y_TC.double().T @ (difference_TC @ torch.cat(weights).double().T)
+    assert statistics.missing.dtype is torch.float32
+    assert relative(statistics.missing, exact_CR) < (1e-6 if dtype is torch.float32 else 2.0**-8)
+    assert relative(statistics.gram, counted(y_TC).gram) < 1e-6
+
+
+def test_what_outputs_lack_is_of_the_weights_as_they_were() -> None:
+    """Another modifier may change them before they are solved."""
+    y_TC, x_TC = streams()
+    weight_RC = torch.randn(8, C)
+    changed, kept = (InputStatistics(C, "cpu", twin=True, weights=[weight_RC]) for _ in range(2))
+    for statistics in (changed, kept):
+        statistics.update(y_TC, x_TC)  # few enough to wait
+    before_CR = kept.missing
+    weight_RC.zero_()
+    assert before_CR is not None
+    assert changed.missing is not None
+    assert torch.equal(changed.missing, before_CR)
+    assert bool(before_CR.any())
+
+
+def test_what_outputs_lack_merges_to_the_whole() -> None:
+    y_TC, x_TC = streams()
+    weight_RC = torch.randn(8, C)
+    halves = []
+    for part in (slice(None, 90), slice(90, None)):
+        statistics = InputStatistics(C, "cpu", twin=True, weights=[weight_RC])
+        statistics.update(y_TC[part], x_TC[part])
+        halves.append(statistics)
+    whole = InputStatistics(C, "cpu", twin=True, weights=[weight_RC])
+    whole.update(y_TC, x_TC)
+    halves[0].merge(halves[1])
+    assert halves[0].missing is not None
+    assert whole.missing is not None
+    assert relative(halves[0].missing, whole.missing) < 1e-5
+
+
+def test_with_many_rows_half_precision_or_one_stream_it_is_not() -> None:
+    assert counts_missing(16, 32, torch.bfloat16)
+    assert not counts_missing(17, 32, torch.bfloat16)
+    assert not counts_missing(16, 32, torch.float16), "an output may lack more than it can hold"
+    alone = InputStatistics(C, "cpu", weights=[torch.ones(4, C)])
+    assert alone.missing is alone.cross is None
+    unread = InputStatistics(C, "cpu", twin=True, weights=[torch.ones(4, C, device="meta")])
+    assert unread.missing is None
+    assert unread.cross is not None

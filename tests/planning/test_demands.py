@@ -81,28 +81,38 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("rows", [128, 512, 1024])
 @pytest.mark.parametrize(("twin", "refinements"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize("answered", [True, False])
 def test_the_workspace_of_gptq_is_that_of_its_solver(
-    rows: int, twin: bool, refinements: int
+    rows: int, twin: bool, refinements: int, answered: bool
 ) -> None:
     columns = 512
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(rows, columns, generator=generator).bfloat16()
     inputs = torch.randn(1024, columns, generator=generator).bfloat16()
-    statistics = InputStatistics(columns, "cpu", twin=twin)
+    weights = [weight] if answered else []
+    statistics = InputStatistics(columns, "cpu", twin=twin, weights=weights)
     statistics.update(inputs, inputs * 1.01 if twin else None)
-    gram, cross = statistics.gram, statistics.cross
+    gram, cross, missing = statistics.gram, statistics.cross, statistics.missing
+    assert (missing is not None) == (twin and answered and rows == 128)
     args = scheme_of("W4A16").weights
     problem = Problem(
-        [weight], [observe_weight(weight, args)], gram, cross, tokens=len(inputs), ordered=True
+        [weight],
+        [observe_weight(weight, args)],
+        gram,
+        cross,
+        tokens=len(inputs),
+        ordered=True,
+        missing_CR=missing,
     )
     options = Options(128, 0.01, 0.05 if twin else None, refinements=refinements)
     with counted_memory() as counter:
         solve([problem], options)
 
-    planned = effort_of([weight], twin=twin, refinements=refinements)
+    planned = effort_of([weight], twin=twin, refinements=refinements, answered=answered)
     assert planned.workspace == pytest.approx(counter.peak, rel=0.12)
-    held = sum(one.nbytes for one in (gram, cross) if one is not None)
-    assert held <= planned.statistics
+    held = sum(one.nbytes for one in (gram, cross, missing) if one is not None)
+    copied = weight.nbytes if missing is not None else 0
+    assert held + copied == planned.statistics
 
 
 @pytest.mark.usefixtures("_one_thread")

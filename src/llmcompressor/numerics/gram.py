@@ -15,7 +15,9 @@ float64            as it is, on any device
 =================  =============================================================================
 
 The cross product (:func:`add_cross_product`) has no symmetry to exploit; its operands and sums are
-the same. It only corrects the weight, but a 16-bit result per chunk costs quality.
+the same. It only corrects the weight, but a 16-bit result per chunk costs quality. Where a weight
+has few rows (R), what its output lacks (:func:`add_missing_product`) takes ``2 R C`` products of a
+token in place of ``C²``.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from llmcompressor.threads import each_on_one_thread
 __all__ = [
     "TokenBuffer",
     "add_cross_product",
+    "add_missing_product",
     "add_symmetric_product",
     "add_upper_product",
     "mirror_upper_",
@@ -150,6 +153,45 @@ def add_cross_product(cross_CC: Tensor, input_TC: Tensor, difference_TC: Tensor)
         cross_CC += torch.mm(input_TC.T, difference_TC, out_dtype=torch.float32)
     else:
         cross_CC.addmm_(input_TC.to(cross_CC.dtype).T, difference_TC.to(cross_CC.dtype))
+
+
+def add_missing_product(
+    missing_RC: Tensor, weight_RC: Tensor, input_TC: Tensor, difference_TC: Tensor
+) -> None:
+    """Add ``W (X − Y)ᵀ Y`` to ``missing_RC`` in place: what the output lacks, by input column.
+
+    That is ``W Cᵀ`` with C the cross product, which is not made. What the output lacks of a token
+    has the dtype of the activations, as all outputs do; the sums are those of the cross product.
+
+    Args:
+        missing_RC: float32 or float64 ``[R, C]``.
+        weight_RC: W, ``[R, C]``, in the dtype of Y.
+        input_TC: Y, ``[T, C]``.
+        difference_TC: X − Y, ``[T, C]``, in the dtype of Y.
+    """
+    if input_TC.device.type == "cuda" and input_TC.dtype == torch.bfloat16:
+        lacking_TR = difference_TC @ weight_RC.T
+        missing_RC += torch.mm(lacking_TR.T, input_TC, out_dtype=torch.float32)
+        return
+    inputs, differences = (torch.split(one, _WIDE_TOKENS) for one in (input_TC, difference_TC))
+    with _products_of(input_TC.dtype, missing_RC.dtype):
+        for input_SC, difference_SC in zip(inputs, differences, strict=True):
+            wide_SC = input_SC.to(missing_RC.dtype)
+
+            def add(
+                span: tuple[int, int],
+                wide_SC: Tensor = wide_SC,
+                difference_SC: Tensor = difference_SC,
+            ) -> None:
+                rows = slice(*span)
+                lacking_SK = (difference_SC @ weight_RC[rows].T).to(missing_RC.dtype)
+                missing_RC[rows].addmm_(lacking_SK.T, wide_SC)
+
+            spans = _spans(len(missing_RC))
+            if input_TC.device.type == "cpu":
+                each_on_one_thread(add, spans)
+            else:
+                add((0, len(missing_RC)))
 
 
 class TokenBuffer:

@@ -6,6 +6,8 @@ It adds up: the statistics of two halves of the data, or of two ranks, sum to th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,11 +15,26 @@ from llmcompressor.errors import NonFiniteError
 from llmcompressor.numerics.gram import (
     TokenBuffer,
     add_cross_product,
+    add_missing_product,
     add_upper_product,
     mirror_upper_,
 )
 
-__all__ = ["InputStatistics"]
+__all__ = ["InputStatistics", "counts_missing"]
+
+_WIDE_RANGE = (torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that hold whatever an output may lack; float16 ends at 65504."""
+
+
+def counts_missing(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether to count what outputs lack, of that many rows, rather than the cross product.
+
+    It takes no more products then, and half of the memory or less.
+
+    >>> counts_missing(4096, 14336, torch.bfloat16), counts_missing(4096, 4096, torch.bfloat16)
+    (True, False)
+    """
+    return 2 * rows <= columns and dtype in _WIDE_RANGE
 
 
 class InputStatistics:
@@ -27,21 +44,40 @@ class InputStatistics:
         columns: C, the number of input features.
         device: where the sums live and the products run.
         twin: also accumulate the cross product with the inputs of the original model.
+        weights: of the Linears with this input, ``[R_i, C]``: what their outputs lack is
+            accumulated in place of the cross product, where :func:`counts_missing` says so. They
+            are copied: it is what they lack with the weights that they have now.
         name: of the module, for errors.
 
     Attributes:
         tokens: how many tokens were counted.
         gram: ``YᵀY``, float32 ``[C, C]``, exactly symmetric.
-        cross: ``Yᵀ(X − Y)``, float32 ``[C, C]``, or ``None`` without twin streams.
+        is_twin: whether inputs of the original model are counted too.
+        cross: ``Yᵀ(X − Y)``, float32 ``[C, C]``; ``None`` without twin streams, and where what
+            outputs lack is counted in its place.
+        missing: ``Yᵀ(X − Y)Wᵀ``, float32 ``[C, R]`` with the rows of all weights, in that case.
     """
 
     def __init__(
-        self, columns: int, device: torch.device | str, *, twin: bool = False, name: str = ""
+        self,
+        columns: int,
+        device: torch.device | str,
+        *,
+        twin: bool = False,
+        weights: Sequence[Tensor] = (),
+        name: str = "",
     ) -> None:
         self.tokens = 0
         self.name = name
+        self.is_twin = twin
         self._gram_CC = torch.zeros(columns, columns, dtype=torch.float32, device=device)
-        self._cross_CC = torch.zeros_like(self._gram_CC) if twin else None
+        self._weight_RC = _stacked(weights, columns, device) if twin else None
+        self._missing_RC: Tensor | None = None
+        self._cross_CC: Tensor | None = None
+        if self._weight_RC is not None:
+            self._missing_RC = torch.zeros_like(self._weight_RC, dtype=torch.float32)
+        elif twin:
+            self._cross_CC = torch.zeros_like(self._gram_CC)
         self._buffer = TokenBuffer(2 if twin else 1)
         self._symmetric = True
 
@@ -53,7 +89,7 @@ class InputStatistics:
             reference_TC: what it gets in the original model, token by token, ``[T, C]``.
         """
         self.tokens += len(input_TC)
-        if self._cross_CC is None:
+        if not self.is_twin:
             chunk = self._buffer.add(input_TC)
         else:
             chunk = self._buffer.add(input_TC, input_TC if reference_TC is None else reference_TC)
@@ -71,11 +107,19 @@ class InputStatistics:
         self._settle()
         return self._cross_CC
 
+    @property
+    def missing(self) -> Tensor | None:
+        """``Yᵀ(X − Y)Wᵀ``."""
+        self._settle()
+        return None if self._missing_RC is None else self._missing_RC.mT
+
     def merge(self, other: InputStatistics) -> None:
-        """Add what ``other`` has counted."""
+        """Add what ``other`` has counted, of Linears with the same weights."""
         self._gram_CC += other.gram.to(self._gram_CC.device)
         if self._cross_CC is not None and other.cross is not None:
             self._cross_CC += other.cross.to(self._cross_CC.device)
+        if self._missing_RC is not None and other.missing is not None:
+            self._missing_RC += other.missing.mT.to(self._missing_RC.device)
         self.tokens += other.tokens
 
     def _settle(self) -> None:
@@ -90,11 +134,28 @@ class InputStatistics:
         device = self._gram_CC.device
         input_TC = chunk[0].to(device)
         add_upper_product(self._gram_CC, input_TC)
-        if self._cross_CC is not None:
-            add_cross_product(self._cross_CC, input_TC, chunk[1].to(device) - input_TC)
+        if self.is_twin:
+            self._compare(input_TC, chunk[1].to(device) - input_TC)
         self._symmetric = False
         if not bool(torch.isfinite(self._gram_CC.diagonal().sum())):
             raise NonFiniteError(
                 f"The activations that go into {self.name or 'a module'} hold NaN or infinity. "
                 "Look for a bad weight upstream, or load the model with precision='float32'."
             )
+
+    def _compare(self, input_TC: Tensor, difference_TC: Tensor) -> None:
+        if self._cross_CC is not None:
+            add_cross_product(self._cross_CC, input_TC, difference_TC)
+        elif self._missing_RC is not None and self._weight_RC is not None:
+            weight_RC = self._weight_RC.to(input_TC.dtype)
+            add_missing_product(self._missing_RC, weight_RC, input_TC, difference_TC)
+
+
+def _stacked(weights: Sequence[Tensor], columns: int, device: torch.device | str) -> Tensor | None:
+    """A copy of all rows, if what they lack is to be counted."""
+    rows = sum(map(len, weights))
+    if not weights or any(weight.is_meta for weight in weights):
+        return None
+    if not counts_missing(rows, columns, weights[0].dtype):
+        return None
+    return torch.cat([weight.detach() for weight in weights]).to(device)

@@ -6,7 +6,8 @@ step                                   multiply-adds                            
 =====================================  =======================================  =================
 second moments                         T C² · 36/64 (block rows of a triangle)  4 C²
 cross products (twin streams)          T C²                                     4 C²
-correction (twin streams)              C³/3 + 2 R C²                            8 C² + 11 R C
+or what outputs lack, where R ≤ C / 2  2 T R C                                  4 R C and a copy
+correction (twin streams)              C³/3 + 2 R C², or C³/3 + R C²            8 C² + 11 R C
 factorization                          C³/3 + C³/2                              8 C² + 4 P² + 4 R C
 sweep                                  R C²/2                                   4 C² + 12 R C
 refinement                             R C² per round                           4 C² + 33 R C / 2
@@ -30,6 +31,7 @@ from llmcompressor.modifiers.modifier import Effort
 from llmcompressor.numerics.batching import BATCH_ELEMENTS
 from llmcompressor.numerics.cholesky import PANEL
 from llmcompressor.numerics.gram import CHUNK_TOKENS
+from llmcompressor.observers.input_statistics import counts_missing
 from llmcompressor.threads import SPAN
 
 __all__ = ["effort_of"]
@@ -46,6 +48,7 @@ def effort_of(
     refinements: int,
     group: int = 0,
     batch: int | None = None,
+    answered: bool = False,
 ) -> Effort:
     """What it takes to solve Linears with one input.
 
@@ -55,18 +58,24 @@ def effort_of(
         refinements: rounds of coordinate descent.
         group: columns that share a scale; 0 for all.
         batch: how many of one form are solved together; as many as are small if ``None``.
+        answered: whether what outputs lack is counted, where that takes less.
     """
     if not weights:
         return Effort()
     columns = weights[0].shape[-1]
     elements = sum(weight.numel() for weight in weights)
     square, streams = columns**2, 2 if twin else 1
-    buffered = streams * CHUNK_TOKENS * columns * weights[0].element_size()
     solve = square * columns * 5 // 6 + elements * columns // 2
-    if twin:
-        solve += square * columns // 3 + 2 * elements * columns
     solve += refinements * elements * columns
-    rows = elements // columns
+    rows, itemsize = elements // columns, weights[0].element_size()
+    cross = compared = 0
+    if twin and answered and counts_missing(rows, columns, weights[0].dtype):
+        cross, compared = 2 * elements, (_FLOAT + itemsize) * elements
+        solve += square * columns // 3 + elements * columns
+    elif twin:
+        cross, compared = square, _FLOAT * square
+        solve += square * columns // 3 + 2 * elements * columns
+    buffered = streams * CHUNK_TOKENS * columns * itemsize
     turned = columns * min(rows, SPAN * torch.get_num_threads())
     largest = max(
         8 * square + 4 * min(columns, PANEL) ** 2 + 4 * elements,
@@ -76,10 +85,10 @@ def effort_of(
     )
     return Effort(
         gram=square * 36 // 64,
-        cross=square if twin else 0,
+        cross=cross,
         solve=solve,
         visits=elements * (_VISITS_OF_SWEEP + refinements * _VISITS_OF_REFINEMENT),
-        statistics=_FLOAT * square * streams,
+        statistics=_FLOAT * square + compared,
         buffered=buffered,
         workspace=largest,
         on_device=max(largest, 16 * elements + 20 * rows * (min(group, columns) or columns)),

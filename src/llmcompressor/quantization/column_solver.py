@@ -64,8 +64,8 @@ class Problem:
     ordered: bool
     """Whether columns are taken by falling activation (``actorder``)."""
     missing_CR: Tensor | None = None
-    """``YᵀE``, where E is what the output of all rows is to make up for; in place of the cross
-    product."""
+    """``YᵀE``, where E is what the output of all rows is to make up for, float32; in place of the
+    cross product."""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -180,6 +180,7 @@ class GPTQModifier(QuantizationMixin):
             twin=self.twin_streams,
             refinements=self.refinements if min(bits, default=FINE_BITS) < FINE_BITS else 0,
             batch=self._batch,
+            answered=True,
             group=max([0, *(args.group_size or 0 for args in schemes)]),
         )
         return replace(found, watch=self.watched_values(modules))
@@ -267,16 +268,23 @@ class GPTQModifier(QuantizationMixin):
         if module not in self._statistics:
             device = "cpu" if self.offload_hessians else tensor.device
             self._statistics[module] = InputStatistics(
-                tensor.shape[-1], device, twin=twin, name=self._names[module]
+                tensor.shape[-1],
+                device,
+                twin=twin,
+                weights=[weight_of(one) for one in self._together(module)],
+                name=self._names[module],
             )
         return self._statistics[module]
 
     def _leader(self, module: Module) -> Module:
         """The first of this modifier's modules that share ``module``'s input."""
+        return next(iter(self._together(module)))
+
+    def _together(self, module: Module) -> Sequence[Module]:
+        """Those of this modifier's modules that share ``module``'s input, itself among them."""
         if self._order is None:
-            return module
-        group = self._order.group_of(module)
-        return next(one for one in group if self._is_solved(one))
+            return [module]
+        return [one for one in self._order.group_of(module) if self._is_solved(one)]
 
     def _is_solved(self, module: Module) -> bool:
         """Whether the inputs matter for the weight: an embedding's rows are only looked up."""
@@ -303,7 +311,12 @@ class GPTQModifier(QuantizationMixin):
                 continue
             device = weight_of(members[0]).device
             importance_C = statistics.gram.diagonal() / statistics.tokens
-            cross = None if fitted.issuperset(members) else statistics.cross
+            cross = missing = None
+            if not fitted.issuperset(members):
+                cross, missing = statistics.cross, statistics.missing
+            together = self._together(leader)
+            if missing is not None and len(members) < len(together):
+                missing = missing[:, self._rows_of(members, together)]
             yield (
                 members,
                 Problem(
@@ -313,8 +326,16 @@ class GPTQModifier(QuantizationMixin):
                     cross_CC=None if cross is None else cross.to(device),
                     tokens=statistics.tokens,
                     ordered=actorder is not None,
+                    missing_CR=None if missing is None else missing.to(device),
                 ),
             )
+
+    @staticmethod
+    def _rows_of(members: Sequence[Module], together: Sequence[Module]) -> Tensor:
+        """Where the rows of some weights are among those of all that share an input."""
+        counts = [len(weight_of(one)) for one in together]
+        rows = dict(zip(together, torch.split(torch.arange(sum(counts)), counts), strict=True))
+        return torch.cat([rows[member] for member in members])
 
     def _starve(self, module: Module) -> None:
         """No token reached ``module``: its weight is rounded to nearest, and that is recorded."""
