@@ -3,7 +3,8 @@
 
 One forward through the decoder layers (two with twin streams), half the products of one Gram
 matrix per distinct input (it is symmetric), and with twin streams a full cross product per
-distinct input.  Not in it: reading and writing files, factorizations, the sweep over the columns.
+distinct input, or what its Linears' outputs lack.  Not in it: reading and writing files,
+factorizations, the sweep over the columns.
 
 T tokens, C columns (input width), R rows (output width).
 """
@@ -28,7 +29,8 @@ class Floor:
     Attributes:
         forward: One forward of all calibration tokens through the decoder layers, in bfloat16.
         gram: One Gram matrix per distinct input, half of it, summed in float32.
-        cross: One cross product per distinct input, in the faster of float32 and bfloat16.
+        cross: One cross product per distinct input, in the faster of float32 and bfloat16; of few
+            rows what they lack.
     """
 
     forward: float
@@ -49,7 +51,9 @@ class Floor:
 def floor(size: ModelSize) -> Floor:
     """Measure the rates at the model's shapes and add up its products."""
     linears = size.linears()
-    inputs = dict.fromkeys((source, columns) for source, columns, _ in linears)
+    inputs: dict[tuple[str, int], int] = {}
+    for source, columns, rows in linears:
+        inputs[source, columns] = inputs.get((source, columns), 0) + rows
     tokens = size.samples * size.length
     per_token = sum(linear_seconds(columns, rows) for _, columns, rows in linears)
     per_token += attention_seconds(size.hidden, size.length)
@@ -57,8 +61,17 @@ def floor(size: ModelSize) -> Floor:
     return Floor(
         forward=scale * per_token,
         gram=scale * sum(gram_seconds(columns) for _, columns in inputs),
-        cross=scale * sum(cross_seconds(columns) for _, columns in inputs),
+        cross=scale * sum(compared(columns, rows) for (_, columns), rows in inputs.items()),
     )
+
+
+def compared(columns: int, rows: int) -> float:
+    """Seconds per token to compare two streams, of Linears with so many rows in all.
+
+    All inputs with all, or outputs with all inputs; for the latter the outputs are made first.
+    """
+    whole = cross_seconds(columns)
+    return min(whole, linear_seconds(columns, rows) + whole * rows / columns)
 
 
 @cache
