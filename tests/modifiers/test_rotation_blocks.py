@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, BitNetConfig, BitNetForCausalLM
 from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.errors import NonFiniteError, TargetError
+from llmcompressor.modifiers.gptq import base as gptq_base
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
+from llmcompressor.observers.input_statistics import InputStatistics
 
 STAYING = ["R1", "R2", "R3", "R4"]
 
@@ -31,6 +33,11 @@ def static() -> QuantizationModifier:
     return QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"])
 
 
+def some_readers() -> QuIPModifier:
+    """k and v get a rotated input, and q, beside them, the plain one."""
+    return QuIPModifier(rotations=["v"], ignore=["lm_head", "re:.*q_proj"])
+
+
 RECIPES: dict[str, Callable[[], list[Any]]] = {
     "nothing else": lambda: [SpinQuantModifier(rotations=["R1", "R2"])],
     "rounded": lambda: [
@@ -40,6 +47,8 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "solved": lambda: [SpinQuantModifier(rotations=STAYING), gptq()],
     "QuIP": lambda: [QuIPModifier(rotations=["v", "u"], randomize=True), static()],
     "two passes": lambda: [SmoothQuantModifier(), SpinQuantModifier(rotations=STAYING), gptq()],
+    "some readers, solved": lambda: [some_readers(), gptq()],
+    "some readers, observed": lambda: [some_readers(), static()],
     "one behind another": lambda: [
         SpinQuantModifier(rotations=["R1", "R2"]),
         QuIPModifier(rotations=["v"], ignore=["lm_head", "re:.*mlp.*"]),
@@ -76,7 +85,30 @@ def test_the_files_are_those_of_a_model_in_memory(
         one, other = ((tmp_path / kind / name).read_bytes() for kind in ("whole", "streamed"))
         assert one == other, name
     assert torch.equal(tiny.logits(returned, tiny.batches()), tiny.logits(whole, tiny.batches()))
-    assert not [one for one in verify(tmp_path / "streamed").findings if one.severity == "error"]
+    wrong = {one.rule for one in verify(tmp_path / "streamed").findings if one.severity == "error"}
+    # servers that join q, k and v rotate the inputs of all of them
+    assert wrong == ({"S75"} if recipe.startswith("some readers") else set())
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize(("ignore", "inputs"), [([], 4), (["re:.*q_proj"], 5)])
+def test_those_that_turn_an_input_alike_share_what_is_counted_of_it(
+    loaded: bool, ignore: list[str], inputs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each makes a tensor of its own; and one that is left out gets another one than they do."""
+    made: list[str] = []
+
+    def counted(columns: int, device: Any, *, name: str, **more: Any) -> InputStatistics:
+        made.append(name)
+        return InputStatistics(columns, device, name=name, **more)
+
+    monkeypatch.setattr(gptq_base, "InputStatistics", counted)
+    source: Any = str(model_of(tmp_path / "model"))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto") if loaded else source
+    rotated = QuIPModifier(rotations=["v"], ignore=["lm_head", *ignore])
+    monkeypatch.setitem(RECIPES, "this", lambda: [rotated, gptq()])
+    compressed(model, "this", tmp_path / "out")
+    assert len(made) == 2 * inputs, made
 
 
 def test_one_block_is_there_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

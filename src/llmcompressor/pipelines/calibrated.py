@@ -14,6 +14,7 @@ from llmcompressor.errors import CheckpointError, CompressorError, DatasetError
 from llmcompressor.modeling.call_order import CallOrder, watch_calls
 from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modeling.hollow import hollow_weights
+from llmcompressor.modeling.input_rotations import input_rotations, resting
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.experts import every_expert_called
@@ -78,6 +79,7 @@ def watch_calibrated(
         _accepted(model, batches[0]),
         hollow_weights(model),
         every_expert_called(model),
+        resting(model),
         _weights_unchanged(model),
     ):
         order = watch_calls(
@@ -86,8 +88,10 @@ def watch_calibrated(
             region=lambda name: region.get(modules_by_name[name], name.rpartition(".")[0]),
             also_count=region,
         )
-    # Each modifier watches the first of its own.
-    order = order.split(lambda module: (tuple(owners[module]), stages.get(module)))
+    # Each modifier watches the first of its own, which sees what rotations make of the input.
+    order = order.split(
+        lambda module: (tuple(owners[module]), stages.get(module), input_rotations(module))
+    )
     return Calibrated(names, order, stages)
 
 

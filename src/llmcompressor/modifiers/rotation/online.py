@@ -32,6 +32,7 @@ from torch.nn import Module, Parameter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmcompressor.errors import TargetError
+from llmcompressor.modeling.input_rotations import RESTS
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.quantization.attach import tap_attention, untap_attention
 
@@ -51,7 +52,6 @@ ONLINE_DTYPE = torch.float32
 """In which rotations at run time are computed and stored: signs are exact in it."""
 
 _LARGEST_KNOWN = 256
-_RESTS = "rotation_rests"
 
 
 def is_readable(order: int) -> bool:
@@ -120,7 +120,7 @@ class Attached:
 
     def rest(self, *, rests: bool) -> None:
         """Whether it stays out of forwards for the time being."""
-        self.transform.__dict__[_RESTS] = rests
+        self.transform.__dict__[RESTS] = rests
 
 
 def attach(
@@ -189,7 +189,7 @@ def _turn_input(
 
 def _turned(module: Module, name: str, values: Tensor) -> Tensor:
     transform = getattr(module, name)
-    return values if transform.__dict__.get(_RESTS) else transform(values)
+    return values if transform.__dict__.get(RESTS) else transform(values)
 
 
 def _turn_output(
