@@ -3,7 +3,8 @@ r"""Second moments of the inputs of a Linear: ``G = XᵀX`` and the cross produc
 
 T tokens (rows), C columns (input features). G is accumulated in float32, or float64 on request,
 whatever the inputs' dtype. What is slow about G is the number of small products, so the callers
-gather tokens (:class:`TokenBuffer`) and multiply some two thousand at a time.
+gather tokens (:class:`TokenBuffer`) and multiply two thousand at a time. On a CPU products are of
+few sizes: each that oneDNN meets costs it half a megabyte for good, and time to prepare.
 
 =================  =============================================================================
 inputs             product
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from llmcompressor.threads import each_on_one_thread
 
@@ -44,6 +46,8 @@ CHUNK_TOKENS = 2048
 """Tokens that are multiplied at once: enough to run at the machine's matrix rate."""
 _WIDE_TOKENS = 1024
 """Tokens that are widened at once on the CPU: as fast as all, in half of the memory."""
+_EVEN_TOKENS = 64
+"""The last of them are filled up with zeros to a multiple of this on the CPU: few sizes."""
 _PARTS = 8
 """Block rows of the triangle: 8 leave 36 of 64 blocks to compute."""
 _NARROWEST = 128
@@ -104,8 +108,8 @@ def _add_by_rows(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: 
     lefts, rights = (torch.split(one, _WIDE_TOKENS) for one in (left_TC, right_TC))
     with _products_of(left_TC.dtype, total_CC.dtype):
         for left, right in zip(lefts, rights, strict=True):
-            wide_TC = left.to(total_CC.dtype)
-            other_TC = wide_TC if right_TC is left_TC else right.to(total_CC.dtype)
+            wide_TC = _even(left).to(total_CC.dtype)
+            other_TC = wide_TC if right_TC is left_TC else _even(right).to(total_CC.dtype)
 
             def add(
                 span: tuple[int, int], wide_TC: Tensor = wide_TC, other_TC: Tensor = other_TC
@@ -115,6 +119,12 @@ def _add_by_rows(total_CC: Tensor, left_TC: Tensor, right_TC: Tensor, *, upper: 
                 total_CC[lo:hi, first:].addmm_(wide_TC[:, lo:hi].T, other_TC[:, first:])
 
             each_on_one_thread(add, _spans(len(total_CC)))
+
+
+def _even(tokens_TC: Tensor) -> Tensor:
+    """With rows of zeros behind them, which add nothing to a sum over tokens."""
+    lacking = -len(tokens_TC) % _EVEN_TOKENS
+    return functional.pad(tokens_TC, (0, 0, 0, lacking)) if lacking else tokens_TC
 
 
 def _spans(columns: int) -> list[tuple[int, int]]:
@@ -176,15 +186,13 @@ def add_missing_product(
     inputs, differences = (torch.split(one, _WIDE_TOKENS) for one in (input_TC, difference_TC))
     with _products_of(input_TC.dtype, missing_RC.dtype):
         for input_SC, difference_SC in zip(inputs, differences, strict=True):
-            wide_SC = input_SC.to(missing_RC.dtype)
+            wide_SC, change_SC = _even(input_SC).to(missing_RC.dtype), _even(difference_SC)
 
             def add(
-                span: tuple[int, int],
-                wide_SC: Tensor = wide_SC,
-                difference_SC: Tensor = difference_SC,
+                span: tuple[int, int], wide_SC: Tensor = wide_SC, change_SC: Tensor = change_SC
             ) -> None:
                 rows = slice(*span)
-                lacking_SK = (difference_SC @ weight_RC[rows].T).to(missing_RC.dtype)
+                lacking_SK = (change_SC @ weight_RC[rows].T).to(missing_RC.dtype)
                 missing_RC[rows].addmm_(lacking_SK.T, wide_SC)
 
             spans = _spans(len(missing_RC))
@@ -195,7 +203,7 @@ def add_missing_product(
 
 
 class TokenBuffer:
-    """Gathers small batches of tokens and hands them on in chunks of about ``CHUNK_TOKENS``.
+    """Gathers tokens and hands them on in multiples of ``CHUNK_TOKENS``, until it is drained.
 
     Args:
         parallel: how many aligned tensors each call of :meth:`add` brings (1: inputs alone,
@@ -209,7 +217,7 @@ class TokenBuffer:
         self._held = 0
 
     def add(self, *tensors_TC: Tensor) -> list[Tensor] | None:
-        """Take aligned ``[T, C]`` tensors; return a chunk of each when one is full.
+        """Take aligned ``[T, C]`` tensors; return whole chunks of each when one is full.
 
         What has to wait is copied: a model may add to its hidden state in place.
         """
@@ -217,12 +225,20 @@ class TokenBuffer:
         is_full = self._held >= self._chunk
         for part, tensor_TC in zip(self._parts, tensors_TC, strict=True):
             part.append(tensor_TC if is_full else tensor_TC.clone())
-        return self.drain() if is_full else None
+        if not is_full:
+            return None
+        left = self._held % self._chunk
+        joined = self._joined()
+        if left:
+            self._parts = [[one[-left:].clone()] for one in joined]
+            self._held = left
+        return [one[: len(one) - left] for one in joined]
 
     def drain(self) -> list[Tensor] | None:
         """What is held, concatenated, or ``None``; the buffer is empty afterwards."""
-        if not self._held:
-            return None
-        chunk = [part[0] if len(part) == 1 else torch.cat(part) for part in self._parts]
+        return self._joined() if self._held else None
+
+    def _joined(self) -> list[Tensor]:
+        joined = [part[0] if len(part) == 1 else torch.cat(part) for part in self._parts]
         self._parts, self._held = [[] for _ in self._parts], 0
-        return chunk
+        return joined

@@ -454,7 +454,7 @@ class _Maker:
 def _fills_chunks(tokens: Tokens, batch: int) -> bool:
     """Whether batches have as many tokens as are counted at once, or go into it evenly."""
     is_even = tokens.samples * tokens.longest == tokens.tokens >= CHUNK_TOKENS
-    return is_even and (batch >= CHUNK_TOKENS or CHUNK_TOKENS % batch == 0)
+    return is_even and 0 in (batch % CHUNK_TOKENS, CHUNK_TOKENS % batch)
 
 
 def _loads(
