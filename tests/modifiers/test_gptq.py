@@ -20,7 +20,9 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.modeling.twin_inputs import aligned_reference
 from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.gptq import base as gptq_base
 from llmcompressor.modifiers.gptq.base import SolveRecord
+from llmcompressor.modifiers.pruning import WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.numerics import gptq as gptq_numerics
 from llmcompressor.numerics import gram
@@ -217,6 +219,22 @@ def test_what_outputs_lack_corrects_as_the_cross_product_does(
     for name, module in run(missing=False).items():
         close = module.weight.isclose(found[name].weight, rtol=1e-4)
         assert float(close.float().mean()) > 0.99, name
+
+
+def test_of_a_weight_that_will_be_pruned_first_it_is_not_known_what_its_output_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is corrected as it is when it is solved, by the cross product."""
+    made: list[bool] = []
+
+    def noted(*given: Any, **more: Any) -> input_statistics.InputStatistics:
+        made.append(bool(more["weights"]))
+        return input_statistics.InputStatistics(*given, **more)
+
+    monkeypatch.setattr(gptq_base, "InputStatistics", noted)
+    pruned = WandaPruningModifier(sparsity=0.5, targets=["re:.*down_proj"])
+    tiny.run(tiny.llama(), pruned, gptq(asymmetric=True))
+    assert made == [True, True, True, False] * 2
 
 
 def test_statistics_in_main_memory_are_the_same() -> None:

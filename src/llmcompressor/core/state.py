@@ -136,6 +136,8 @@ class State:
             original model.
         fitted: modules whose weight was already fitted, in this calibration, to what the original
             model does with its own inputs.
+        changing: modules whose weight a modifier changes once they were calibrated, before those
+            behind it quantize it.
         cached: attention modules whose keys and values a modifier quantizes.
         turned: modules whose inputs or outputs a modifier is going to rotate in the forward → what
             the modifier is called.
@@ -170,6 +172,7 @@ class State:
     batch_sizes: tuple[int, ...] | None = None
     reference_inputs: Mapping[Module, Tensor] | None = None
     fitted: set[Any] = field(default_factory=set)
+    changing: set[Any] = field(default_factory=set)
     cached: set[Any] = field(default_factory=set)
     turned: dict[Any, str] = field(default_factory=dict)
     call_order: Any = None

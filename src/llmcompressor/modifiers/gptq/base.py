@@ -258,23 +258,24 @@ class GPTQModifier(QuantizationMixin):
             tokens_TC = real_tokens(tensor, state.token_mask)
             if reference is not None:
                 reference = real_tokens(reference, state.token_mask)
-            self._statistics_of(module, tensor, twin=reference is not None).update(
-                tokens_TC, reference
-            )
+            if module not in self._statistics:
+                self._statistics[module] = self._begun(
+                    module, tensor, state.changing, twin=reference is not None
+                )
+            self._statistics[module].update(tokens_TC, reference)
 
         return collect
 
-    def _statistics_of(self, module: Module, tensor: Tensor, *, twin: bool) -> InputStatistics:
-        if module not in self._statistics:
-            device = "cpu" if self.offload_hessians else tensor.device
-            self._statistics[module] = InputStatistics(
-                tensor.shape[-1],
-                device,
-                twin=twin,
-                weights=[weight_of(one) for one in self._together(module)],
-                name=self._names[module],
-            )
-        return self._statistics[module]
+    def _begun(
+        self, module: Module, tensor: Tensor, changing: set[Module], *, twin: bool
+    ) -> InputStatistics:
+        """What outputs lack can be told of weights that stay as they are until they are solved."""
+        together = self._together(module)
+        weights = [] if changing.intersection(together) else [weight_of(one) for one in together]
+        device = "cpu" if self.offload_hessians else tensor.device
+        return InputStatistics(
+            tensor.shape[-1], device, twin=twin, weights=weights, name=self._names[module]
+        )
 
     def _leader(self, module: Module) -> Module:
         """The first of this modifier's modules that share ``module``'s input."""

@@ -228,6 +228,7 @@ class OneShotPruningModifier(Modifier):
         """Collect statistics, once for all modules that get the same tensor."""
         self._order = state.call_order
         solved = [module for module in self._layers.names if module not in self._finished]
+        state.changing.update(solved)
         for leader in dict.fromkeys(self._leader(module) for module in solved):
             self.register_hook(leader, self._hook(state), "forward_pre", with_kwargs=True)
 
