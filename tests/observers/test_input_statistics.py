@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.errors import NonFiniteError
+from llmcompressor.errors import InputError, NonFiniteError
 from llmcompressor.numerics import gram
 from llmcompressor.observers.input_statistics import InputStatistics, counts_missing
 
@@ -195,3 +195,12 @@ def test_with_many_rows_half_precision_or_one_stream_it_is_not() -> None:
     unread = InputStatistics(C, "cpu", twin=True, weights=[torch.ones(4, C, device="meta")])
     assert unread.missing is None
     assert unread.cross is not None
+
+
+def test_what_was_counted_in_two_ways_does_not_merge() -> None:
+    weights = [torch.ones(8, C)]
+    missing = InputStatistics(C, "cpu", twin=True, weights=weights)
+    cross = InputStatistics(C, "cpu", twin=True)
+    for one, other in ((missing, cross), (cross, missing), (cross, InputStatistics(C, "cpu"))):
+        with pytest.raises(InputError, match="not of one kind"):
+            one.merge(other)

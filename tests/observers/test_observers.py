@@ -68,6 +68,24 @@ def test_batches_of_one_size_may_be_shown_together(name, args, dtype):
         assert torch.equal(one, other)
 
 
+def test_an_observer_of_ones_own_sees_each_batch_by_itself():
+    class Clipping(MemorylessMinMaxObserver):
+        def observe(self, x):
+            return super().observe(x.clamp(-1, 1))
+
+    class Counting(MemorylessMinMaxObserver):
+        seen = 0
+
+        def _update(self, observed):
+            self.seen += 1
+            super()._update(observed)
+
+    x = torch.linspace(-9, 9, 6 * 32).reshape(6, 32)
+    _, high = Clipping("input", TENSOR).observe_each(x, 3).range()
+    assert float(high) == 1
+    assert Counting("input", TENSOR).observe_each(x, 3).seen == 3
+
+
 @pytest.mark.parametrize("name", ["minmax", "mse", "histogram"])
 def test_a_bad_batch_among_others_is_found(name):
     x = torch.ones(6, 32)

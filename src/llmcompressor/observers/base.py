@@ -370,8 +370,7 @@ class RangeObserver(Observer):
     @torch.no_grad()
     def observe_each(self, x: Tensor, parts: int) -> Self:
         """The same as by :meth:`observe`; extremes of all of them are found at once."""
-        measures_otherwise = type(self).measure is not RangeObserver.measure
-        if measures_otherwise or self.base_name not in ACTIVATIONS or x.numel() == 0:
+        if self._looks_otherwise() or self.base_name not in ACTIVATIONS or x.numel() == 0:
             return super().observe_each(x, parts)
         whole = canonical(x.detach(), self.base_name, self.args)
         every = whole.extremes_of_each(parts)
@@ -380,6 +379,15 @@ class RangeObserver(Observer):
             self._include(Range(minimum, maximum))
         self.observations += parts
         return self
+
+    def _looks_otherwise(self) -> bool:
+        """Whether a subclass does more with a tensor than to take its extremes."""
+        own = type(self)
+        return (
+            own.measure is not RangeObserver.measure
+            or own.observe is not RangeObserver.observe
+            or own._update is not RangeObserver._update
+        )
 
     def reset(self) -> None:
         """Forget all observations."""

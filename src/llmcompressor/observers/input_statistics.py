@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmcompressor.errors import NonFiniteError
+from llmcompressor.errors import InputError, NonFiniteError
 from llmcompressor.numerics.gram import (
     TokenBuffer,
     add_cross_product,
@@ -114,7 +114,16 @@ class InputStatistics:
         return None if self._missing_RC is None else self._missing_RC.mT
 
     def merge(self, other: InputStatistics) -> None:
-        """Add what ``other`` has counted, of Linears with the same weights."""
+        """Add what ``other`` has counted, of Linears with the same weights.
+
+        Raises:
+            InputError: it has counted something else.
+        """
+        if (self.is_twin, self._missing_RC is None) != (other.is_twin, other._missing_RC is None):
+            raise InputError(
+                f"The statistics of {self.name or 'a module'} are not of one kind.",
+                "Begin all of them with the same streams and weights.",
+            )
         self._gram_CC += other.gram.to(self._gram_CC.device)
         if self._cross_CC is not None and other.cross is not None:
             self._cross_CC += other.cross.to(self._cross_CC.device)

@@ -316,7 +316,7 @@ class GPTQModifier(QuantizationMixin):
             if not fitted.issuperset(members):
                 cross, missing = statistics.cross, statistics.missing
             together = self._together(leader)
-            if missing is not None and len(members) < len(together):
+            if missing is not None and list(members) != list(together):
                 missing = missing[:, self._rows_of(members, together)]
             yield (
                 members,
