@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.asymmetric import corrected_weight
 from llmcompressor.numerics.gptq import sweep
-from llmcompressor.numerics.hessian import damp, inverse_factor
+from llmcompressor.numerics.hessian import damp, upper_factor
 from llmcompressor.quantization import column_solver as module
 from llmcompressor.quantization.column_solver import Options, Problem, Solution, solve
 from llmcompressor.quantization.parameters import observe_weight
@@ -123,7 +123,7 @@ def test_the_order_is_undone() -> None:
     (solution,) = solve([one], SWEEP_ALONE)
     order_C = one.gram_CC.diagonal().argsort(descending=True)
     assert order_C.tolist() != list(range(C))
-    factor_CC = inverse_factor(damp(one.gram_CC[order_C][:, order_C], 0.01))
+    factor_CC = upper_factor(damp(one.gram_CC[order_C][:, order_C], 0.01))
     scales = one.parameters[0].columns(16, C)
     permuted = scales._replace(group_of_column_C=scales.group_of_column_C[order_C])
     swept = sweep(one.weights[0][:, order_C], factor_CC, permuted, grid_of(GROUP))
@@ -160,6 +160,16 @@ def test_refinements_lower_the_damped_output_error(
     none, once, twice = errors
     assert once < none
     assert twice <= once * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("bits", "rounds"), [(2, 1), (3, 1), (4, 0), (6, 0), (8, 0)])
+def test_by_default_columns_are_decided_again_below_4_bits(bits: int, rounds: int) -> None:
+    args = GROUP.model_copy(update={"num_bits": bits})
+    (solution,) = solve([problem(args)], replace(OPTIONS, refinements=None))
+    (expected,) = solve([problem(args)], replace(OPTIONS, refinements=rounds))
+    (other,) = solve([problem(args)], replace(OPTIONS, refinements=1 - rounds))
+    assert torch.equal(solution.weights[0], expected.weights[0])
+    assert torch.equal(solution.weights[0], other.weights[0]) == (bits == 8)
 
 
 def test_with_twin_streams_the_corrected_weight_is_swept() -> None:

@@ -17,7 +17,7 @@ from llmcompressor.numerics.gptq import (
     sweep_and_descend,
 )
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.hessian import damp, inverse_factor, raise_dampening
+from llmcompressor.numerics.hessian import damp, raise_dampening, upper_factor
 from llmcompressor.numerics.partition import Partition
 from llmcompressor.numerics.scales import scales_from_range
 
@@ -49,7 +49,7 @@ class Case(NamedTuple):
     grid: Grid
 
     def factor(self) -> Tensor:
-        return inverse_factor(self.hessian_CC.double()).float()
+        return upper_factor(self.hessian_CC.double()).float()
 
 
 def case(partition: str = "group", grid: str = "int4", seed: int = 0) -> Case:
@@ -178,10 +178,10 @@ def test_a_dead_column_takes_part_in_nothing() -> None:
     one = case()
     one.hessian_CC[9], one.hessian_CC[:, 9] = 0, 0
     hessian_CC = damp(one.hessian_CC, 0.0)
-    result = sweep(one.weight_RC, inverse_factor(hessian_CC), one.scales, one.grid)
+    result = sweep(one.weight_RC, upper_factor(hessian_CC), one.scales, one.grid)
     other_RC = one.weight_RC.clone()
     other_RC[:, 9] = 0
-    without = sweep(other_RC, inverse_factor(hessian_CC), one.scales, one.grid)
+    without = sweep(other_RC, upper_factor(hessian_CC), one.scales, one.grid)
     rest = [c for c in range(C) if c != 9]
     assert torch.equal(result.weight_RC[:, rest], without.weight_RC[:, rest])
     assert not without.weight_RC[:, 9].any()
@@ -240,7 +240,7 @@ def test_an_order_is_that_of_a_weight_whose_columns_were_moved(batched: bool) ->
     order_C = activation_order(one.hessian_CC)
     assert order_C.tolist() != list(range(C))
     hessian_CC = one.hessian_CC[order_C][:, order_C]
-    factor_CC = inverse_factor(hessian_CC.double()).float()
+    factor_CC = upper_factor(hessian_CC.double()).float()
     moved = sweep(one.weight_RC[:, order_C], factor_CC, one.scales, one.grid)
     expected_RC = torch.empty_like(moved.weight_RC)
     expected_RC[:, order_C] = moved.weight_RC

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.hessian import damp, inverse_factor
+from llmcompressor.numerics.hessian import damp, upper_factor
 from llmcompressor.numerics.masks import NofM
 from llmcompressor.numerics.sparse_choice import Share, Sparsity
 from llmcompressor.numerics.sparse_fit import sparse_fit
@@ -32,7 +32,7 @@ def problem(seed: int = 0, columns: int = C) -> tuple[Tensor, Tensor]:
 
 
 def swept(weight_RC: Tensor, hessian_CC: Tensor, sparsity: Sparsity, **kwargs: int) -> SparseResult:
-    factor_CC = inverse_factor(hessian_CC.double()).float()
+    factor_CC = upper_factor(hessian_CC.double()).float()
     return sparse_sweep(weight_RC, factor_CC, sparsity, block=kwargs.pop("block", B), **kwargs)
 
 
@@ -184,7 +184,7 @@ def test_zeros_that_are_there_stay_and_count(group: NofM | None, solver: str) ->
     if solver == "fit":
         found = sparse_fit(weight_RC, hessian_CC, half(group), gone_RC=gone_RC)
     else:
-        factor_CC = inverse_factor(hessian_CC.double()).float()
+        factor_CC = upper_factor(hessian_CC.double()).float()
         found = sparse_sweep(weight_RC, factor_CC, half(group), gone_RC=gone_RC, block=B)
     assert not bool(found.kept_RC[gone_RC].any())
     assert not bool(found.weight_RC[~found.kept_RC].any())

@@ -30,9 +30,11 @@ from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Work
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of as sparse_effort
 from llmcompressor.modifiers.transform import QuIPModifier
+from llmcompressor.numerics.hessian import raise_dampening
 from llmcompressor.numerics.masks import NofM
 from llmcompressor.numerics.sparse_choice import Share, Sparsity
 from llmcompressor.numerics.sparse_fit import sparse_fit
+from llmcompressor.numerics.sparsegpt import sparse_sweep
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.planning.learning import PartLearning
 from llmcompressor.planning.machine import measure_rates
@@ -128,6 +130,12 @@ def test_the_workspace_of_sparsegpt_is_that_of_its_solver(rows: int, group: NofM
         sparse_fit(weight_RC, hessian_CC, Sparsity((Share(rows, 0.5),), group))
     planned = sparse_effort([weight_RC], twin=False, refinements=4, grouped=bool(group))
     assert planned.workspace == pytest.approx(counter.peak, rel=0.15)
+
+    with counted_memory() as counter:
+        factor_CC = raise_dampening(hessian_CC, 0.01).factor_CC
+        sparse_sweep(weight_RC, factor_CC, Sparsity((Share(rows, 0.5),), group))
+    planned = sparse_effort([weight_RC], twin=False, refinements=0, grouped=bool(group))
+    assert planned.workspace == pytest.approx(counter.peak, rel=0.2)
 
 
 @pytest.mark.usefixtures("_one_thread")

@@ -171,6 +171,38 @@ def test_rounds_are_counted_on_what_is_quantized(tmp_path: Path) -> None:
     assert once * sum(sizes.values()) == whole * inner
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_outputs_lack_is_planned_where_they_are_few(dtype: torch.dtype) -> None:
+    """A ``down_proj`` of half as many rows as columns; float16 may not hold what is lacking."""
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES | {"intermediate_size": 128})).to(dtype)
+    modifier = GPTQModifier(scheme="W4A16_ASYM", asymmetric=True, **TARGETS)
+    modifier.initialize(State(model=model))
+    layer, size = model.model.layers[0], DataSize()
+    down = modifier.effort([layer.mlp.down_proj], size)
+    wide = modifier.effort([layer.self_attn.o_proj], size)
+    rows, columns = layer.mlp.down_proj.weight.shape
+    few = dtype != torch.float16
+    assert down.cross == (2 * rows * columns if few else columns**2)
+    assert (down.statistics < 2 * 4 * columns**2) == few
+    assert wide.cross == layer.self_attn.o_proj.weight.shape[1] ** 2
+
+
+@pytest.mark.parametrize(("bits", "once"), [(2, True), (3, True), (4, False), (5, False)])
+def test_a_refinement_is_planned_where_it_is_done_by_itself(bits: int, once: bool) -> None:
+    weights = {"num_bits": bits, "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+
+    def solve_of(**fields: Any) -> int:
+        model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
+        modifier = GPTQModifier(config_groups=groups, ignore=["lm_head"], **fields)
+        modifier.initialize(State(model=model))
+        effort = modifier.effort([model.model.layers[0].mlp.down_proj], DataSize())
+        return int(effort.solve)
+
+    assert solve_of() == solve_of(refinements=int(once))
+    assert solve_of(refinements=0) < solve_of(refinements=1) < solve_of(refinements=2)
+
+
 def test_smoothing_counts_its_readers_and_their_inputs(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path / "model")
     readers = 4 * (64 * 64 + 2 * 64 * 32 + 2 * 64 * 96)

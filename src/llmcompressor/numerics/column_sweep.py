@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The column sweep of GPTQ and SparseGPT: decide one column, move its error onto the later ones.
+r"""The column sweep of GPTQ and SparseGPT: decide one column, let the later ones make up for it.
 
-With U upper triangular, ``UᵀU = H⁻¹`` (:mod:`llmcompressor.numerics.hessian`), for every column c
-from left to right, q_c being what is decided for it (arXiv:2210.17323, arXiv:2301.00774, Alg. 1),
+With R upper triangular, ``R Rᵀ = H`` (:mod:`llmcompressor.numerics.hessian`), the columns q_c are
+decided from left to right, each from what its weight has become by the change of those before it:
 
-.. math:: e_c = (w_c - q_c) / U_{cc}, \qquad w_j \leftarrow w_j - e_c\,U_{cj} \quad (j > c) .
+.. math:: v_c = w_c - \sum_{k < c} (q_k - w_k)\,R_{kc} / R_{cc}, \qquad
+          \tfrac12 \operatorname{tr}\bigl((Q - W) H (Q - W)^\top\bigr)
+          = \tfrac12 \sum_c R_{cc}^2 \lVert v_c - q_c \rVert^2 .
 
-The updates are delayed, as in the papers, but at two levels, because a rank-one update of a wide
-block moves far more memory than it computes::
+These are the v_c of GPTQ and SparseGPT (arXiv:2210.17323, arXiv:2301.00774, Alg. 1), whose
+algorithm moves each error onto all later columns by rows of a factor of H⁻¹; written this way
+(LDLQ, arXiv:2307.13304, Theorem 6) nothing is inverted, and a column is written once instead of
+once for each before it. Only what such a column is before its turn differs: the papers' form keeps
+the best value given all that is decided, which here :meth:`Block.ahead` finds for those that
+look ahead. What the columns before it contribute is gathered at two levels::
 
-    columns   |--- block (128) -----------------------------|--- the rest ---|
-              |-- strip (16) --|-- strip --|  ...           |                |
+    columns   |--- decided -----------------|--- block (128) ---------------|
+                                            |-- strip (16) --|-- strip --|  ...
+    per block:  one product of all that is decided for the block
+    per strip:  one product of what the block has decided for the strip
     per column: rank-one update of the rest of its strip
-    per strip:  one product for the rest of its block
-    per block:  one product for the rest of the weight
 
-So a column is up to date when it is decided; when its strip begins, the whole strip is; when its
-block begins, the whole block is.
+So a column is up to date when it is decided; when its strip begins, the whole strip is up to date
+with all before it; when its block begins, the whole block is.
 
-Inside, the weight is transposed (``[C, R]``): a column of W is then contiguous memory. Rows do
+Inside, the weight is transposed (``[C, R]``); a column of W is then contiguous memory. Rows do
 not see each other, so several Linears with one input are stacked and solved at once; a leading
 batch dimension solves many small weights with their own Hessians in one call.
 """
@@ -26,6 +32,7 @@ batch dimension solves many small weights with their own Hessians in one call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +42,7 @@ from llmcompressor.numerics.products import subtract_matmul_
 from llmcompressor.threads import each_span, one_thread
 
 __all__ = [
+    "Block",
     "DecideColumn",
     "EnterBlock",
     "columns_first",
@@ -46,8 +54,39 @@ __all__ = [
 
 DecideColumn = Callable[[Column, int, Column], None]
 """Decides a column ``[..., R]``, given its number in the block, into the third argument."""
-EnterBlock = Callable[[Tensor, int], DecideColumn]
-"""Told of a block ``[..., B, R]``, up to date, and of its first column's number in the weight."""
+
+
+class Block(NamedTuple):
+    """The columns that are to be decided next, up to date with all before the block.
+
+    Its own columns reach it strip by strip, the one that is being decided always up to date.
+    """
+
+    first: int
+    """The number of its first column in the weight."""
+    now_BR: Tensor
+    """v, as far as columns are decided, float32 ``[..., B, R]``."""
+    weight_BR: Tensor
+    """w of the columns that are not decided yet, float32 ``[..., B, R]``."""
+    shares_BB: Tensor
+    """R_kc / R_cc, upper triangular, float32 ``[..., B, B]``."""
+
+    def ahead(self, columns: slice) -> Tensor:
+        """What the next columns would be, were those of them decided first not to change.
+
+        In the papers' form, where every error is moved to all later columns, this is what they
+        have become. A new tensor ``[..., K, R]``.
+        """
+        weight_KR = self.weight_BR[..., columns, :]
+        shares_KK = self.shares_BB[..., columns, columns]
+        moved_KR: Tensor = torch.linalg.solve_triangular(
+            shares_KK.mT, self.now_BR[..., columns, :] - weight_KR, upper=False, unitriangular=True
+        )
+        return moved_KR.add_(weight_KR)
+
+
+EnterBlock = Callable[[Block], DecideColumn]
+"""Told of a block when it begins; what it returns decides its columns."""
 
 
 def sweep_columns_(
@@ -58,74 +97,72 @@ def sweep_columns_(
     *,
     block: int = 128,
     strip: int = 16,
-) -> Tensor:
-    """Decide all columns of ``work_CR`` in place.
+) -> tuple[Tensor, Tensor]:
+    """Decide all columns of ``work_CR``, which is left with what that changes: Q − W.
 
     Args:
         work_CR: the weight, its columns in the order in which they are decided, float32
             ``[..., C, R]``.
-        factor_CC: U, its columns in that order too, float32 ``[..., C, C]``.
+        factor_CC: R, its columns in that order too, float32 ``[..., C, C]``.
         enter: called when a block begins; what it returns decides its columns.
         ops: what ``work_CR``'s columns are worked on with, and handed over as.
-        block: columns whose updates to the rest of the weight are gathered into one product.
-        strip: columns whose updates to the rest of the block are gathered into one product.
+        block: columns for which all before them are gathered into one product.
+        strip: columns for which those before them in the block are gathered into one product.
 
     Returns:
-        ½ Σ_c (w_c - q_c)² / U_cc², float32 ``[..., R]``.
+        Q, float32 ``[..., C, R]``, and ½ Σ_c R_cc² (v_c - q_c)², float32 ``[..., R]``.
     """
     columns = work_CR.shape[-2]
     loss_R = work_CR.new_zeros(work_CR.shape[:-2] + work_CR.shape[-1:])
-    decided_BR = torch.empty_like(work_CR[..., : min(block, columns), :])
+    decided_CR = torch.empty_like(work_CR)
     for lo in range(0, columns, block):
         hi = min(lo + block, columns)
-        block_BR = work_CR[..., lo:hi, :]
-        done_BR = decided_BR[..., : hi - lo, :]
+        block_BR, done_BR = work_CR[..., lo:hi, :], decided_CR[..., lo:hi, :]
+        root_B = factor_CC[..., lo:hi, lo:hi].diagonal(dim1=-2, dim2=-1)
+        shares_KB = factor_CC[..., :hi, lo:hi] / root_B.unsqueeze(-2)
+        now_BR = block_BR.clone()
+        if lo > 0:
+            _subtract_by_rows(now_BR, shares_KB[..., :lo, :], work_CR[..., :lo, :])
         with one_thread(work_CR.device):
-            decide = enter(block_BR, lo)
-            _sweep_block(block_BR, factor_CC[..., lo:hi, lo:hi], done_BR, decide, ops, strip)
-        if hi < columns:
-            _subtract_by_rows(work_CR[..., hi:, :], factor_CC[..., lo:hi, hi:], block_BR)
-        loss_R += block_BR.square().sum(dim=-2)
-        block_BR.copy_(done_BR)
-    return loss_R.mul_(0.5)
+            entered = Block(lo, now_BR, block_BR, shares_KB[..., lo:, :])
+            _sweep_block(entered, done_BR, enter(entered), ops, strip)
+        loss_R += now_BR.sub_(done_BR).mul_(root_B.unsqueeze(-1)).square_().sum(dim=-2)
+    return decided_CR, loss_R.mul_(0.5)
+
+
+def _subtract_by_rows(target_BR: Tensor, shares_KB: Tensor, change_KR: Tensor) -> None:
+    """:func:`subtract_product` for many rows."""
+    shares_BK = shares_KB.mT
+
+    def subtract(span: slice) -> None:
+        subtract_matmul_(target_BR[..., span], shares_BK, change_KR[..., span])
+
+    each_span(subtract, target_BR.shape[-1], target_BR.device)
 
 
 def _sweep_block(
-    work_BR: Tensor,
-    factor_BB: Tensor,
-    decided_BR: Tensor,
-    decide: DecideColumn,
-    ops: ColumnOps,
-    strip: int,
+    block: Block, decided_BR: Tensor, decide: DecideColumn, ops: ColumnOps, strip: int
 ) -> None:
-    """Decide the columns of one block into ``decided_BR``; ``work_BR`` is left with the errors."""
-    inverse_B1 = factor_BB.diagonal(dim1=-2, dim2=-1).reciprocal().unsqueeze(-1)
-    inverses_1 = ops.columns(inverse_B1)
-    columns_R, decided_R = ops.columns(work_BR), ops.columns(decided_BR)
-    errors_BR, factors_BB = ops.view(work_BR), ops.view(factor_BB)
-    scratch_SR = ops.scratch(work_BR[..., :strip, :])
-    width = work_BR.shape[-2]
+    """Decide the columns of a block; its weight is left with what that changes."""
+    now_BR, work_BR, shares_BB = block.now_BR, block.weight_BR, block.shares_BB
+    columns_R, weights_R = ops.columns(now_BR), ops.columns(work_BR)
+    decided_R = ops.columns(decided_BR)
+    all_BR, each_BB = ops.view(now_BR), ops.view(shares_BB)
+    scratch_SR = ops.scratch(now_BR[..., :strip, :])
+    width = now_BR.shape[-2]
     for lo in range(0, width, strip):
         hi = min(lo + strip, width)
+        if lo > 0:
+            subtract_product(
+                now_BR[..., lo:hi, :], shares_BB[..., :lo, lo:hi], work_BR[..., :lo, :]
+            )
         for b in range(lo, hi):
-            column_R = columns_R[b]
-            decide(column_R, b, decided_R[b])
-            ops.subtract(column_R, decided_R[b], out=column_R)
-            ops.multiply(column_R, inverses_1[b], out=column_R)
+            decide(columns_R[b], b, decided_R[b])
+            change_R = weights_R[b]
+            ops.subtract(decided_R[b], change_R, out=change_R)
             if b + 1 < hi:
-                rest_KR, factor_K = errors_BR[..., b + 1 : hi, :], factors_BB[..., b, b + 1 : hi]
-                ops.subtract_outer(rest_KR, factor_K, column_R, scratch_SR)
-        subtract_product(work_BR[..., hi:, :], factor_BB[..., lo:hi, hi:], work_BR[..., lo:hi, :])
-
-
-def _subtract_by_rows(target_MR: Tensor, factor_KM: Tensor, error_KR: Tensor) -> None:
-    """:func:`subtract_product` for many rows."""
-    factor_MK = factor_KM.contiguous().mT
-
-    def subtract(span: slice) -> None:
-        subtract_matmul_(target_MR[..., span], factor_MK, error_KR[..., span])
-
-    each_span(subtract, target_MR.shape[-1], target_MR.device)
+                rest_KR, share_K = all_BR[..., b + 1 : hi, :], each_BB[..., b, b + 1 : hi]
+                ops.subtract_outer(rest_KR, share_K, change_R, scratch_SR)
 
 
 def columns_first(weight_RC: Tensor, order_C: Tensor | None) -> Tensor:

@@ -2,15 +2,15 @@
 r"""GPTQ: round columns one by one, moving each error onto the columns still to come.
 
 For a weight W (R rows, C columns) and inputs with Hessian ``H = XᵀX``, GPTQ (arXiv:2210.17323,
-Alg. 1) lowers the error of the output, ``tr((Q − W) H (Q − W)ᵀ)``. With U upper triangular,
-``UᵀU = H⁻¹`` (see :mod:`llmcompressor.numerics.hessian`), for every column c from left to right
+Alg. 1) lowers the error of the output, ``tr((Q − W) H (Q − W)ᵀ)``. With R upper triangular,
+``R Rᵀ = H`` (see :mod:`llmcompressor.numerics.hessian`), for every column c from left to right
 
 .. math::
-    q_c = \operatorname{round}(w_c), \qquad
-    e_c = (w_c - q_c) / U_{cc}, \qquad
-    w_j \leftarrow w_j - e_c\,U_{cj} \quad (j > c) .
+    q_c = \operatorname{round}(v_c), \qquad
+    v_c = w_c - \sum_{k < c} (q_k - w_k)\,R_{kc} / R_{cc} .
 
-How updates are delayed: :mod:`llmcompressor.numerics.column_sweep`. Rows do not see each other, so
+How that is done, and why it is GPTQ: :mod:`llmcompressor.numerics.column_sweep`. Rows do not see
+each other, so
 several Linears with one input are stacked and solved at once; a leading batch dimension solves
 many small weights with their own Hessians in one call.
 
@@ -70,7 +70,7 @@ class GptqResult(NamedTuple):
     weight_RC: Tensor
     """Rounded and dequantized, float32 ``[..., R, C]``."""
     loss_R: Tensor
-    """½ Σ_c (w_c - q_c)² / U_cc², float32 ``[..., R]`` (arXiv:2210.17323, Alg. 1)."""
+    """½ Σ_c R_cc² (v_c - q_c)² of each row, float32 ``[..., R]``: ½ tr(D H Dᵀ), D = Q - W."""
 
 
 def activation_order(hessian_CC: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def sweep(
 
     Args:
         weight_RC: float32 ``[..., R, C]``.
-        factor_CC: upper triangular U with ``UᵀU = (H + λI)⁻¹``, float32 ``[..., C, C]``; its
+        factor_CC: upper triangular R with ``R Rᵀ = H + λI``, float32 ``[..., C, C]``; its
             columns in the order in which they are rounded.
         scales: scale and zero point of every row and column; columns in that order too.
         grid: the numbers that a weight may become.
@@ -103,12 +103,15 @@ def sweep(
             own places.
         kept_RC: bool ``[..., R, C]``, false for weights that are to be zero; columns in their own
             places.
-        block: columns whose updates to the rest of the weight are gathered into one product.
-        strip: columns whose updates to the rest of the block are gathered into one product.
+        block: columns for which all before them are gathered into one product.
+        strip: columns for which those before them in the block are gathered into one product.
     """
     work_CR = columns_first(weight_RC, order_C)
-    loss_R = _sweep_(work_CR, factor_CC, scales, grid, _turned(kept_RC, order_C), block, strip)
-    return GptqResult(rows_first(work_CR, order_C), loss_R)
+    rounded_CR, loss_R = _sweep_(
+        work_CR, factor_CC, scales, grid, _turned(kept_RC, order_C), block, strip
+    )
+    del work_CR
+    return GptqResult(rows_first(rounded_CR, order_C), loss_R)
 
 
 def _sweep_(
@@ -119,14 +122,14 @@ def _sweep_(
     kept_CR: Tensor | None,
     block: int,
     strip: int,
-) -> Tensor:
-    """:func:`sweep` of a turned weight, in place; the loss of each row."""
+) -> tuple[Tensor, Tensor]:
+    """:func:`sweep` of a turned weight, left with Q − W; Q, turned, and the loss of each row."""
     ops = column_ops(work_CR, by_torch=grid.kind == "float")
     round_column = _column_rounder(scales, grid, ops, kept_CR)
     return sweep_columns_(
         work_CR,
         factor_CC,
-        lambda _, first: _from_column(first, round_column),
+        lambda entered: _from_column(entered.first, round_column),
         ops,
         block=block,
         strip=strip,
@@ -178,19 +181,20 @@ def sweep_and_descend(
     work_CR = columns_first(weight_RC, order_C)
     kept_CR = _turned(kept_RC, order_C)
     in_order = scales if order_C is None else _permuted(scales, order_C)
-    loss_R = _sweep_(work_CR, factor_CC, in_order, grid, kept_CR, block, strip)
+    rounded_CR, loss_R = _sweep_(work_CR, factor_CC, in_order, grid, kept_CR, block, strip)
     del factor_CC  # as large as H, and done with
     if rounds == 0:
-        return GptqResult(rows_first(work_CR, order_C), loss_R), dampening
+        del work_CR
+        return GptqResult(rows_first(rounded_CR, order_C), loss_R), dampening
     if order_C is not None:
-        work_CR, kept_CR = in_order_again(work_CR, order_C), _turned(kept_RC, None)
-    change_CR = columns_first(weight_RC, None)
-    torch.sub(work_CR, change_CR, out=change_CR)
+        rounded_CR, kept_CR = in_order_again(rounded_CR, order_C), _turned(kept_RC, None)
+        work_CR = in_order_again(work_CR, order_C)
     for _ in range(rounds):
         loss_R += _descend_(
-            work_CR, change_CR, hessian_CC, scales, grid, dampening, kept_CR, block, strip
+            rounded_CR, work_CR, hessian_CC, scales, grid, dampening, kept_CR, block, strip
         )
-    return GptqResult(rows_first(work_CR, None), loss_R), dampening
+    del work_CR
+    return GptqResult(rows_first(rounded_CR, None), loss_R), dampening
 
 
 def _permuted(scales: ColumnScales, order_C: Tensor) -> ColumnScales:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""From a Gram matrix to the factor that a column sweep needs.
 
-The sweep of GPTQ (arXiv:2210.17323, Alg. 1) and of SparseGPT (arXiv:2301.00774) walks along the
-rows of the upper triangular U with
+The sweep of GPTQ (arXiv:2210.17323, Alg. 1) and of SparseGPT (arXiv:2301.00774) is written with the
+inverse of the Hessian, which is made by a factorization, an inversion and another factorization.
+The same decisions come from one factorization of the Hessian itself (LDLQ, arXiv:2307.13304,
+Theorem 6): what it takes is the upper triangular R with
 
-.. math:: U^\top U = (H + \lambda I)^{-1}, \qquad
+.. math:: R R^\top = H + \lambda I, \qquad
           \lambda = \text{dampening} \cdot \operatorname{mean}(\operatorname{diag} H).
 
-The papers invert and factorize twice (Cholesky, inverse, Cholesky of the inverse). With J the
-reversal of the order, one factorization and one triangular inverse do:
-
-.. math:: J H J = L L^\top \;\Rightarrow\; H^{-1} = (J L^{-1} J)^\top (J L^{-1} J),
-          \qquad U = J L^{-1} J .
+With J the reversal of the order, ``J H J = L Lᵀ`` gives ``R = J L J``. The papers' factor of the
+inverse is its inverse, so that their ``1 / U_cc`` is ``R_cc``.
 
 All functions take leading batch dimensions.
 """
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.cholesky import cholesky, invert_lower_
+from llmcompressor.numerics.cholesky import cholesky
 from llmcompressor.threads import each_span
 
 __all__ = [
@@ -31,9 +30,9 @@ __all__ = [
     "SingularHessianError",
     "damp",
     "dead_columns",
-    "inverse_factor",
     "raise_dampening",
     "ridge",
+    "upper_factor",
 ]
 
 
@@ -48,7 +47,7 @@ class Damped(NamedTuple):
     """What :func:`raise_dampening` found."""
 
     factor_CC: Tensor
-    """Upper triangular U, float32 or float64, ``[..., C, C]``."""
+    """Upper triangular R, float32 or float64, ``[..., C, C]``."""
     dampening: float
     """The fraction of the mean diagonal that made the factorization succeed."""
 
@@ -85,34 +84,33 @@ def _lively_diagonal(hessian_CC: Tensor) -> Tensor:
     return diagonal_C.masked_fill(diagonal_C == 0, 1)
 
 
-def inverse_factor(damped_CC: Tensor) -> Tensor:
-    """The upper triangular U with ``UᵀU = H⁻¹``.
+def upper_factor(damped_CC: Tensor) -> Tensor:
+    """The upper triangular R with ``R Rᵀ = H``.
 
     Args:
         damped_CC: symmetric positive definite, ``[..., C, C]``.
 
     Raises:
-        SingularHessianError: if there is no Cholesky factor.
+        SingularHessianError: if there is none.
 
     >>> import torch
     >>> H = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
-    >>> U = inverse_factor(H)
-    >>> torch.allclose(U.T @ U, torch.linalg.inv(H)), float(U[1, 0])
+    >>> R = upper_factor(H)
+    >>> torch.allclose(R @ R.T, H), float(R[1, 0])
     (True, 0.0)
     """
     return _factor_of_reversed(damped_CC.flip(-2, -1))
 
 
 def _factor_of_reversed(reversed_CC: Tensor) -> Tensor:
-    """U from J H J, whose memory is used up: these matrices can be the largest of a run."""
+    """R from J H J, whose memory is used up: these matrices can be the largest of a run."""
     lower_CC = cholesky(reversed_CC, overwrite=True)
     if lower_CC is None:
         raise SingularHessianError(
             "The damped Hessian is not positive definite; more dampening is needed."
         )
     C = lower_CC.shape[-1]
-    inverse_CC = invert_lower_(lower_CC)
-    return _reverse_(inverse_CC.view(*lower_CC.shape[:-2], C * C)).view(lower_CC.shape)
+    return _reverse_(lower_CC.view(*lower_CC.shape[:-2], C * C)).view(lower_CC.shape)
 
 
 def _reverse_(values_N: Tensor) -> Tensor:

@@ -3,13 +3,14 @@ r"""SparseGPT: zero weights column by column, moving each error onto the columns
 
 Frantar & Alistarh, arXiv:2301.00774, Alg. 1. For a weight W and inputs with Hessian ``H = XᵀX`` it
 lowers ``tr((Q − W) H (Q − W)ᵀ)`` over the Q with zeros in the places that it chooses on the way.
-With U upper triangular and ``UᵀU = H⁻¹``, removing the weight w of column c costs, once the columns
-before it are decided,
+With R upper triangular and ``R Rᵀ = H``, removing the weight w of column c costs, once the columns
+before it are decided (R_cc is 1 / U_cc of the paper, ``UᵀU = H⁻¹``),
 
-.. math:: \varepsilon = w^2 / U_{cc}^2 .
+.. math:: \varepsilon = w^2 R_{cc}^2 .
 
 Zeros anywhere: when a block of columns begins, the share of it with the least ε goes. N:M: when a
-group of M columns begins, the N of each row with the least ε go. What goes is zero when its column
+group of M columns begins, the N of each row with the least ε go; w is what the column would be if
+none of those that come before it there were removed. What goes is zero when its column
 comes, and the later columns compensate for it as in GPTQ
 (:mod:`llmcompressor.numerics.column_sweep`).
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.column_ops import Column, column_ops
 from llmcompressor.numerics.column_sweep import (
+    Block,
     DecideColumn,
     columns_first,
     rows_first,
@@ -64,7 +66,7 @@ def sparse_sweep(
 
     Args:
         weight_RC: float32 ``[..., R, C]``.
-        factor_CC: U, float32 ``[..., C, C]``.
+        factor_CC: R, float32 ``[..., C, C]``.
         sparsity: how many weights go; their number is exact.
         gone_RC: bool ``[..., R, C]``: what is zero in any case, and counts.
         block: columns of a block; with N:M a multiple of M is taken.
@@ -73,7 +75,7 @@ def sparse_sweep(
     work_CR = columns_first(weight_RC, None)
     gone_CR = None if gone_RC is None else gone_RC.mT.contiguous()
     kept_CR = torch.ones_like(work_CR, dtype=torch.bool)
-    inverse_C1 = factor_CC.diagonal(dim1=-2, dim2=-1).reciprocal().unsqueeze(-1)
+    root_C1 = factor_CC.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     M = 1 if sparsity.group is None else sparsity.group.group
     strip = max(1, strip // M) * M
     block = max(1, block // strip) * strip if M > 1 else block
@@ -82,7 +84,7 @@ def sparse_sweep(
     def choose(values_KR: Tensor, lo: int) -> Tensor:
         """What is kept of the columns from ``lo`` on; 0 and 1."""
         hi = lo + values_KR.shape[-2]
-        score_KR = (values_KR * inverse_C1[..., lo:hi, :]).square_()
+        score_KR = (values_KR * root_C1[..., lo:hi, :]).square_()
         asked = sparsity.zeros(hi)
         budgets = [all_ - before for all_, before in zip(asked, taken, strict=True)]
         gone_KR = None if gone_CR is None else gone_CR[..., lo:hi, :]
@@ -91,19 +93,19 @@ def sparse_sweep(
         kept_CR[..., lo:hi, :] = chosen_KR
         return chosen_KR.to(values_KR.dtype)
 
-    def enter(block_BR: Tensor, first: int) -> DecideColumn:
-        width = M if M > 1 else block_BR.shape[-2]
+    def enter(entered: Block) -> DecideColumn:
+        width = M if M > 1 else entered.now_BR.shape[-2]
         columns_R: Iterator[Column] = iter(())
 
         def decide(w_R: Column, b: int, out_R: Column) -> None:
             nonlocal columns_R
             if b % width == 0:
-                chosen_KR = choose(block_BR[..., b : b + width, :], first + b)
+                chosen_KR = choose(entered.ahead(slice(b, b + width)), entered.first + b)
                 columns_R = iter(ops.columns(chosen_KR))
             ops.multiply(w_R, next(columns_R), out=out_R)
 
         return decide
 
     ops = column_ops(work_CR)
-    loss_R = sweep_columns_(work_CR, factor_CC, enter, ops, block=block, strip=strip)
-    return SparseResult(rows_first(work_CR, None), rows_first(kept_CR, None), loss_R)
+    decided_CR, loss_R = sweep_columns_(work_CR, factor_CC, enter, ops, block=block, strip=strip)
+    return SparseResult(rows_first(decided_CR, None), rows_first(kept_CR, None), loss_R)

@@ -8,8 +8,8 @@ second moments                         T C² · 36/64 (block rows of a triangle)
 cross products (twin streams)          T C²                                     4 C²
 or what outputs lack, where R ≤ C / 2  2 T R C                                  4 R C and a copy
 correction (twin streams)              C³/3 + 2 R C², or C³/3 + R C²            8 C² + 11 R C
-factorization                          C³/3 + C³/2                              8 C² + 4 P² + 4 R C
-sweep                                  R C²/2                                   4 C² + 12 R C
+factorization                          C³/3                                     4 C² + 4 P² + 4 R C
+sweep                                  R C²/2                                   4C²+12RC + 4P(R + C)
 refinement                             R C² per round                           4 C² + 33 R C / 2
 turning back                           none                                     12 or 16 RC + 8SC
 scales fitted anew, on an accelerator  R C² of groups of g columns              16 R C + 20 R g
@@ -65,7 +65,7 @@ def effort_of(
     columns = weights[0].shape[-1]
     elements = sum(weight.numel() for weight in weights)
     square, streams = columns**2, 2 if twin else 1
-    solve = square * columns * 5 // 6 + elements * columns // 2
+    solve = square * columns // 3 + elements * columns // 2
     solve += refinements * elements * columns
     rows, itemsize = elements // columns, weights[0].element_size()
     cross = compared = 0
@@ -77,10 +77,12 @@ def effort_of(
         solve += square * columns // 3 + 2 * elements * columns
     buffered = streams * CHUNK_TOKENS * columns * itemsize
     turned = columns * min(rows, SPAN * torch.get_num_threads())
+    panel = min(columns, PANEL)
     largest = max(
-        8 * square + 4 * min(columns, PANEL) ** 2 + 4 * elements,
+        4 * square + 4 * panel**2 + 4 * elements,
         8 * square + 11 * elements if twin else 0,
-        4 * square + (33 * elements // 2 if refinements else 12 * elements),
+        4 * square + 12 * elements + 4 * panel * (rows + columns),
+        (4 * square + 33 * elements // 2) if refinements else 0,
         (16 if refinements else 12) * elements + 8 * turned,
     )
     return Effort(

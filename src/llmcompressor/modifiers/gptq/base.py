@@ -31,7 +31,14 @@ from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.column_effort import effort_of
-from llmcompressor.quantization.column_solver import FINE_BITS, Options, Problem, Solution, solve
+from llmcompressor.quantization.column_solver import (
+    FINE_BITS,
+    Options,
+    Problem,
+    Solution,
+    rounds_of,
+    solve,
+)
 from llmcompressor.quantization.parameters import WeightParameters, weight_of
 from llmcompressor.schemes.bridge import grid_of
 from llmcompressor.schemes.parse import check_actorder
@@ -79,7 +86,8 @@ class GPTQModifier(QuantizationMixin):
         asymmetric_ridge: λ of that correction, as a fraction of the mean diagonal; at least
             C / T, of C columns and T tokens.
         refinements: rounds of coordinate descent after the sweep, in which every column is
-            decided again, given all the others (arXiv:2309.01885); below 8 bits.
+            decided again, given all the others (arXiv:2309.01885); below 8 bits. ``None``: one
+            below 4 bits, where it pays.
         refit_scales: fit the scales of integer groups and channels to the codes at the end.
         offload_hessians: keep second moments in main memory while they are collected.
         batched_quantization: solve Linears of equal shape in one batch: ``"auto"`` (or ``True``)
@@ -97,7 +105,7 @@ class GPTQModifier(QuantizationMixin):
     dampening_frac: DampeningFraction = DEFAULT_DAMPENING
     actorder: Literal["static", "weight"] | None = "static"
     asymmetric: bool | None = None
-    refinements: int = Field(default=1, ge=0, le=100)
+    refinements: int | None = Field(default=None, ge=0, le=100)
     refit_scales: bool = True
     asymmetric_ridge: float = Field(default=0.05, gt=0.0, le=10.0)
     offload_hessians: bool = False
@@ -178,7 +186,7 @@ class GPTQModifier(QuantizationMixin):
         found = effort_of(
             [weight_of(module) for module in solved],
             twin=self.twin_streams,
-            refinements=self.refinements if min(bits, default=FINE_BITS) < FINE_BITS else 0,
+            refinements=max((rounds_of(self.refinements, one) for one in bits), default=0),
             batch=self._batch,
             answered=True,
             group=max([0, *(args.group_size or 0 for args in schemes)]),

@@ -59,7 +59,7 @@ class SparseGPTModifier(OneShotPruningModifier):
     dampening_frac: DampeningFraction = DEFAULT_DAMPENING
     preserve_sparsity_mask: bool = False
     offload_hessians: bool = False
-    refinements: int = Field(default=4, ge=0, le=1000)
+    refinements: int = Field(default=3, ge=0, le=1000)
     asymmetric: bool | None = None
     asymmetric_ridge: float = Field(default=0.05, gt=0.0, le=10.0)
 
