@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from floor import floor, rates
+from floor import floor, import_seconds, rates
 from jobs import HERE, JobError, busy_core, compress_and_evaluate, evaluate, reference_python
 from models import SIZES, ModelSize, model_path, token_file
 from tables import machine, table
@@ -215,6 +215,7 @@ def measure_floors(store: Store, names: list[str]) -> None:
         found = floor(SIZES[name])
         sums = {"one forward": found.one_forward, "as it comes": found.twin_streams}
         store.put({**asdict(found), **sums, "rates": rates(SIZES[name])}, name, "floor")
+    store.put({"seconds": import_seconds()}, "imports")
 
 
 def run_cells(store: Store, size: str, row: Row, tool: str) -> list[str] | None:
@@ -223,9 +224,6 @@ def run_cells(store: Store, size: str, row: Row, tool: str) -> list[str] | None:
     if run is None:
         return None
     reference = store.get(size, row.name, "reference") or {}
-    way = "one forward" if row.streams == 1 else tool
-    is_known = row.name.startswith("GPTQ") and tool != "reference"
-    bound = (store.get(size, "floor") or {}).get(way) if is_known else None
     quality = run["quality"]
     who = tool if tool == "reference" or row.calibrated else "this"
     return [
@@ -235,10 +233,38 @@ def run_cells(store: Store, size: str, row: Row, tool: str) -> list[str] | None:
         f"{run['oneshot_seconds']:.2f}{_ratio(run, reference, 'oneshot_seconds')}",
         f"{run['process_seconds']:.2f}{_ratio(run, reference, 'process_seconds')}",
         f"{run['peak_mib']:.0f}{_ratio(run, reference, 'peak_mib')}",
-        f"{run['oneshot_seconds'] / bound:.1f}" if bound else "",
+        over_floor(store, size, row, tool),
         f"{quality['perplexity']:.0f}",
         f"{quality['divergence']:.5f}",
         f"{quality['agreement']:.1%}",
+    ]
+
+
+def over_floor(store: Store, size: str, row: Row, tool: str) -> str:
+    """Our time as a multiple of the floor, where that is known: of the process without data."""
+    way = "one forward" if row.streams == 1 else tool
+    if row.calibrated:
+        bound = (store.get(size, "floor") or {}).get(way) if row.name.startswith("GPTQ") else None
+        spent = "oneshot_seconds"
+    else:
+        bound, spent = (store.get("imports") or {}).get("seconds"), "process_seconds"
+    run = store.get(size, row.name, tool)
+    return f"{run[spent] / bound:.1f}" if run and bound and tool != "reference" else ""
+
+
+def import_lines(store: Store, sizes: list[str]) -> list[list[str]]:
+    """What imports alone are of the reference's process, for each job without data."""
+    imports = store.get("imports")
+    found = [
+        (size, row.name, run["process_seconds"])
+        for size in sizes
+        for row in ROWS.values()
+        if not row.calibrated and (run := store.get(size, row.name, "reference"))
+    ]
+    return [
+        [size, name, f"{imports['seconds']:.2f}", f"{imports['seconds'] / seconds:.2f}"]
+        for size, name, seconds in found
+        if imports
     ]
 
 
@@ -311,6 +337,7 @@ def render(store: Store) -> str:
         if (found := store.get(size, "dense"))
     )
     header = ("model", "recipe", "tool", "`oneshot` s", "process s", "peak MiB", "time / floor")
+    imports = ("model", "recipe", "imports s", "/ the reference's process")
     rate_names = ("Linear 10^9/s", "Gram 10^9/s", "cross 10^9/s")
     floors = ("model", "forward s", "Gram s", "cross s", "one forward s", "twin streams s")
     return "\n\n".join(
@@ -328,6 +355,9 @@ def render(store: Store) -> str:
             "Matrix products only, at the rates measured on this machine (multiplications with "
             "addition per second).",
             table((*floors, *rate_names), floor_lines(store, sizes)),
+            "Without data: a process that imports torch, compressed-tensors and the model's class, "
+            "Python's search for unreachable cycles left out, and does nothing else.",
+            table(imports, import_lines(store, sizes)),
             "## Targets",
             table(("", "found", "at most", "holds"), targets(store, sizes)) + "\n",
         ]

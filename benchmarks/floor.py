@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least time that GPTQ needs on this machine: its matrix products at the measured rates.
+"""The least time that a job needs on this machine.
+
+GPTQ: its matrix products at the measured rates.
 
 One forward through the decoder layers (two with twin streams), half the products of one Gram
 matrix per distinct input (it is symmetric), and with twin streams a full cross product per
 distinct input, or what its Linears' outputs lack.  Not in it: reading and writing files,
 factorizations, the sweep over the columns.
 
+What needs no data: a process that imports what it stands on, and does nothing.
+
 T tokens, C columns (input width), R rows (output width).
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +26,15 @@ from models import ModelSize
 
 TOKENS = 4096
 REPEATS = 5
+NOTHING_BUT_IMPORTS = """
+import gc
+gc.disable()
+import torch, compressed_tensors
+from transformers import LlamaForCausalLM
+gc.freeze()
+"""
+"""What has to be imported to write the format, and to return a model; Python's searches for
+unreachable cycles, which would go over all of it, left out."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,15 @@ def compared(columns: int, rows: int) -> float:
     """
     whole = cross_seconds(columns)
     return min(whole, linear_seconds(columns, rows) + whole * rows / columns)
+
+
+def import_seconds() -> float:
+    """Seconds of a whole process that imports torch, compressed-tensors and the model's class."""
+
+    def imports() -> None:
+        subprocess.run([sys.executable, "-c", NOTHING_BUT_IMPORTS], check=True)
+
+    return _best(imports)
 
 
 @cache
@@ -138,12 +162,12 @@ def rates(size: ModelSize) -> dict[str, float]:
     }
 
 
-def _best(product: Callable[[], object]) -> float:
+def _best(work: Callable[[], object]) -> float:
     """Least seconds of several runs: other processes can only add to it."""
-    product()
+    work()
     seconds = []
     for _ in range(REPEATS):
         started = time.perf_counter()
-        product()
+        work()
         seconds.append(time.perf_counter() - started)
     return min(seconds)

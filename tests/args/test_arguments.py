@@ -108,6 +108,7 @@ def test_thirteen_names_are_ignored_in_tracing():
         ("max_seq_length", 0),
         ("max_seq_length", "512"),
         ("seed", -1),
+        ("seed", 2**63),
         ("streaming", "yes"),
         ("shuffle_calibration_samples", 1),
         ("data_collator", "truncate"),

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from llmcompressor.checkpoint.load import load_model
 from llmcompressor.checkpoint.source import inspect_source, is_hub_id, local_directory, read_header
 from llmcompressor.errors import CheckpointError
 
@@ -125,6 +127,14 @@ def test_weights_that_nobody_would_find(
 def test_other_weight_formats_are_not_looked_into(single: Path) -> None:
     (single / "model.safetensors").rename(single / "pytorch_model.bin")
     assert inspect_source(single).tensors == {}
+
+
+@pytest.mark.parametrize("content", [b"junk", b"", b"<html>not found</html>", bytes(64)])
+def test_what_is_no_weight_file_at_all_is_told(single: Path, content: bytes) -> None:
+    (single / "model.safetensors").unlink()
+    (single / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(str(single))):
+        load_model(str(single))
 
 
 def test_config_that_is_no_json(single: Path) -> None:

@@ -202,6 +202,36 @@ def test_calls_that_are_no_events(event_type):
             lifecycle.event(event_type)
 
 
+@pytest.mark.parametrize("given", ["batch_start", 3, None])
+def test_what_is_no_event_type_is_told(given):
+    for lifecycle in (CompressionLifecycle(), begun()):
+        with pytest.raises(ValueError, match=r"EventType\.BATCH_START"):
+            lifecycle.event(given)
+
+
+@pytest.mark.parametrize("per_epoch", [None, 4])
+def test_what_ends_a_modifier_at_the_end_of_a_run_knows_how_far_it_was(per_epoch):
+    recorder = Recorder(start=1)
+    lifecycle = begun(recorder, steps_per_epoch=per_epoch)
+    for _ in range(6):
+        run_batch(lifecycle)
+    lifecycle.finalize()
+    assert ("end", 6 if per_epoch is None else 1.5) in recorder._calls
+
+
+@pytest.mark.parametrize("told", ["no", "by an event", "by number"])
+def test_a_schedule_that_stood_still_is_told_with_the_reason(told, warned):
+    lifecycle = begun(Recorder(start=2))
+    for step in range(3):
+        number = {"global_step": step} if told == "by number" else {}
+        send(lifecycle, EventType.BATCH_START, **number)
+        if told == "by an event":
+            send(lifecycle, EventType.OPTIM_POST_STEP)
+        send(lifecycle, EventType.BATCH_END)
+    lifecycle.finalize()
+    assert any("no step of the optimizer" in text for text in warned) == (told == "no")
+
+
 # ---- order
 
 

@@ -81,7 +81,7 @@ def test_what_no_server_takes_is_refused_before_the_work(
     )
     with pytest.raises(RecipeError) as error:
         oneshot(model, attention(), ROWS, output_dir=tmp_path / "out")
-    for word in ("vllm (S49)", "transformers (L5)", "sglang (G7)", "No server would serve"):
+    for word in ("vllm (S49, ", "transformers (L5, ", "sglang (G7, kv_cache_scheme)", "No server"):
         assert word in error.value.problem
     assert "symmetric" in error.value.remedy
     assert "verify=False" in error.value.remedy

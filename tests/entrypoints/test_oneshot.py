@@ -483,3 +483,34 @@ def test_two_runs_on_one_model_with_targets_of_their_own(tmp_path: Path) -> None
     assert torch.equal(small.logits(read(tmp_path / "out")), small.logits(model))
     with pytest.raises(TargetError, match="quantized already"):
         tiny(model=model)
+
+
+def test_a_precision_that_a_loaded_model_does_not_have_is_told(warned: list[str]) -> None:
+    tiny(recipe=DYNAMIC, dataset=None, precision="float16")
+    assert [text for text in warned if "precision='float16' has no effect" in text]
+    warned.clear()
+    tiny(recipe=DYNAMIC, dataset=None, precision=small.llama().dtype)
+    assert not [text for text in warned if "precision" in text]
+
+
+def test_a_schedule_is_told_to_be_for_training(warned: list[str]) -> None:
+    tiny(recipe=QuantizationModifier(scheme="FP8_DYNAMIC", start=5, end=7), dataset=None)
+    told = [text for text in warned if "no effect in oneshot" in text]
+    assert [text.split(" of ")[0] for text in told] == ["start: 5", "end: 7"]
+    warned.clear()
+    tiny(recipe=QuantizationModifier(scheme="FP8_DYNAMIC", start=0), dataset=None)
+    assert not [text for text in warned if "no effect in oneshot" in text]
+
+
+@pytest.mark.parametrize("recipe", [GPTQ, STATIC])
+def test_in_inference_mode_a_folder_is_compressed_as_without(recipe: str, tmp_path: Path) -> None:
+    small.llama().save_pretrained(tmp_path / "model")
+    arguments = {"model": str(tmp_path / "model"), "recipe": recipe}
+    tiny(output_dir=tmp_path / "plain", **arguments)
+    with torch.inference_mode():
+        tiny(output_dir=tmp_path / "inside", **arguments)
+    plain, inside = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("plain", "inside")
+    )
+    assert plain.keys() == inside.keys()
+    assert all(torch.equal(plain[name], inside[name]) for name in plain)

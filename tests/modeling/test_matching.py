@@ -216,6 +216,40 @@ def test_misses_can_be_allowed_and_ignores_only_warn(
     assert len(warnings_logged) == 2
 
 
+@pytest.mark.parametrize(
+    ("ignore", "meant"),
+    [
+        ("model.layers.0", "re:model[.]layers[.]0[.]"),
+        ("LlamaMLP", "re:model[.]layers[.][0-9]+[.]mlp[.]"),
+        ("re:.*self_attn$", "re:model[.]layers[.][0-9]+[.]self_attn[.]"),
+        ("LlamaForCausalLM", "re:.*"),
+    ],
+)
+def test_an_ignore_entry_does_not_reach_into_what_it_names(
+    llama: LlamaForCausalLM, warnings_logged: list[str], ignore: str, meant: str
+) -> None:
+    check_targets(llama, ["Linear"], [ignore])
+    (said,) = warnings_logged
+    assert ignore in said
+    assert f"Did you mean {meant!r}" in said
+    check_targets(llama, ["Linear"], [ignore, meant])
+    assert len(warnings_logged) == 1
+    left = [name for name, _ in match_named_modules(llama, ["Linear"], [meant])]
+    every = [name for name, _ in match_named_modules(llama, ["Linear"])]
+    held = [name for name, one in llama.named_modules() if matches(name, one, ignore)]
+    assert set(every) - set(left) == {
+        name for name in every if any(name.startswith(f"{each}." if each else "") for each in held)
+    }
+
+
+@pytest.mark.parametrize("ignore", ["lm_head", "re:.*mlp.*", "re:.*(mlp|lm_head)$", "re:.*norm"])
+def test_ignore_entries_that_leave_something_out_or_hold_nothing_are_no_news(
+    llama: LlamaForCausalLM, warnings_logged: list[str], ignore: str
+) -> None:
+    check_targets(llama, ["Linear"], [ignore])
+    assert not warnings_logged
+
+
 def test_a_broken_pattern_is_named() -> None:
     with pytest.raises(TargetError, match=r"re:\(proj"):
         list(match_named_modules(TOY, "re:(proj"))

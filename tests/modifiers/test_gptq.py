@@ -186,6 +186,17 @@ def test_scales_that_are_fitted_again_lower_the_loss(asymmetric: bool, reference
     assert fitted.records[first].loss < chosen.records[first].loss
 
 
+def test_scales_of_eight_bits_are_not_fitted_again() -> None:
+    eight = {"weights": {**WEIGHTS, "num_bits": 8}, "targets": ["Linear"]}
+    a, b = (
+        tiny.run(tiny.llama(), gptq(config_groups={"eight": eight}, refit_scales=wanted))
+        for wanted in (False, True)
+    )
+    for one, other in zip(tiny.linears(a).values(), tiny.linears(b).values(), strict=True):
+        assert torch.equal(one.weight_scale, other.weight_scale)
+        assert torch.equal(one.weight, other.weight)
+
+
 NARROW: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 """Heads of so few rows that q, k and v together have half as many as columns."""
 

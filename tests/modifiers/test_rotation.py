@@ -23,6 +23,8 @@ from transformers import (
     PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -109,6 +111,29 @@ def test_each_rotation_alone_and_in_blocks(fields: dict[str, Any]) -> None:
         assert not turned
     if fields["rotations"] == ["R4"]:
         assert {name.rpartition(".")[2] for name in turned} == {"down_proj"}
+
+
+def test_quip_leaves_routers_alone_unless_they_are_named() -> None:
+    """Engines build them without a configuration, and so without the rotation of their input."""
+
+    def routed() -> Any:
+        own = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+        return built(Qwen2MoeConfig, Qwen2MoeForCausalLM, **own)
+
+    def gate(model: Any) -> torch.Tensor:
+        return model.model.layers[0].mlp.shared_expert_gate.weight
+
+    before = gate(routed()).clone()
+    model = routed()
+    assert moved(model, QuIPModifier(ignore=["lm_head", "re:.*experts.*"])) < 1e-5
+    assert torch.equal(gate(model), before)
+    assert not torch.equal(
+        model.model.layers[0].self_attn.q_proj.weight,
+        routed().model.layers[0].self_attn.q_proj.weight,
+    )
+    named = routed()
+    run(named, QuIPModifier(targets=["re:.*shared_expert_gate$"], ignore=[]), data=DATA)
+    assert not torch.equal(gate(named), before)
 
 
 @pytest.mark.parametrize("rotations", [["v"], ["u"]])
@@ -228,6 +253,11 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         lambda: llama(intermediate_size=520),
         {"rotations": ["R4"]},
         r"no Hadamard matrix of order 520.*transform_block_size to 104, 52",
+    ),
+    "blocks without a Hadamard matrix": (
+        lambda: llama(hidden_size=72, num_attention_heads=4, num_key_value_heads=4),
+        {"transform_block_size": 3},
+        r"of order 3, the transform_block_size for .*another divisor of the width,",
     ),
     "blocks that do not divide": (llama, {"transform_block_size": 48}, "48 does not divide 64"),
     "norms of outputs": (

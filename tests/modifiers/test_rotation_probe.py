@@ -304,7 +304,7 @@ UNFIT: dict[str, tuple[Any, Any, str]] = {
     ),
     "a router that returns two things": (
         lambda: tiny("phimoe", num_local_experts=4, num_experts_per_tok=2),
-        QuIPModifier(rotations=["u"]),
+        QuIPModifier(rotations=["u"], targets=["Linear", "re:.*router$"]),
         r"layers\.0\.mlp\.router \(PhimoeTopKRouter\) returns a tuple.*on the ignore list\.$",
     ),
 }

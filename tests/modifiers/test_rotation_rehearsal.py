@@ -121,7 +121,7 @@ REFUSED: dict[str, Any] = {
     ),
     "a router that returns two things": (
         lambda: large("phimoe", num_local_experts=16, num_experts_per_tok=2),
-        lambda: QuIPModifier(rotations=["u"]),
+        lambda: QuIPModifier(rotations=["u"], targets=["Linear", "re:.*router$"]),
         r"layers\.0\.mlp\.router \(PhimoeTopKRouter\) returns a tuple",
     ),
 }

@@ -190,6 +190,20 @@ def test_a_list_gives_each_target_its_sparsity() -> None:
         assert zeros(module.weight) == expected.get(name.rpartition(".")[2], 0)
 
 
+@pytest.mark.parametrize("modifier", MODIFIERS)
+def test_what_two_targets_mean_belongs_to_the_first(modifier: type[Any]) -> None:
+    """Also where the second one means what holds it."""
+    cases = {
+        (r"re:.*layers\.0\..*", r"re:.*layers\..*"): lambda name: ".0." in name,
+        ("re:.*down_proj$", "LlamaDecoderLayer"): lambda name: "down_proj" in name,
+        ("re:.*down_proj$", "re:.*layers.*"): lambda name: "down_proj" in name,
+    }
+    for targets, is_first in cases.items():
+        model = tiny.run(tiny.llama(), modifier(sparsity=[0.25, 0.75], targets=list(targets)))
+        for name, module in tiny.linears(model).items():
+            assert zeros(module.weight) == (0.25 if is_first(name) else 0.75), (targets, name)
+
+
 def test_a_list_gives_each_layer_its_sparsity() -> None:
     modifier = SparseGPTModifier(sparsity=[0.25, 0.5], targets="LlamaDecoderLayer")
     model = tiny.run(tiny.llama(), modifier)
@@ -292,6 +306,18 @@ def test_fields_that_contradict_each_other(
         modifier(**fields)
 
 
+@pytest.mark.parametrize("sparsity", [True, [0.5, False]])
+def test_a_sparsity_is_no_switch(sparsity: Any) -> None:
+    with pytest.raises(RecipeError, match="not true or false"):
+        WandaPruningModifier(sparsity=sparsity)
+
+
+@pytest.mark.parametrize("word", ["__ALL__", "__ALL_PRUNABLE__", "__ALL_QUANTIZABLE__"])
+def test_words_for_everything_that_can_be_pruned(word: str) -> None:
+    model = tiny.run(tiny.llama(), WandaPruningModifier(sparsity=0.5, targets=word))
+    assert all(zeros(module.weight) == 0.5 for module in tiny.linears(model).values())
+
+
 def test_no_dampening_given_is_the_default() -> None:
     assert SparseGPTModifier(dampening_frac=None, sparsity=0.5).dampening_frac == 0.01
     with pytest.raises(RecipeError, match="dampening_frac"):
@@ -304,6 +330,11 @@ def test_no_dampening_given_is_the_default() -> None:
         ({"targets": "Linaer"}, "Linear"),
         ({"targets": "LlamaRMSNorm"}, "holds no Linear"),
         ({"sparsity": [0.1, 0.2, 0.3]}, "3 values"),
+        ({"targets": []}, "targets is empty"),
+        (
+            {"sparsity": [0.1, 0.2], "targets": ["LlamaDecoderLayer", "re:.*down_proj"]},
+            "sparsity of 're:.*down_proj' decides about nothing",
+        ),
         ({"mask_structure": "3:6", "targets": "re:.*q_proj"}, "no multiple of 6"),
     ],
 )

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.observers.tokens import alike_batches, count_tokens, per_batch, real_tokens
+from llmcompressor.observers.tokens import (
+    alike_batches,
+    count_tokens,
+    per_batch,
+    real_tokens,
+    token_mask,
+    token_total,
+)
 
 MASK = torch.tensor([[True, True, False], [False, True, True]])
 
@@ -80,3 +87,68 @@ def test_batches_are_alike_if_they_have_one_size_and_no_padding() -> None:
     assert alike_batches(values, None, (4, 2)) == 1
     assert alike_batches(values, torch.ones(6, 3, dtype=torch.bool), (2, 2, 2)) == 1
     assert alike_batches(values[:5], None, (2, 2, 2)) == 1, "laid out otherwise"
+
+
+SIDES = {
+    "right": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool(),
+    "left": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]).bool(),
+}
+
+
+def by_query(real_BT: Tensor, form: str, *, causal: bool, opened: bool) -> Tensor:
+    """What each query sees; with ``opened`` those that would see nothing see everything."""
+    seen_BQK = real_BT.unsqueeze(1).expand(-1, real_BT.shape[1], -1)
+    if causal:
+        seen_BQK = seen_BQK & torch.ones(real_BT.shape[1], real_BT.shape[1]).tril().bool()
+    if opened:
+        seen_BQK = seen_BQK | ~seen_BQK.any(dim=-1, keepdim=True)
+    if form == "added":
+        return torch.where(seen_BQK, 0.0, torch.finfo(torch.float32).min).unsqueeze(1)
+    return seen_BQK.unsqueeze(1) if form == "of heads" else seen_BQK
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("form", ["plain", "of heads", "added"])
+@pytest.mark.parametrize(("causal", "opened"), [(True, False), (True, True), (False, False)])
+def test_a_mask_of_queries_tells_which_tokens_are_real(
+    side: str, form: str, causal: bool, opened: bool
+) -> None:
+    mask = by_query(SIDES[side], form, causal=causal, opened=opened)
+    found = token_mask({"input_ids": torch.ones(2, 5), "attention_mask": mask})
+    assert found is not None
+    assert torch.equal(found, SIDES[side])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_of_queries_that_hides_nobody_is_none(causal: bool) -> None:
+    everyone = torch.ones(1, 5).bool()
+    mask = by_query(everyone, "of heads", causal=causal, opened=False)
+    assert token_mask({"input_ids": torch.ones(2, 5), "attention_mask": mask}) is None
+
+
+def test_of_masks_by_kind_of_attention_any_may_show_a_token() -> None:
+    window = by_query(SIDES["right"], "of heads", causal=True, opened=False)
+    narrow = window & torch.ones(5, 5).triu(-1).bool()
+    both = {"full_attention": window, "sliding_attention": narrow}
+    found = token_mask({"input_ids": torch.ones(2, 5), "attention_mask": both})
+    assert found is not None
+    assert torch.equal(found, SIDES["right"])
+
+
+def test_one_mask_for_all_rows_and_masks_of_other_sequences() -> None:
+    mask = by_query(SIDES["right"][1:], "of heads", causal=True, opened=False)
+    found = token_mask({"input_ids": torch.ones(2, 5), "attention_mask": mask})
+    assert found is not None
+    assert found.tolist() == [[True, True, True, False, False]] * 2
+    assert token_mask({"attention_mask": mask[..., :2, :]}) is None
+
+
+@pytest.mark.parametrize("form", ["flat", "of heads"])
+def test_tokens_are_counted_whatever_the_mask(form: str) -> None:
+    real = SIDES["left"]
+    mask = real if form == "flat" else by_query(real, form, causal=True, opened=False)
+    total = token_total({"input_ids": torch.ones(2, 5), "attention_mask": mask})
+    assert total is not None
+    assert int(total) == 8
+    assert int(token_total({"input_ids": torch.ones(2, 5)})) == 10  # type: ignore[arg-type]
+    assert token_total({"pixel_values": torch.ones(2, 5)}) is None

@@ -218,3 +218,25 @@ def test_a_loss_mask_counts_only_its_tokens() -> None:
         assert mask[:, :first].sum() == 0
         assert mask[:, first:LENGTH].all()
         assert mask[:, LENGTH:].sum() == 0
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("form", ["truth", "added"])
+def test_masks_of_queries_and_shared_positions_leave_padding_out(form: str, side: str) -> None:
+    plain, padded = _text("none"), _text(side)
+    for batch in padded:
+        real = batch["attention_mask"].bool()
+        causal = torch.ones(real.shape[1], real.shape[1]).tril().bool()
+        seen = real[:, None, None, :] & causal
+        seen = seen | ~seen.any(dim=-1, keepdim=True)  # or their softmax would be of nothing
+        if form == "added":
+            hidden = torch.finfo(torch.float64).min
+            seen = torch.zeros(seen.shape, dtype=torch.float64).masked_fill_(~seen, hidden)
+        batch["attention_mask"] = seen
+        batch["position_ids"] = batch["position_ids"][:1]  # of all rows
+    weights = [
+        _calibrated(_build("llama"), batches, _gptq(asymmetric=True), "sequential")
+        for batches in (plain, padded)
+    ]
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)

@@ -65,6 +65,14 @@ def test_what_each_pattern_matches_and_decides(llama_folder: Path) -> None:
     assert (match(found, "model.embed_tokens").decided, len(found.schemes)) == (0, 12)
 
 
+@pytest.mark.parametrize(("target", "decided"), [("Linear", 14), ("LlamaDecoderLayer", 2)])
+def test_what_targets_of_pruning_decide(llama_folder: Path, target: str, decided: int) -> None:
+    """The Linears that are pruned, or the layers that hold them."""
+    pruner = WandaPruningModifier(sparsity=0.5, targets=target, ignore=["lm_head"])
+    found = quick(llama_folder, pruner, dataset=[{"input_ids": list(range(3, 19))}])
+    assert match(found, target).decided == decided
+
+
 def test_a_pattern_that_misses_says_what_it_may_have_meant(llama_folder: Path) -> None:
     found = quick(llama_folder, QuantizationModifier(scheme="W8A8", ignore=["re:.*gatee_proj"]))
 

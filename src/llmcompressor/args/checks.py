@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from math import inf
 from typing import Any, SupportsIndex
 
 from llmcompressor.errors import ArgumentError, did_you_mean
@@ -89,18 +90,19 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
-def integer(least: int) -> Check:
-    """A whole number of at least ``least``."""
+def integer(least: int, most: float = inf) -> Check:
+    """A whole number of at least ``least``, and at most ``most``."""
 
     def check(name: str, value: Any) -> int:
         expected = f"a whole number of at least {least}"
+        expected += f" and at most {most}" if most < inf else ""
         if isinstance(value, bool):
             raise reject(name, value, expected)
         try:
             whole = operator.index(value)
         except TypeError:
             raise reject(name, value, expected) from None
-        if whole < least:
+        if not least <= whole <= most:
             raise reject(name, value, expected)
         return whole
 

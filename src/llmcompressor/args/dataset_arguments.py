@@ -284,7 +284,9 @@ class DatasetArguments:
     )
     seed: int = field(
         default=0,
-        metadata=about("Decides the order of the data and everything random.", integer(0)),
+        metadata=about(
+            "Decides the order of the data and everything random.", integer(0, 2**63 - 1)
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,16 @@ __all__ = [
     "untie_embeddings",
 ]
 
+_LOADING_FAILURES = (
+    EOFError,
+    ImportError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+)
+"""What transformers and torch raise of files that are damaged or no weights at all."""
 _PRECISIONS = {
     "half": torch.float16,
     "fp16": torch.float16,
@@ -128,7 +140,7 @@ def load_model(
         )
     except torch.OutOfMemoryError:
         raise
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except (*_LOADING_FAILURES, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise loading_error(place, error) from error

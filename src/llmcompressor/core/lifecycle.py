@@ -53,6 +53,7 @@ class CompressionLifecycle:
     _last: EventType = field(default=EventType.BATCH_END, init=False, repr=False)
     _seen_event: bool = field(default=False, init=False, repr=False)
     _seen_batch: bool = field(default=False, init=False, repr=False)
+    _told_step: bool = field(default=False, init=False, repr=False)
     # What the recipe was read from, for the next stage of the same recipe.
     _source: tuple[RecipeInput, RecipeArgs] | None = field(default=None, init=False, repr=False)
 
@@ -146,6 +147,7 @@ class CompressionLifecycle:
                     "begun. Use oneshot, or run the data between callbacks."
                     "calibration_epoch_start() and callbacks.calibration_epoch_end()."
                 )
+        self._tell_of_lost_steps()
         results = self._call(lambda each: each.finalize(state=self.state, **kwargs))
         self.finalized = True
         return results
@@ -270,6 +272,12 @@ class CompressionLifecycle:
     # ---- what may come when
 
     def _validate(self, event_type: EventType, kwargs: dict[str, Any]) -> None:
+        if not isinstance(event_type, EventType):
+            names = [each.name for each in EventType if each not in _METHOD_FOR]
+            raise InputError(
+                f"{event_type!r} is no EventType.",
+                f"Send one of EventType.{', EventType.'.join(names)}.",
+            )
         if event_type in _METHOD_FOR:
             method = _METHOD_FOR[event_type]
             raise InputError(
@@ -330,6 +338,18 @@ class CompressionLifecycle:
             self.global_step = global_step
         elif event_type is EventType.OPTIM_POST_STEP:
             self.global_step += 1
+        self._told_step |= global_step is not None or event_type is EventType.OPTIM_POST_STEP
+
+    def _tell_of_lost_steps(self) -> None:
+        """Say that a schedule stood still because nobody told of the optimizer's steps."""
+        scheduled = [type(one).__name__ for one in self.recipe.modifiers if one.start is not None]
+        if scheduled and self.global_batch and not self._told_step:
+            logger.warning(
+                f"{self.global_batch + 1} batches were told of and no step of the optimizer, so "
+                f"the schedule of {', '.join(scheduled)} stayed at step {self.global_step}. Call "
+                "callbacks.optim_post_step() after optimizer.step(), or give global_step with an "
+                "event."
+            )
 
     def _note(self, event_type: EventType, given: dict[str, Any]) -> None:
         """Put the current batch and loss where the modifiers find them."""

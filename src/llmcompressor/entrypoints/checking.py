@@ -127,11 +127,11 @@ def _refuse_unservable(config: Mapping[str, Any], headers: Mapping[str, TensorIn
             return
         firsts.append((server, found[0]))
     reasons = "; ".join(
-        f"{server} ({one.rule}): {one.message.rstrip('.')}" for server, one in firsts
+        f"{server} ({one.rule}, {one.module}): {one.message.rstrip('.')}" for server, one in firsts
     )
     remedy = next((one.remedy for _, one in firsts if one.remedy), "Leave it as it is.")
     raise RecipeError(
-        f"No server would serve what this recipe makes of {firsts[0][1].module}. {reasons}.",
+        f"No server would serve what this recipe makes. {reasons}.",
         f"{remedy} To write it all the same, leave the check out with verify=False (--no-verify).",
     )
 

@@ -15,6 +15,7 @@ from llmcompressor.checkpoint.load import (
     check_unadapted,
     check_unquantized,
     load_model,
+    parse_precision,
     untie_embeddings,
 )
 from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
@@ -137,6 +138,12 @@ def _given_model(task: Task, given: Any) -> Module:
     check_unadapted(model)
     check_unquantized(model)
     _check_values(model)
+    wanted, own = parse_precision(task.model_args.precision), getattr(model, "dtype", None)
+    if isinstance(wanted, torch.dtype) and wanted != own:
+        logger.warning(
+            f"precision={task.model_args.precision!r} has no effect on a loaded model, whose dtype "
+            f"is {own}: load it with that dtype, or give oneshot its folder."
+        )
     if not task.model_args.tie_word_embeddings:
         untie_embeddings(model)
     if task.model_args.device is not None:

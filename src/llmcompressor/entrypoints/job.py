@@ -51,6 +51,7 @@ class Job(Task):
         self._check_log_dir()
         self._check_data_needed()
         self._check_pipeline()
+        self._tell_of_schedules()
 
     # ------------------------------------------------------------------ checks, before anything
 
@@ -89,6 +90,15 @@ class Job(Task):
             )
         if self.has_data and self.recipe.modifiers and not needing:
             logger.info("The dataset is not read: no modifier of the recipe needs data.")
+
+    def _tell_of_schedules(self) -> None:
+        for each in self.recipe.modifiers:
+            for name, value in (("start", each.start), ("end", each.end)):
+                if value not in (None, 0, -1):
+                    logger.warning(
+                        f"{name}: {value:g} of {type(each).__name__} has no effect in oneshot, "
+                        "which has no steps. It is for train."
+                    )
 
     def _check_pipeline(self) -> None:
         needing = self.needing_data

@@ -9,10 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.nn import Module
+
 from llmcompressor.args import RunArguments, parse_arguments
 from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.streamed import run_streamed, streamable
+from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 
 __all__ = ["Oneshot", "oneshot"]
@@ -85,7 +89,7 @@ class Oneshot(Job):
         """Load, calibrate, compress, and save; or only make the plan of it."""
         if self.run_args.dry_run:
             return _planned(self._given)
-        with _log_file(self.log_dir):
+        with _log_file(self.log_dir), _left_inference_mode(self.model_args.model):
             source = self.open_data()
             checkpoint = streamable(self)
             if checkpoint is not None:
@@ -106,6 +110,25 @@ def _is_dry(arguments: Mapping[str, Any]) -> bool:
     own = {name: value for name, value in arguments.items() if name == "dry_run"}
     args: RunArguments = parse_arguments(own, RunArguments)[0]
     return args.dry_run
+
+
+@contextmanager
+def _left_inference_mode(model: Any) -> Iterator[None]:
+    """Leave torch's inference mode, in which no thread may write to what another one made.
+
+    Raises:
+        ArgumentError: a model was made in it, whose weights cannot be written to outside.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    if isinstance(model, Module) and any(one.is_inference() for one in model.parameters()):
+        raise ArgumentError(
+            "The model was made in torch.inference_mode(), so that its weights cannot be changed.",
+            "Load it outside of inference mode, or give its folder.",
+        )
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 @contextmanager

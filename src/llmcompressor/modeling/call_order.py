@@ -88,13 +88,13 @@ def watch_calls(
         place = region(modules[module])
         if tensor is not None:
             for reference, version, other_place, group in reversed(seen):
-                same = reference() is tensor and version == _version(tensor)
+                same = reference() is tensor and version == version_of(tensor)
                 if same and other_place == place:
                     group.append(module)
                     return
         groups.append([module])
         if tensor is not None:
-            seen.append((weakref.ref(tensor), _version(tensor), place, groups[-1]))
+            seen.append((weakref.ref(tensor), version_of(tensor), place, groups[-1]))
             del seen[:-64]  # what is called this much later shares nothing in practice
 
     def count(module: Module, args: tuple[Any, ...]) -> None:
@@ -111,7 +111,8 @@ def watch_calls(
     return CallOrder(tuple(tuple(group) for group in groups if group), calls)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; 0 where torch does not count (inference mode)."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "near_matches",
     "sets_of",
     "unmatched",
+    "warn_of_containers",
 ]
 
 REGEX = "re:"
@@ -176,6 +177,60 @@ def check_targets(
     if idle:
         problem = f"{_listed('ignore entry', idle)} no module of {kind}."
         logger.warning(f"{problem} {_hints(model, idle)}".strip())
+    if ignore:
+        meant = match_named_modules(model, targets)
+        warn_of_containers(model, as_targets(ignore), (name for name, _ in meant))
+
+
+def warn_of_containers(model: Module, ignore: Iterable[str], meant: Iterable[str]) -> None:
+    """Warn of ignore entries that leave nothing out, but match what holds something meant.
+
+    An entry leaves out the modules that it matches, and not what these hold.
+
+    Args:
+        model: where to look.
+        ignore: the entries.
+        meant: names of the modules that targets mean, those that are ignored included.
+    """
+    names = set(meant)
+    hits = {
+        entry: {name for name, _ in match_named_modules(model, [entry])}
+        for entry in as_targets(ignore)
+    }
+    left = names.difference(*hits.values())
+    for entry, found in hits.items():
+        inside = [name for name in left if any(each in found for each in _above(name))]
+        if inside and names.isdisjoint(found):
+            holder = next(each for each in _above(min(inside)) if each in found)
+            within = _within(holder, alike=len(found) > 1)
+            logger.warning(
+                f"The ignore entry {entry!r} leaves nothing out: it means "
+                f"{holder or 'the model'} itself, and not the {len(inside)} target(s) in what it "
+                f"matches. {_question([within])}"
+            )
+
+
+def _within(holder: str, *, alike: bool) -> str:
+    """A pattern for what a module holds, and with ``alike`` for what those of other numbers do.
+
+    >>> _within("model.layers.0.mlp", alike=True), _within("model.layers.0", alike=False)
+    ('re:model[.]layers[.][0-9]+[.]mlp[.]', 're:model[.]layers[.]0[.]')
+    """
+    if not holder:
+        return f"{REGEX}.*"
+    parts = ["[0-9]+" if alike and part.isdigit() else part for part in holder.split(".")]
+    return REGEX + "".join(f"{part}[.]" for part in parts)
+
+
+def _above(name: str) -> Iterator[str]:
+    """Names of what holds a module, the nearest first.
+
+    >>> list(_above("model.layers.0"))
+    ['model.layers', 'model', '']
+    """
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _weighty_classes(model: Module) -> str:

@@ -278,6 +278,7 @@ class Modifier(HooksMixin):
 
     # Every phase that was entered, so that a finalized modifier still knows whether it started.
     _passed: tuple[Phase, ...] = PrivateAttr((Phase.CREATED,))
+    _latest: Event | None = PrivateAttr(None)
 
     if not TYPE_CHECKING:  # type checkers see the constructor that pydantic derives
 
@@ -602,11 +603,7 @@ class Modifier(HooksMixin):
                 "lacks a `return True`."
             )
         self._enter(Phase.INITIALIZED)
-        event = Event(
-            type_=EventType.INITIALIZE,
-            steps_per_epoch=state.steps_per_epoch,
-            batches_per_step=state.batches_per_step,
-        )
+        event = _first_event(EventType.INITIALIZE, state)
         if self.should_start(event) and not state.resumes:
             self._start(state, event, kwargs)
 
@@ -645,6 +642,7 @@ class Modifier(HooksMixin):
         """
         self._expect_initialized("updated")
         self._expect_not(Phase.FINALIZED, "updated")
+        self._latest = event
         self.on_event(state, event, **kwargs)
         if not self._calibrate(state, event, kwargs):
             self._follow_schedule(state, event, kwargs)
@@ -659,7 +657,8 @@ class Modifier(HooksMixin):
         self._expect_initialized("finalized")
         try:
             if self.started and not self.ended:
-                self._end(state, Event(type_=EventType.FINALIZE), kwargs)
+                latest = self._latest or _first_event(EventType.FINALIZE, state)
+                self._end(state, latest.new_instance(type_=EventType.FINALIZE), kwargs)
             # Nothing returned is fine: a long run is not thrown away for a forgotten `return`.
             if self.on_finalize(state, **kwargs) is False:
                 raise LifecycleError(f"{self._name}.on_finalize reports a failure.")
@@ -819,3 +818,10 @@ def _nearest_fields(cls: type[Modifier], field: str) -> str:
     fields = sorted(cls.model_fields)
     hint = did_you_mean(field, fields)
     return hint if hint.startswith("Choose") else f"{hint} The fields are: {', '.join(fields)}."
+
+
+def _first_event(kind: EventType, state: State) -> Event:
+    """An event of the time before any step."""
+    return Event(
+        type_=kind, steps_per_epoch=state.steps_per_epoch, batches_per_step=state.batches_per_step
+    )

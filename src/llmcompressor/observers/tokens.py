@@ -3,12 +3,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["alike_batches", "count_tokens", "per_batch", "real_tokens"]
+__all__ = ["alike_batches", "count_tokens", "per_batch", "real_tokens", "token_mask", "token_total"]
+
+_BY_QUERY = (3, 4)
+"""Dimensions of masks that say for each query which keys it sees."""
+
+
+def token_mask(batch: Mapping[str, Any], key: str = "attention_mask") -> Tensor | None:
+    """Bool ``[batch, tokens]``, true where a real token is; ``None`` where all are.
+
+    Args:
+        batch: what the model is called with.
+        key: the mask: ``[batch, tokens]``; or ``[batch, queries, keys]`` or
+            ``[batch, heads, queries, keys]``, of which truth values say what is seen, and numbers
+            what is added to scores; or several of these by name, as models with two kinds of
+            attention take them.
+    """
+    mask, ids = batch.get(key), batch.get("input_ids")
+    several = list(mask.values()) if isinstance(mask, Mapping) else [mask]
+    found = [one for one in map(_seen, several) if one is not None]
+    if not found:
+        return None
+    real = found[0]
+    for other in found[1:]:
+        real = real | other
+    if isinstance(ids, Tensor) and len(real) == 1:
+        real = real.expand(len(ids), -1)
+    return None if bool(real.all()) else real
+
+
+def token_total(batch: Any) -> Tensor | None:
+    """How many tokens of a batch are no padding, where its mask lies; ``None`` if it has none."""
+    if not isinstance(batch, Mapping):
+        return None
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    if isinstance(mask, Tensor) and mask.ndim == 2:  # summed without waiting for the device
+        return mask.bool().sum()
+    real = token_mask(batch)
+    if real is not None:
+        return real.sum()
+    return torch.tensor(ids.numel(), device=ids.device) if isinstance(ids, Tensor) else None
+
+
+def _seen(mask: Any) -> Tensor | None:
+    """Bool ``[batch, tokens]``, true where something is seen; ``None`` where that is not known.
+
+    A query that sees nothing is often given sight of everything, so that no row of a softmax is
+    empty. It is told from others by seeing what comes after it, and does not count.
+    """
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.ndim not in _BY_QUERY:
+        return mask.bool() if mask.ndim == 2 else None
+    if mask.is_floating_point():
+        mask = mask > torch.finfo(mask.dtype).min / 2
+    sight = mask.bool() if mask.ndim == 3 else mask.bool().any(dim=1)
+    if sight.shape[1] != sight.shape[2]:  # keys of a cache, or of another sequence
+        return None
+    open_BQ = sight.all(dim=2)
+    open_BQ[:, -1] = False
+    some_closed_B1 = ~open_BQ[:, :-1].all(dim=1, keepdim=True)
+    counts_BQ1 = ~(open_BQ & some_closed_B1).unsqueeze(2)
+    return torch.any(sight & counts_BQ1, dim=1)
 
 
 def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:

@@ -15,8 +15,9 @@ from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.inputs import model_inputs
+from llmcompressor.observers.tokens import token_mask
 from llmcompressor.pipelines.merging import merge_batches
-from llmcompressor.pipelines.model_runs import calibration_mode, token_mask
+from llmcompressor.pipelines.model_runs import calibration_mode
 from llmcompressor.pipelines.quick_linears import quick_linears
 from llmcompressor.threads import short_waits
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from llmcompressor.errors import CheckpointError, CompressorError, DatasetError
-from llmcompressor.modeling.call_order import CallOrder, watch_calls
+from llmcompressor.modeling.call_order import CallOrder, version_of, watch_calls
 from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modeling.hollow import hollow_weights
 from llmcompressor.modeling.input_rotations import input_rotations, resting
@@ -118,14 +118,14 @@ def _weights_unchanged(model: Module) -> Iterator[None]:
     What is calibrated would not be what it goes on with. Weights that are not loaded are zeros
     that torch lets nobody write to.
     """
-    before = {parameter: parameter._version for parameter in model.parameters()}
+    before = {parameter: version_of(parameter) for parameter in model.parameters()}
     try:
         yield
     except RuntimeError as error:
         if "single memory location" not in str(error):
             raise
         raise _writes_to_weights(model) from error
-    if any(parameter._version != version for parameter, version in before.items()):
+    if any(version_of(parameter) != version for parameter, version in before.items()):
         raise _writes_to_weights(model)
 
 

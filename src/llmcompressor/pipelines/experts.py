@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
@@ -124,12 +125,12 @@ class ExpertWatch(HooksMixin):
             if self._policy == "error":
                 raise DatasetError(
                     f"Too few calibration tokens reached {len(starved)} of "
-                    f"{mixture.num_experts} experts, fewer than {self._least:.0f}: {shown}.",
+                    f"{mixture.num_experts} experts, fewer than {ceil(self._least)}: {shown}.",
                     "Calibrate with more data, set moe_calibrate_all_experts, or choose another "
                     "policy for starved_experts.",
                 )
             logger.warning(
-                f"Fewer than {self._least:.0f} calibration tokens reached {len(starved)} of "
+                f"Fewer than {ceil(self._least)} calibration tokens reached {len(starved)} of "
                 f"{mixture.num_experts} experts: {shown}. {_WORDS[self._policy]}"
             )
             for one in starved:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is run on calibration batches: in which mode, and what of them is real."""
+"""How a model is run on calibration batches: in which mode, and on how little at first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from llmcompressor.modeling.quantized_mark import marked_quantized
 __all__ = [
     "calibration_mode",
     "small_batch",
-    "token_mask",
 ]
 
 _TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"})
@@ -52,15 +51,6 @@ def calibration_mode(model: Module) -> Iterator[None]:
                 module.quantization_enabled = was_enabled
 
 
-def token_mask(batch: Mapping[str, Any], key: str = "attention_mask") -> Tensor | None:
-    """Bool ``[batch, tokens]``, true where a real token is; ``None`` where all are."""
-    mask = batch.get(key)
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return None
-    real = mask.bool()
-    return None if bool(real.all()) else real
-
-
 def small_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A cut of a text batch, enough to see what calls what; other batches as they are."""
     tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
@@ -69,7 +59,6 @@ def small_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     if "input_ids" not in batch:
         return dict(batch)
     shape = batch["input_ids"].shape
-    return {
-        key: value[:1, :_PROBE_TOKENS] if value.shape == shape else value
-        for key, value in batch.items()
-    }
+    if any(value.shape != shape for value in tensors.values()):  # masks of four dimensions
+        return dict(batch)
+    return {key: value[:1, :_PROBE_TOKENS] for key, value in batch.items()}

@@ -138,7 +138,10 @@ class _Maker:
         parameters = sum(one.numel() for one in subject.model.parameters())
         planned = [self._initialized(modifier) for modifier in request.modifiers]
         everything = [one for each in planned for one in each or ()]
-        names = [[one.name for one in each or ()] for each in planned]
+        names = [
+            _worked_on(subject.model, modifier, each or (), self._state)
+            for modifier, each in zip(request.modifiers, planned, strict=True)
+        ]
         words = descriptions(everything)
         parts = self._parts_read
         is_ready = None not in planned and not any(one.where == RECIPE for one in self._problems)
@@ -498,3 +501,15 @@ def _existing(folder: Path | None) -> Path | None:
     while folder is not None and not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     return folder
+
+
+def _worked_on(
+    model: Module, modifier: Modifier, planned: Sequence[PlannedModule], state: State
+) -> set[str]:
+    """Names of what a modifier quantizes; if nothing, of what it calibrates and what holds it."""
+    if planned or not modifier.initialized:
+        return {one.name for one in planned}
+    own = set(modifier.calibrated_modules(state))
+    names = [name for name, module in model.named_modules() if module in own]
+    parts = [name.split(".") for name in names]
+    return {".".join(each[:n]) for each in parts for n in range(1, len(each) + 1)}

@@ -100,8 +100,8 @@ def match_patterns(
 
     Args:
         model: the model.
-        modifiers: of the recipe, each with the modules that it quantizes; with none where its
-            initialization failed.
+        modifiers: of the recipe, each with the modules that it quantizes, or prunes and what
+            holds these; with none where its initialization failed.
     """
     modules = dict(named_modules(model))
     found: list[Match] = []

@@ -36,8 +36,8 @@ class Match:
         role: ``target`` or ``ignore``.
         pattern: as it stands in the recipe.
         matched: how many modules it matches, of any class.
-        decided: how many modules it decides about: those that get their scheme by it, or that
-            are quantized but for this entry of ``ignore``.
+        decided: how many modules it decides about: those that get their scheme by it, that are
+            pruned or hold what is, or that are quantized but for this entry of ``ignore``.
         first: the first few of these, or of those that it matches if there are none.
         hint: what a pattern that matches nothing may have meant.
     """

@@ -33,6 +33,7 @@ from llmcompressor.modeling.compiled import compile_anew, never_traced
 from llmcompressor.modeling.spread import zero
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.numerics.straight_through import touch
+from llmcompressor.observers.tokens import token_mask
 from llmcompressor.quantization.attach import tap_attention
 from llmcompressor.quantization.fake_activations import FakeActivation
 from llmcompressor.quantization.fake_weights import WEIGHT_STEP, FakeWeights
@@ -171,7 +172,7 @@ class AwareTraining:
         """A batch begins: its padding is known, weights may have changed since the last one."""
         if event.global_step > self._last_step:
             self.step_done(event)
-        self._in_batch, self._mask = True, _token_mask(state.batch_data)
+        self._in_batch, self._mask = True, _mask_of(state.batch_data)
         self._weights_changed()
 
     def step_done(self, event: Event) -> None:
@@ -411,13 +412,9 @@ class AwareTraining:
         return names + [one.step_name for one in activations if one.learned]
 
 
-def _token_mask(batch: Any) -> Tensor | None:
+def _mask_of(batch: Any) -> Tensor | None:
     """Bool ``[batch, tokens]``, true at tokens; ``None`` where no padding is told of."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return None
-    mask = mask.bool()
-    return None if bool(mask.all()) else mask
+    return token_mask(batch) if isinstance(batch, Mapping) else None
 
 
 def _replaced(

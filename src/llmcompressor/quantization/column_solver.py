@@ -42,7 +42,7 @@ class Options:
     refinements: int | None = 0
     """Rounds of coordinate descent after the sweep; see :func:`rounds_of`."""
     refit: bool = False
-    """Whether scales are fitted again to the codes, where each group of a row has one."""
+    """Whether scales are fitted again to the codes, where that can be done and pays."""
     batch: int | None = None
     """How many problems of equal shape are solved in one call; as many as are small if ``None``."""
     settles: bool = False
@@ -191,7 +191,7 @@ def _swept(problems: Sequence[Problem], options: Options) -> list[Solution]:
         block=options.block_size,
     )
     scale_RG = None
-    if options.refit and all(problem.has_own_scales for problem in problems):
+    if options.refit and all(map(_refits, problems)):
         stored = problems[0].parameters[0].scale.dtype
         scale_RG, rounded_RC, change_R = refit_scales(
             weight_RC, rounded_RC, gram_CC, scales, stored=stored, dampening=dampening
@@ -238,6 +238,14 @@ def _corrected(
     return weight_RC
 
 
+def _refits(problem: Problem) -> bool:
+    """Whether scales can be fitted to the codes of a problem, and something is gained by it.
+
+    Of codes of 8 bits the best scale differs from the first one by less than a bfloat16 can tell.
+    """
+    return problem.has_own_scales and problem.grid.bits < FINE_BITS
+
+
 def rounds_of(asked: int | None, bits: int) -> int:
     """Rounds of coordinate descent on a grid: ``None`` asks for one where it pays.
 
@@ -250,7 +258,7 @@ def rounds_of(asked: int | None, bits: int) -> int:
 
 
 FINE_BITS = 8
-"""Bits from which the sweep leaves nothing to gain for a refinement."""
+"""Bits from which the sweep leaves nothing to gain for a refinement, or other scales."""
 _COARSE_BITS = 4
 """Bits from which a refinement gains a fiftieth, and takes an eighth of the time."""
 PRUNED_SHARE = 0.05

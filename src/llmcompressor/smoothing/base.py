@@ -186,8 +186,13 @@ class SmoothingMixin(Modifier):
         self._sets = self._without_turned(state, are_named=names is not None)
         if not self._sets:
             self._refuse_turned()
+            what = (
+                f"finds nothing to smooth in {type(model).__name__}"
+                if names is None
+                else "was given mappings that leave nothing to smooth"
+            )
             raise TargetError(
-                f"{type(self).__name__} finds nothing to smooth in {type(model).__name__}.",
+                f"{type(self).__name__} {what}.",
                 "Name what is to be smoothed in its mappings, or leave it out of the recipe.",
             )
         self._tell()

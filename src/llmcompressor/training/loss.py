@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from llmcompressor.observers.tokens import token_total
+
 if TYPE_CHECKING:
     from transformers import Trainer
 
@@ -99,7 +101,7 @@ def tokens_of_step(trainer: Trainer, batches: Iterable[Any]) -> Tensor | None:
     Returns:
         A scalar; ``None`` where it is not known.
     """
-    counts = [_tokens_of(batch) for batch in batches]
+    counts = [token_total(batch) for batch in batches]
     known = [count for count in counts if count is not None]
     if not known or len(known) < len(counts):
         return None
@@ -127,23 +129,13 @@ def token_weight(
     Returns:
         A scalar; ``None`` where all is well without.
     """
-    own = _tokens_of(inputs)
+    own = token_total(inputs)
     if share is None or own is None or tokens_in_step is None:
         return None
     of_tokens = (
         own.to(share.device) * _averaged_processes(trainer) / tokens_in_step.to(share.device)
     )
     return of_tokens / _unit(share)
-
-
-def _tokens_of(batch: Any) -> Tensor | None:
-    """How many tokens are no padding; without a mask all are."""
-    if not isinstance(batch, Mapping):
-        return None
-    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        return mask.eq(1).sum()
-    return torch.tensor(ids.numel(), device=ids.device) if isinstance(ids, Tensor) else None
 
 
 def _unit(share: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ from llmcompressor.modifiers.distillation.projection import Projections, check_p
 from llmcompressor.modifiers.distillation.weight import micro_batch_weight, task_loss
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.numerics.straight_through import touch
+from llmcompressor.observers.tokens import token_mask
 
 __all__ = ["OutputDistillationModifier"]
 
@@ -251,7 +252,7 @@ class OutputDistillationModifier(Modifier):
             )
         student.is_open = False  # what is computed again in the backward pass is not wanted
         self._ask_teacher(state.teacher_model, batch, teacher)
-        mask_BT = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        mask_BT = token_mask(batch) if isinstance(batch, Mapping) else None
         losses = [self._compared(pair, student, teacher, mask_BT) for pair in self._pairs]
         self._drop()
         distance = torch.stack([loss.to(losses[0].device) for loss in losses]).mean()

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from llmcompressor.observers.tokens import token_total
+
 __all__ = ["micro_batch_weight", "task_loss"]
 
 _IGNORED = -100  # transformers' label of a position without a target
@@ -33,7 +35,7 @@ def micro_batch_weight(batch: Any, given: Mapping[str, Any]) -> float | Tensor:
     items, tokens = given.get("num_items_in_batch"), given.get("num_tokens_in_batch")
     if items is None or not isinstance(batch, Mapping):
         return 1.0
-    own = _targets(batch) if tokens is None else _tokens(batch)
+    own = _targets(batch) if tokens is None else token_total(batch)
     if own is None:
         return 1.0
     total = items if tokens is None else tokens
@@ -48,15 +50,6 @@ def task_loss(loss: Tensor, batch: Any) -> Tensor:
         return loss
     has_targets = (labels != _IGNORED).any().to(loss.device)
     return torch.where(has_targets, loss, torch.zeros_like(loss))
-
-
-def _tokens(batch: Mapping[str, Any]) -> Tensor | None:
-    """How many tokens are no padding."""
-    mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        return (mask == 1).sum()
-    ids = batch.get("input_ids")
-    return ids.new_ones(ids.shape).sum() if isinstance(ids, Tensor) else None
 
 
 def _targets(batch: Mapping[str, Any]) -> Tensor | None:

@@ -88,7 +88,8 @@ class GPTQModifier(QuantizationMixin):
         refinements: rounds of coordinate descent after the sweep, in which every column is
             decided again, given all the others (arXiv:2309.01885); below 8 bits. ``None``: one
             below 4 bits, where it pays.
-        refit_scales: fit the scales of integer groups and channels to the codes at the end.
+        refit_scales: fit the scales of integer groups and channels to the codes at the end; below
+            8 bits.
         offload_hessians: keep second moments in main memory while they are collected.
         batched_quantization: solve Linears of equal shape in one batch: ``"auto"`` (or ``True``)
             does so where their matrices are small, a number takes as many at once whatever their

@@ -34,7 +34,8 @@ from llmcompressor.schemes.assign import is_router, listed
 __all__ = ["Place", "find_places", "means_class"]
 
 ALL = "__ALL__"
-ALL_PRUNABLE = "__ALL_PRUNABLE__"
+ALL_PRUNABLE = frozenset({"__ALL_PRUNABLE__", "__ALL_QUANTIZABLE__"})
+"""Words for the weights of every module of these classes."""
 PRUNABLE_CLASSES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
 # What quantization puts beside a weight is none, though its name begins like that of one.
 _HELPERS = ("_scale", "_zero_point", "_g_idx", "_step")
@@ -97,7 +98,7 @@ def means_class(
     if any(matches(name, module, entry) for entry in as_targets(ignore)):
         return False
     return any(
-        target == ALL_PRUNABLE or matches_class(module, target) for target in as_targets(targets)
+        target in ALL_PRUNABLE or matches_class(module, target) for target in as_targets(targets)
     )
 
 
@@ -175,7 +176,7 @@ class _Parameters:
         """The parameters that a target means; empty if there are none."""
         if target == ALL:
             found = self._where(lambda place: len(place.shape) >= 2)
-        elif target == ALL_PRUNABLE:
+        elif target in ALL_PRUNABLE:
             found = self._where(_is_prunable)
         elif any(matches(name, module, target) for name, module in self.modules):
             found = self._where(_is_prunable) & {

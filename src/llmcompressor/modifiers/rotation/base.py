@@ -429,12 +429,13 @@ class RotationModifier(Modifier):
         if kind == "random-matrix":
             return Rotation.of_matrix(random_orthogonal(order, generator))
         if not has_hadamard(order):
-            sizes = [str(size) for size in usable_block_sizes(order)]
+            asked = self.transform_block_size == order
+            sizes = [] if asked else [str(size) for size in usable_block_sizes(order)]
+            which = "the transform_block_size for" if asked else "the width of"
             raise TargetError(
-                f"There is no Hadamard matrix of order {order}, the width of {what}.",
-                f"Set transform_block_size to {', '.join(sizes)}"
-                + ("," if sizes else " a size that divides it,")
-                + ' or transform_type to "random-matrix".',
+                f"There is no Hadamard matrix of order {order}, {which} {what}.",
+                f"Set transform_block_size to {', '.join(sizes) or 'another divisor of the width'},"
+                ' or transform_type to "random-matrix".',
             )
         signs = kind == "random-hadamard" or self.randomize
         return Rotation.of_hadamard(order, generator if signs else None)

@@ -40,6 +40,7 @@ from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.modifiers.rotation.turned import Turned
 from llmcompressor.numerics.cayley import cayley_step
 from llmcompressor.numerics.rotation import Rotation
+from llmcompressor.observers.tokens import token_mask
 from llmcompressor.progress import progress
 from llmcompressor.quantization.fake_activations import dynamic_fake_quantize
 from llmcompressor.schemes.bridge import needs_global_scale
@@ -374,7 +375,7 @@ def _with_labels(
     device = model_device(model)
     ids, mask = batch["input_ids"].to(device), batch.get("attention_mask")
     labels = ids
-    for one in (mask, batch.get("loss_mask") if use_loss_mask else None):
+    for one in (token_mask(batch), batch.get("loss_mask") if use_loss_mask else None):
         labels = labels if one is None else labels.masked_fill(one.to(device) == 0, _IGNORED)
     inputs = {"input_ids": ids, "labels": labels, "use_cache": False}
     return inputs if mask is None else {**inputs, "attention_mask": mask.to(device)}

@@ -20,12 +20,19 @@ from pydantic import Field, field_validator
 from torch.nn import Linear
 
 from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import fused_partners
-from llmcompressor.modeling.matching import as_targets, check_targets, match_named_modules
+from llmcompressor.modeling.matching import (
+    as_targets,
+    check_targets,
+    match_named_modules,
+    matches_name,
+)
 from llmcompressor.modifiers.rotation.base import RotationModifier, TransformType
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.modifiers.rotation.targets import short_targets
+from llmcompressor.schemes.assign import is_router, listed
 
 __all__ = ["QuIPModifier"]
 
@@ -75,6 +82,16 @@ class QuIPModifier(RotationModifier):
         targets, ignore = list(as_targets(self.targets)), list(as_targets(self.ignore))
         check_targets(model, targets, ignore)
         found = list(match_named_modules(model, targets, ignore))
+        routers = [
+            name for name, one in found if is_router(name, one) and not _is_named(name, targets)
+        ]
+        if routers:
+            logger.info(
+                f"Left as they are: {len(routers)} router(s) ({listed(routers)}), which engines "
+                "serve without rotations. To rotate one, target it by name."
+            )
+            ignore += routers
+            found = [(name, one) for name, one in found if name not in set(routers)]
         wrong = [(name, one) for name, one in found if not isinstance(one, Linear)]
         if wrong:
             raise TargetError(
@@ -134,3 +151,8 @@ class QuIPModifier(RotationModifier):
                 for place, inverse in places
             ],
         )
+
+
+def _is_named(name: str, targets: Sequence[str]) -> bool:
+    """Whether a target means a module by its name, and not by its class."""
+    return any(matches_name(name, target) for target in targets)

@@ -102,6 +102,17 @@ class OneShotPruningModifier(Modifier):
 
     # ------------------------------------------------------------------ fields
 
+    @field_validator("sparsity", mode="before")
+    @classmethod
+    def _check_no_switch(cls, value: Any) -> Any:
+        each = value if isinstance(value, list) else [value]
+        if any(isinstance(one, bool) for one in each):  # else true would be 1: every weight
+            raise RecipeError(
+                f"a sparsity is a share of weights, not true or false (given: {value})",
+                "Give 0.5 for half of the weights.",
+            )
+        return value
+
     @field_validator("sparsity")
     @classmethod
     def _check_range(cls, value: float | list[float]) -> float | list[float]:

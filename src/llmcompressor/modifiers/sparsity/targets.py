@@ -7,7 +7,8 @@ matches no module is tried against the names of weights (``re:.*q_proj.weight``)
 ``__ALL_PRUNABLE__`` stands for every module that can be pruned. The routers of mixtures are left
 out unless a target names them.
 
-A list of sparsities has one per target, or one per layer in the order of the model.
+What several targets mean belongs to the first of them. A list of sparsities has one per target,
+each of which has to decide about something, or one per layer in the order of the model.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from llmcompressor.modeling.matching import (
     match_named_modules,
     matches,
     matches_name,
+    warn_of_containers,
 )
 from llmcompressor.modifiers.sparsity.matrices import is_prunable, matrix_shape, misfit
 from llmcompressor.names import named_modules
@@ -34,7 +36,8 @@ from llmcompressor.schemes.assign import is_router, listed
 
 __all__ = ["ALL_PRUNABLE", "Layers", "find_layers", "means_linear"]
 
-ALL_PRUNABLE = "__ALL_PRUNABLE__"
+ALL_PRUNABLE = frozenset({"__ALL_PRUNABLE__", "__ALL_QUANTIZABLE__", "__ALL__"})
+"""Words for every module that can be pruned; of what else the last two mean nothing can be."""
 _MOST_LISTED = 6
 
 
@@ -67,11 +70,13 @@ def find_layers(
             go with what was found.
     """
     wanted = as_targets(targets)
+    if not wanted:
+        raise TargetError("targets is empty, so there is nothing to prune.", "Name some: Linear.")
     everything = dict(named_modules(model))
     places = _places(model, everything, wanted, as_targets(ignore))
     names: dict[Module, str] = {}
     layer: dict[Module, str] = {}
-    for name in places:
+    for name in sorted(places, key=lambda place: wanted.index(places[place])):
         for inner, module in _prunable_in(everything, name, as_targets(ignore)):
             if module not in names:
                 names[module], layer[module] = inner, name
@@ -83,6 +88,8 @@ def find_layers(
             "or is ignored.",
             "Correct targets or ignore.",
         )
+    meant = (inner for name in places for inner, _ in _prunable_in(everything, name, ()))
+    warn_of_containers(model, as_targets(ignore), meant)
     _check(names, group)
     held = [name for name in places if name in set(layer.values())]
     order = {module: place for place, module in enumerate(everything.values())}
@@ -111,7 +118,7 @@ def means_linear(
         if not any(matches(each, module, entry) for entry in ignored)
     }
     return name in layers and any(
-        target == ALL_PRUNABLE
+        target in ALL_PRUNABLE
         or matches_name(f"{name}.weight", target)
         or any(matches(each, module, target) for each, module in layers.items())
         for target in as_targets(targets)
@@ -130,7 +137,7 @@ def _places(
     for target in wanted:
         by_module = any(matches(name, one, target) for name, one in everything.items())
         for name, module in everything.items():
-            if target == ALL_PRUNABLE:
+            if target in ALL_PRUNABLE:
                 hit = is_prunable(module)
             elif by_module:
                 hit = matches(name, module, target)
@@ -225,6 +232,13 @@ def _sparsities(
     if isinstance(sparsity, int | float):
         return dict.fromkeys(layers, float(sparsity))
     if len(sparsity) == len(wanted):
+        idle = [target for target in wanted if target not in map(target_of.get, layers)]
+        if idle:
+            raise TargetError(
+                f"The sparsity of {idle[0]!r} decides about nothing: what this target means is "
+                "ignored, or meant by a target before it.",
+                "Put narrower targets before wider ones, or leave it out with its sparsity.",
+            )
         by_target = dict(zip(wanted, sparsity, strict=True))
         return {layer: by_target[target_of[layer]] for layer in layers}
     if len(sparsity) == len(layers):

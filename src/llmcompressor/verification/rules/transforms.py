@@ -138,7 +138,7 @@ def transforms_reach_linears(view: View) -> Iterator[Problem]:
         lost = [
             entry.name
             for entry in _reached(view, one)
-            if entry.is_expert or entry.kind in ("head", "embedding")
+            if entry.is_expert or entry.kind in ("head", "embedding", "gate")
         ]
         if lost:
             yield Problem(
