@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much quality the embedded model loses, by scheme and algorithm.
 
-benchmarks/quality.py [--reference] [--settings "W8A8" …] [--seeds 0 1 2]
+benchmarks/quality.py [--reference] [--settings "W8A8" …] [--algorithms "GPTQ" …] [--seeds 0 1 2]
 
 Held-out loss above the dense model's in nats per token, divergence from it (KL), and how often the
 likeliest token is the same. Calibrated on 128 windows of 256 tokens; a seed chooses which. Each
@@ -177,12 +177,16 @@ def verdicts(results: dict) -> list[list[str]]:
     ]
 
 
-def chosen(settings: list[str] | None, *, reference: bool) -> list[Case]:
+def chosen(
+    settings: list[str] | None, algorithms: list[str] | None, *, reference: bool
+) -> list[Case]:
     """The cases to measure."""
     return [
         case
         for case in CASES
-        if (reference or not case.by_reference) and (not settings or case.setting in settings)
+        if (reference or not case.by_reference)
+        and (not settings or case.setting in settings)
+        and (not algorithms or case.name in algorithms)
     ]
 
 
@@ -190,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--settings", nargs="+", choices=sorted({c.setting for c in CASES}))
+    parser.add_argument("--algorithms", nargs="+", choices=sorted({c.name for c in CASES}))
     parser.add_argument("--windows", type=int, help="to evaluate on; all 712 by default")
     parser.add_argument("--reference", action="store_true", help="run the reference too")
     parser.add_argument("--reference-python", help="interpreter with the reference installed")
@@ -202,7 +207,7 @@ def main() -> None:
     bench = Bench(given.seeds, given.windows, given.reference_python)
     store = folder / f"{given.name}.json"
     try:
-        cases = chosen(given.settings, reference=given.reference)
+        cases = chosen(given.settings, given.algorithms, reference=given.reference)
         results = measure(cases, given.seeds, bench, store, again=given.again)
     finally:
         bench.close()
