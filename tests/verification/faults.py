@@ -696,6 +696,11 @@ def rotation_of_experts(sample: Sample) -> None:
     _transform(sample)
 
 
+@fault("S74", "R", base="qwen3_moe", also="S76")
+def rotation_of_routers(sample: Sample) -> None:
+    _transform(sample, targets=["re:.*mlp[.]gate$"])
+
+
 @fault("S75", "R", deployment=Deployment(tp=(2,), server="vllm"), also="S39")
 def rotation_over_two_devices(sample: Sample) -> None:
     _transform(sample)
