@@ -232,6 +232,16 @@ def test_a_schedule_that_stood_still_is_told_with_the_reason(told, warned):
     assert any("no step of the optimizer" in text for text in warned) == (told == "no")
 
 
+def test_a_resumed_run_with_nothing_left_to_do_did_not_stand_still(warned):
+    first = begun(Recorder(start=1))
+    for _ in range(3):
+        run_batch(first)
+    again = begun(Recorder(start=1), resumes=True)
+    again.load_state_dict(first.state_dict())
+    again.finalize()
+    assert not any("no step of the optimizer" in text for text in warned)
+
+
 # ---- order
 
 

@@ -228,6 +228,7 @@ class CompressionLifecycle:
         self.check_resumable(saved)
         self.global_step, self.global_batch = saved["global_step"], saved["global_batch"]
         self._seen_batch, self._seen_event = saved["seen_batch"], True
+        self._told_step = True  # or a run with nothing left to do would seem to have stood still
         self._last = EventType.BATCH_END
         for modifier, record in zip(self.recipe.modifiers, saved["modifiers"], strict=True):
             modifier.resume(self.state, record["phases"], record["state"])
