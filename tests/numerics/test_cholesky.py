@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.cholesky import FactoredSolver, cholesky, invert_lower_
+from llmcompressor.numerics.cholesky import (
+    FactoredSolver,
+    InverseSolver,
+    cholesky,
+    invert_lower_,
+)
 
 C = 40
 
@@ -147,3 +153,40 @@ def test_the_number_of_threads_does_not_show_in_solutions() -> None:
     for other in found[1:]:
         assert torch.equal(found[0][0], other[0])
         assert torch.equal(found[0][1], other[1])
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize("columns", [40, 300, 700])
+def test_the_inverse_solves_as_the_factor_does(columns: int, batch: int) -> None:
+    matrix_CC = positive(columns, batch=batch, dtype=torch.float64)
+    lower_CC = cholesky(matrix_CC)
+    assert lower_CC is not None
+    right_CR = torch.randn(*matrix_CC.shape[:-1], 300, dtype=torch.float64)
+    expected_CR = torch.cholesky_solve(right_CR, lower_CC)
+    found_CR = InverseSolver(lower_CC.clone(), dtype=torch.float64).solve_(right_CR.clone())
+    assert torch.allclose(found_CR, expected_CR, atol=1e-11)
+
+
+@pytest.mark.usefixtures("_threads_restored")
+@pytest.mark.parametrize("solver", [FactoredSolver, InverseSolver])
+@pytest.mark.parametrize("greatest", [1e1, 1e4, 1e8])
+def test_products_of_16_bits_are_as_exact_however_large_the_greatest_eigenvalue_is(
+    solver: type, greatest: float
+) -> None:
+    """Of a matrix with no eigenvalue below 1; and the number of threads does not show."""
+    generator = torch.Generator().manual_seed(0)
+    columns = 600
+    turned_CC = torch.linalg.qr(torch.randn(columns, columns, generator=generator).double())[0]
+    values_C = torch.logspace(0, math.log10(greatest), columns, dtype=torch.float64)
+    matrix_CC = (turned_CC * values_C) @ turned_CC.T
+    right_CR = torch.randn(columns, 700, generator=generator)
+    expected_CR = torch.linalg.solve(matrix_CC, right_CR.double()).float()
+    lower_CC = torch.linalg.cholesky(matrix_CC).float()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        solved_CR = solver(lower_CC.clone(), dtype=torch.bfloat16).solve_(right_CR.clone())
+        found.append(solved_CR)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert float((found[0] - expected_CR).norm() / right_CR.norm()) < 0.004

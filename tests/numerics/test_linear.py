@@ -119,28 +119,3 @@ def test_where_the_processor_has_the_instructions_nothing_is_replaced(
     plain = functional.linear
     with quick_linears():
         assert functional.linear is plain
-
-
-@pytest.mark.parametrize(
-    ("machine", "dtype", "has", "expected"),
-    [
-        ("x86_64", torch.bfloat16, False, True),
-        ("AMD64", torch.bfloat16, False, True),
-        ("x86_64", torch.bfloat16, True, False),
-        ("aarch64", torch.bfloat16, False, False),
-        ("x86_64", torch.float32, False, False),
-    ],
-)
-def test_what_the_processor_lacks(
-    machine: str, dtype: torch.dtype, has: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear.platform, "machine", lambda: machine)
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: has)
-    assert linear.is_slow.__wrapped__(dtype) is expected
-
-
-def test_torch_can_be_asked_for_every_instruction() -> None:
-    """It would be taken for one that has them, and nothing would be widened."""
-    for names in linear._INSTRUCTIONS.values():
-        assert all(callable(getattr(torch.cpu, name)) for name in names)

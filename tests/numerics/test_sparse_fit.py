@@ -190,3 +190,24 @@ def test_what_cannot_be_factorized_is_refused() -> None:
 
 
 HALF = Sparsity((Share(R, 0.5),))
+
+
+@pytest.mark.parametrize("rows", [R, 4 * C])
+@pytest.mark.parametrize("mean", [0.0, 3.0, 30.0])
+@pytest.mark.parametrize("group", [None, PAIRS])
+def test_a_choice_found_in_16_bits_is_as_good(group: NofM | None, mean: float, rows: int) -> None:
+    """Also where inputs are nearly the same for all tokens, so that one eigenvalue is all.
+
+    Fewer rows than columns are solved by the factor, more by the inverse.
+    """
+    torch.manual_seed(0)
+    mixing_CC = torch.randn(C, C) * torch.logspace(0, -1, C).unsqueeze(-1)
+    inputs_TC = torch.randn(4 * C, C) @ mixing_CC
+    inputs_TC += mean * inputs_TC.std(0) * torch.randn(C).sign()
+    weight_RC, hessian_CC = torch.randn(rows, C), inputs_TC.T @ inputs_TC
+    sparsity = Sparsity((Share(rows, 0.5),), group)
+    losses = {
+        dtype: float(sparse_fit(weight_RC, hessian_CC, sparsity, dtype=dtype).loss_R.double().sum())
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert losses[torch.bfloat16] < 1.01 * losses[torch.float32]

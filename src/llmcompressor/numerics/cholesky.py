@@ -21,7 +21,7 @@ from torch import Tensor
 from llmcompressor.numerics.products import MANY_ALIKE, matmul, spread_matmul, subtract_matmul_
 from llmcompressor.threads import each_span, one_thread
 
-__all__ = ["PANEL", "FactoredSolver", "cholesky", "invert_lower_"]
+__all__ = ["PANEL", "FactoredSolver", "InverseSolver", "cholesky", "invert_lower_"]
 
 PANEL = 128
 """Columns that are factorized at once, on the CPU."""
@@ -119,29 +119,44 @@ class FactoredSolver:
 
     The diagonal blocks are inverted once, and what lies beside them is laid out as it is read.
 
+    With ``dtype`` bfloat16 solutions are off by some thousandths of B where no eigenvalue of
+    ``L Lᵀ`` is below 1, however large the greatest is: what is rounded is not magnified then.
+
     Args:
         lower_CC: L, float32 or float64, ``[..., C, C]``; its memory is not kept.
-        block: columns of a diagonal block; by default what suits the device.
+        block: columns of a diagonal block; by default what suits the device and ``dtype``.
+        dtype: of the products; that of L if ``None``.
     """
 
-    def __init__(self, lower_CC: Tensor, *, block: int | None = None) -> None:
-        columns, block = lower_CC.shape[-1], block or _panel_of(lower_CC)
+    def __init__(
+        self, lower_CC: Tensor, *, block: int | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        columns, self._dtype = lower_CC.shape[-1], dtype or lower_CC.dtype
+        block = block or self._block_of(lower_CC)
         self._spans = [(lo, min(lo + block, columns)) for lo in range(0, columns, block)]
         self._corners = [
-            invert_lower_(lower_CC[..., lo:hi, lo:hi].contiguous()) for lo, hi in self._spans
+            self._laid_out(invert_lower_(lower_CC[..., lo:hi, lo:hi].contiguous()))
+            for lo, hi in self._spans
         ]
-        self._before = [lower_CC[..., lo:hi, :lo].contiguous() for lo, hi in self._spans]
-        self._after = [lower_CC[..., hi:, lo:hi].mT.contiguous() for lo, hi in self._spans]
+        self._before = [self._laid_out(lower_CC[..., lo:hi, :lo]) for lo, hi in self._spans]
+        self._after = [self._laid_out(lower_CC[..., hi:, lo:hi].mT) for lo, hi in self._spans]
+
+    def _block_of(self, lower_CC: Tensor) -> int:
+        panel = _panel_of(lower_CC)
+        return 2 * panel if self._dtype.itemsize < lower_CC.dtype.itemsize else panel
+
+    def _laid_out(self, part_MK: Tensor) -> Tensor:
+        return part_MK.to(self._dtype).contiguous()
 
     def solve_(self, right_CR: Tensor) -> Tensor:
-        """``(L Lᵀ)⁻¹ B`` in the place of B, ``[..., C, R]``."""
+        """``(L Lᵀ)⁻¹ B`` in the place of B, ``[..., C, R]``, in any dtype."""
         each_span(
             lambda span: self._solve_part_(right_CR[..., span]), right_CR.shape[-1], right_CR.device
         )
         return right_CR
 
     def _solve_part_(self, right_CS: Tensor) -> None:
-        work_CS = right_CS.contiguous()
+        work_CS = right_CS.to(self._dtype).contiguous()
         for (lo, hi), corner_KK, before_KC in zip(
             self._spans, self._corners, self._before, strict=True
         ):
@@ -155,3 +170,32 @@ class FactoredSolver:
             subtract_matmul_(part_KS, after_KC, work_CS[..., hi:, :], fewest=MANY_ALIKE)
             part_KS.copy_(matmul(corner_KK.mT, part_KS, fewest=MANY_ALIKE))
         right_CS.copy_(work_CS)
+
+
+class InverseSolver:
+    """The same as :class:`FactoredSolver` by one product, with the inverse: quicker for many B.
+
+    Args:
+        lower_CC: L, float32 or float64, ``[..., C, C]``; it is used up.
+        dtype: of the products. In bfloat16 solutions are as far off as those of the other.
+    """
+
+    def __init__(self, lower_CC: Tensor, *, dtype: torch.dtype) -> None:
+        half_CC = invert_lower_(lower_CC).to(dtype)
+        self._inverse_CC = torch.empty_like(half_CC)
+
+        def multiply(span: slice) -> None:
+            lo = span.start or 0  # above it there are zeros
+            self._inverse_CC[..., span] = half_CC[..., lo:, :].mT @ half_CC[..., lo:, span]
+
+        each_span(multiply, half_CC.shape[-1], half_CC.device)
+
+    def solve_(self, right_CR: Tensor) -> Tensor:
+        """``(L Lᵀ)⁻¹ B`` in the place of B, ``[..., C, R]``, in any dtype."""
+
+        def multiply(span: slice) -> None:
+            right_CS = right_CR[..., span]
+            right_CS.copy_(self._inverse_CC @ right_CS.to(self._inverse_CC.dtype))
+
+        each_span(multiply, right_CR.shape[-1], right_CR.device)
+        return right_CR

@@ -11,12 +11,10 @@ Shapes: T tokens, C input and R output features.
 
 from __future__ import annotations
 
-import functools
-import platform
-
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.instructions import multiplies
 from llmcompressor.numerics.products import MANY_ALIKE, matmul
 from llmcompressor.threads import each_on_one_thread
 
@@ -25,20 +23,11 @@ __all__ = ["is_slow", "wide_linear"]
 _PIECE_TOKENS = 256
 _PIECE_WEIGHTS = 2**21
 """Elements of the weight that are widened at once: 8 MiB."""
-_INSTRUCTIONS = {
-    torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
-    torch.float16: ("_is_amx_fp16_supported",),
-}
 
 
-@functools.cache
 def is_slow(dtype: torch.dtype) -> bool:
     """Whether the CPU has no instruction for products of ``dtype``, as far as torch can tell."""
-    names = _INSTRUCTIONS.get(dtype, ())
-    if not names or platform.machine().lower() not in ("x86_64", "amd64"):
-        return False
-    known = [getattr(torch.cpu, name, None) for name in names]
-    return all(has is not None and not has() for has in known)
+    return multiplies(dtype) is False
 
 
 def wide_linear(input_TC: Tensor, weight_RC: Tensor, bias_R: Tensor | None = None) -> Tensor:

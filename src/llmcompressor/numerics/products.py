@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.instructions import multiplies
 from llmcompressor.threads import SPAN, each_span
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "OFTEN_ALIKE",
     "matmul",
     "prefers_onednn",
+    "quick_dtype",
     "spread_matmul",
     "subtract_matmul_",
 ]
@@ -143,6 +145,29 @@ def prefers_onednn() -> bool:
         one_NN = torch.ones(_NARROWEST, _NARROWEST)
         return bool((_by_onednn(one_NN, one_NN) == _NARROWEST).all())
     return False
+
+
+def quick_dtype(device: torch.device, multiply_adds: int) -> torch.dtype:
+    """bfloat16 where its products take at most half of the time of float32's; else float32.
+
+    On x86 processors and accelerators that have an instruction for it.
+
+    Args:
+        device: where they are made.
+        multiply_adds: of one product; small ones are not worth the conversion.
+
+    >>> quick_dtype(torch.device("cpu"), 1000)
+    torch.float32
+    """
+    quick = multiply_adds >= MANY_ALIKE and _multiplies_bfloat16(device.type)
+    return torch.bfloat16 if quick else torch.float32
+
+
+@functools.cache
+def _multiplies_bfloat16(device: str) -> bool:
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device == "cpu" and multiplies(torch.bfloat16) is True
 
 
 def _maker() -> str:

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.cholesky import FactoredSolver, cholesky
+from llmcompressor.numerics.cholesky import FactoredSolver, InverseSolver, cholesky
 from llmcompressor.numerics.column_sweep import columns_first, rows_first
 from llmcompressor.numerics.hessian import SingularHessianError, damp
 from llmcompressor.numerics.products import MANY_ALIKE, matmul
@@ -59,6 +59,7 @@ ROUNDS_PER_FACTOR = 3
 """With these the first penalty is the last. The more rounds there are, the lower it may begin."""
 REFIT_STEPS = 2
 _TINY = 1e-30
+_Solver = FactoredSolver | InverseSolver
 
 
 def sparse_fit(
@@ -70,6 +71,7 @@ def sparse_fit(
     steps: int = REFIT_STEPS,
     dampening: float = 0.01,
     gone_RC: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> SparseResult:
     """Choose what is kept, and find its values.
 
@@ -81,13 +83,14 @@ def sparse_fit(
         steps: of conjugate gradients at the end.
         dampening: what is added to the diagonal of H, as a fraction of its mean.
         gone_RC: bool ``[..., R, C]``: what is zero in any case, and counts.
+        dtype: of the products by which the choice is found; values are found in float32.
 
     Raises:
         SingularHessianError: H with the first penalty is not positive definite, or not finite.
     """
     scaled = _scaled(weight_RC, hessian_CC, dampening)
     gone_CR = None if gone_RC is None else gone_RC.mT.contiguous()
-    start_CR, kept_CR = _split(scaled, sparsity, rounds, gone_CR)
+    start_CR, kept_CR = _split(scaled, sparsity, rounds, gone_CR, dtype)
     return _refitted(scaled, start_CR, kept_CR, steps)
 
 
@@ -132,7 +135,11 @@ def _scaled(weight_RC: Tensor, hessian_CC: Tensor, dampening: float) -> _Scaled:
 
 
 def _split(
-    problem: _Scaled, sparsity: Sparsity, rounds: int, gone_CR: Tensor | None
+    problem: _Scaled,
+    sparsity: Sparsity,
+    rounds: int,
+    gone_CR: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The values and the choice that splitting ends with."""
     kept_CR = _kept(problem.weight_CR.abs(), sparsity, gone_CR)
@@ -141,11 +148,11 @@ def _split(
     for begin in range(0, rounds, ROUNDS_PER_FACTOR):
         penalty = _penalty(begin, rounds)
         del solver  # before there is another of its size
-        solver = _factored(problem.hessian_CC, penalty)
+        solver = _solver(problem, penalty, dtype)
 
         def advance(
             rows: slice,
-            solver: FactoredSolver = solver,
+            solver: _Solver = solver,
             penalty: float = penalty,
             softer: float = before / penalty,
             numbers: range = range(begin, min(begin + ROUNDS_PER_FACTOR, rounds)),
@@ -178,15 +185,15 @@ def _press_(both_CR: Tensor, kept_CR: Tensor, factor: float) -> None:
     both_CR.mul_(kept_CR.mul_(1 - factor).add_(factor))
 
 
-def _apart(both_CR: Tensor, kept_CR: Tensor, weight_CR: Tensor, solver: FactoredSolver) -> Tensor:
+def _apart(both_CR: Tensor, kept_CR: Tensor, weight_CR: Tensor, solver: _Solver) -> Tensor:
     """X - Z of a round.
 
     ``both_CR`` holds Z where it is kept and V / ρ elsewhere: each is zero where the other is not,
     since V / ρ becomes what P takes from X̂ + V / ρ.
     """
-    away_CR = (both_CR * kept_CR).mul_(2).sub_(both_CR).sub_(weight_CR)  # Z - V / ρ - W
-    away_CR = solver.solve_(away_CR).add_(weight_CR)  # X
-    return away_CR.addcmul_(both_CR, kept_CR, value=-1)
+    away_CR = torch.addcmul(both_CR, both_CR, kept_CR, value=-2).add_(weight_CR)  # W - Z + V / ρ
+    found_CR = torch.sub(weight_CR, solver.solve_(away_CR), out=away_CR)  # X
+    return found_CR.addcmul_(both_CR, kept_CR, value=-1)
 
 
 def _kept(score_CR: Tensor, sparsity: Sparsity, gone_CR: Tensor | None) -> Tensor:
@@ -209,14 +216,17 @@ def _relaxation(rounds: int) -> float:
     return min(_MOST_RELAXED, 1 + _LONG_STEPS / max(rounds, 1))
 
 
-def _factored(hessian_CC: Tensor, penalty: float) -> FactoredSolver:
-    """Solves with H / ρ + I."""
-    pressed_CC = hessian_CC / penalty
+def _solver(problem: _Scaled, penalty: float, dtype: torch.dtype) -> _Solver:
+    """Solves with H / ρ + I, whose least eigenvalue is 1: products of 16 bits do for it."""
+    pressed_CC = problem.hessian_CC / penalty
     pressed_CC.diagonal(dim1=-2, dim2=-1).add_(1)
     lower_CC = cholesky(pressed_CC, overwrite=True)
     if lower_CC is None:
         raise SingularHessianError("The Hessian with its penalty is not positive definite.")
-    return FactoredSolver(lower_CC)
+    columns, rows = problem.weight_CR.shape[-2:]
+    if dtype.itemsize < lower_CC.dtype.itemsize and rows >= columns:
+        return InverseSolver(lower_CC, dtype=dtype)
+    return FactoredSolver(lower_CC, dtype=dtype)
 
 
 def _refitted(problem: _Scaled, value_CR: Tensor, kept_CR: Tensor, steps: int) -> SparseResult:

@@ -16,6 +16,7 @@ from llmcompressor.numerics.hessian import (
     dead_columns,
     raise_dampening,
 )
+from llmcompressor.numerics.products import quick_dtype
 from llmcompressor.numerics.sparse_choice import Sparsity, keep_best
 from llmcompressor.numerics.sparse_fit import sparse_fit
 from llmcompressor.numerics.sparsegpt import SparseResult, sparse_sweep
@@ -132,6 +133,7 @@ def _fitted(
 ) -> tuple[SparseResult, float]:
     """The best fit, with the dampening raised tenfold where it is too small."""
     dampening = options.dampening
+    dtype = quick_dtype(gram_CC.device, weight_RC.shape[-1] ** 2 * weight_RC.shape[-2])
     for step in range(steps):
         try:
             result = sparse_fit(
@@ -141,6 +143,7 @@ def _fitted(
                 rounds=options.refinements,
                 dampening=dampening,
                 gone_RC=gone_RC,
+                dtype=dtype,
             )
         except SingularHessianError:
             if step == steps - 1:
