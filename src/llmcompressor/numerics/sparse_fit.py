@@ -24,6 +24,8 @@ begins with Z = P(W), which in these coordinates is Wanda's choice, and ends wit
 
 a step down the gradient from X, which V has kept from its minimum: what was pressed hard for long
 is chosen by what it is worth, and where H = I that is Wanda's choice again, which is the best.
+No eigenvalue of H / ρ + I is below 1, so that X may be solved for in bfloat16: what is rounded is
+not magnified, however ill-conditioned H is. Conjugate gradients multiply by H, and stay in float32.
 
 **The values** given the choice are a linear least-squares problem of each row: ``(H (Q − W)ᵀ)``
 is zero where Q is kept. Conjugate gradients solve it for all rows at once, the choice being a mask
