@@ -166,7 +166,7 @@ def quick_dtype(device: torch.device, multiply_adds: int) -> torch.dtype:
 @functools.cache
 def _multiplies_bfloat16(device: str) -> bool:
     if device == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device == "cpu" and multiplies(torch.bfloat16) is True
 
 
