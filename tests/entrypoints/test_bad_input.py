@@ -457,7 +457,8 @@ CASES = [
             f"activations that are not finite, {name}",
             weight(**HUGE, recipe=recipe, **arguments),
             NonFiniteError,
-            (Q1, "NaN or infinity"),
+            # statistics name the Linear; where all of a block runs first, it is the block
+            ("model.layers.1" if "pipeline" in arguments else Q1, "NaN or infinity"),
             reaches_model=True,
             calibrates=True,
         )
@@ -476,6 +477,27 @@ CASES = [
         weight(**HUGE, recipe=CACHE),
         NonFiniteError,
         ("model.layers.1.self_attn", "NaN or infinity"),
+        reaches_model=True,
+        calibrates=True,
+    ),
+    Case(
+        "activations that are not finite behind what is calibrated",
+        weight(**HUGE, recipe=STATIC.replace("Linear", "'re:.*0.*proj'"), pipeline="basic"),
+        NonFiniteError,
+        ("What model.layers.1 returns", "NaN or infinity"),
+        reaches_model=True,
+        calibrates=True,
+    ),
+    Case(
+        "activations that are not finite before what is calibrated",
+        weight(
+            "model.layers.0.input_layernorm.weight",
+            3e38,
+            whole=True,
+            recipe=STATIC.replace("Linear", "'re:.*1.*proj'"),
+        ),
+        NonFiniteError,
+        ("What model.layers.0 returns", "NaN or infinity"),
         reaches_model=True,
         calibrates=True,
     ),

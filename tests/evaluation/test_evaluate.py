@@ -206,5 +206,5 @@ def test_what_transformers_cannot_run_is_said_by_its_rule(
 
 
 def test_neither_a_folder_nor_a_model_of_the_hub() -> None:
-    with pytest.raises(CheckpointError, match="There is no model folder o/nope"):
+    with pytest.raises(CheckpointError, match="There is no folder o/nope here"):
         evaluate("o/nope", dataset=TEXTS)

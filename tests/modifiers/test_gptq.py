@@ -474,6 +474,19 @@ def test_fused_parts_share_one_global_scale() -> None:
                 assert own == pytest.approx(448 * 6 / float(amax), rel=1e-6)
 
 
+def test_fused_parts_of_two_modifiers_cannot_share_one() -> None:
+    """Each finds the scale of what it quantizes."""
+    parts = ["re:.*gate_proj$", "re:.*up_proj$"]
+    recipe = [
+        GPTQModifier(targets=parts[:1], scheme="NVFP4A16"),
+        QuantizationModifier(targets=parts[1:], scheme="NVFP4A16"),
+    ]
+    model = tiny.llama()
+    with pytest.raises(RecipeError, match=r"up_proj is served as one with .*gate_proj.*another"):
+        tiny.run(model, *recipe)
+    assert tiny.traces(model) == {}
+
+
 @pytest.mark.parametrize("observer", ["memoryless_mse", "imatrix_mse"])
 def test_the_observer_that_is_asked_for_finds_the_scales(observer: str, warned: list[str]) -> None:
     plain = tiny.run(tiny.llama(), gptq(refit_scales=False))

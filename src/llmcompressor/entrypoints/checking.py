@@ -107,7 +107,8 @@ def check_servable(
         _refuse_unservable(config, headers)
     for each in merged(errors, by_rule=True):
         logger.warning(
-            f"{each.first.server} would not serve this ({each.first.rule}). {_said([each.first])}"
+            f"{each.first.server or 'No server'} would {'not ' if each.first.server else ''}serve "
+            f"this ({each.first.rule}). {_said([each.first])}"
             + (f" ({len(each.modules)} modules)" if each.modules[1:] else "")
         )
     for each in merged((one for one in limits if one not in errors), by_rule=True):

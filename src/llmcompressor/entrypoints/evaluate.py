@@ -12,6 +12,7 @@ import torch
 from torch.nn import Module
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.entrypoints.positions import positions_of
 from llmcompressor.entrypoints.verify import verify
@@ -109,22 +110,16 @@ def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreT
     path = Path(source).expanduser()
     if not path.is_dir() and not is_hub_id(str(source)):
         raise CheckpointError(f"There is no model folder {source}.", "Check the path.")
+    if not path.is_dir():
+        path = Path(fetch(str(source)))
     try:
         with _explained(source):
             model = AutoModelForCausalLM.from_pretrained(
-                str(path) if path.is_dir() else str(source),
-                dtype="auto",
-                trust_remote_code=trust_remote_code,
+                str(path), dtype="auto", trust_remote_code=trust_remote_code
             )
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
-        if not path.is_dir():
-            raise CheckpointError(
-                f"There is no model folder {source}, and the hub has no such model that can be "
-                f"loaded: {str(error).splitlines()[0]}",
-                "Check the path, or the name.",
-            ) from error
         raise CheckpointError(
             f"transformers cannot load {source} as a causal language model: {error}",
             "Give a folder with config.json and weights, or the name of such a model.",

@@ -37,6 +37,7 @@ from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.coverage import scarcity_reported, warn_uncalled
 from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
+from llmcompressor.pipelines.finite_blocks import blocks_watched
 from llmcompressor.pipelines.granularity import Plan, Unit, forwards_of, make_plan
 from llmcompressor.pipelines.residency import Residency
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
@@ -98,6 +99,7 @@ class SequentialPipeline:
                     scarcity_reported(
                         model, watched, batches, state, dataset_args.min_tokens_per_module
                     ),
+                    blocks_watched(model, state),
                     progress(len(run.plan.units), "Calibrating") as advance,
                 ):
                     run.go(advance)

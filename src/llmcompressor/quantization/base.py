@@ -15,7 +15,7 @@ from torch.nn import Embedding, Module
 
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
-from llmcompressor.errors import NonFiniteError, TargetError
+from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets, is_expert
 from llmcompressor.modeling.matching import check_targets
@@ -212,9 +212,15 @@ class QuantizationMixin(Modifier):
             model, resolved.targets, resolved.ignore, allow_unmatched=self.allow_unmatched
         )
         schemes = resolved.schemes_by_module(model)
+        earlier = {
+            name: module.quantization_scheme
+            for name, module in named_modules(model)
+            if hasattr(module, "quantization_scheme")
+        }
         check_schemes(
             model,
             schemes,
+            earlier=earlier,
             joined=[*fused_sets(model), *expert_sets(model)],
             bypass_divisibility=self.bypass_divisibility_checks,
         )
@@ -323,9 +329,30 @@ class QuantizationMixin(Modifier):
         if not any(weights is not None and needs_global_scale(weights) for weights in schemes):
             return
         for module in filter(self._needs_global_scale, self._schemes):
-            names = [self._names[module], *fused_partners(self._names[module])]
-            members = [modules[name] for name in names if name in modules]
+            partners = (name for name in fused_partners(self._names[module]) if name in modules)
+            names = [self._names[module], *partners]
+            members = [modules[name] for name in names]
             self._fused[module] = tuple(filter(self._needs_global_scale, members))
+            self._check_one_owner(names, members)
+
+    def _check_one_owner(self, names: Sequence[str], members: Sequence[Module]) -> None:
+        """A modifier finds the global scale of what it quantizes; another would find another."""
+        taken = [
+            name
+            for name, module in zip(names, members, strict=True)
+            if module not in self._schemes and self._has_global_scale(module)
+        ]
+        if taken:
+            raise RecipeError(
+                f"{names[0]} is served as one with {listed(taken)}, which another modifier of the "
+                "recipe quantizes, and all of them need one global scale.",
+                "Let one modifier quantize them; it can have a group of config_groups for each.",
+            )
+
+    @staticmethod
+    def _has_global_scale(module: Module) -> bool:
+        weights = getattr(getattr(module, "quantization_scheme", None), "weights", None)
+        return weights is not None and needs_global_scale(weights)
 
     def _needs_global_scale(self, module: Module) -> bool:
         scheme = self._schemes.get(module)

@@ -235,7 +235,9 @@ class _Evaluator:
             raise _RefusedError("only functions may be called")
         if name not in table:
             raise _RefusedError(
-                f"the function {name!r} is not allowed in a recipe. {did_you_mean(name, table)}"
+                f"the function {name!r} is not allowed in a recipe ({hint.rstrip('?')})"
+                if (hint := did_you_mean(name, table))
+                else f"the function {name!r} is not allowed in a recipe"
             )
         return table[name]
 

@@ -33,6 +33,7 @@ def check_schemes(
     schemes: Schemes,
     *,
     joined: Iterable[Sequence[str]] = (),
+    earlier: Schemes | None = None,
     bypass_divisibility: bool = False,
 ) -> None:
     """Every check of this module.
@@ -41,6 +42,7 @@ def check_schemes(
         model: the model, with its weights.
         schemes: module name to scheme.
         joined: sets of names that are served as one matrix or one set of experts.
+        earlier: what other modifiers give to other modules.
         bypass_divisibility: leave out :func:`check_divisible`.
 
     Raises:
@@ -50,7 +52,7 @@ def check_schemes(
     check_tied(model, schemes)
     if not bypass_divisibility:
         check_divisible(model, schemes)
-    warn_mixed_sets(schemes, joined)
+    warn_mixed_sets({**(earlier or {}), **schemes}, joined)
 
 
 def check_weights_quantizable(model: Module, schemes: Schemes) -> None:

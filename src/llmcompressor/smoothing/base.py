@@ -281,15 +281,18 @@ class SmoothingMixin(Modifier):
         @torch.no_grad()
         def collect(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor = first_tensor(args, kwargs)
-            if tensor is None:
-                return
-            if module not in self._tallies:
-                self._tallies[module] = self.new_tally(
-                    tensor.shape[-1], tensor.device, self._names[module]
-                )
-            self._tallies[module].update(real_tokens(tensor, state.token_mask))
+            if tensor is not None:
+                self.count(module, tensor, state.token_mask)
 
         return collect
+
+    def count(self, module: Module, tensor: Tensor, token_mask: Tensor | None) -> None:
+        """Add what goes into ``module`` (see :func:`real_tokens`) to what is collected of it."""
+        if module not in self._tallies:
+            self._tallies[module] = self.new_tally(
+                tensor.shape[-1], tensor.device, self._names[module]
+            )
+        self._tallies[module].update(real_tokens(tensor, token_mask))
 
     def leader(self, module: Module) -> Module:
         """The first of the watched modules that share ``module``'s input."""

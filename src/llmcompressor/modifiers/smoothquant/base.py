@@ -17,12 +17,14 @@ from torch.nn import Module
 
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError
+from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.mapped_places import Names, SmoothSet
 from llmcompressor.numerics.smoothing import (
     column_range,
     log_equalization_scales,
     smoothquant_scales,
 )
+from llmcompressor.observers.tokens import per_batch
 from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.smoothing.base import SmoothingMixin
 
@@ -150,14 +152,23 @@ class SmoothQuantModifier(SmoothingMixin):
         return _Extremes(columns, device, name)
 
     def _hook(self, state: State) -> Any:
-        collect = super()._hook(state)
+        limit = self.num_calibration_steps
+        if limit is None:
+            return super()._hook(state)
         seen: dict[Module, int] = {}
 
+        @torch.no_grad()
         def collect_some(module: Module, args: Any, kwargs: Any) -> None:
-            seen[module] = seen.get(module, 0) + len(state.batch_sizes or (1,))
-            limit = self.num_calibration_steps
-            if limit is None or seen[module] <= limit:
-                collect(module, args, kwargs)
+            tensor = first_tensor(args, kwargs)
+            if tensor is None:
+                return
+            sizes = state.batch_sizes
+            parts = list(per_batch(tensor, state.token_mask, sizes))
+            each = len(sizes) if sizes is not None and len(parts) == 1 else 1
+            for part, mask in parts:
+                if seen.get(module, 0) < limit:
+                    self.count(module, part, mask)
+                seen[module] = seen.get(module, 0) + each
 
         return collect_some
 

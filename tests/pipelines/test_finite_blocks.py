@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What blocks return is looked at, but for padding, and afterwards no hook is left."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_models as tiny
+import torch
+
+from llmcompressor.core.state import State
+from llmcompressor.errors import NonFiniteError
+from llmcompressor.pipelines.finite_blocks import blocks_watched
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("is_padding", [False, True])
+def test_a_token_that_is_not_finite_is_seen_unless_it_is_padding(
+    value: float, is_padding: bool
+) -> None:
+    model, state = tiny.build("llama"), State()
+    hidden_BTC = torch.randn(2, 6, model.config.hidden_size)
+    state.token_mask = torch.ones(2, 6, dtype=torch.bool)
+    state.token_mask[1, 0] = not is_padding
+    block = model.model.layers[1]
+    block.forward = lambda hidden_BTC: (hidden_BTC,)
+    with blocks_watched(model, state):
+        block(hidden_BTC)
+        hidden_BTC[1, 0, 3] = value
+        if is_padding:
+            block(hidden_BTC)
+        else:
+            with pytest.raises(NonFiniteError, match=r"What model\.layers\.1 returns"):
+                block(hidden_BTC)
+    assert not block._forward_hooks
+    block(hidden_BTC)
