@@ -84,6 +84,13 @@ def sparse(name: str, structure: str, **fields: Any) -> dict[str, dict[str, Any]
 
 AWQ = {"AWQModifier": {}}
 SMOOTH = {"SmoothQuantModifier": {"smoothing_strength": 0.8}}
+EQUALIZED = {"SmoothQuantModifier": {"algorithm": "log_equalization"}}
+OWL = {
+    "sparsity_profile": "owl",
+    "owl_m": 5,
+    "owl_lmbda": 0.08,
+    "targets": ["LlamaDecoderLayer"],
+}
 EMBEDDED = (
     ("4 bits, group 128", grid(4, 128)),
     ("3 bits, group 64", grid(3, 64)),
@@ -140,7 +147,17 @@ def _activations() -> list[Case]:
         Case("W8A8", f"{REFERENCE}SmoothQuant and GPTQ", SMOOTH | solved(w8a8)),
         Case("NVFP4A16", "round-to-nearest", rounded(nvfp4), data=False),
         Case("NVFP4A16", "mse observer", rounded(nvfp4, weight_observer="mse"), data=False),
+        Case(
+            "NVFP4A16",
+            "expanded search",
+            rounded(nvfp4, weight_observer="nvfp4_expanded_mse"),
+            data=False,
+        ),
         Case("NVFP4A16", "GPTQ", solved(nvfp4)),
+        *(
+            Case(name, "round-to-nearest", rounded(preset(name)), data=name == "FP8")
+            for name in ("FP8", "FP8_DYNAMIC", "MXFP4A16")
+        ),
     ]
 
 
@@ -157,6 +174,14 @@ def _sparsity() -> list[Case]:
                 sparse("SparseGPTModifier", structure, asymmetric=True),
             ),
         ]
+    for setting, share in (("60 %", 0.6), ("70 %", 0.7)):
+        for name, modifier in (
+            ("Wanda", "WandaPruningModifier"),
+            ("SparseGPT", "SparseGPTModifier"),
+        ):
+            pruned = sparse(modifier, "0:0", sparsity=share)
+            layered = sparse(modifier, "0:0", sparsity=share, **OWL)
+            cases += [Case(setting, name, pruned), Case(setting, f"{name}, OWL", layered)]
     cases += [
         Case("2:4", f"{REFERENCE}Wanda", sparse("WandaPruningModifier", "2:4")),
         Case("2:4", f"{REFERENCE}SparseGPT", sparse("SparseGPTModifier", "2:4")),
@@ -185,12 +210,13 @@ def _planted() -> list[Case]:
             for label, recipe, data in (
                 ("round-to-nearest", rounded(scheme), False),
                 ("SmoothQuant", SMOOTH | rounded(scheme), True),
+                ("logarithmic equalization", EQUALIZED | rounded(scheme), True),
                 ("AWQ", AWQ | rounded(scheme), True),
                 ("SpinQuant", spin | rounded(scheme), False),
                 ("SpinQuant, learned", learned | rounded(scheme), True),
             )
             if not (name == "W8A8" and label == "AWQ")
-            and not (name == "W4A16" and label == "SmoothQuant")
+            and not (name == "W4A16" and label in ("SmoothQuant", "logarithmic equalization"))
         ]
     return cases
 
@@ -234,6 +260,9 @@ BETTER: list[tuple[str, str, str, float]] = [
     ("W4A16_ASYM", "AWQ", f"{REFERENCE}AWQ", 0.75),
     ("W8A8", "SmoothQuant and GPTQ", f"{REFERENCE}SmoothQuant and GPTQ", 1.0),
     ("NVFP4A16", "mse observer", "round-to-nearest", 1.0),
+    ("NVFP4A16", "expanded search", "mse observer", 1.0),
+    ("70 %", "Wanda, OWL", "Wanda", 1.0),
+    ("70 %", "SparseGPT, OWL", "SparseGPT", 1.0),
     ("50 %", "Wanda", "magnitude", 1.0),
     ("50 %", "SparseGPT", "Wanda", 1.0),
     ("2:4", "Wanda", "magnitude", 1.0),
@@ -243,6 +272,7 @@ BETTER: list[tuple[str, str, str, float]] = [
     ("2:4", "SparseGPT, twin streams", f"{REFERENCE}SparseGPT", 0.75),
     ("2:4 and W4A16", "SparseGPT and GPTQ", "Wanda, then round-to-nearest", 1.0),
     ("planted, W8A8", "SmoothQuant", "round-to-nearest", 1.0),
+    ("planted, W8A8", "logarithmic equalization", "round-to-nearest", 1.0),
     ("planted, W8A8", "SpinQuant", "round-to-nearest", 1.0),
     ("planted, W4A16", "AWQ", "round-to-nearest", 1.0),
     ("planted, W4A16", "SpinQuant", "round-to-nearest", 1.0),

@@ -148,7 +148,9 @@ def render(results: dict) -> str:
             "agreement of the likeliest token, means. What needs no data has one seed. "
             f"{SAMPLES} x 256 calibration tokens. Seconds are of `oneshot`, the median of the "
             "seeds, in a process that has imported everything; none where it ran beside other "
-            "work. Written by `benchmarks/quality.py`.",
+            "work. QuIP is not here, since transformers, which measures, leaves its rotations of "
+            "inputs out; nor is REAP, since the model has no experts. Written by "
+            "`benchmarks/quality.py`.",
             table(header, rows),
             "## What must be below what",
             table(["setting", "this", "at most", "found", "limit", "holds"], verdicts(results)),

@@ -138,10 +138,11 @@ class REAPPruningModifier(Modifier):
         ]
         if not mine:
             raise TargetError(
-                f"REAPPruningModifier found no mixture of experts in {type(state.model).__name__}"
+                "REAPPruningModifier found no mixture of experts that it can prune in "
+                f"{type(state.model).__name__}"
                 + (" beside those it is to ignore." if every else "."),
                 "Leave it out: it needs stacked experts whose forward is given the experts and "
-                "weights of each token.",
+                "weights of each token (that of Llama 4 is given neither).",
             )
         self._check_counts(state.model, every, mine)
         for layer in mine:
