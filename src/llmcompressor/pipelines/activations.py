@@ -161,11 +161,6 @@ class ActivationStore:
             records.append(record)
         self.peak = max(self.peak, self._held)
 
-    def let_go(self) -> None:
-        """Have what waits in pages of a file not count as this process's memory."""
-        if self._pages is not None:
-            self._pages.let_go()
-
     def fetch(self, one: Pass) -> None:
         """Bring back what ``one`` holds: it is about to run."""
         for record in self._parked.pop(one, []):
@@ -225,6 +220,7 @@ def _put(storages: Iterable[list[Tensor]], pages: PageFile) -> None:
         place = None if pages.owns(storage) else pages.put(storage)
         if place is not None:
             _point(tensors, place)
+    pages.let_go()
 
 
 def _point(tensors: list[Tensor], storage: torch.UntypedStorage) -> None:

@@ -360,7 +360,6 @@ class _Stepper:
         if self.run.keeps_originals:
             self._keep_originals(unit)
         give_back_freed(at_least=self.store.tolerated)
-        self.store.let_go()
         residency = self.run.residency
         is_finished = residency is not None and residency.is_finished(unit.stop)
         if not unit.is_gate:
