@@ -201,7 +201,7 @@ def test_an_error_names_expression_reason_and_near_names():
         RecipeError, match=r"'start \+ 1'.*no argument.*'start'.*Did you mean strat"
     ):
         evaluate("start + 1", {"strat": 1})
-    with pytest.raises(RecipeError, match=r"'sqr' is not allowed.*Did you mean sqrt"):
+    with pytest.raises(RecipeError, match=r"'sqr' is not allowed.*Did you mean sqrt.*\?$"):
         evaluate("math.sqr(4)")
 
 

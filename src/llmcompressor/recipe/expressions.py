@@ -135,7 +135,9 @@ def names_in(expression: str) -> frozenset[str]:
 
 def _error(expression: str, reason: str) -> RecipeError:
     shown = expression if len(expression) <= 80 else f"{expression[:77]}..."
-    return RecipeError(f"The expression {shown!r} cannot be evaluated: {reason.rstrip('.')}.")
+    said = reason.rstrip(". ")
+    end = "" if said.endswith("?") else "."
+    return RecipeError(f"The expression {shown!r} cannot be evaluated: {said}{end}")
 
 
 def _parse(expression: str) -> ast.expr:
@@ -235,9 +237,7 @@ class _Evaluator:
             raise _RefusedError("only functions may be called")
         if name not in table:
             raise _RefusedError(
-                f"the function {name!r} is not allowed in a recipe ({hint.rstrip('?')})"
-                if (hint := did_you_mean(name, table))
-                else f"the function {name!r} is not allowed in a recipe"
+                f"the function {name!r} is not allowed in a recipe. {did_you_mean(name, table)}"
             )
         return table[name]
 
