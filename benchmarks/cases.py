@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 HEAD = ["lm_head"]
@@ -22,7 +22,11 @@ class Case:
         name: the algorithm; unique in its setting.
         recipe: class name → fields of each modifier, in order.
         data: whether it is calibrated; if not, one seed is all.
-        model: ``"embedded"``, or ``"planted"``: the same with outlier channels.
+        model: ``"embedded"``; ``"planted"``: the same with outlier channels; or the name of one of
+            ``second.py``.
+        draws: whether it draws at random without data: then each seed is another draw.
+        in_memory: whether the model is measured where it was made, since transformers does not
+            apply all that the file says.
     """
 
     setting: str
@@ -30,6 +34,13 @@ class Case:
     recipe: dict[str, dict[str, Any]]
     data: bool = True
     model: str = "embedded"
+    draws: bool = False
+    in_memory: bool = False
+
+    @property
+    def seeded(self) -> bool:
+        """Whether a seed makes a difference."""
+        return self.data or self.draws
 
     @property
     def by_reference(self) -> bool:
@@ -200,7 +211,6 @@ def _sparsity() -> list[Case]:
 
 
 def _planted() -> list[Case]:
-    # No QuIP: its rotations are online, and transformers, which measures here, leaves them out.
     cases = []
     spin = {"SpinQuantModifier": {"rotations": ["R1", "R2"], "transform_type": "hadamard"}}
     learned = {"SpinQuantModifier": {**spin["SpinQuantModifier"], "learnable": True}}
@@ -214,11 +224,50 @@ def _planted() -> list[Case]:
                 ("AWQ", AWQ | rounded(scheme), True),
                 ("SpinQuant", spin | rounded(scheme), False),
                 ("SpinQuant, learned", learned | rounded(scheme), True),
+                (f"{REFERENCE}SpinQuant", spin | rounded(scheme), False),
             )
             if not (name == "W8A8" and label == "AWQ")
             and not (name == "W4A16" and label in ("SmoothQuant", "logarithmic equalization"))
         ]
     return cases
+
+
+def _online() -> list[Case]:
+    """Rotations that are applied while the model runs, in memory: transformers leaves them out."""
+    quip = {"QuIPModifier": {"rotations": ["v", "u"], "transform_type": "random-hadamard"}}
+    scheme = preset("W4A16")
+    cases = []
+    for model in ("embedded", "planted"):
+        setting = "W4A16, in memory" if model == "embedded" else "planted, W4A16, in memory"
+        plain = Case(setting, "round-to-nearest", rounded(scheme), data=False, in_memory=True)
+        drawn = Case(
+            setting, "QuIP", quip | rounded(scheme), data=False, draws=True, in_memory=True
+        )
+        cases += [
+            replace(case, model=model)
+            for case in (plain, drawn, replace(drawn, name=f"{REFERENCE}QuIP"))
+        ]
+    return cases
+
+
+def _mixture() -> list[Case]:
+    """Experts: which of them go, and how well the others are rounded (``second.py``)."""
+    scheme = grid(3, 64)
+    unrouted = ["re:.*gate$"]
+    cases = [
+        Case("mixture, a quarter of the experts", name, {"REAPPruningModifier": {"sparsity": 0.25}})
+        for name in ("REAP", f"{REFERENCE}REAP")
+    ]
+    cases += [
+        Case("mixture, 3 bits, group 64", name, recipe, data=data)
+        for name, recipe, data in (
+            ("round-to-nearest", rounded(scheme), False),
+            ("GPTQ, one forward", solved(scheme, asymmetric=False), True),
+            ("GPTQ, as it comes", solved(scheme), True),
+            (f"{REFERENCE}GPTQ", own("GPTQModifier", scheme, ignore=HEAD + unrouted), True),
+        )
+    ]
+    return [replace(case, model="mixture") for case in cases]
 
 
 def _second() -> list[Case]:
@@ -238,7 +287,7 @@ def _second() -> list[Case]:
     ]
 
 
-CASES = _weights() + _activations() + _sparsity() + _planted() + _second()
+CASES = _weights() + _activations() + _sparsity() + _planted() + _online() + _mixture() + _second()
 
 # In a setting, what must be below what, and by which share of the other at the most.
 BETTER: list[tuple[str, str, str, float]] = [
@@ -277,6 +326,18 @@ BETTER: list[tuple[str, str, str, float]] = [
     ("planted, W4A16", "AWQ", "round-to-nearest", 1.0),
     ("planted, W4A16", "SpinQuant", "round-to-nearest", 1.0),
     ("planted, W4A16", "SpinQuant, learned", "SpinQuant", 1.0),
+    ("planted, W8A8", "SpinQuant", f"{REFERENCE}SpinQuant", 1.0),
+    ("planted, W4A16", "SpinQuant", f"{REFERENCE}SpinQuant", 1.0),
+    *(
+        (f"{prefix}W4A16, in memory", "QuIP", worse, 1.0)
+        for prefix in ("", "planted, ")
+        for worse in ("round-to-nearest", f"{REFERENCE}QuIP")
+    ),
+    ("mixture, a quarter of the experts", "REAP", f"{REFERENCE}REAP", 1.0),
+    *(
+        ("mixture, 3 bits, group 64", better, f"{REFERENCE}GPTQ", 1.0)
+        for better in ("GPTQ, one forward", "GPTQ, as it comes")
+    ),
     *(
         (f"second model, {setting}", better, worse, 1.0)
         for setting, _ in EMBEDDED

@@ -135,7 +135,7 @@ ROWS = {
         ),
     )
 }
-BUSY_ROW, BUSY_SIZE = "GPTQ W4A16", "32M"
+BUSY_ROW = "GPTQ W4A16"
 
 
 class Store:
@@ -185,12 +185,11 @@ def compare(store: Store, given: argparse.Namespace) -> None:
                     runs.setdefault(tool, []).append(run)
                     _say(size.name, row.name, tool, run)
                     store.put(merged(runs[tool]), size.name, row.name, tool)
-    for tool in given.tools if given.busy else []:
-        with _failure_shown("busy", BUSY_ROW, tool), busy_core():
-            python = pythons.get(tool, sys.executable)
-            run = measure(SIZES[BUSY_SIZE], ROWS[BUSY_ROW], tool, python)
-            _say("busy", BUSY_ROW, tool, run)
-            store.put(merged([run]), "busy", BUSY_ROW, tool)
+        for tool in given.tools if given.busy else []:
+            with _failure_shown("busy", size.name, BUSY_ROW, tool), busy_core():
+                run = measure(size, ROWS[BUSY_ROW], tool, pythons.get(tool, sys.executable))
+                _say(f"busy {size.name}", BUSY_ROW, tool, run)
+                store.put(merged([run]), "busy", size.name, BUSY_ROW, tool)
 
 
 @contextlib.contextmanager
@@ -290,17 +289,18 @@ def targets(store: Store, sizes: list[str]) -> list[list[str]]:
                     found = run[name] / reference[name]
                     what = f"{size} {row.name} {tool}: {name} / the reference's"
                     lines.append([what, f"{found:.2f}", bound, "yes" if found <= bound else "NO"])
-    for tool in TOOLS[1:]:
-        found = busy_ratio(store, tool)
-        if found is not None:
-            what = f"{BUSY_SIZE} {BUSY_ROW} {tool}: busy / quiet seconds"
-            lines.append([what, f"{found:.2f}", 2.5, "yes" if found <= 2.5 else "NO"])
+    for size in sizes:
+        for tool in TOOLS[1:]:
+            ratio = busy_ratio(store, size, tool)
+            if ratio is not None:
+                what = f"{size} {BUSY_ROW} {tool}: busy / quiet seconds"
+                lines.append([what, f"{ratio:.2f}", 2.5, "yes" if ratio <= 2.5 else "NO"])
     return lines
 
 
-def busy_ratio(store: Store, tool: str) -> float | None:
+def busy_ratio(store: Store, size: str, tool: str) -> float | None:
     """How much longer GPTQ takes beside another busy process."""
-    busy, quiet = store.get("busy", BUSY_ROW, tool), store.get(BUSY_SIZE, BUSY_ROW, tool)
+    busy, quiet = store.get("busy", size, BUSY_ROW, tool), store.get(size, BUSY_ROW, tool)
     return busy["oneshot_seconds"] / quiet["oneshot_seconds"] if busy and quiet else None
 
 
@@ -327,9 +327,11 @@ def render(store: Store) -> str:
         for tool in row.tools
     ]
     busy = [
-        [tool, f"{store.get('busy', BUSY_ROW, tool)['oneshot_seconds']:.1f}", f"{ratio:.2f}"]
+        [size, tool, f"{busy_run['oneshot_seconds']:.1f}", f"{ratio:.2f}"]
+        for size in sizes
         for tool in TOOLS
-        if (ratio := busy_ratio(store, tool)) is not None
+        if (ratio := busy_ratio(store, size, tool)) is not None
+        if (busy_run := store.get("busy", size, BUSY_ROW, tool))
     ]
     dense = ", ".join(
         f"{size} {found['quality']['perplexity']:.0f}"
@@ -349,8 +351,8 @@ def render(store: Store) -> str:
             f"models: {dense}.",
             table((*header, "perplexity", "KL", "agreement"), [cells for cells in every if cells]),
             "## With one other process busy on one core",
-            f"{BUSY_SIZE}, {BUSY_ROW}.",
-            table(("tool", "`oneshot` s", "/ quiet"), busy),
+            f"{BUSY_ROW}.",
+            table(("model", "tool", "`oneshot` s", "/ quiet"), busy),
             "## The floor",
             "Matrix products only, at the rates measured on this machine (multiplications with "
             "addition per second).",

@@ -29,10 +29,16 @@ def log_probabilities(model: torch.nn.Module, ids_BT: torch.Tensor) -> torch.Ten
     return logits_BTV.float().log_softmax(-1)
 
 
-@torch.no_grad()
 def evaluate(checkpoint: str, dense: str | None, ids_NT: torch.Tensor, batch: int) -> dict:
+    """What a checkpoint loses, read as a user reads it."""
+    return lost(load(checkpoint), load(dense) if dense else None, ids_NT, batch)
+
+
+@torch.no_grad()
+def lost(
+    model: torch.nn.Module, reference: torch.nn.Module | None, ids_NT: torch.Tensor, batch: int
+) -> dict:
     """Loss, and where the dense model is given the distance from it, per predicted token."""
-    model, reference = load(checkpoint), load(dense) if dense else None
     loss = divergence = agreed = 0.0
     for ids_BT in ids_NT.split(batch):
         target_B = ids_BT[:, 1:].flatten()

@@ -36,12 +36,16 @@ class Job:
         recipe: Class name of each modifier → its fields.
         tokens: JSON file with calibration token ids, or nothing for a data-free job.
         output: Folder to write.
+        held_out: JSON file with token ids to measure the model in memory on; nothing is written.
+        draw: Seed of random rotations.
     """
 
     model: str
     recipe: dict[str, dict]
     tokens: str | None
     output: str
+    held_out: str | None = None
+    draw: int | None = None
 
 
 class Worker:
@@ -197,13 +201,17 @@ def _run(command: list[str]) -> None:
 
 def _environment(python: str, *, offline: bool = True) -> dict[str, str]:
     quiet = {"TOKENIZERS_PARALLELISM": "false"}
-    return _own_packages(python) | quiet | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    return own_packages(python) | quiet | ({"HF_HUB_OFFLINE": "1"} if offline else {})
 
 
-def _own_packages(python: str) -> dict[str, str]:
-    """The environment variables; another interpreter must not find this one's packages."""
+def own_packages(python: str) -> dict[str, str]:
+    """The environment variables; another interpreter must not find this one's packages.
+
+    An installed package is compiled once. What is run from its sources has to be so too, or
+    it would be compiled for every process that is timed.
+    """
     return {
         name: value
         for name, value in os.environ.items()
-        if name != "PYTHONPATH" or python == sys.executable
+        if name != "PYTHONDONTWRITEBYTECODE" and (name != "PYTHONPATH" or python == sys.executable)
     }

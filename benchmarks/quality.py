@@ -23,7 +23,7 @@ from cases import BETTER, CASES, LIMITS, MAGNITUDE, Case
 from jobs import HERE, Job, Worker, reference_python
 from models import MODELS, PICO
 from planted import planted, pruned_by_magnitude
-from second import second
+from second import NAMES, second
 from tables import machine, table
 from text import calibration_files, held_out_file
 
@@ -55,15 +55,16 @@ class Bench:
 
     def dense(self, case: Case) -> Path:
         """What is compared with: a planted copy computes what the embedded model does."""
-        return second() if case.model == "second" else PICO
+        return second(case.model) if case.model in NAMES else PICO
 
     def measure(self, case: Case, seed: int) -> dict:
         """Compress as the case says, and measure what was written."""
         with tempfile.TemporaryDirectory(dir=MODELS, prefix="quality-") as scratch:
             folder = Path(scratch) / "compressed"
-            seconds = self._compress(case, seed, folder)
+            report = self._compress(case, seed, folder)
             dense = self.dense(case)
-            found = self.quality(folder, dense)
+            found = report["quality"] if case.in_memory else self.quality(folder, dense)
+            seconds = report["oneshot_seconds"]
             return found | {"seconds": seconds, "dense": self._dense_loss(dense)}
 
     def _dense_loss(self, dense: Path) -> float:
@@ -76,14 +77,21 @@ class Bench:
         for worker in self._workers.values():
             worker.close()
 
-    def _compress(self, case: Case, seed: int, folder: Path) -> float | None:
+    def _compress(self, case: Case, seed: int, folder: Path) -> dict:
         if MAGNITUDE in case.recipe:
             pruned_by_magnitude(case.recipe[MAGNITUDE]["structure"], folder)
-            return None
+            return {"oneshot_seconds": None}
         python = str(reference_python(self._reference)) if case.by_reference else sys.executable
         tokens = str(self.calibration[seed]) if case.data else None
-        job = Job(str(self.model(case)), case.recipe, tokens, str(folder))
-        return self._worker(python, "run_one.py").ask(vars(job))["oneshot_seconds"]
+        job = Job(
+            str(self.model(case)),
+            case.recipe,
+            tokens,
+            str(folder),
+            held_out=str(self.text) if case.in_memory else None,
+            draw=seed if case.draws else None,
+        )
+        return self._worker(python, "run_one.py").ask(vars(job))
 
     def _worker(self, python: str, script: str) -> Worker:
         key = f"{python} {script}"
@@ -100,7 +108,7 @@ def measure(cases: list[Case], seeds: list[int], bench: Bench, store: Path, *, a
     print(f"dense: {results['dense']['loss']:.4f}", flush=True)
     for case in cases:
         entry = results["found"].setdefault(case.setting, {}).setdefault(case.name, {})
-        for seed in seeds if case.data else seeds[:1]:
+        for seed in seeds if case.seeded else seeds[:1]:
             if again or str(seed) not in entry:
                 entry[str(seed)] = found = bench.measure(case, seed)
                 store.write_text(json.dumps(results, indent=1) + "\n")
@@ -148,9 +156,9 @@ def render(results: dict) -> str:
             "agreement of the likeliest token, means. What needs no data has one seed. "
             f"{SAMPLES} x 256 calibration tokens. Seconds are of `oneshot`, the median of the "
             "seeds, in a process that has imported everything; none where it ran beside other "
-            "work. QuIP is not here, since transformers, which measures, leaves its rotations of "
-            "inputs out; nor is REAP, since the model has no experts. Written by "
-            "`benchmarks/quality.py`.",
+            "work. QuIP is measured in memory, since transformers, which measures the others, "
+            "leaves its rotations of inputs out; the second model and the mixture are those of "
+            "`benchmarks/second.py`. Written by `benchmarks/quality.py`.",
             table(header, rows),
             "## What must be below what",
             table(["setting", "this", "at most", "found", "limit", "holds"], verdicts(results)),

@@ -8,6 +8,7 @@ is measured is the choice of the interpreter that runs it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -15,6 +16,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 SERVED = "-- served --"
@@ -26,6 +28,7 @@ PAGES = {
     "HQQModifier": "hqq",
     "QuIPModifier": "transform",
     "QuantizationModifier": "quantization",
+    "REAPPruningModifier": "pruning",
     "SmoothQuantModifier": "transform",
     "SparseGPTModifier": "pruning",
     "SpinQuantModifier": "transform",
@@ -67,11 +70,13 @@ def run_apart(script: str, job: dict):
 def build_recipe(job: dict) -> list:
     """The modifiers which a job names, made by the installed implementation."""
     wanted = job["recipe"] if "recipe" in job else {job["modifier"]: job["fields"]}
-    made = (
-        getattr(importlib.import_module(f"llmcompressor.modifiers.{PAGES[name]}"), name)(**fields)
-        for name, fields in wanted.items()
-    )
-    return list(made)
+    made = []
+    for name, fields in wanted.items():
+        modifier = getattr(importlib.import_module(f"llmcompressor.modifiers.{PAGES[name]}"), name)
+        drawn = {} if job.get("draw") is None else {"seed": job["draw"]}
+        known = {key: value for key, value in drawn.items() if key in modifier.model_fields}
+        made.append(modifier(**fields, **known))
+    return made
 
 
 def build_dataset(token_file: str):
@@ -94,8 +99,38 @@ def without_accelerator() -> None:
         torch.Tensor.pin_memory = lambda self, *_: self
 
 
+@contextlib.contextmanager
+def drawn_from(seed: int | None) -> Iterator[None]:
+    """The reference's random rotations are those of a seed inside, and not always the same."""
+    if seed is None:
+        yield
+        return
+    from compressed_tensors.transform import TransformFactory  # noqa: PLC0415
+
+    plain = TransformFactory.__init__
+
+    def seeded(self, name, scheme, seed_of_its_own=None) -> None:
+        plain(self, name, scheme, seed if seed_of_its_own is None else seed_of_its_own)
+
+    TransformFactory.__init__ = seeded
+    try:
+        yield
+    finally:
+        TransformFactory.__init__ = plain
+
+
+def measured_here(model, job: dict) -> dict:
+    """What the model in memory loses: all of it is applied there, also what no reader applies."""
+    from evaluate_one import load, lost, read  # noqa: PLC0415
+
+    return lost(model.eval(), load(job["model"]), read(job["held_out"]), batch=4)
+
+
 def run(job: dict) -> dict:
-    """Run a job: its model folder, recipe, token file (or None) and output folder."""
+    """Run a job: its model folder, recipe, token file (or None) and output folder.
+
+    With ``held_out``, a token file, nothing is written, and the model is measured in memory.
+    """
     started = time.perf_counter()
     from llmcompressor import oneshot  # noqa: PLC0415
 
@@ -113,10 +148,15 @@ def run(job: dict) -> dict:
         }
     busy = processor_seconds()
     started = time.perf_counter()
-    oneshot(model=job["model"], recipe=recipe, output_dir=job["output"], **arguments)
+    if not job.get("held_out"):
+        arguments["output_dir"] = job["output"]
+    with drawn_from(job.get("draw")):
+        model = oneshot(model=job["model"], recipe=recipe, **arguments)
     report["oneshot_seconds"] = time.perf_counter() - started
     report["oneshot_processor_seconds"] = processor_seconds() - busy
     report["after_oneshot"] = resident()
+    if job.get("held_out"):
+        report["quality"] = measured_here(model, job)
     report["versions"] = {
         name: importlib.metadata.version(name)
         for name in ("llmcompressor", "torch", "transformers", "compressed-tensors")

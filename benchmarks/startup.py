@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from jobs import own_packages
 from tables import publish, table
 
 _COMMAND = "import sys; from llmcompressor.cli import main; main(sys.argv[1:])"
@@ -34,7 +35,9 @@ _ASKED = {
 
 def seconds(arguments: list[str]) -> float:
     started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", *arguments], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-c", *arguments]
+    alike = own_packages(sys.executable)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=alike)
     return time.perf_counter() - started
 
 

@@ -17,6 +17,7 @@ import small_models as small
 import torch
 from test_read_back import READER
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from llmcompressor import oneshot, verify
 from llmcompressor.logger import logger
@@ -24,11 +25,12 @@ from llmcompressor.logger import logger
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, the pipeline, and the forwards of each pass that needs data."""
+    """A recipe, the pipeline, the forwards of each pass that needs data, and of which model."""
 
     recipe: str
     forwards: list[int]
     pipeline: str = "independent"
+    model: str = "dense"
 
 
 SMOOTHED = """
@@ -101,6 +103,41 @@ modifiers:
 """,
         [1, 1, 1],
     ),
+    "rotated and solved": Case(
+        """
+modifiers:
+  SpinQuantModifier: {rotations: [R1, R2], transform_type: hadamard}
+  GPTQModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head]}
+""",
+        [2],
+    ),
+    "smoothed and descended": Case(
+        """
+modifiers:
+  SmoothQuantModifier: {smoothing_strength: 0.5}
+  AutoRoundModifier: {targets: Linear, scheme: W8A8, ignore: [lm_head], iters: 2}
+""",
+        [1, 3],
+        "sequential",
+    ),
+    "half-quadratic, and solved": Case(
+        """
+modifiers:
+  HQQModifier: {targets: ["re:.*mlp.*"], scheme: W4A16_ASYM}
+  GPTQModifier: {targets: ["re:.*self_attn.*"], scheme: W4A16}
+""",
+        [2],
+    ),
+    "fewer experts, scaled and solved": Case(
+        """
+modifiers:
+  REAPPruningModifier: {sparsity: 0.5}
+  AWQModifier: {n_grid: 4}
+  GPTQModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head], asymmetric: false}
+""",
+        [1, 1, 1],
+        model="mixture",
+    ),
 }
 
 
@@ -115,16 +152,40 @@ class Outcome:
     left: list[str]
 
 
+def mixture() -> torch.nn.Module:
+    """Two blocks of eight experts, two for a token."""
+    config = Qwen3MoeConfig(
+        vocab_size=small.VOCABULARY,
+        hidden_size=128,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+
+
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("composed") / "model"
-    small.llama().save_pretrained(folder)
-    return folder
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("composed")
+    for name, model in {"dense": small.llama(), "mixture": mixture()}.items():
+        model.save_pretrained(root / name)
+    return {name: root / name for name in ("dense", "mixture")}
 
 
 @pytest.fixture(scope="module")
 def outcomes(
-    source: Path, tmp_path_factory: pytest.TempPathFactory, read_alone: Callable[..., None]
+    sources: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    read_alone: Callable[..., None],
 ) -> dict[str, Outcome]:
     root = tmp_path_factory.mktemp("composed-out")
     written: dict[str, Tensor] = {}
@@ -132,7 +193,7 @@ def outcomes(
     for name, case in CASES.items():
         said[name] = lines = []
         sink = logger.add(lines.append, format="{message}")
-        written[name] = small.logits(_compressed(case, source, root / "out" / name))
+        written[name] = small.logits(_compressed(case, sources[case.model], root / "out" / name))
         logger.remove(sink)
     torch.save(small.probe(), root / "tokens.pt")
     read_alone(READER, root / "out", root / "tokens.pt", root / "found.pt")
@@ -176,8 +237,6 @@ def test_it_is_served(name: str, outcomes: dict[str, Outcome]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if "three" in name or "four" in name])
 def test_pruned_weights_stay_pruned(name: str, outcomes: dict[str, Outcome]) -> None:
-    from transformers import AutoModelForCausalLM  # only here
-
     model = AutoModelForCausalLM.from_pretrained(outcomes[name].folder)
     for name_of, module in model.named_modules():
         if "mlp" in name_of and isinstance(module, torch.nn.Linear):

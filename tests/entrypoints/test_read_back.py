@@ -161,6 +161,7 @@ CASES: dict[str, Case] = {
             weight_observer="mse",
         )
     ),
+    "nvfp4-expanded": Case(rtn(scheme="NVFP4A16", weight_observer="nvfp4_expanded_mse")),
     "imatrix": Case(rtn(scheme="W4A16", weight_observer="imatrix_mse")),
     "bias": Case(rtn(scheme="W4A16_ASYM"), model={"attention_bias": True, "mlp_bias": True}),
 }

@@ -238,6 +238,47 @@ def test_a_profile_keeps_the_mean(modifier: type) -> None:
     assert len(pruner.records) == 14
 
 
+def test_a_profile_is_that_of_the_scores_of_each_layer() -> None:
+    """Five layers, each with its own number of outliers, against sums over whole score matrices."""
+    model = tiny.llama(num_hidden_layers=5)
+    for layer, every in enumerate((64, 16, 32, 8, 48)):
+        for name, module in tiny.linears(model).items():
+            if f".layers.{layer}." in name:
+                module.weight.data[:, ::every] *= 6
+    scores: dict[str, list[Tensor]] = {}
+    for name, module in tiny.linears(model).items():
+        reach = tiny.inputs_of(model, name, tiny.batches()).float().norm(dim=0)
+        score_RC = module.weight.detach().abs() * reach
+        scores.setdefault(name.split(".")[2], []).append(score_RC.flatten())
+    joined = {layer: torch.cat(parts) for layer, parts in scores.items()}
+    ratios = {
+        layer: float((all_ > 3 * all_.mean()).double().mean()) for layer, all_ in joined.items()
+    }
+    spread = max(ratios.values()) - min(ratios.values())
+    kept = {
+        layer: 2 * 0.05 * (one - min(ratios.values())) / spread for layer, one in ratios.items()
+    }
+    # all layers are of one size, so the plain mean is the target; none is at a bound
+    expected = {layer: 0.5 + sum(kept.values()) / 5 - one for layer, one in kept.items()}
+
+    tiny.run(
+        model,
+        WandaPruningModifier(
+            sparsity=0.5,
+            sparsity_profile="owl",
+            owl_m=3,
+            owl_lmbda=0.05,
+            targets="LlamaDecoderLayer",
+        ),
+    )
+    gone: dict[str, list[Tensor]] = {}
+    for name, module in tiny.linears(model).items():
+        gone.setdefault(name.split(".")[2], []).append((module.weight == 0).flatten().double())
+    found = {layer: float(torch.cat(parts).mean()) for layer, parts in gone.items()}
+    assert len(set(expected.values())) == 5
+    assert found == pytest.approx(expected, abs=2e-3)
+
+
 @pytest.mark.parametrize("modifier", MODIFIERS)
 def test_every_module_is_recorded(modifier: type) -> None:
     pruner = modifier(**PAIRS)
