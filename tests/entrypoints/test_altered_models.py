@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from compressed_tensors.offload import offload_model, remove_dispatch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor import oneshot, verify
-from llmcompressor.errors import CheckpointError, DatasetError
+from llmcompressor.errors import ArgumentError, CheckpointError, DatasetError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
 SIZES: dict[str, Any] = {
@@ -247,3 +248,15 @@ def test_a_router_that_widens_itself_is_stored_as_it_was(tmp_path):
     with safe_open(tmp_path / "output" / "model.safetensors", framework="pt") as reader:
         assert routers
         assert {reader.get_tensor(name).dtype for name in routers} == {torch.bfloat16}
+
+
+def test_weights_that_are_kept_elsewhere(source, tmp_path):
+    """What is written into a weight that compressed-tensors brings in for each use is lost."""
+    model = loaded(source)
+    offload_model(model, "cpu", "cpu")
+    with pytest.raises(ArgumentError, match=r"offloaded by compressed-tensors.*remove_dispatch"):
+        oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    remove_dispatch(model, onload_tensors=True)
+    oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
+    assert verify(str(tmp_path / "out")).ok

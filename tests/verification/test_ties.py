@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint_samples import Sample, dense, made
 
 from llmcompressor.verification import Severity
 from llmcompressor.verification.check import verify_files
+from llmcompressor.verification.ties import equal
 
 CONFIG, HEAD = ("R5", "config.json"), ("R5", "lm_head.weight")
 EMBEDDING = "model.embed_tokens.weight"
@@ -83,3 +85,12 @@ def test_two_words_are_none(tmp_path: Path) -> None:
     ours, _ = sample(text_config={"tie_word_embeddings": False, "num_hidden_layers": 2})
     ours.config["tie_word_embeddings"] = True
     assert HEAD not in bad(ours, tmp_path)
+
+
+def test_single_numbers_are_compared_as_others_are():
+    """Buffers of batch norms and scales of activations have no dimension."""
+    one, other = torch.tensor(1.5), torch.tensor(2.5)
+    assert equal(one, one.clone())
+    assert equal(torch.tensor(float("nan")), torch.tensor(float("nan")))
+    assert not equal(one, other)
+    assert not equal(one, torch.tensor([1.5, 1.5]))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from compressed_tensors.offload.cache import OffloadCache
 from safetensors import SafetensorError
 from torch.nn import Module
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -34,6 +35,7 @@ __all__ = [
     "AUTO_CLASSES",
     "check_complete",
     "check_unadapted",
+    "check_unoffloaded",
     "check_unquantized",
     "load_model",
     "loading_error",
@@ -162,6 +164,26 @@ def check_unadapted(model: Module) -> None:
             f"The model has adapters (PEFT) at {listed(adapted)}, and compressed checkpoints hold "
             "the weights of a model without.",
             MERGE,
+        )
+
+
+def check_unoffloaded(model: Module) -> None:
+    """Refuse a model object whose weights compressed-tensors keeps elsewhere.
+
+    What is written into such a weight is written into a copy of it, and lost.
+
+    Raises:
+        ArgumentError: it has some.
+    """
+    held = [
+        name for name, one in model.named_modules() if isinstance(one._parameters, OffloadCache)
+    ]
+    if held:
+        raise ArgumentError(
+            f"The weights of {listed(held)} are offloaded by compressed-tensors, and what a run "
+            "writes into them would be lost.",
+            "Give the folder of the model, which is read block by block, or call "
+            "compressed_tensors.offload.remove_dispatch(model, onload_tensors=True) first.",
         )
 
 

@@ -13,6 +13,7 @@ from llmcompressor.checkpoint.experts import close_dense, open_experts
 from llmcompressor.checkpoint.finite import first_nonfinite
 from llmcompressor.checkpoint.load import (
     check_unadapted,
+    check_unoffloaded,
     check_unquantized,
     load_model,
     parse_precision,
@@ -136,6 +137,7 @@ def _given_model(task: Task, given: Any) -> Module:
         )
     model: Any = given
     check_unadapted(model)
+    check_unoffloaded(model)
     check_unquantized(model)
     _check_values(model)
     wanted, own = parse_precision(task.model_args.precision), getattr(model, "dtype", None)

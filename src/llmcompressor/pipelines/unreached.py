@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from llmcompressor.core.state import State
 from llmcompressor.errors import TargetError
+from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.passes import BY_BLOCK
 
@@ -76,5 +77,5 @@ def _tower(model: Any, modality: str) -> Iterator[tuple[str, Module]]:
     tower = find(modality=modality)
     inside = set(tower.modules()) if isinstance(tower, Module) else set()
     # Where there is no such tower, the model itself is what is found.
-    if model not in inside and model.get_input_embeddings() not in inside:
+    if model not in inside and embeddings(model)[0] not in inside:
         yield from ((name, module) for name, module in model.named_modules() if module in inside)

@@ -20,7 +20,12 @@ from llmcompressor.args import ModelArguments
 from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
 from llmcompressor.checkpoint.experts import open_blueprint, open_experts
 from llmcompressor.checkpoint.layout import LoadedName
-from llmcompressor.checkpoint.load import check_unadapted, check_unquantized, untie_embeddings
+from llmcompressor.checkpoint.load import (
+    check_unadapted,
+    check_unoffloaded,
+    check_unquantized,
+    untie_embeddings,
+)
 from llmcompressor.checkpoint.reading import DTYPES
 from llmcompressor.checkpoint.source import TensorHeader, inspect_source, local_directory
 from llmcompressor.checkpoint.ties import (
@@ -154,6 +159,7 @@ def open_subject(args: ModelArguments, modifiers: Sequence[Modifier] = ()) -> Su
         return _from_folder(args, modifiers)
     if isinstance(args.model, Module):
         check_unadapted(args.model)
+        check_unoffloaded(args.model)
     if not isinstance(args.model, PreTrainedModel):
         raise ArgumentError(
             f"The model is a {type(args.model).__name__}, which cannot be planned.",

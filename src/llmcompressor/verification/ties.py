@@ -35,8 +35,9 @@ def equal(ours: Tensor, theirs: Tensor) -> bool:
     """Whether two tensors are the same, in the dtype of the first."""
     if ours.dtype != theirs.dtype:
         theirs = theirs.to(ours.dtype)
-    same = torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-    return same or torch.equal(ours, theirs)
+    # of one dimension at least: the bytes of a single number cannot be viewed
+    bytes_of = [one.reshape(-1).contiguous().view(torch.uint8) for one in (ours, theirs)]
+    return (ours.shape == theirs.shape and torch.equal(*bytes_of)) or torch.equal(ours, theirs)
 
 
 def same_tensor(files: Files, name: str, others: Files, other: str) -> bool:

@@ -50,7 +50,7 @@ __all__ = ["COMPARED", "Learned", "learn_rotations"]
 
 _IGNORED = -100
 COMPARED = 8
-"""Batches on which the learned rotations are compared with those they began with."""
+"""Batches, at most, on which the learned rotations are compared with those they began with."""
 _PROGRESS = "rotations"
 _SHARE_OF_KEEPING = 0.1
 """Of the time that learning takes: how much may go into keeping how far it is."""
@@ -103,6 +103,7 @@ def learn_rotations(
         NonFiniteError: the loss is NaN or infinite.
     """
     data = _to_learn_from(model, list(batches or ()), use_loss_mask=use_loss_mask)
+    compared = _to_compare_on(data, steps)
     record = _Record(keeper)
     shelf = Shelf(activation_budget(budget), room_on(model_device(model), device_memory))
     with (
@@ -113,7 +114,7 @@ def learn_rotations(
     ):
         learning = _Learning(model, plan, start, arrive, shelf)
         if not record.continues(learning):
-            record.loss_before = learning.mean_loss(data[:COMPARED])
+            record.loss_before = learning.mean_loss(compared)
             record.keep(learning)
         with progress(steps - record.steps, "Learning rotations") as advance:
             for step in range(record.steps, steps):
@@ -122,7 +123,7 @@ def learn_rotations(
                 record.keep_at_times(learning, last=step + 1 == steps)
                 advance(1, note=f"loss {loss:.4f}")
         if record.loss_after is None:
-            record.loss_after = learning.mean_loss(data[:COMPARED])
+            record.loss_after = learning.mean_loss(compared)
             record.keep(learning)
     before, after = record.loss_before, record.loss_after
     told = f"Rotations learned in {steps} steps: loss {before:.4f} before, {after:.4f} after"
@@ -131,6 +132,15 @@ def learn_rotations(
         return Learned(dict(start), before, after)
     logger.info(f"{told}.")
     return Learned(learning.rotations(), before, after)
+
+
+def _to_compare_on(data: Sequence[Any], steps: int) -> Sequence[Any]:
+    """Batches that no step learns from, if there are any: what was learned has to hold on others.
+
+    >>> list(_to_compare_on(range(104), steps=100)), len(_to_compare_on(range(60), steps=100))
+    ([100, 101, 102, 103], 8)
+    """
+    return data[steps : steps + COMPARED] or data[:COMPARED]
 
 
 def _is_better(after: float, before: float) -> bool:
