@@ -327,11 +327,11 @@ def render(store: Store) -> str:
         for tool in row.tools
     ]
     busy = [
-        [size, tool, f"{busy_run['oneshot_seconds']:.1f}", f"{ratio:.2f}"]
+        [size, tool, f"{found['oneshot_seconds']:.1f}", f"{ratio:.2f}"]
         for size in sizes
         for tool in TOOLS
+        if (found := store.get("busy", size, BUSY_ROW, tool))
         if (ratio := busy_ratio(store, size, tool)) is not None
-        if (busy_run := store.get("busy", size, BUSY_ROW, tool))
     ]
     dense = ", ".join(
         f"{size} {found['quality']['perplexity']:.0f}"

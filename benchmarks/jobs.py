@@ -201,14 +201,15 @@ def _run(command: list[str]) -> None:
 
 def _environment(python: str, *, offline: bool = True) -> dict[str, str]:
     quiet = {"TOKENIZERS_PARALLELISM": "false"}
-    return own_packages(python) | quiet | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+    return variables_for(python) | quiet | ({"HF_HUB_OFFLINE": "1"} if offline else {})
 
 
-def own_packages(python: str) -> dict[str, str]:
-    """The environment variables; another interpreter must not find this one's packages.
+def variables_for(python: str) -> dict[str, str]:
+    """The environment variables that an interpreter is measured with.
 
-    An installed package is compiled once. What is run from its sources has to be so too, or
-    it would be compiled for every process that is timed.
+    An interpreter other than this one must not find the packages of this one. An installed
+    package is compiled once: what is run from its sources has to be so too, or it would be
+    compiled for every process that is timed.
     """
     return {
         name: value

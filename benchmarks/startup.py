@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from jobs import own_packages
+from jobs import variables_for
 from tables import publish, table
 
 _COMMAND = "import sys; from llmcompressor.cli import main; main(sys.argv[1:])"
@@ -36,8 +36,8 @@ _ASKED = {
 def seconds(arguments: list[str]) -> float:
     started = time.perf_counter()
     command = [sys.executable, "-c", *arguments]
-    alike = own_packages(sys.executable)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=alike)
+    variables = variables_for(sys.executable)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=variables)
     return time.perf_counter() - started
 
 

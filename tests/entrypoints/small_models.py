@@ -14,7 +14,13 @@ from datasets import Dataset
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCABULARY = 128
 
@@ -40,6 +46,27 @@ def llama(*, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     return model.eval()
+
+
+def mixture() -> Qwen3MoeForCausalLM:
+    """Two blocks of eight experts, two for a token."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
 
 
 def token_rows(samples: int = 8, length: int = 16, *, seed: int = 0) -> Dataset:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 
-from llmcompressor import oneshot, verify
+from llmcompressor import oneshot, plan, verify
 from llmcompressor.errors import ArgumentError, CheckpointError, DatasetError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
@@ -256,6 +256,8 @@ def test_weights_that_are_kept_elsewhere(source, tmp_path):
     set_onload_device(model, "cpu")
     with pytest.raises(ArgumentError, match=r"offloaded by compressed-tensors.*remove_dispatch"):
         oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
+    with pytest.raises(ArgumentError, match="remove_dispatch"):
+        plan(model, fp8(), measure=False)
     assert not (tmp_path / "out").exists()
     remove_dispatch(model, onload_tensors=True)
     oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))

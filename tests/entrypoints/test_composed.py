@@ -17,7 +17,7 @@ import small_models as small
 import torch
 from test_read_back import READER
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, verify
 from llmcompressor.logger import logger
@@ -152,31 +152,10 @@ class Outcome:
     left: list[str]
 
 
-def mixture() -> torch.nn.Module:
-    """Two blocks of eight experts, two for a token."""
-    config = Qwen3MoeConfig(
-        vocab_size=small.VOCABULARY,
-        hidden_size=128,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
-
-
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("composed")
-    for name, model in {"dense": small.llama(), "mixture": mixture()}.items():
+    for name, model in {"dense": small.llama(), "mixture": small.mixture()}.items():
         model.save_pretrained(root / name)
     return {name: root / name for name in ("dense", "mixture")}
 

@@ -96,3 +96,16 @@ def test_what_needs_no_images(llava: Path, text: str, data: Any) -> None:
 def test_images_reach_it(llava: Path) -> None:
     found = plan(llava, recipe(GPTQ), images(), measure=False)
     assert not [one for one in found.problems if "reaches" in one.message]
+
+
+class _Shy(LlavaForConditionalGeneration):
+    """What has no single table of tokens says so, as models of formulas in pictures do."""
+
+    def get_input_embeddings(self) -> Any:
+        raise NotImplementedError
+
+
+def test_a_tower_of_a_model_that_names_no_embeddings(llava: Path) -> None:
+    model = _Shy.from_pretrained(llava)
+    with pytest.raises(TargetError, match="vision_tower"):
+        oneshot(model=model, recipe=recipe(GPTQ), dataset=TEXT)

@@ -148,6 +148,28 @@ def test_a_norm_that_is_read_elsewhere_too_is_not_taken() -> None:
     assert probes["layers.0"].find() == []
 
 
+class CalledTwice(nn.Module):
+    """A Linear that runs on two tensors, which no module returned: as keys of two attentions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+        self.mix = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, states: Tensor) -> Tensor:
+        mixed = self.query(states) + self.mix(states) + self.mix(2 * states)
+        return self.last(self.norm(mixed))
+
+
+def test_a_module_that_is_called_twice() -> None:
+    model = small.OneBlock(CalledTwice())
+    probes = probes_of(model, [{"states": torch.zeros(1, 4, 8)}])
+    found = [(link.smooth, link.balance) for link in probes["layers.0"].find()]
+    assert found == [("norm", ("last",))]
+
+
 def sets(*found: SmoothSet) -> list[tuple[str, tuple[str, ...]]]:
     return [(one.name, tuple(one.balance)) for one in found]
 
