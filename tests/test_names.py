@@ -9,6 +9,7 @@ import re
 import pytest
 from torch.nn import Identity, Linear, Module, ModuleList, Sequential
 
+from llmcompressor.modeling.matching import matches_name
 from llmcompressor.names import Forms, named_modules, tells_digits
 
 NAMES = [
@@ -69,6 +70,28 @@ def test_names_of_one_form_are_matched_alike(pattern: str) -> None:
     for one, other in itertools.combinations(NAMES, 2):
         if forms.of(one) == forms.of(other):
             assert (re.match(pattern, one) is None) == (re.match(pattern, other) is None)
+
+
+@pytest.mark.parametrize(
+    ("entry", "meant"),
+    [
+        ("re:.*experts.*gate_proj$", {"w1"}),
+        ("re:.*experts.3.up_proj", {"w3"}),
+        ("re:.*w2$", {"w2"}),
+        ("layers.0.experts.3.down_proj", {"w2"}),
+        ("re:.*experts", {"w1", "w2", "w3"}),
+    ],
+)
+def test_linears_of_an_expert_have_a_second_name(entry: str, meant: set[str]) -> None:
+    """However many names are asked for, and whichever was asked for first."""
+    every = [f"layers.0.experts.3.{own}" for own in ("w3", "w1", "w2", "gate")]
+    forms = Forms([entry])
+    assert {name for name in every if matches_name(name, entry)} == {
+        f"layers.0.experts.3.{own}" for own in meant
+    } | ({every[-1]} if entry == "re:.*experts" else set())
+    for one, other in itertools.permutations(every, 2):
+        if forms.of(one) == forms.of(other):
+            assert matches_name(one, entry) == matches_name(other, entry)
 
 
 def test_a_name_is_told_from_all_others() -> None:

@@ -12,13 +12,33 @@ from collections.abc import Hashable, Iterable, Iterator
 
 from torch.nn import Module, Parameter
 
-__all__ = ["Forms", "named_modules", "own_parameters", "tells_digits"]
+__all__ = ["Forms", "named_modules", "names_of", "own_parameters", "tells_digits"]
 
 _REGEX = "re:"
 _ZEROS = str.maketrans("123456789", "000000000")
 # a digit as such, in a range or by its code; what a group held; a character by its name
 _TELLING = re.compile(r"[0-9]|\(\?P=|\\N")
 _RANGE = re.compile(r"(?<![A-Za-z])-|-(?![A-Za-z])")
+
+_EXPERT = re.compile(r"((?:.*\.)?experts\.\d+\.)(w[123])((?:\..*)?)")
+_USUAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def names_of(name: str) -> tuple[str, ...]:
+    """The names that a target may mean a module by, its own first.
+
+    An expert's Linears have the names that they have in the file. Where these are ``w1``, ``w3``
+    and ``w2``, recipes may as well say what they are elsewhere.
+
+    >>> names_of("layers.0.mlp.experts.3.w1")
+    ('layers.0.mlp.experts.3.w1', 'layers.0.mlp.experts.3.gate_proj')
+    >>> names_of("layers.0.mlp.w1")
+    ('layers.0.mlp.w1',)
+    """
+    found = _EXPERT.fullmatch(name) if "experts." in name else None
+    if found is None:
+        return (name,)
+    return name, found[1] + _USUAL[found[2]] + found[3]
 
 
 def named_modules(model: Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Module]]:
@@ -90,10 +110,12 @@ class Forms:
 
     def of(self, name: str) -> Hashable:
         """A key: of two names that share it, every target matches both or neither."""
-        if name in self._exact:
+        names = names_of(name)
+        if not self._exact.isdisjoint(names):
             return name
-        return name.translate(_ZEROS), tuple(
-            [pattern.match(name) is not None for pattern in self._telling]
+        # the last is the one whose letters tell Linears of an expert apart
+        return names[-1].translate(_ZEROS), tuple(
+            [pattern.match(one) is not None for one in names for pattern in self._telling]
         )
 
 

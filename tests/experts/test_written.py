@@ -497,3 +497,55 @@ def test_experts_of_one_shape_are_solved_in_one_batch(
     compressed(source[1], tmp_path / "all", **given)
     # all gates and ups get one input: they are rows of one problem
     assert sizes == [1, 4, 1, 4]
+
+
+def by_name(folder: Path, output: Path, entry: str, *, object_: bool = False) -> Any:
+    """Attention in 8 bits, experts, as ``entry`` names them, in 4."""
+    eight = {"num_bits": 8, "strategy": "channel"}
+    model = mixtures.build("mixtral") if object_ else str(folder)
+    groups = {
+        "attention": {"targets": ["re:.*self_attn.*_proj$"], "weights": eight},
+        "experts": {"targets": [entry], "weights": {"num_bits": 4, "group_size": 64}},
+    }
+    recipe = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
+    return oneshot(model=model, recipe=recipe, output_dir=output, save_compressed=True)
+
+
+@pytest.mark.parametrize("object_", [False, True], ids=["folder", "object"])
+def test_experts_are_meant_by_the_names_of_other_families(object_: bool, tmp_path: Path) -> None:
+    """A file's w1, w3 and w2 are gate_proj, up_proj and down_proj: the same files come of both."""
+    mixtures.saved("mixtral", tmp_path / "source")
+    usual = by_name(
+        tmp_path / "source",
+        tmp_path / "usual",
+        "re:.*experts.*(gate|up|down)_proj$",
+        object_=object_,
+    )
+    by_name(
+        tmp_path / "source",
+        tmp_path / "own",
+        r"re:.*experts\.\d+\.(?:w1|w2|w3)$",
+        object_=object_,
+    )
+    found, wanted = tensors_of(tmp_path / "usual"), tensors_of(tmp_path / "own")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(one, wanted[name]) for name, one in found.items())
+    packed = [name for name in found if "experts" in name and name.endswith("weight_packed")]
+    assert len(packed) == 2 * 4 * 3
+    assert verify(tmp_path / "usual").ok
+    groups = config_of(tmp_path / "usual")["config_groups"].values()
+    targets = [target for group in groups for target in group["targets"]]
+    assert r"re:.*experts\.\d+\.(?:w1|w2|w3)$" in targets  # what servers look up (S68)
+    assert torch.allclose(
+        mixtures.logits(reread(tmp_path / "usual")), mixtures.logits(usual), atol=1e-6
+    )
+
+
+def test_experts_are_ignored_by_the_names_of_other_families(tmp_path: Path) -> None:
+    mixtures.saved("mixtral", tmp_path / "source")
+    ignored = ["lm_head", "re:.*experts.*(gate|up|down)_proj$"]
+    compressed(tmp_path / "source", tmp_path / "out", ignore=ignored)
+    packed = [name for name in tensors_of(tmp_path / "out") if name.endswith("weight_packed")]
+    assert packed
+    assert not [name for name in packed if "experts" in name]
+    assert verify(tmp_path / "out").ok

@@ -35,7 +35,7 @@ from llmcompressor.checkpoint.layout import checkpoint_names
 from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.fused import is_expert
-from llmcompressor.names import named_modules
+from llmcompressor.names import named_modules, names_of
 
 __all__ = ["build_quantization_config"]
 
@@ -264,7 +264,9 @@ def _choose_targets(
             if stored.get(target, target) not in group.targets
         ]
         group.targets += [
-            target for target in _head_targets(group, candidates) if target not in group.targets
+            target
+            for target in (*_head_targets(group, candidates), *_expert_targets(group))
+            if target not in group.targets
         ]
     if _is_unambiguous(groups, candidates, ignore):
         return
@@ -286,6 +288,18 @@ def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
         rf"re:(?:.*\.)?{re.escape(item.stored)}$" if "." not in item.stored else item.stored
         for item in heads
     ]
+
+
+def _expert_targets(group: _Group) -> list[str]:
+    """Patterns for experts that the recipe means by the names that they have elsewhere."""
+    linears = [entry.name for entry in group.members if len(names_of(entry.name)) > 1]
+    unmet = [
+        name
+        for name in linears
+        if not any(_matches_name(target, name) or target == "Linear" for target in group.targets)
+    ]
+    own = sorted({name.rpartition(".")[2] for name in unmet})
+    return [rf"re:.*experts\.\d+\.(?:{'|'.join(own)})$"] if own else []
 
 
 def _is_unambiguous(

@@ -9,6 +9,9 @@ target matches a module if it is
 - the name of the module's class or of any of its base classes (``LinearBase`` counts as
   ``Linear``).
 
+The Linears of an expert have a second name where the file calls them ``w1``, ``w3`` and ``w2``:
+``gate_proj``, ``up_proj`` and ``down_proj`` (:func:`llmcompressor.names.names_of`).
+
 There is no substring and no glob match. Helper modules of compressed-tensors (observers,
 caches, transforms) never match. A target that matches nothing is an error that lists what it
 may have meant, an ignore entry that matches nothing a warning that does.
@@ -26,7 +29,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.names import Forms, named_modules
+from llmcompressor.names import Forms, named_modules, names_of
 
 __all__ = [
     "as_targets",
@@ -76,8 +79,9 @@ def matches_name(name: str, target: str) -> bool:
     (True, False)
     """
     if target.startswith(REGEX):
-        return _compiled(target.removeprefix(REGEX)).match(name) is not None
-    return target == name
+        pattern = _compiled(target.removeprefix(REGEX))
+        return any(pattern.match(one) is not None for one in names_of(name))
+    return target in names_of(name)
 
 
 def matches_class(module: Module, target: str) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from compressed_tensors.utils.match import match_targets
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 
@@ -17,7 +16,7 @@ from llmcompressor.modifiers.modifier import Modifier, PlannedModule
 from llmcompressor.names import Forms, named_modules, own_parameters
 from llmcompressor.planning.result import Match, ModuleRow
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.schemes.assign import is_router
+from llmcompressor.schemes.assign import is_router, matching_targets
 from llmcompressor.schemes.presets import format_of
 
 __all__ = ["STACK", "describe", "descriptions", "match_patterns", "module_rows", "numberless"]
@@ -148,7 +147,7 @@ def _tally(
         if form not in known:
             known[form] = _Hits(
                 [one for one in targets if matches(name, module, one)],
-                match_targets(name, module, targets)[:1],
+                matching_targets(name, module, targets)[:1],
                 [one for one in ignore if matches(name, module, one)],
             )
         hits = known[form]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which module of a model gets which scheme.
 
-The matching itself is compressed-tensors' own, because what reads the checkpoint decides by it.
+The matching itself is compressed-tensors' own, because what reads the checkpoint decides by it
+(an expert's Linears may be meant by a second name, which never gets into a checkpoint).
 Around it, four decisions keep the checkpoint servable. Each is logged once, with names:
 
 - **Router gates stay out.** A class target such as ``Linear`` does not reach the gate of a
@@ -29,12 +30,12 @@ from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
 )
-from compressed_tensors.utils.match import is_match, is_narrow_match, match_name, match_targets
+from compressed_tensors.utils.match import is_narrow_match, match_name, match_targets
 from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.names import Forms, named_modules
+from llmcompressor.names import Forms, named_modules, names_of
 from llmcompressor.schemes.attention import is_cached_attention
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "is_empty",
     "is_router",
     "listed",
+    "matching_targets",
     "output_head",
     "scheme_for",
     "weight_of",
@@ -92,10 +94,32 @@ def scheme_for(
 ) -> QuantizationScheme | None:
     """The scheme that a Linear of this name would get, without what is decided for whole models."""
     by_target = {target: scheme for scheme in groups for target in scheme.targets}
-    matched = match_targets(name, module, by_target)
-    if not matched or is_match(name, module, list(ignore)):
+    matched = matching_targets(name, module, by_target)
+    if not matched or matching_targets(name, module, ignore):
         return None
     return by_target[matched[0]]
+
+
+def matching_targets(name: str, module: Module, targets: Iterable[str]) -> list[str]:
+    """Those of the targets that mean a module; the first one counts.
+
+    compressed-tensors' order, a name before a pattern before a class, over all the names that
+    a module is meant by (:func:`llmcompressor.names.names_of`).
+    """
+    every = list(targets)
+    matched: list[str] = match_targets(name, module, every)
+    for other in names_of(name)[1:]:
+        known = set(matched) | set(match_targets(other, module, every))
+        by_name = sorted(
+            (target for target in known if _is_named(target, name)),
+            key=lambda target: (target.startswith("re:"), target),
+        )
+        matched = [*by_name, *(target for target in matched if target not in by_name)]
+    return matched
+
+
+def _is_named(target: str, name: str) -> bool:
+    return any(match_name(one, target) for one in names_of(name))
 
 
 def assign_schemes(
@@ -186,11 +210,11 @@ class _Walk:
         return self
 
     def _match(self, name: str, module: Module) -> _Matched:
-        matched = match_targets(name, module, self.by_target)
+        matched = matching_targets(name, module, self.by_target)
         return _Matched(
             matched,
-            [target for target in matched if match_name(name, target)],
-            bool(matched) and is_match(name, module, self.ignore),
+            [target for target in matched if _is_named(target, name)],
+            bool(matched) and bool(matching_targets(name, module, self.ignore)),
         )
 
     def _can_carry(self, name: str, module: Module, scheme: QuantizationScheme) -> bool:
