@@ -232,21 +232,25 @@ def _planted() -> list[Case]:
     return cases
 
 
+PLANTED_ONLINE = (("planted", "W4A16"), ("planted", "W8A8"))
+
+
 def _online() -> list[Case]:
     """Rotations that are applied while the model runs, in memory: transformers leaves them out."""
     quip = {"QuIPModifier": {"rotations": ["v", "u"], "transform_type": "random-hadamard"}}
-    scheme = preset("W4A16")
+    schemes = {"W4A16": preset("W4A16"), "W8A8": preset("W8A8"), "2 bits": grid(2, 128)}
     cases = []
-    for model in ("embedded", "planted"):
-        setting = "W4A16, in memory" if model == "embedded" else "planted, W4A16, in memory"
-        plain = Case(setting, "round-to-nearest", rounded(scheme), data=False, in_memory=True)
-        drawn = Case(
-            setting, "QuIP", quip | rounded(scheme), data=False, draws=True, in_memory=True
+    for model, name in (("embedded", "W4A16"), ("embedded", "2 bits"), *PLANTED_ONLINE):
+        setting = f"{'planted, ' if model == 'planted' else ''}{name}, in memory"
+        scheme = schemes[name]
+        plain = Case(
+            setting, "round-to-nearest", rounded(scheme), data=False, model=model, in_memory=True
         )
-        cases += [
-            replace(case, model=model)
-            for case in (plain, drawn, replace(drawn, name=f"{REFERENCE}QuIP"))
-        ]
+        solved_ = replace(plain, name="GPTQ", recipe=solved(scheme), data=True)
+        drawn = replace(plain, name="QuIP", recipe=quip | rounded(scheme), draws=True)
+        both = replace(solved_, name="QuIP and GPTQ", recipe=quip | solved(scheme), draws=True)
+        cases += [plain, drawn, replace(drawn, name=f"{REFERENCE}QuIP")]
+        cases += [solved_, both] if name != "W8A8" else []
     return cases
 
 

@@ -70,6 +70,9 @@ ROOM_OF = {
 ALIASES = {
     "",
     "core",
+    "modeling.moe",
+    "modeling.moe.context",
+    "modeling.moe.linearize",
     "modifiers",
     "modifiers.awq.mappings",
     "modifiers.logarithmic_equalization",

@@ -74,7 +74,9 @@ PUBLIC = {
         "TensorBoardLogger",
         "WANDBLogger",
     ],
-    "llmcompressor.modeling": ["replace_modules_for_calibration"],
+    "llmcompressor.modeling": ["prepare_for_calibration", "replace_modules_for_calibration"],
+    "llmcompressor.modeling.moe.context": ["moe_calibration_context"],
+    "llmcompressor.modeling.moe.linearize": ["linearize_moe", "load_quantizable_moe"],
     "llmcompressor.modifiers": ["Modifier", "ModifierFactory"],
     "llmcompressor.modifiers.autoround": ["AutoRoundModifier"],
     "llmcompressor.modifiers.awq": ["AWQMapping", "AWQModifier"],
@@ -191,7 +193,15 @@ PUBLIC = {
     "llmcompressor.transformers.sparsification": ["modify_save_pretrained"],
     "llmcompressor.transformers.tracing": ["TraceableLlavaForConditionalGeneration"],
     "llmcompressor.utils": ["dispatch_for_generation", "load_context"],
-    "llmcompressor.utils.dev": ["dispatch_for_generation", "load_context"],
+    "llmcompressor.utils.dev": [
+        "dispatch_for_generation",
+        "get_high_precision",
+        "get_main_device",
+        "load_context",
+        "patch_transformers_logger_level",
+        "skip_weights_download",
+        "skip_weights_initialize",
+    ],
     "llmcompressor.version": ["__version__", "__version_tuple__", "version", "version_tuple"],
 }
 # Old path → where the thing lives. Both must give the same object.
@@ -199,6 +209,9 @@ ALIASES = {
     "llmcompressor:callbacks": "llmcompressor.core.session_functions:LifecycleCallbacks",
     "llmcompressor.args:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
     "llmcompressor.datasets.utils:get_rank_partition": "llmcompressor.datasets:get_rank_partition",
+    "llmcompressor.modeling.moe.linearize:load_quantizable_moe": (
+        "llmcompressor.utils:load_context"
+    ),
     "llmcompressor.modifiers.awq.mappings:AWQMapping": "llmcompressor.modifiers.awq:AWQMapping",
     "llmcompressor.modifiers.logarithmic_equalization:LogarithmicEqualizationModifier": (
         "llmcompressor.modifiers.smoothquant:LogarithmicEqualizationModifier"
@@ -311,6 +324,7 @@ ALIASES = {
     ),
     "llmcompressor.observers:Observer": "llmcompressor.observers.base:Observer",
     "llmcompressor.transformers:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
+    "llmcompressor.transformers:SparseAutoModelForCausalLM": "transformers:AutoModelForCausalLM",
     "llmcompressor.transformers:TextGenerationDataset": (
         "llmcompressor.datasets:TextGenerationDataset"
     ),
@@ -367,6 +381,7 @@ ALIASES = {
     "llmcompressor.utils.dev:dispatch_for_generation": (
         "llmcompressor.utils:dispatch_for_generation"
     ),
+    "llmcompressor.utils.dev:get_main_device": "llmcompressor.utils.devices:best_device",
     "llmcompressor.utils.dev:load_context": "llmcompressor.utils:load_context",
     "llmcompressor.version:__version__": "llmcompressor:__version__",
     "llmcompressor.version:version": "llmcompressor:__version__",

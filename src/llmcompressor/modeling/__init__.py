@@ -28,6 +28,7 @@ __all__ = [
     "match_modules_set",
     "match_named_modules",
     "matches",
+    "prepare_for_calibration",
     "replace_modules_for_calibration",
     "unmatched",
 ]
@@ -46,6 +47,9 @@ _Model = TypeVar("_Model")
 def replace_modules_for_calibration(model: _Model) -> _Model:
     """The model, as it is: calibration runs the model's own forward, nothing needs replacing."""
     return model
+
+
+prepare_for_calibration = replace_modules_for_calibration
 
 
 def __getattr__(name: str) -> Any:

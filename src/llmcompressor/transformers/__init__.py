@@ -7,6 +7,7 @@ from llmcompressor.registry import lazy_page
 
 __all__ = [
     "DataTrainingArguments",
+    "SparseAutoModelForCausalLM",
     "TextGenerationDataset",
     "TrainingArguments",
     "apply",
@@ -16,6 +17,7 @@ __all__ = [
 
 _HOMES = {
     "DataTrainingArguments": "llmcompressor.args:DatasetArguments",
+    "SparseAutoModelForCausalLM": "transformers:AutoModelForCausalLM",
     "TextGenerationDataset": "llmcompressor.datasets:TextGenerationDataset",
     "TrainingArguments": "llmcompressor.args:TrainingArguments",
     "apply": "llmcompressor.entrypoints.stages:run_stages",

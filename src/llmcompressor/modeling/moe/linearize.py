@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Old path of loading a mixture of experts for compression."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmcompressor.modeling import replace_modules_for_calibration as linearize_moe
+from llmcompressor.registry import lazy_page
+
+if TYPE_CHECKING:
+    from llmcompressor.utils.loading import load_context as load_quantizable_moe
+
+__all__ = ["linearize_moe", "load_quantizable_moe"]
+
+__getattr__, __dir__ = lazy_page(
+    globals(), {"load_quantizable_moe": "llmcompressor.utils.loading:load_context"}
+)
