@@ -104,16 +104,17 @@ class StatisticsObserver(Observer):
 
     def _laid_out(self, observed: Canonical) -> Tensor:
         if self.base_name in ACTIVATIONS:
-            return observed.matrix.unflatten(-1, (observed.scale_shape[-1], -1))
+            tokens = observed.matrix.shape[0]
+            return observed.matrix.reshape(tokens, observed.scale_shape[-1], -1)
         return observed.values.reshape(1, *observed.scale_shape, -1)
 
-    def _measured(self, observed: Canonical) -> tuple[Tensor, Tensor]:
-        return tuple(observed.extremes)
+    def _measured(self, observed: Canonical) -> Range:
+        return observed.extremes
 
-    def _joined(self, own: Any, other: Any) -> Any:
-        return tuple(union(Range(*own), Range(*other)))
+    def _joined(self, own: Range, other: Range) -> Range:
+        return union(Range(*own), Range(*other))
 
-    def _take(self, measured: Any) -> None:
+    def _take(self, measured: Range) -> None:
         self._check_finite(Range(*measured))
         self._scale_shape = tuple(measured[0].shape)
         self.update_statistics_from_observed(torch.stack(list(measured), dim=-1).unsqueeze(0))
