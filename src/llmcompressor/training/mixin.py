@@ -291,11 +291,9 @@ class SessionManagerMixIn(_Base):
         TRL's trainers keep those that their own collators read, and masks are not among them.
         """
         super()._set_signature_columns_if_needed()
-        model: Any = self.model
-        taken = inspect.signature(model.forward).parameters
-        kept: Any = self._signature_columns
-        more: Any = [name for name in taken if name not in kept]
-        self._signature_columns = [*kept, *more]
+        own: Any = self
+        taken, kept = inspect.signature(own.model.forward).parameters, own._signature_columns
+        own._signature_columns = [*kept, *(name for name in taken if name not in kept)]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As in the other base; the tokens of the step are counted."""
