@@ -161,7 +161,7 @@ PUBLIC = {
     "llmcompressor.modifiers.transform.spinquant.norm_mappings": ["NormMapping"],
     "llmcompressor.modifiers.utils.hooks": ["HooksMixin"],
     "llmcompressor.observers": ["Observer"],
-    "llmcompressor.observers.base": ["Observer"],
+    "llmcompressor.observers.base": ["MinMaxTuple", "Observer", "QParamsDict"],
     "llmcompressor.recipe": ["Recipe"],
     "llmcompressor.training": ["SessionManagerMixIn", "Trainer"],
     "llmcompressor.transformers": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from datasets import Dataset
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import TextGenerationDataset, load_training
@@ -355,5 +356,8 @@ def test_a_registered_class_tokenizes_when_called(tokenizer):
     made = TextGenerationDataset.load_from_registry(
         "custom", dataset_args=args, processor=tokenizer
     )
-    assert [sample["input_ids"] for sample in made()] == [tokenizer("import os")["input_ids"]]
+    samples = made()
+    assert isinstance(samples, Dataset)  # trainers take nothing else
+    assert samples["input_ids"][:] == [tokenizer("import os")["input_ids"]]
+    assert samples.column_names == ["input_ids", "attention_mask"]
     assert made(add_labels=True)[0]["labels"]

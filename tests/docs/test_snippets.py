@@ -320,5 +320,5 @@ def test_declarations_are_those_of_the_base_class() -> None:
     read = set(re.findall(r"def (\w+)\(self", section))
     read |= {"propagates_error", "must_precede", "needs_later", "rewrites_inputs", "run_types"}
     read |= {"from_fields", "joins", "leaves_open", "begins_a_pass", "needs_time"}
-    read |= {"uses_teacher", "changes_weights"}
+    read |= {"uses_teacher", "changes_weights", "idle_types", "renamed"}
     assert told == read

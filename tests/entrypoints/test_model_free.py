@@ -414,6 +414,16 @@ def test_a_misspelt_ignore_is_refused_and_a_general_one_is_not(
         model_free_ptq(odd, tmp_path / "out", "W4A16", ignore=ignore)
 
 
+def test_an_ignore_that_is_a_pattern_but_does_not_say_so_is_warned_of(
+    odd: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    model_free_ptq(odd, tmp_path / "out", "W4A16", ignore=["lm_head", r"trunk\.table"])
+    said = [text for text in warned if "ignore entr" in text]
+    assert len(said) == 1
+    assert r"'trunk\\.table' matches no module" in said[0]
+    assert "Patterns begin with 're:', as in 're:trunk" in said[0]
+
+
 @pytest.mark.parametrize("name", ["a.weight_packed", "a.qweight"])
 def test_weights_that_were_quantized_in_silence_are_refused(tmp_path: Path, name: str) -> None:
     tensors = {name: torch.zeros(8, 8, dtype=torch.int32), "b.weight": torch.ones(8, 8)}

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmcompressor import Oneshot, active_session, create_session, oneshot
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
-from llmcompressor.errors import TargetError
+from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
@@ -514,3 +514,35 @@ def test_in_inference_mode_a_folder_is_compressed_as_without(recipe: str, tmp_pa
     )
     assert plain.keys() == inside.keys()
     assert all(torch.equal(plain[name], inside[name]) for name in plain)
+
+
+KEEPING = "ConstantPruningModifier: {targets: Linear}"
+ROUNDING = "QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}"
+
+
+@pytest.mark.parametrize("recipe", [f"{KEEPING}, {ROUNDING}", f"{ROUNDING}, {KEEPING}"])
+def test_what_keeps_zeros_in_a_training_is_left_out(
+    recipe: str, tmp_path: Path, warned: list[str]
+) -> None:
+    tiny(recipe=f"modifiers: {{{recipe}}}", dataset=None, output_dir=tmp_path / "both")
+    tiny(recipe=DYNAMIC, dataset=None, output_dir=tmp_path / "one")
+    told = [text for text in warned if "ConstantPruningModifier" in text]
+    assert len(told) == 1
+    assert "acts over the steps of a training" in told[0]
+    assert "left out" in told[0]
+    one, both = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "both"))
+    assert all(torch.equal(one[name], both[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        f"modifiers: {{{KEEPING}}}",
+        f"a_stage: {{run_type: train, a_modifiers: {{{KEEPING}, {ROUNDING}}}}}",
+        f"modifiers: {{MagnitudePruningModifier: {{init_sparsity: 0, final_sparsity: 0.5, end: 1, "
+        f"targets: Linear}}, {ROUNDING}}}",
+    ],
+)
+def test_what_a_training_is_needed_for_is_refused(recipe: str) -> None:
+    with pytest.raises(RecipeError, match=r"PruningModifier, .* acts over the steps of a training"):
+        tiny(recipe=recipe, dataset=None)

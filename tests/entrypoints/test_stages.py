@@ -238,6 +238,21 @@ def test_rotations_that_are_multiplied_in_are_no_bar(llama_folder: Path, tmp_pat
     assert verify(tmp_path / "out" / "stage_quant").ok
 
 
+def test_a_stage_with_what_cannot_train_keeps_zeros_by_itself(
+    llama_folder: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    recipe = """
+    pruning_stage:
+      a_modifiers:
+        WeightHalver: {}
+        WandaPruningModifier: {sparsity: 0.5, targets: Linear, ignore: [lm_head]}
+        ConstantPruningModifier: {targets: Linear}
+    """
+    model = _stages(llama_folder, tmp_path / "out", recipe)
+    assert (model.model.layers[0].mlp.up_proj.weight == 0).float().mean() >= 0.5
+    assert [text for text in warned if "ConstantPruningModifier" in text and "left out" in text]
+
+
 def test_a_stage_before_may_be_the_teacher(llama_folder: Path, tmp_path: Path) -> None:
     teacher = tmp_path / "out" / "stage_halving"
     _stages(llama_folder, tmp_path / "out", DISTILL, distill_teacher=str(teacher), max_steps=1)

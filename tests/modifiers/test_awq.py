@@ -201,7 +201,7 @@ def test_without_a_modifier_that_quantizes_it_is_refused() -> None:
     for recipe in ([AWQModifier()], "modifiers:\n  AWQModifier: {n_grid: 8}\n"):
         with pytest.raises(ValueError, match="no modifier that quantizes stands after"):
             Recipe.create_instance(recipe)
-    with pytest.raises(ValueError, match="AWQModifier stands after QuantizationModifier"):
+    with pytest.raises(ValueError, match="no modifier that quantizes stands after AWQModifier"):
         Recipe.create_instance([rounding(), AWQModifier()])
 
 

@@ -624,6 +624,17 @@ def test_a_misspelt_field_gets_a_suggestion() -> None:
         gptq(dampening_fraction=0.1)
 
 
+def test_the_dampening_may_have_its_earlier_name() -> None:
+    assert gptq(percdamp=0.1) == gptq(dampening_frac=0.1)
+    text = "modifiers: {SparseGPTModifier: {sparsity: 0.5, percdamp: 0.1}}"
+    recipe = Recipe.create_instance(text)
+    assert "dampening_frac: 0.1" in recipe.yaml()
+    with pytest.raises(RecipeError, match="percdamp is the earlier name of dampening_frac"):
+        gptq(percdamp=0.1, dampening_frac=0.1)
+    with pytest.raises(RecipeError, match="'percdamp'"):
+        QuantizationModifier(scheme="W4A16", percdamp=0.1)
+
+
 @pytest.mark.parametrize(
     "modifier",
     [

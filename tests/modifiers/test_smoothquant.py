@@ -177,8 +177,8 @@ def test_wrong_fields_are_refused(text: str) -> None:
 
 
 def test_it_may_not_stand_behind_what_quantizes() -> None:
-    with pytest.raises(ValueError, match="SmoothQuantModifier stands after QuantizationModifier"):
-        Recipe.create_instance([int8(), SmoothQuantModifier()])
+    with pytest.raises(TargetError, match="nothing to smooth: QuantizationModifier quantizes"):
+        tiny.run(tiny.llama(), int8(), SmoothQuantModifier())
 
 
 def test_behind_a_rotation_in_the_forward_there_is_nothing_to_smooth() -> None:

@@ -128,6 +128,12 @@ def test_options_out_of_bounds_are_refused_by_name(name, option):
         make(name, **option)
 
 
+def test_a_scale_is_selected_by_its_error_alone():
+    assert make("fouroversix", "weight", INT4, scale_selection="mse")(WEIGHT)[0].shape == (4, 2)
+    with pytest.raises(InputError, match="scale_selection = 'abs_max'"):
+        make("fouroversix", "weight", INT4, scale_selection="abs_max")
+
+
 def test_options_come_from_the_arguments_and_the_arguments_stay_as_they_are():
     args = QuantizationArgs(observer="minmax", observer_kwargs={"averaging_constant": 0.5})
     before = args.model_dump()

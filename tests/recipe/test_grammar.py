@@ -68,6 +68,13 @@ def test_generations_agree_on_order_and_groups(entries):
     assert [m.group for m in by_stage.modifiers] == [g for g, _ in entries]
 
 
+def test_run_types_of_earlier_releases():
+    text = "a_stage: {run_type: post_train, a_modifiers: {}}"
+    recipe = Recipe.create_instance(text)
+    assert recipe.stages[0].run_type == "oneshot"
+    assert "post_train" not in recipe.yaml()
+
+
 def test_stages_keep_their_order_names_and_run_types():
     recipe = Recipe.create_instance("""
 sparsity_stage:

@@ -36,12 +36,40 @@ def schemes_of(model: nn.Module, **fields: Any) -> dict[str, QuantizationScheme]
 def test_every_misfit_is_in_one_error() -> None:
     model = linears(a=192, b=256, c=320, d=64)
     schemes = schemes_of(model, scheme="W4A16")
-    assert indivisible(model, schemes) == [("a", 192, 128), ("c", 320, 128)]
+    assert [one[:3] for one in indivisible(model, schemes)] == [("a", 192, 128), ("c", 320, 128)]
     with pytest.raises(TargetError, match="bypass_divisibility_checks") as caught:
         check_schemes(model, schemes)
     assert "a: 192 columns, groups of 128" in str(caught.value)
     assert "c: 320 columns, groups of 128" in str(caught.value)
     check_schemes(model, schemes, bypass_divisibility=True)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "is_bound"),
+    [
+        ("W4A16", False),
+        ("W4A8", False),
+        ("NVFP4A16", False),
+        ("MXFP4A16", False),
+        ("MXFP8A16", True),  # no ragged codes in this format
+        ("FP8_BLOCK", True),  # no forward cuts inputs into ragged groups
+        ("NVFP4", True),
+        ("MXFP4", True),
+    ],
+)
+def test_a_bypass_is_for_what_can_be_run_and_written(scheme: str, is_bound: bool) -> None:
+    model = linears(a=200)
+    schemes = schemes_of(model, scheme=scheme)
+    with pytest.raises(TargetError, match="a: 200 columns") as plain:
+        check_schemes(model, schemes)
+    assert ("bypass" in plain.value.remedy) is not is_bound
+    if is_bound:
+        with pytest.raises(
+            TargetError, match=r"bypass_divisibility_checks cannot help.*\n  a: 200"
+        ):
+            check_schemes(model, schemes, bypass_divisibility=True)
+    else:
+        check_schemes(model, schemes, bypass_divisibility=True)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +104,7 @@ def test_embeddings_are_checked_by_their_width() -> None:
     schemes = schemes_of(model, config_groups={"g": preset_scheme("MXFP4A16", ["Embedding"])})
     check_divisible(model, schemes)
     model = nn.ModuleDict({"e": nn.Embedding(96, 10)})
-    assert indivisible(model, schemes) == [("e", 10, 32)]
+    assert [one[:3] for one in indivisible(model, schemes)] == [("e", 10, 32)]
 
 
 def test_weights_without_float_values_are_refused() -> None:

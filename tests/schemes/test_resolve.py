@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmcompressor.errors import InputError, RecipeError, TargetError
 from llmcompressor.logger import logger
-from llmcompressor.schemes.presets import PRESETS, preset_scheme
+from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
 
 W4 = {"num_bits": 4, "group_size": 32}
@@ -91,6 +91,33 @@ def test_w4a8_by_its_arguments_is_packed_like_the_preset() -> None:
     assert resolved.groups["g"].format == "pack-quantized"
     resolved = resolve_schemes(config_groups={"g": {**group, "format": "int-quantized"}})
     assert resolved.groups["g"].format == "int-quantized"
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "written"),
+    [
+        ({}, {}, "int-quantized"),
+        ({}, {"symmetric": True}, "pack-quantized"),
+        ({"num_bits": 3}, {}, "pack-quantized"),
+        ({"symmetric": False}, {}, "pack-quantized"),
+        ({}, {"num_bits": 4}, "pack-quantized"),
+    ],
+)
+def test_inputs_with_a_zero_point_are_written_as_their_one_kernel_reads(
+    weights: dict[str, Any], inputs: dict[str, Any], written: str
+) -> None:
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights={**W4, **weights},
+        input_activations={
+            "num_bits": 8,
+            "strategy": "token",
+            "dynamic": True,
+            "symmetric": False,
+            **inputs,
+        },
+    )
+    assert format_of(scheme) == written
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -13,8 +13,16 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from test_events import expected
 from torch.nn import Linear
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DefaultDataCollator,
+    Trainer,
+)
 
+from llmcompressor.args import DatasetArguments
+from llmcompressor.datasets import TextGenerationDataset
 from llmcompressor.errors import InputError
 from llmcompressor.modeling.embeddings import untie_embeddings
 from llmcompressor.training import SessionManagerMixIn
@@ -83,6 +91,28 @@ def test_it_drives_the_session_and_masks_hold(pico: Path, tmp_path: Path) -> Non
     ]
     for module in linears:
         assert (module.weight == 0).float().mean() == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_collator_of_one_s_own_gets_what_the_model_takes(pico: Path, tmp_path: Path) -> None:
+    """Prepared samples of equal length, collated by transformers: their masks are not dropped."""
+    args = DatasetArguments(
+        dataset=[{"text": text} for text in TEXTS], max_seq_length=32, pad_to_max_length=True
+    )
+    tokenizer = AutoTokenizer.from_pretrained(pico)
+    samples = TextGenerationDataset.load_from_registry(
+        "custom", dataset_args=args, processor=tokenizer
+    )(add_labels=True)
+
+    class Prepared(SparseSFTTrainer):
+        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            return dataset
+
+    given = {"recipe": RECIPE, "data_collator": DefaultDataCollator(), "train_dataset": samples}
+    config = trl.SFTConfig(output_dir=str(tmp_path), max_length=32, **SETTINGS)
+    model = AutoModelForCausalLM.from_pretrained(pico, dtype=torch.float32)
+    made = Prepared(model=model, args=config, processing_class=tokenizer, **given)
+    made.train()
+    assert tiny.Recorder.seen == expected([2, 2])
 
 
 TAUGHT = "  OutputDistillationModifier: {targets: ['re:.*layers.1$']}\n"

@@ -58,6 +58,22 @@ def test_every_format_on_a_mixture(preset: str, mixtral_folder: Path, compressed
     assert report.quantized == 32
 
 
+def test_experts_for_arm_are_served_where_no_other_device_is_named(
+    mixtral_folder: Path, compressed: Run
+) -> None:
+    inputs = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": False}
+    weights = {"num_bits": 4, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    modifier = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    folder = compressed(mixtral_folder, modifier)
+    for gpu, severity in ((None, Severity.WARNING), ("sm90", Severity.ERROR)):
+        report = verify(folder, mixtral_folder, serve="vllm", tp=1, gpu=gpu)
+        said = [one for one in report.findings if one.rule == "S63"]
+        assert [one.severity for one in said] == [severity]
+        assert "run on Arm alone" in said[0].message
+        assert not [one for one in report.findings if one.severity is Severity.ERROR] or gpu
+
+
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
 def test_solved_weights_are_no_error(scheme: str, llama_folder: Path, compressed: Run) -> None:
     gptq = GPTQModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])

@@ -138,6 +138,7 @@ class State:
             model does with its own inputs.
         changing: modules whose weight a modifier changes once they were calibrated, before those
             behind it quantize it.
+        quantizers: modules → the modifier of the recipe that quantizes them.
         cached: attention modules whose keys and values a modifier quantizes.
         turned: modules whose inputs or outputs a modifier is going to rotate in the forward → what
             the modifier is called.
@@ -173,6 +174,7 @@ class State:
     reference_inputs: Mapping[Module, Tensor] | None = None
     fitted: set[Any] = field(default_factory=set)
     changing: set[Any] = field(default_factory=set)
+    quantizers: dict[Any, Any] = field(default_factory=dict)
     cached: set[Any] = field(default_factory=set)
     turned: dict[Any, str] = field(default_factory=dict)
     call_order: Any = None

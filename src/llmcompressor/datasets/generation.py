@@ -94,11 +94,14 @@ class TextGenerationDataset:
         """One row as what the processor takes; the base class leaves it as it is."""
         return row
 
-    def __call__(self, add_labels: bool = False) -> list[dict[str, Any]]:
+    def __call__(self, add_labels: bool = False) -> Any:
         """Load, template and tokenize all rows.
 
         Args:
             add_labels: also give ``labels``, for training.
+
+        Returns:
+            A ``datasets.Dataset``, which a trainer takes.
         """
         name = f"The data set {type(self).__name__}"
         preparation = Preparation(
@@ -109,7 +112,8 @@ class TextGenerationDataset:
             for_training=add_labels,
         )
         rows = rows_of(self.load_dataset(), self.rest)
-        return prepare_samples(rows, preparation, wanted=None, shuffle=False, seed=0)
+        samples = prepare_samples(rows, preparation, wanted=None, shuffle=False, seed=0)
+        return resolve("llmcompressor.datasets.hub:dataset_of")(samples)
 
     @classmethod
     def register(

@@ -17,6 +17,7 @@ from llmcompressor.errors import DatasetError
 __all__ = [
     "HubRows",
     "HubStream",
+    "dataset_of",
     "files_of",
     "load_hub",
     "load_saved",
@@ -44,6 +45,12 @@ class HubRows:
             return []
         columns = self._dataset[list(indices)]
         return [{name: columns[name][at] for name in columns} for at in range(len(indices))]
+
+
+def dataset_of(samples: Sequence[Mapping[str, Any]]) -> Dataset:
+    """Samples as trainers take them; a column that only some have is ``None`` in the others."""
+    columns = dict.fromkeys(name for sample in samples for name in sample)
+    return Dataset.from_dict({name: [one.get(name) for one in samples] for name in columns})
 
 
 def rows_of_table(table: Any) -> HubRows:

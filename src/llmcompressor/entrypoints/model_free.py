@@ -28,6 +28,7 @@ from llmcompressor.errors import ArgumentError, CheckpointError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.matching import (
     check_targets,
+    looks_like_pattern,
     matches,
     matches_name,
     near_matches,
@@ -275,8 +276,8 @@ def _ignored(model: nn.Module, resolved: ResolvedSchemes) -> list[str]:
     """
     assert isinstance(model, TreeModel)
     for entry in unmatched(model, resolved.ignore):
-        hint = "" if entry.startswith("re:") else near_matches(model, entry)
-        if hint:
+        is_plain = not (entry.startswith("re:") or looks_like_pattern(entry))
+        if is_plain and (hint := near_matches(model, entry)):  # the others are warned of
             raise TargetError(
                 f"The ignore entry {entry!r} matches no module of the checkpoint.", hint
             )

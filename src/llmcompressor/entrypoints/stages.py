@@ -36,7 +36,7 @@ from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.model_prints import note_change
 from llmcompressor.entrypoints.oneshot import oneshot
 from llmcompressor.entrypoints.stage_record import StageRecord, shown, shown_model
-from llmcompressor.entrypoints.task import check_run_types
+from llmcompressor.entrypoints.task import check_run_types, is_idle
 from llmcompressor.entrypoints.teacher import check_teacher, load_possibly_compressed
 from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import NOT_OF_TRAINING, Training
@@ -298,7 +298,9 @@ def _rotates_online(modifier: Modifier) -> bool:
 
 
 def _only_kind(stage: Stage) -> Any:
-    only_there = any("oneshot" not in type(one).run_types for one in stage.modifiers)
+    only_there = [one for one in stage.modifiers if "oneshot" not in type(one).run_types]
+    if any("train" not in type(one).run_types for one in stage.modifiers):
+        only_there = [one for one in only_there if not is_idle(one, stage, "oneshot")]
     return "train" if only_there else "oneshot"
 
 

@@ -45,6 +45,7 @@ __all__ = [
     "as_path",
     "check_run_types",
     "compression_report",
+    "is_idle",
     "report_of",
     "undone_on_error",
     "vocabulary",
@@ -115,6 +116,8 @@ class Task:
         )
         for stage in recipe.stages:
             check_run_types(stage, self.run_type)
+        recipe = _without_idle(recipe, self.run_type)
+        for stage in recipe.stages:
             if stage.run_type == _OTHER[self.run_type]:
                 logger.warning(
                     f"The stage {stage.name!r} of the recipe has the run_type {stage.run_type}, "
@@ -243,7 +246,7 @@ def check_run_types(stage: Stage, run_type: RunType) -> None:
         RecipeError: names the modifier and what to do.
     """
     for modifier in stage.modifiers:
-        if run_type not in type(modifier).run_types:
+        if run_type not in type(modifier).run_types and not is_idle(modifier, stage, run_type):
             other = _OTHER[run_type]
             raise RecipeError(
                 f"{type(modifier).__name__}, in the stage {stage.name!r} of the recipe, "
@@ -251,6 +254,31 @@ def check_run_types(stage: Stage, run_type: RunType) -> None:
                 f"Give the recipe to {other} (llmcompressor {other}), or to run_stages "
                 "(llmcompressor run) if it has stages of both kinds.",
             )
+
+
+def is_idle(modifier: Modifier, stage: Stage, run_type: RunType) -> bool:
+    """Whether a modifier has nothing to do in a run of this type, and nothing is lost without it.
+
+    In a stage that is for the other type of run, or that has nothing else to do, it is a mistake.
+    """
+    if run_type not in type(modifier).idle_types or stage.run_type == _OTHER[run_type]:
+        return False
+    return any(run_type in type(one).run_types for one in stage.modifiers)
+
+
+def _without_idle(recipe: Recipe, run_type: RunType) -> Recipe:
+    """The recipe without what has nothing to do; each is told of."""
+    stages = []
+    for stage in recipe.stages:
+        idle = [one for one in stage.modifiers if is_idle(one, stage, run_type)]
+        for modifier in idle:
+            logger.warning(
+                f"{type(modifier).__name__}, in the stage {stage.name!r} of the recipe, "
+                f"{_WHY[run_type]}: it is left out."
+            )
+        kept = tuple(one for one in stage.modifiers if not is_idle(one, stage, run_type))
+        stages.append(replace(stage, modifiers=kept) if idle else stage)
+    return Recipe(stages, args=recipe.args) if stages != list(recipe.stages) else recipe
 
 
 def report_of(modifiers: Sequence[Modifier]) -> Records:

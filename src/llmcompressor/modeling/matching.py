@@ -35,6 +35,7 @@ __all__ = [
     "as_targets",
     "check_targets",
     "common_parent",
+    "looks_like_pattern",
     "match_modules_set",
     "match_named_modules",
     "matches",
@@ -258,6 +259,15 @@ def _hints(model: Module, targets: Sequence[str]) -> str:
     return " ".join(f"For {target!r}: {hint}" for target, hint in hints if hint)
 
 
+def looks_like_pattern(target: str) -> bool:
+    r"""Whether a plain target was meant as a pattern: no name has these characters.
+
+    >>> looks_like_pattern(r"model\.embed_tokens"), looks_like_pattern("model.embed_tokens")
+    (True, False)
+    """
+    return not target.startswith(REGEX) and re.search(r"[*^$|\\]", target) is not None
+
+
 def near_matches(model: Module, target: str) -> str:
     """A sentence or two on what ``target`` may have meant; empty if nothing is near."""
     return _Index(model).hint(target)
@@ -285,7 +295,7 @@ class _Index:
     def hint(self, target: str) -> str:
         if target.startswith(REGEX):
             return self._pattern_hint(target.removeprefix(REGEX))
-        if re.search(r"[*^$|\\]", target):
+        if looks_like_pattern(target):
             return f"Patterns begin with 're:', as in {_glob_as_regex(target)!r}."
         return _question(self._plain_suggestions(target))
 

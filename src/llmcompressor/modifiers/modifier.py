@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import ConfigDict, PrivateAttr, ValidationError, model_validator
@@ -244,6 +245,8 @@ class Modifier(HooksMixin):
         update: how often to update, counted in the same way.
         propagates_error: whether what comes later should see this modifier's error.
         run_types: where it can do its work: in ``oneshot``, in ``train``, or in both.
+        renamed: fields of earlier releases → what they are called now; either is accepted.
+        idle_types: where it has nothing to do beside others, so that it is left out with a warning.
         must_precede: names of modifier classes that may not stand before it in a recipe.
         needs_later: names of modifier classes one of which has to come later in a recipe.
         rewrites_inputs: what it makes of the model changes what others would collect of it in the
@@ -260,6 +263,8 @@ class Modifier(HooksMixin):
 
     propagates_error: ClassVar[bool] = True
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot", "train"})
+    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    idle_types: ClassVar[frozenset[str]] = frozenset()
     must_precede: ClassVar[frozenset[str]] = frozenset()
     needs_later: ClassVar[frozenset[str]] = frozenset()
     rewrites_inputs: ClassVar[bool] = False
@@ -295,6 +300,17 @@ class Modifier(HooksMixin):
             return super().model_validate(obj, **kwargs)
         except ValidationError as error:
             raise _as_recipe_error(cls, error) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_present_names(cls, given: Any) -> Any:
+        """Fields of earlier releases, under the names that they have now."""
+        if not isinstance(given, Mapping) or not given.keys() & cls.renamed.keys():
+            return given
+        for old in given.keys() & cls.renamed.keys():
+            if (new := cls.renamed[old]) in given:
+                raise ValueError(f"{old} is the earlier name of {new}, and both are given")
+        return {cls.renamed.get(name, name): value for name, value in given.items()}
 
     @classmethod
     def from_fields(cls, **fields: Any) -> list[Modifier]:

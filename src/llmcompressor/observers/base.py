@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypedDict, TypeVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -26,7 +26,7 @@ from llmcompressor.numerics.scales import (
     scales_from_range,
 )
 from llmcompressor.observers.canonical import ACTIVATIONS, Canonical, Range, canonical
-from llmcompressor.registry import Table
+from llmcompressor.registry import Table, resolve
 from llmcompressor.schemes.bridge import (
     grid_of,
     needs_global_scale,
@@ -37,8 +37,10 @@ from llmcompressor.schemes.bridge import (
 
 __all__ = [
     "OBSERVERS",
+    "MinMaxTuple",
     "Observer",
     "ObserverOptions",
+    "QParamsDict",
     "RangeObserver",
     "fused_global_scale",
     "stored_scale",
@@ -62,7 +64,21 @@ OBSERVERS = Table(
     },
 )
 
+_STATISTICS = "llmcompressor.observers.statistics"
+
 ObserverClass = TypeVar("ObserverClass", bound=type)
+
+
+MinMaxTuple: TypeAlias = tuple[Tensor, Tensor]
+"""Least and greatest value per scale."""
+
+
+class QParamsDict(TypedDict, total=False):
+    """What :meth:`Observer.get_qparams` gives."""
+
+    scale: Tensor
+    zero_point: Tensor
+    global_scale: Tensor | None
 
 
 class ObserverOptions(BaseModel):
@@ -111,10 +127,16 @@ class Observer(ABC):
     def register(
         cls, name: str, alias: str | Iterable[str] = ()
     ) -> Callable[[ObserverClass], ObserverClass]:
-        """Class decorator: make an observer known as ``name``, and as ``alias``."""
+        """Class decorator: make an observer known as ``name``, and as ``alias``.
+
+        One that keeps statistics of its own (:mod:`llmcompressor.observers.statistics`) is
+        completed.
+        """
         names = [name, alias] if isinstance(alias, str) else [name, *alias]
 
         def add(observer: ObserverClass) -> ObserverClass:
+            if resolve(f"{_STATISTICS}:keeps_statistics")(observer):
+                observer = resolve(f"{_STATISTICS}:completed")(observer)
             for one in names:
                 OBSERVERS.add(one, observer)
             return observer
@@ -299,6 +321,11 @@ class Observer(ABC):
         if not is_finite(scale):
             raise NonFiniteError(f"A scale of the {self.base_name} does not fit {scale.dtype}.")
         return scale, zero
+
+    def get_qparams(self) -> QParamsDict:
+        """:meth:`qparams` and :meth:`global_scale`, by name."""
+        scale, zero_point = self.qparams()
+        return {"scale": scale, "zero_point": zero_point, "global_scale": self.global_scale()}
 
     def global_scale(self) -> Tensor | None:
         """The scale for the whole tensor, float32 [1]; ``None`` if the strategy has none."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -48,12 +48,17 @@ class AveragedSearchOptions(SearchOptions, AverageOptions):
 
 
 class ExpandedSearchOptions(SearchOptions):
-    """Options of a search that begins beyond the extremes."""
+    """Options of a search that begins beyond the extremes.
+
+    Attributes:
+        scale_selection: what a scale is chosen by, which is the error; its exponent is ``norm``.
+    """
 
     maxshrink: float = Field(default=1 - _LEAST / _EXPANDED, ge=0, le=1)
     patience: int = Field(default=1000, ge=0)
     grid: int = Field(default=200, gt=0)
     expand: float = Field(default=_EXPANDED, gt=0, allow_inf_nan=False)
+    scale_selection: Literal["mse"] = "mse"
 
 
 class MemorylessMSEObserver(MemorylessMinMaxObserver):

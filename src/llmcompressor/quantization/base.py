@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -47,6 +48,7 @@ from llmcompressor.quantization.parameters import (
     weight_of,
     weight_range,
 )
+from llmcompressor.quantization.taking_over import Quantizer, are_alike, taken_from
 from llmcompressor.schemes.assign import is_empty, listed, scheme_for
 from llmcompressor.schemes.attention import CACHED_ATTENTION
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
@@ -80,11 +82,13 @@ class QuantizationMixin(Modifier):
         input_observer: the same for inputs with static scales.
         output_observer: the same for outputs.
         observer: the three as one mapping with the keys ``weights``, ``input``, ``output``.
-        bypass_divisibility_checks: accept group sizes that do not divide a weight's columns.
+        bypass_divisibility_checks: accept group sizes that do not divide a weight's columns: the
+            model runs in memory, and a runtime of one's own may read what is packed.
         allow_unmatched: accept targets that match nothing.
     """
 
     changes_weights: ClassVar[bool] = True
+    leaves_modules: ClassVar[bool] = False
 
     # Read by llmcompressor.schemes, whose errors say more than a union's would.
     config_groups: dict[str, Any] | None = None
@@ -226,10 +230,11 @@ class QuantizationMixin(Modifier):
         )
         modules = dict(named_modules(model))
         attention = cached_attention_modules(model)
+        taken: dict[Module, Quantizer | None] = {}
         own, names = self._schemes, self._names  # each look at one of pydantic's takes its time
         for name, scheme in schemes.items():
             module = modules[name]
-            self._check_free(module, name)
+            taken[module] = taken_from(state, module, name, scheme, self)
             self._check_inputs(module, name, scheme)
             if module in attention:
                 self._attention[module] = name
@@ -238,7 +243,7 @@ class QuantizationMixin(Modifier):
             names[module] = name
         self._check_all_attention(attention)
         if resolved.kv_cache_scheme is not None:
-            self._add_caches(attention, schemes, resolved.kv_cache_scheme)
+            self._add_caches(state, attention, schemes, resolved.kv_cache_scheme)
         for module, name in self._attention.items():
             self._check_cache_free(state, module, name)
         if self._attention:
@@ -248,7 +253,27 @@ class QuantizationMixin(Modifier):
         for name, scheme in schemes.items():  # last: an error above leaves the model untouched
             modules[name].quantization_scheme = scheme
         state.cached.update(self._attention)
+        self._take(taken)
+        state.quantizers.update(dict.fromkeys((*own, *self._attention), self))
         return True
+
+    def _take(self, taken: Mapping[Module, Quantizer | None]) -> None:
+        """Have those that had modules before leave them."""
+        counts: Counter[str] = Counter()
+        for module, owner in taken.items():
+            if owner is not None:
+                owner.leave(module)
+                counts[type(owner).__name__] += 1
+        for owner_name, count in counts.items():
+            logger.info(
+                f"{type(self).__name__} quantizes {count} modules that {owner_name}, which stands "
+                "before it and has the same scheme for them, would only round."
+            )
+
+    def leave(self, module: Module) -> None:
+        """Leave a module to a later modifier (:mod:`llmcompressor.quantization.taking_over`)."""
+        for each in (self._schemes, self._names, self._fused):
+            each.pop(module, None)
 
     def _check_all_attention(self, attention: Mapping[Module, str]) -> None:
         """Queries are tapped in the attention function, and a model has one for all its layers."""
@@ -266,6 +291,7 @@ class QuantizationMixin(Modifier):
 
     def _add_caches(
         self,
+        state: State,
         attention: Mapping[Module, str],
         schemes: Mapping[str, QuantizationScheme],
         cache: QuantizationArgs,
@@ -279,8 +305,8 @@ class QuantizationMixin(Modifier):
             )
         for module, name in attention.items():
             if module not in self._attention:
-                self._check_free(module, name)
-            elif not _are_alike(schemes[name].input_activations, cache):
+                taken_from(state, module, name, cache_scheme(cache), self)
+            elif not are_alike(schemes[name].input_activations, cache):
                 raise TargetError(
                     f"The scheme of {name} and kv_cache_scheme quantize its keys and values "
                     "differently.",
@@ -297,13 +323,6 @@ class QuantizationMixin(Modifier):
                 "Leave kv_cache_scheme, or the attention modules, to one of them. A "
                 "kv_cache_scheme holds for all layers, whatever is ignored "
                 f"({type(self).__name__} is the later).",
-            )
-
-    def _check_free(self, module: Module, name: str) -> None:
-        if getattr(module, "quantization_scheme", None) is not None:
-            raise TargetError(
-                f"{name} is quantized already, by another modifier or an earlier run.",
-                f"Put it on the ignore list of one of them ({type(self).__name__} is the later).",
             )
 
     @staticmethod
@@ -581,12 +600,6 @@ class QuantizationMixin(Modifier):
         cache = self.resolve_quantization_config().kv_cache_scheme
         assert cache is not None
         return cache, False
-
-
-def _are_alike(one: QuantizationArgs | None, other: QuantizationArgs) -> bool:
-    """Whether two arguments mean the same numbers, whatever finds their ranges."""
-    fields = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
-    return one is not None and all(getattr(one, f) == getattr(other, f) for f in fields)
 
 
 def _own_parameters(module: Module) -> list[tuple[str, Tensor]]:

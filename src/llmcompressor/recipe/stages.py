@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, cast, get_args
 
@@ -28,6 +28,9 @@ __all__ = [
 
 RunType: TypeAlias = Literal["oneshot", "train"]
 DEFAULT_STAGE = "default"
+
+_EARLIER_TYPES: Mapping[str, RunType] = {"post_train": "oneshot"}
+"""What run types were called in earlier releases."""
 
 _STAGE_KEY = re.compile(r"(?P<name>.+)_stage(?P<number>_\d+)?$")
 
@@ -78,8 +81,11 @@ def parse_run_type(value: object, name: str) -> RunType | None:
     """
     if value is None:
         return None
-    if isinstance(value, str) and value.lower() in get_args(RunType):
-        return cast("RunType", value.lower())
+    if isinstance(value, str):
+        written = value.lower()
+        named = _EARLIER_TYPES.get(written, written)
+        if named in get_args(RunType):
+            return cast("RunType", named)
     raise RecipeError(
         f"The stage {name!r} of the recipe has the run_type {value!r}.",
         did_you_mean(str(value), get_args(RunType)),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch.nn import Embedding, Linear, Module
@@ -15,6 +16,7 @@ from llmcompressor.schemes.assign import listed, output_head, weight_of
 from llmcompressor.schemes.presets import format_of
 
 __all__ = [
+    "Misfit",
     "check_divisible",
     "check_schemes",
     "check_tied",
@@ -26,6 +28,9 @@ __all__ = [
 ]
 
 Schemes = Mapping[str, QuantizationScheme]
+
+_RAGGED = frozenset({"pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"})
+"""The formats that can hold weights whose last group is smaller than the rest."""
 
 
 def check_schemes(
@@ -43,15 +48,14 @@ def check_schemes(
         schemes: module name to scheme.
         joined: sets of names that are served as one matrix or one set of experts.
         earlier: what other modifiers give to other modules.
-        bypass_divisibility: leave out :func:`check_divisible`.
+        bypass_divisibility: as for :func:`check_divisible`.
 
     Raises:
         TargetError: from the single checks.
     """
     check_weights_quantizable(model, schemes)
     check_tied(model, schemes)
-    if not bypass_divisibility:
-        check_divisible(model, schemes)
+    check_divisible(model, schemes, bypass=bypass_divisibility)
     warn_mixed_sets({**(earlier or {}), **schemes}, joined)
 
 
@@ -93,28 +97,41 @@ def _why_not(module: Module) -> str:
     return ""
 
 
-def indivisible(model: Module, schemes: Schemes) -> list[tuple[str, int, int]]:
-    """The modules whose columns are not a whole number of groups.
+class Misfit(NamedTuple):
+    """A module whose columns are not a whole number of groups.
+
+    Attributes:
+        name: of the module.
+        columns: of its weight.
+        size: of the largest group that does not divide them.
+        is_bound: no bypass helps: its inputs are grouped too, or its format holds whole groups.
+    """
+
+    name: str
+    columns: int
+    size: int
+    is_bound: bool
+
+
+def indivisible(model: Module, schemes: Schemes) -> list[Misfit]:
+    """The modules whose columns are not a whole number of groups, in order.
 
     Blocks are padded, so they always fit. Narrower matrices than the group were given a group
     of their own width; what is still too narrow here is of a format that fixes its group.
-
-    Returns:
-        ``(name, columns, group size)`` of each, in order.
     """
     misfits = []
-    sizes: dict[int, set[int]] = {}
+    sizes: dict[int, tuple[int, int]] = {}
     for name, module in _submodules(model, schemes):
         weight, scheme = weight_of(module), schemes[name]
         if weight is None or weight.dim() != 2:
             continue
         columns = weight.shape[-1]
         if id(scheme) not in sizes:
-            both = (scheme.weights, scheme.input_activations)
-            sizes[id(scheme)] = {_group(args) for args in both} - {0}
-        size = max((size for size in sizes[id(scheme)] if columns % size), default=0)
-        if size:
-            misfits.append((name, columns, size))
+            sizes[id(scheme)] = (_group(scheme.weights), _group(scheme.input_activations))
+        size, of_inputs = ((size if size and columns % size else 0) for size in sizes[id(scheme)])
+        if size or of_inputs:
+            is_bound = bool(of_inputs) or format_of(scheme) not in _RAGGED
+            misfits.append(Misfit(name, columns, max(size, of_inputs), is_bound))
     return misfits
 
 
@@ -124,23 +141,42 @@ def _group(args: QuantizationArgs | None) -> int:
     return int(args.group_size)
 
 
-def check_divisible(model: Module, schemes: Schemes) -> None:
+def check_divisible(model: Module, schemes: Schemes, *, bypass: bool = False) -> None:
     """Refuse columns that are not a whole number of groups, which no reader takes.
+
+    Args:
+        model: the model.
+        schemes: module name to scheme.
+        bypass: the user means it: what can be run and written all the same is let through.
 
     Raises:
         TargetError: lists every such module with its columns and its group size.
     """
     misfits = indivisible(model, schemes)
-    if misfits:
-        lines = "\n".join(
-            f"  {name}: {columns} columns, groups of {size}" for name, columns, size in misfits
+    bound = [one for one in misfits if one.is_bound]
+    if not misfits or (bypass and not bound):
+        return
+    shown = bound if bypass else misfits
+    lines = "\n".join(f"  {one.name}: {one.columns} columns, groups of {one.size}" for one in shown)
+    reason, remedy = (
+        ", which no reader takes",
+        "Choose a group size that divides them, or add them to ignore.",
+    )
+    if bypass:
+        reason = (
+            ", and bypass_divisibility_checks cannot help: no forward rounds inputs in such "
+            f"groups, and no format but {', '.join(sorted(_RAGGED))} holds such weights"
         )
-        raise TargetError(
-            "The columns of these modules are not a whole number of groups of their weights or "
-            f"inputs, which no reader takes:\n{lines}\n",
+    elif not bound:
+        remedy = (
             "Choose a group size that divides them, add them to ignore, or set "
-            "bypass_divisibility_checks: true.",
+            "bypass_divisibility_checks: true."
         )
+    raise TargetError(
+        "The columns of these modules are not a whole number of groups of their weights or "
+        f"inputs{reason}:\n{lines}\n",
+        remedy,
+    )
 
 
 def tied_weights(model: Module, schemes: Schemes) -> list[tuple[str, ...]]:

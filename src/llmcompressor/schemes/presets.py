@@ -179,11 +179,28 @@ def is_packed(scheme: QuantizationScheme) -> bool:
     as one byte each, so W4A8 would be as large as W8A8. Packed, such a weight takes its
     ``num_bits``, and it is what CUDA engines read: vLLM's schemes for int weights with dynamic
     int8 or fp8 activations expect ``weight_packed``. (Its CPU kernel for W4A8 reads
-    ``int-quantized``: state that as the group's ``format``.) Eight bits gain nothing.
+    ``int-quantized``: state that as the group's ``format``.) Eight bits gain nothing. Inputs with
+    a zero point are for that CPU kernel alone, so that they are written for it.
     """
     weights = scheme.weights
     activations = scheme.input_activations or scheme.output_activations
-    return bool(weights and activations and weights.type == "int" and weights.num_bits < 8)
+    if not (weights and activations and weights.type == "int" and weights.num_bits < 8):
+        return False
+    return not _is_for_processors(scheme)
+
+
+def _is_for_processors(scheme: QuantizationScheme) -> bool:
+    """Whether vLLM's CPU kernel for W4A8 takes it, and none that reads packed weights does."""
+    weights, inputs = scheme.weights, scheme.input_activations
+    return (
+        inputs is not None
+        and (weights.num_bits, weights.symmetric) == (4, True)
+        and weights.strategy in ("group", "channel")
+        and (inputs.num_bits, inputs.type, inputs.strategy) == (8, "int", "token")
+        and inputs.dynamic is True
+        and not inputs.symmetric
+        and scheme.output_activations is None
+    )
 
 
 def with_format(scheme: QuantizationScheme) -> QuantizationScheme:

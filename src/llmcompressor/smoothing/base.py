@@ -32,6 +32,7 @@ from llmcompressor.modeling.scaling import divide_outputs, multiply_inputs
 from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier, Work
 from llmcompressor.names import named_modules, own_parameters
 from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.smoothing.quantized import without_quantized
 
 __all__ = ["SmoothingMixin", "Tally"]
 
@@ -58,7 +59,6 @@ class SmoothingMixin(Modifier):
     propagates_error: ClassVar[bool] = True
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
     changes_weights: ClassVar[bool] = True
-    must_precede: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
     rewrites_inputs: ClassVar[bool] = True
 
     mappings: Any = Field(default=None)
@@ -183,6 +183,9 @@ class SmoothingMixin(Modifier):
             for one in self._sets
             if one.name not in left_out and not left_out & one.balance.keys()
         ]
+        self._sets = without_quantized(
+            self._sets, state, name=type(self).__name__, are_named=names is not None
+        )
         self._sets = self._without_turned(state, are_named=names is not None)
         if not self._sets:
             self._refuse_turned()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Iterable
@@ -283,6 +284,16 @@ class SessionManagerMixIn(_Base):
         loss = super().training_step(model, inputs, *args, **kwargs)
         driver.backward_done()
         return loss
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keep the columns that the model takes: a collator of the user's may hand them on.
+
+        TRL's trainers keep those that their own collators read, and masks are not among them.
+        """
+        super()._set_signature_columns_if_needed()
+        own: Any = self
+        taken, kept = inspect.signature(own.model.forward).parameters, own._signature_columns
+        own._signature_columns = [*kept, *(name for name in taken if name not in kept)]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As in the other base; the tokens of the step are counted."""

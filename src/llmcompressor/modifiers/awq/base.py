@@ -51,6 +51,7 @@ from llmcompressor.quantization.parameters import (
 )
 from llmcompressor.schemes.bridge import needs_global_scale, partition_of
 from llmcompressor.smoothing.base import SmoothingMixin
+from llmcompressor.smoothing.quantized import quantized_before
 
 __all__ = ["AWQMapping", "AWQModifier"]
 
@@ -156,6 +157,7 @@ class AWQModifier(SmoothingMixin):
     loss: Literal["statistics", "output"] = "statistics"
     clip: bool = True
 
+    _settled: set[Module] = PrivateAttr(default_factory=set)
     _bounds: dict[Module, Bounds] = PrivateAttr(default_factory=dict)
     _to_clip: list[Module] = PrivateAttr(default_factory=list)
     _parents: ParentRuns | None = PrivateAttr(None)
@@ -203,7 +205,10 @@ class AWQModifier(SmoothingMixin):
         return list(dict.fromkeys([*super().calibrated_modules(state), *self._clippable()]))
 
     def _clippable(self) -> list[Module]:
-        return [module for module in self._names if _clip_args(module)] if self.clip else []
+        if not self.clip:
+            return []
+        own = (module for module in self._names if module not in self._settled)
+        return [module for module in own if _clip_args(module)]
 
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
         """Second moments; a product per candidate and Linear; the attempts at its groups."""
@@ -245,6 +250,11 @@ class AWQModifier(SmoothingMixin):
     def _points(self) -> int:
         """Candidates of a set."""
         return self.n_grid * (2 if self.duo_scaling == "both" else 1)
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """What is quantized by now is not clipped: only what a later modifier quantizes is."""
+        self._settled = quantized_before(state)
+        return super().on_initialize(state, **kwargs)
 
     # ------------------------------------------------------------------ while
 

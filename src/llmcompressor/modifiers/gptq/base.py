@@ -8,7 +8,7 @@ and :mod:`llmcompressor.numerics.asymmetric` for what asymmetric calibration add
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,7 +25,11 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.twin_inputs import aligned_reference
 from llmcompressor.modifiers.modifier import DataSize, Effort
-from llmcompressor.modifiers.utils.fields import DEFAULT_DAMPENING, DampeningFraction
+from llmcompressor.modifiers.utils.fields import (
+    DEFAULT_DAMPENING,
+    EARLIER_DAMPENING,
+    DampeningFraction,
+)
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.observers.tokens import real_tokens
@@ -99,6 +103,7 @@ class GPTQModifier(QuantizationMixin):
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    renamed: ClassVar[Mapping[str, str]] = EARLIER_DAMPENING
 
     joins: ClassVar[frozenset[str]] = frozenset({"OneShotPruningModifier"})
 

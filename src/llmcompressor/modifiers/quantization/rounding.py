@@ -12,7 +12,7 @@ that weighs errors by the inputs (``imatrix_mse``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import PrivateAttr
@@ -46,6 +46,8 @@ class QuantizationModifier(TrainableMixin):
 
         QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"])
     """
+
+    leaves_modules: ClassVar[bool] = True
 
     _squares: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
     _tokens: dict[Module, int] = PrivateAttr(default_factory=dict)

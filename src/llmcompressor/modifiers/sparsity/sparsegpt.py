@@ -9,8 +9,8 @@ done, :mod:`llmcompressor.numerics.sparsegpt` for the sweep of the paper, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -25,7 +25,11 @@ from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of
 from llmcompressor.modifiers.sparsity.matrices import matrix_of
 from llmcompressor.modifiers.sparsity.solve import Options, Problem, Solution, solve
-from llmcompressor.modifiers.utils.fields import DEFAULT_DAMPENING, DampeningFraction
+from llmcompressor.modifiers.utils.fields import (
+    DEFAULT_DAMPENING,
+    EARLIER_DAMPENING,
+    DampeningFraction,
+)
 from llmcompressor.numerics.sparse_choice import Share, Sparsity
 from llmcompressor.observers.input_statistics import InputStatistics
 
@@ -54,6 +58,8 @@ class SparseGPTModifier(OneShotPruningModifier):
 
         SparseGPTModifier(sparsity=0.5, mask_structure="2:4", ignore=["lm_head"])
     """
+
+    renamed: ClassVar[Mapping[str, str]] = EARLIER_DAMPENING
 
     block_size: int = Field(default=128, ge=1)
     dampening_frac: DampeningFraction = DEFAULT_DAMPENING

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-__all__ = ["DEFAULT_DAMPENING", "DampeningFraction"]
+__all__ = ["DEFAULT_DAMPENING", "EARLIER_DAMPENING", "DampeningFraction"]
 
 DEFAULT_DAMPENING = 0.01
+EARLIER_DAMPENING: Mapping[str, str] = MappingProxyType({"percdamp": "dampening_frac"})
+"""What the fraction was called."""
 
 
 def _default_for_none(given: Any) -> Any:

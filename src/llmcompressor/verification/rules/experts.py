@@ -18,6 +18,8 @@ __all__ = ["RULES", "experts_served", "number_of_experts"]
 _STACK = re.compile(r".*\.experts\.(?:gate_up_proj|down_proj|gate_proj|up_proj)(?:[._].*)?$")
 _OWN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate_up_proj")
 _CLOSE = 1e-5
+_ARM_METHOD = "W4A8Int8"
+_ARM = "4-bit integer experts with 8-bit integer inputs run on Arm alone."
 
 
 def number_of_experts(view: View) -> int | None:
@@ -85,7 +87,7 @@ def experts_served(scheme: Scheme) -> tuple[str, str]:
         return _weight_only(scheme, weights)
     if weights.kind == "float":
         return _floats(weights, inputs)
-    return _integers(weights, inputs)
+    return _integers(scheme, weights, inputs)
 
 
 def _weight_only(scheme: Scheme, weights: Args) -> tuple[str, str]:
@@ -110,14 +112,16 @@ def _floats(weights: Args, inputs: Args) -> tuple[str, str]:
     return "", "8-bit float experts take tensor with tensor, channel with token, or blocks."
 
 
-def _integers(weights: Args, inputs: Args) -> tuple[str, str]:
+def _integers(scheme: Scheme, weights: Args, inputs: Args) -> tuple[str, str]:
     by_token = inputs.strategy == "token" and inputs.dynamic is True
     if weights.bits == 8 and weights.strategy == "channel" and by_token and weights.symmetric:
         return "INT8", ""
     if weights.bits == 4 and by_token and inputs.kind == "float" and weights.group == 128:
         return "W4A8Fp8", ""
-    if weights.bits == 4 and by_token and inputs.kind == "int":
-        return "", "4-bit integer experts with 8-bit integer inputs run on Arm alone."
+    if weights.bits == 4 and by_token and inputs.kind == "int" and inputs.bits == 8:
+        if weights.symmetric and scheme.format == "int-quantized":
+            return _ARM_METHOD, ""
+        return "", f"{_ARM} And there they are read from int-quantized, symmetric, alone."
     return "", "8-bit integer experts need channel scales and dynamic inputs per token."
 
 
@@ -125,10 +129,15 @@ def expert_schemes(view: View) -> Iterator[Problem]:
     """S63."""
     seen = set()
     for path, _, group, _ in _mixture_groups(view):
-        _, reason = experts_served(group.scheme)
+        method, reason = experts_served(group.scheme)
+        severity = None
+        if method == _ARM_METHOD:
+            reason = _ARM
+            severity = Severity.WARNING if view.deployment.capability is None else None
         if reason and group.name not in seen:
             seen.add(group.name)
-            yield Problem(path, f"{reason} {group.name} is {group.scheme}.", "Choose another.")
+            said = f"{reason} {group.name} is {group.scheme}."
+            yield Problem(path, said, "Choose another.", severity)
 
 
 def _sizes(view: View, path: str, entry: Entry, group: Group) -> tuple[int, int] | None:

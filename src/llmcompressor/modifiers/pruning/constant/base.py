@@ -23,6 +23,8 @@ class ConstantPruningModifier(MaskingModifier):
     """
 
     needs_time: ClassVar[bool] = True
+    # What others do in a oneshot keeps zeros by itself.
+    idle_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
 
     def is_due(self, index: float) -> bool:
         """Once."""

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observers of third parties that keep statistics as attributes of their own.
+
+Such a class derives from ``Observer`` and says one thing: how a tensor changes ``min_vals`` and
+``max_vals``, or what else it lists in ``_stats_attrs``::
+
+    @Observer.register("mine")
+    class Mine(Observer):
+        def update_statistics_from_observed(self, observed):
+            self.min_vals = observed.amin(dim=(0, -1))
+            self.max_vals = observed.amax(dim=(0, -1))
+
+``observed`` is ``[observations, *scale, elements]``: one observation for a weight, one for each
+token of an activation. Registered, the class gets the rest of an observer from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from llmcompressor.errors import InputError
+from llmcompressor.observers.base import Observer, union
+from llmcompressor.observers.canonical import ACTIVATIONS, Canonical, Range
+
+__all__ = ["StatisticsObserver", "completed", "keeps_statistics"]
+
+_UPDATE = "update_statistics_from_observed"
+
+
+def keeps_statistics(observer: type) -> bool:
+    """Whether a class is an observer of this form."""
+    return hasattr(observer, _UPDATE) and not issubclass(observer, StatisticsObserver)
+
+
+def completed(observer: type) -> type:
+    """A class of this form as an observer: the same name, what it says, and the rest."""
+    own = {key: getattr(observer, key) for key in ("__module__", "__doc__", "__qualname__")}
+    return type(observer.__name__, (StatisticsObserver, observer, _Attributes), own)
+
+
+class _Attributes:
+    """What a class of this form may use, or replace by its own."""
+
+    _act_sync_dict: Mapping[str, Any] = {}
+    """Attribute → how those of several processes become one; by default the wider range."""
+    _stats_attrs: tuple[str, ...] | list[str] = ("min_vals", "max_vals")
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether anything has been observed."""
+        return all(hasattr(self, name) for name in self._stats_attrs)
+
+    @property
+    def is_weight_obs(self) -> bool:
+        """Whether a weight is observed."""
+        return bool(self.base_name == "weight")  # type: ignore[attr-defined]
+
+    def get_statistics(self) -> dict[str, Tensor]:
+        """What was accumulated, by attribute."""
+        return {name: getattr(self, name) for name in self._stats_attrs}
+
+    def delete_statistics(self, check_fused: bool = True) -> None:
+        """Forget it."""
+        del check_fused
+        for name in self._stats_attrs:
+            self.__dict__.pop(name, None)
+
+
+class StatisticsObserver(Observer):
+    """What an observer needs, in terms of attributes that a subclass accumulates."""
+
+    if TYPE_CHECKING:
+        _act_sync_dict: Mapping[str, Any]
+        _stats_attrs: list[str]
+        min_vals: Tensor
+        max_vals: Tensor
+        update_statistics_from_observed: Callable[[Tensor], None]
+        get_statistics: Callable[[], dict[str, Tensor]]
+        delete_statistics: Callable[[], None]
+
+    _scale_shape: tuple[int, ...] = ()
+
+    def _read_options(self, given: Mapping[str, Any]) -> Any:
+        """Whatever is given; the class looks it up in ``args.observer_kwargs``."""
+        self.args = self.args.model_copy(update={"observer_kwargs": dict(given)})
+        return dict(given)
+
+    def observe(self, x: Tensor) -> Self:
+        """As every observer, and look at all values."""
+        return super().observe(x)
+
+    def reset(self) -> None:
+        """Forget all observations."""
+        super().reset()
+        self.delete_statistics()
+
+    def _update(self, observed: Canonical) -> None:
+        self._scale_shape = observed.scale_shape
+        self.update_statistics_from_observed(self._laid_out(observed))
+
+    def _laid_out(self, observed: Canonical) -> Tensor:
+        if self.base_name in ACTIVATIONS:
+            tokens = observed.matrix.shape[0]
+            return observed.matrix.reshape(tokens, observed.scale_shape[-1], -1)
+        return observed.values.reshape(1, *observed.scale_shape, -1)
+
+    def _measured(self, observed: Canonical) -> Range:
+        return observed.extremes
+
+    def _joined(self, own: Range, other: Range) -> Range:
+        return union(Range(*own), Range(*other))
+
+    def _take(self, measured: Range) -> None:
+        self._check_finite(Range(*measured))
+        self._scale_shape = tuple(measured[0].shape)
+        self.update_statistics_from_observed(torch.stack(list(measured), dim=-1).unsqueeze(0))
+
+    def _saved(self) -> dict[str, Any]:
+        return {**self.get_statistics(), "shape": list(self._scale_shape)}
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        self._scale_shape = tuple(saved["shape"])
+        for name in self._stats_attrs:
+            setattr(self, name, saved[name])
+
+    def _range(self) -> Range:
+        shape = self._scale_shape
+        return Range(self.min_vals.reshape(shape), self.max_vals.reshape(shape))
+
+    def _merge(self, other: Self) -> None:
+        share = other.observations / (self.observations + other.observations)
+        for name in self._stats_attrs:
+            pair = getattr(self, name), getattr(other, name)
+            setattr(self, name, _reduced(*pair, self._reduction_of(name), share))
+
+    def _reduction_of(self, name: str) -> str:
+        usual = {"min_vals": "MIN", "max_vals": "MAX"}
+        operation = self._act_sync_dict.get(name)
+        # torch's own names: RedOpType.MIN, or ReduceOp.MIN, which may not be compared
+        found = usual.get(name) if operation is None else str(operation).partition(":")[0]
+        kind = "" if found is None else found.rpartition(".")[2].strip("<> ")
+        if kind not in _REDUCED:
+            raise InputError(
+                f"{type(self).__name__} does not say how its {name} of several processes become "
+                "one.",
+                f"Give _act_sync_dict an entry for it: {', '.join(_REDUCED)} of ReduceOp.",
+            )
+        return kind
+
+    def _adopt(self, other: Self) -> None:
+        self._load(other._saved())
+
+
+_REDUCED: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "MIN": lambda own, other, _: torch.minimum(own, other),
+    "MAX": lambda own, other, _: torch.maximum(own, other),
+    "SUM": lambda own, other, _: own + other,
+    "AVG": lambda own, other, share: torch.lerp(own.float(), other.float(), share).to(own.dtype),
+}
+
+
+def _reduced(own: Tensor, other: Tensor, kind: str, share: float) -> Tensor:
+    return _REDUCED[kind](own, other, share)
