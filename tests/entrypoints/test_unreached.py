@@ -11,6 +11,7 @@ import torch
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     SeamlessM4TConfig,
@@ -152,3 +153,18 @@ def test_one_encoder_of_text_is_reached_by_text() -> None:
     oneshot(model, recipe=recipe(GPTQ), dataset=[sample] * 2)
     encoder = model.text_encoder.layers[0]
     assert hasattr(encoder.ffn.fc1, "weight_scale")
+
+
+class _Rows(LlamaForCausalLM):
+    """A model of something else than tokens, which its class has a word for."""
+
+    main_input_name = "rows"
+
+    def forward(self, rows: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(inputs_embeds=rows)
+
+
+def test_rows_with_the_main_input_of_the_model_are_samples() -> None:
+    model = _Rows(LlamaConfig(**SIZES, num_hidden_layers=1, num_key_value_heads=2, vocab_size=64))
+    oneshot(model, recipe=recipe(GPTQ), dataset=[{"rows": torch.rand(4, 32).tolist()}] * 2)
+    assert hasattr(model.model.layers[0].mlp.up_proj, "weight_scale")
