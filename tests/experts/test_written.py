@@ -283,7 +283,11 @@ def test_tokens_are_counted_and_shown(
 @pytest.mark.parametrize("granularity", ["linear", "block"])
 @pytest.mark.parametrize("policy", ["all_tokens", "neighbours", "rtn"])
 def test_starved_experts(
-    policy: str, granularity: str, source: tuple[PreTrainedModel, Path], tmp_path: Path
+    policy: str,
+    granularity: str,
+    source: tuple[PreTrainedModel, Path],
+    tmp_path: Path,
+    warned: list[str],
 ) -> None:
     model, folder = source
     first = "model.layers.0.mlp.experts"
@@ -302,6 +306,9 @@ def test_starved_experts(
     report = report_of(tmp_path / "out")
     poor = wanted.index(min(wanted))
     assert report["experts"][first]["starved"] == {str(poor): policy}
+    done = {"all_tokens": "all tokens", "neighbours": "other experts", "rtn": "rounded to nearest"}
+    said = f"reached 1 of 4 experts: {first}.{poor} ({wanted[poor]}). "
+    assert any(said in text and done[policy] in text for text in warned)
     shown = {"all_tokens": TOKENS, "neighbours": sum(wanted) - wanted[poor], "rtn": 0}[policy]
     records = report["modifiers"]["GPTQModifier"]
     for expert, count in enumerate(wanted):
