@@ -127,6 +127,17 @@ def test_columns_that_are_no_input_are_left_out(batches):
     assert batch["loss_mask"].tolist() == [[0, 1]]
 
 
+@pytest.mark.parametrize(
+    ("name", "known"), [("flattened_patches", ()), ("spectrogram", {"spectrogram"})]
+)
+def test_what_the_model_calls_its_main_input_needs_no_processor(batches, name, known):
+    row = {name: [[0.5, 1.0]], "decoder_input_ids": [5, 6]}
+    (batch,) = batches([row], processor=None, main_inputs=known)
+    assert batch[name].tolist() == [[[0.5, 1.0]]]
+    with pytest.raises(DatasetError, match="not tokenized"):
+        batches([{"image": [[0.5]], "text": "a"}], processor=None, main_inputs=known)
+
+
 def test_a_model_with_a_decoder_of_its_own_keeps_labels(batches):
     row = {"input_ids": [5, 6], "labels": [7, 8, 9]}
     names = ["input_ids", "decoder_input_ids", "labels"]

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SeamlessM4TConfig,
+    SeamlessM4TForTextToText,
+)
 
 from llmcompressor import oneshot, plan
 from llmcompressor.errors import TargetError
@@ -109,3 +117,54 @@ def test_a_tower_of_a_model_that_names_no_embeddings(llava: Path) -> None:
     model = _Shy.from_pretrained(llava)
     with pytest.raises(TargetError, match="vision_tower"):
         oneshot(model=model, recipe=recipe(GPTQ), dataset=TEXT)
+
+
+class _OneEncoder(LlavaForConditionalGeneration):
+    """What has one encoder names it whatever is asked for, as translators of speech do."""
+
+    main_input_name = "pixel_values"
+
+    def get_encoder(self, modality: str | None = None) -> Any:
+        return self.model.vision_tower
+
+
+def test_one_encoder_for_every_modality_is_reached_by_any(llava: Path) -> None:
+    model = _OneEncoder.from_pretrained(llava)
+    oneshot(model, recipe=recipe(GPTQ), dataset=images())
+    with pytest.raises(TargetError, match="No calibration batch reaches"):
+        oneshot(_OneEncoder.from_pretrained(llava), recipe=recipe(GPTQ), dataset=TEXT)
+
+
+def test_one_encoder_of_text_is_reached_by_text() -> None:
+    config = SeamlessM4TConfig(
+        vocab_size=64,
+        hidden_size=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        pad_token_id=0,
+        decoder_start_token_id=3,
+    )
+    model = SeamlessM4TForTextToText(config)
+    sample = {"input_ids": list(range(10, 30)), "decoder_input_ids": list(range(10, 20))}
+    oneshot(model, recipe=recipe(GPTQ), dataset=[sample] * 2)
+    encoder = model.text_encoder.layers[0]
+    assert hasattr(encoder.ffn.fc1, "weight_scale")
+
+
+class _Rows(LlamaForCausalLM):
+    """A model of something else than tokens, which its class has a word for."""
+
+    main_input_name = "rows"
+
+    def forward(self, rows: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(inputs_embeds=rows)
+
+
+def test_rows_with_the_main_input_of_the_model_are_samples() -> None:
+    model = _Rows(LlamaConfig(**SIZES, num_hidden_layers=1, num_key_value_heads=2, vocab_size=64))
+    oneshot(model, recipe=recipe(GPTQ), dataset=[{"rows": torch.rand(4, 32).tolist()}] * 2)
+    assert hasattr(model.model.layers[0].mlp.up_proj, "weight_scale")

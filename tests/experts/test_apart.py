@@ -161,6 +161,35 @@ def test_other_stacks_are_named_as_a_problem(name: str) -> None:
     assert "its stacks are w" in found.problem
 
 
+class Matrices(nn.Module):
+    """Parameters that no Linear is made of, and a router's among them."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+def test_matrices_of_all_experts_in_one_are_named_as_a_problem() -> None:
+    (found,) = find_mixtures(holding(Matrices(w1=(24, 4), w2=(24, 4), scale=(4,)), "experts"))
+    assert found.form is None
+    assert "w1 and w2 of Matrices are neither Linears nor stacks" in found.problem
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (Matrices(weight=(3, 4)), "experts"),  # a router
+        (Matrices(weight=(4,), bias=(1, 4)), "experts"),
+        (Matrices(weight=(24, 4)), "attention"),
+        (nn.ModuleList([nn.Linear(4, 8)]), "experts"),
+    ],
+    ids=["router", "vectors", "elsewhere", "Linears"],
+)
+def test_what_holds_no_matrices_of_experts(module: nn.Module, name: str) -> None:
+    assert not find_mixtures(holding(module, name))
+
+
 def test_a_convolution_is_no_mixture() -> None:
     assert not find_mixtures(holding(nn.Conv1d(4, 3, 2)))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmcompressor import oneshot, plan
 from llmcompressor.checkpoint import block_stream
@@ -283,7 +283,11 @@ def test_tokens_are_counted_and_shown(
 @pytest.mark.parametrize("granularity", ["linear", "block"])
 @pytest.mark.parametrize("policy", ["all_tokens", "neighbours", "rtn"])
 def test_starved_experts(
-    policy: str, granularity: str, source: tuple[PreTrainedModel, Path], tmp_path: Path
+    policy: str,
+    granularity: str,
+    source: tuple[PreTrainedModel, Path],
+    tmp_path: Path,
+    warned: list[str],
 ) -> None:
     model, folder = source
     first = "model.layers.0.mlp.experts"
@@ -302,6 +306,9 @@ def test_starved_experts(
     report = report_of(tmp_path / "out")
     poor = wanted.index(min(wanted))
     assert report["experts"][first]["starved"] == {str(poor): policy}
+    done = {"all_tokens": "all tokens", "neighbours": "other experts", "rtn": "rounded to nearest"}
+    said = f"reached 1 of 4 experts: {first}.{poor} ({wanted[poor]}). "
+    assert any(said in text and done[policy] in text for text in warned)
     shown = {"all_tokens": TOKENS, "neighbours": sum(wanted) - wanted[poor], "rtn": 0}[policy]
     records = report["modifiers"]["GPTQModifier"]
     for expert, count in enumerate(wanted):
@@ -411,6 +418,46 @@ def test_experts_that_would_not_be_seen_are_an_error(
     pattern = caught.value.remedy.split("'")[1]
     compressed(tmp_path / "source", tmp_path / "out", ignore=["lm_head", pattern])
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in mixtures.names(tmp_path / "out")
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 2,
+        "n_layers": 2,
+        "max_seq_len": 64,
+        "vocab_size": mixtures.VOCABULARY,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4},
+    },
+    "jetmoe": {
+        "vocab_size": mixtures.VOCABULARY,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "kv_channels": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+        "num_local_experts": 4,
+    },
+}
+"""Families whose experts are held in other ways."""
+
+
+@pytest.mark.parametrize("family", FOREIGN)
+def test_the_pattern_that_ignores_experts_is_one_of_the_model(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family, **FOREIGN[family])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    weights = {"num_bits": 8, "strategy": "channel", "symmetric": True}
+    call: dict[str, Any] = {"model": str(tmp_path / "source"), "output_dir": str(tmp_path / "out")}
+    groups = {"all": {"targets": ["Linear"], "weights": weights}}
+    with pytest.raises(TargetError, match=r"layers\.0|blocks\.0") as caught:
+        oneshot(**call, recipe=QuantizationModifier(config_groups=groups, ignore=["lm_head"]))
+    ignore = ["lm_head", *re.findall(r"'(re:.*?)'", caught.value.remedy)]
+    oneshot(**call, recipe=QuantizationModifier(config_groups=groups, ignore=ignore))
+    names = mixtures.names(tmp_path / "out")
+    assert any(name.endswith("weight_scale") for name in names)
+    assert not any("experts" in name and name.endswith("weight_scale") for name in names)
 
 
 def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Path) -> None:

@@ -125,7 +125,35 @@ _PARTS["vision_config"] = transformers.CLIPVisionConfig(
     patch_size=4,
 )
 _MODELS["llava"] = ("Llava", {**_PARTS, "image_token_id": 5})
+_MODELS["gemma3n"] = (
+    "Gemma3nText",
+    {
+        **_ALL_HEADS,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 96,
+        "laurel_rank": 16,
+    },
+)
+_MODELS["xlm"] = (
+    "XLM",
+    {
+        "vocab_size": 96,
+        "emb_dim": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_position_embeddings": 64,
+        **_SPECIAL,
+    },
+)
 _CLASSES = {
+    "Gemma3nText": "Gemma3nForCausalLM",
+    "XLM": "XLMWithLMHeadModel",
     "Gemma3Text": "Gemma3ForCausalLM",
     "GPT2": "GPT2LMHeadModel",
     "Llama4Text": "Llama4ForCausalLM",

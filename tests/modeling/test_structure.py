@@ -10,6 +10,7 @@ import small_architectures as small
 import torch
 from torch import Tensor, nn
 
+from llmcompressor.errors import TargetError
 from llmcompressor.modeling.mapped_places import SmoothSet
 from llmcompressor.modeling.mappings import find_sets
 from llmcompressor.modeling.named_mappings import named_sets
@@ -114,7 +115,15 @@ def test_values_of_the_blocks_are_not_needed(name: str) -> None:
     assert sum(buffer.is_meta for buffer in model.buffers()) == biases
 
 
-@pytest.mark.parametrize("name", [*LINKS, "deepseek"])
+def test_blocks_that_share_a_cache_or_a_dict_of_states_are_run_again_and_again() -> None:
+    """XLM always makes a cache; later blocks of Gemma 3n read what earlier ones put in a dict."""
+    assert [("v_lin", ("out_lin",))] in links_of(small.build("xlm"))
+    first, sharing = links_of(small.build("gemma3n").bfloat16())
+    assert first == sharing
+    assert first[1:] == [("pre_feedforward_layernorm", GATE_UP), DOWN]
+
+
+@pytest.mark.parametrize("name", [*LINKS, "deepseek", "xlm", "gemma3n"])
 def test_scaling_what_was_found_changes_no_output(name: str) -> None:
     model = small.build(name)
     ids = torch.arange(3, 19).reshape(2, 8)
@@ -168,6 +177,32 @@ def test_a_module_that_is_called_twice() -> None:
     probes = probes_of(model, [{"states": torch.zeros(1, 4, 8)}])
     found = [(link.smooth, link.balance) for link in probes["layers.0"].find()]
     assert found == [("norm", ("last",))]
+
+
+class HalfOnly(nn.Module):
+    """What runs in 16 bits only, as with a kernel that knows no other dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, states: Tensor) -> Tensor:
+        if states.dtype is not torch.bfloat16:
+            raise TypeError("a kernel for 16 bits")
+        return self.first(self.norm(states))
+
+
+def test_a_block_that_does_not_run_on_stand_ins_is_not_seen(warned: list[str]) -> None:
+    """That ends no run: the forward with its own weights may work all the same."""
+    model = small.OneBlock(HalfOnly()).bfloat16()
+    inputs = [{"states": torch.zeros(1, 4, 8, dtype=torch.bfloat16)}]
+    assert find_sets(model, inputs) == []
+    assert "HalfOnly" in warned[0]
+    assert "a kernel for 16 bits" in warned[0]
+    with pytest.raises(TargetError, match=r"layers\.0 could not be run"):
+        named_sets(model, [("re:.*norm$", ("re:.*first$",))], batches=inputs)
+    assert torch.isfinite(model(**inputs[0])).all()
 
 
 def sets(*found: SmoothSet) -> list[tuple[str, tuple[str, ...]]]:

@@ -17,7 +17,7 @@ from compressed_tensors.compressors import BaseCompressor
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, XLMConfig, XLMWithLMHeadModel
 
 from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.compress import compress, quantized_modules
@@ -224,6 +224,16 @@ def test_every_block_is_compared_with_the_inputs_of_the_original(
 def test_every_pipeline_gives_the_same_model(pipeline: str) -> None:
     found = tiny.run(tiny.llama(), autoround(iters=4), pipeline=pipeline)
     assert same(found, tiny.run(tiny.llama(), autoround(iters=4)))
+
+
+def test_a_cache_that_a_block_writes_to_is_empty_in_each_step() -> None:
+    """XLM makes one whatever its configuration says; its attentions are blocks."""
+    torch.manual_seed(0)
+    config = XLMConfig(vocab_size=96, emb_dim=64, n_layers=2, n_heads=4, init_std=0.15)
+    modifier = autoround(ignore=["pred_layer.proj"], iters=4)
+    model = tiny.run(XLMWithLMHeadModel(config).eval(), modifier)
+    assert len([name for name in modifier.records if ".attentions." in name]) == 8
+    assert torch.isfinite(tiny.logits(model, tiny.batches())).all()
 
 
 def test_padding_does_not_count() -> None:

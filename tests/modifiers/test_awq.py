@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.core import State
 from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.modeling.mapped_places import SmoothSet
 from llmcompressor.modifiers import awq as old_path
+from llmcompressor.modifiers.awq.parents import ParentRuns
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 from llmcompressor.recipe import Recipe
@@ -99,6 +102,31 @@ def test_the_published_loss_beats_rounding_too() -> None:
         tiny.run(model, *before, rounding())
         errors[name] = far(model, reference, tiny.batches())
     assert errors["scaled"] < 0.9 * errors["rounded"]
+
+
+class Appending(Module):
+    """Writes to what it gets, as an attention does to a cache; what it returns depends on that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, states: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(states)
+        return self.first(states) + len(seen) * self.second(states)
+
+
+def test_a_parent_that_writes_to_its_arguments_returns_the_same_each_time() -> None:
+    parent = Appending()
+    readers = {"parent.first": parent.first, "parent.second": parent.second}
+    runs = ParentRuns(State(), {parent: "parent"}, None)
+    one = SmoothSet("norm", torch.nn.LayerNorm(8), readers)
+    runs.watch(one)
+    states, seen = torch.randn(2, 3, 8), list[Tensor]()
+    runs.hook(parent, (states, seen), {})
+    parent(states, seen)
+    with runs.error_of(one, {}) as error_of:
+        assert error_of(torch.ones(2, 8)) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("pipeline", ["independent", "sequential", "basic", "layer_sequential"])

@@ -122,6 +122,22 @@ def test_the_quantized_model_is_close_to_the_original() -> None:
         assert 0 < float(change.norm() / reference.norm()) < bound
 
 
+@pytest.mark.parametrize(
+    ("others", "said"), [("W8A16", []), ("W8A8", ["int8 channel"]), (None, ["not quantized"])]
+)
+def test_a_served_set_whose_members_two_modifiers_quantize(
+    others: str | None, said: list[str], warned: list[str]
+) -> None:
+    """One scheme for all of them is no mixture, whoever gives it; two are told of once."""
+    modifiers: list[Any] = [nearest(scheme="W8A16", targets="re:.*[qo]_proj$")]
+    if others:
+        modifiers.append(nearest(scheme=others, targets="re:.*[kv]_proj$"))
+    tiny.run(tiny.llama(), *modifiers)
+    mixtures = [text for text in warned if "served as one" in text]
+    assert len(mixtures) == len(said)
+    assert all(words in text for words, text in zip(said, mixtures, strict=True))
+
+
 class Scaling(Modifier):
     """An earlier modifier that changes a weight once its calibration begins."""
 

@@ -71,7 +71,7 @@ def _paused_outputs(model: Module, targets: dict[Module, str], batches: list[Any
 @pytest.mark.parametrize("name", NAMES)
 def test_a_paused_forward_equals_an_ordinary_one_to_the_bit(name: str, level: str) -> None:
     model, batches = tiny.build(name), tiny.ARCHITECTURES[name].batches()
-    with calibration_mode(model):  # without a cache, which a trial run would fill
+    with calibration_mode(model):  # without a cache, where a model can do without
         expected = [model(**batch) for batch in batches]
         targets = _targets(model, name, level)
         outputs = _paused_outputs(model, targets, batches)

@@ -6,9 +6,12 @@ from __future__ import annotations
 import pytest
 import tiny_models as tiny
 import torch
+from torch.utils.data import DataLoader
 
+from llmcompressor import oneshot
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError
+from llmcompressor.modifiers.quantization import GPTQModifier
 from llmcompressor.pipelines.finite_blocks import blocks_watched
 
 
@@ -33,3 +36,19 @@ def test_a_token_that_is_not_finite_is_seen_unless_it_is_padding(
                 block(hidden_BTC)
     assert not block._forward_hooks
     block(hidden_BTC)
+
+
+def test_what_goes_wrong_behind_the_last_module_that_is_calibrated_is_seen() -> None:
+    """Its output is what nobody would compute: all batches have been seen before."""
+    data = DataLoader(tiny.text_batches(), batch_size=None)  # type: ignore[arg-type]
+    model, heads = tiny.build("llama"), list[int]()
+    handle = model.lm_head.register_forward_hook(lambda *_: heads.append(1))
+    oneshot(model, recipe=GPTQModifier(scheme="W8A16", ignore=["lm_head"]), dataset=data)
+    handle.remove()
+    assert len(heads) <= 1, "what lies behind the blocks runs for the order of calls alone"
+    model = tiny.build("llama")
+    last = model.model.layers[1].mlp.down_proj
+    last.register_forward_hook(lambda module, args, output: output * float("inf"))
+    with pytest.raises(NonFiniteError, match=r"What model\.layers\.1 returns"):
+        oneshot(model, recipe=GPTQModifier(scheme="W8A16", ignore=["lm_head"]), dataset=data)
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -225,6 +225,21 @@ def recurrent_gemma() -> Module:
     return hf.RecurrentGemmaForCausalLM(config)
 
 
+def xlm() -> Module:
+    """It makes a cache whatever its configuration says, and each block writes to it."""
+    config = hf.XLMConfig(
+        vocab_size=VOCABULARY,
+        emb_dim=32,
+        n_layers=LAYERS,
+        n_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return hf.XLMWithLMHeadModel(config)
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(llama),
     "qwen3": Architecture(qwen3),
@@ -238,6 +253,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "t5": Architecture(t5, translation_batches),
     "llava": Architecture(llava, image_batches),
     "mamba": Architecture(mamba, ignore=["lm_head", "re:.*dt_proj"]),
+    "xlm": Architecture(xlm, ignore=["pred_layer.proj"]),
     "recurrent_gemma": Architecture(recurrent_gemma),
 }
 

@@ -257,7 +257,10 @@ class CompressionLifecycle:
             return result
 
         try:
-            return self._call(initialize)
+            results = self._call(initialize)
+            for modifier in list(self.recipe.modifiers):
+                modifier.on_all_initialized(self.state)
+            return results
         finally:
             outline.undo()
 

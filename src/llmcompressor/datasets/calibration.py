@@ -15,7 +15,7 @@ from llmcompressor.datasets.collate import PaddingCollator, TruncationCollator
 from llmcompressor.datasets.encode import pad_id_of, padding_side_of
 from llmcompressor.datasets.prepare import Preparation, prepare_samples
 from llmcompressor.datasets.rows import Row, Stream
-from llmcompressor.datasets.samples import Sample
+from llmcompressor.datasets.samples import MAIN_INPUTS, Sample
 from llmcompressor.datasets.source import Source, is_loader, open_source
 from llmcompressor.datasets.splits import split_for
 from llmcompressor.datasets.streamed import StreamedSamples
@@ -32,6 +32,7 @@ def load_calibration(
     *,
     processor: Any = None,
     model_input_names: Collection[str] = (),
+    main_inputs: Collection[str] = (),
     vocab_size: int | None = None,
     model_max_length: int | None = None,
     in_table: bool = False,
@@ -50,6 +51,7 @@ def load_calibration(
         processor: the tokenizer or processor; not changed.
         model_input_names: the inputs that the model's forward takes; columns that are no input
             are left out. Empty if that is not known.
+        main_inputs: those of them that stand for a whole sample, besides what is usual.
         vocab_size: rows of the model's embedding, to check token ids against.
         model_max_length: tokens that the model takes at most.
         in_table: the model looks positions up, and fails beyond that many.
@@ -81,6 +83,7 @@ def load_calibration(
             name=source.name,
             template=_template(args, source, processor, "calibration"),
             model_input_names=model_input_names,
+            main_inputs=MAIN_INPUTS.union(main_inputs),
             vocab_size=vocab_size,
             model_max_length=model_max_length,
             in_table=in_table,
@@ -105,6 +108,7 @@ def load_training(
     *,
     processor: Any = None,
     model_input_names: Collection[str] = (),
+    main_inputs: Collection[str] = (),
     vocab_size: int | None = None,
     model_max_length: int | None = None,
     in_table: bool = False,
@@ -120,6 +124,7 @@ def load_training(
         args: the user's arguments.
         processor: the tokenizer or processor; not changed.
         model_input_names: the inputs that the model's forward takes.
+        main_inputs: those of them that stand for a whole sample, besides what is usual.
         vocab_size: rows of the model's embedding, to check token ids against.
         model_max_length: tokens that the model takes at most.
         in_table: the model looks positions up, and fails beyond that many.
@@ -137,6 +142,7 @@ def load_training(
         name=source.name,
         template=_template(args, source, processor, "train"),
         model_input_names=model_input_names,
+        main_inputs=MAIN_INPUTS.union(main_inputs),
         vocab_size=vocab_size,
         model_max_length=model_max_length,
         in_table=in_table,

@@ -13,7 +13,6 @@ from llmcompressor.datasets.preparation import Preparation
 from llmcompressor.datasets.preprocess import RowPreparer
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.samples import (
-    MAIN_INPUTS,
     SEQUENCES,
     Sample,
     add_labels,
@@ -42,6 +41,7 @@ class SampleMaker:
             text_column=args.text_column,
             remove_columns=args.remove_columns,
             chat=ChatRenderer(preparation.processor),
+            main_inputs=preparation.main_inputs,
         )
         self._encoder: Encoder | None = None
         self._read = self._empty = self._long = self._longest = 0
@@ -60,7 +60,7 @@ class SampleMaker:
         for index, given in numbered:
             where = self._where(index)
             row = self._rows(given, where)
-            if MAIN_INPUTS & row.keys() and ("input_ids" in row or "text" not in row):
+            if self._it.main_inputs & row.keys() and ("input_ids" in row or "text" not in row):
                 made[index] = self._tokenized(row, where)
             elif not _is_blank(row):
                 raw[index] = row

@@ -10,6 +10,7 @@ from typing import Any
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets.encode import tokenizer_of
 from llmcompressor.datasets.rows import Row
+from llmcompressor.datasets.samples import MAIN_INPUTS
 
 __all__ = ["Preparation"]
 
@@ -27,6 +28,7 @@ class Preparation:
         name: what the data is called in messages.
         template: a registered data set's way from a row to text.
         model_input_names: the inputs that the model takes; empty if that is not known.
+        main_inputs: names of inputs of which a row that has one needs no processor any more.
         vocab_size: rows of the model's embedding; ``None`` if that is not known.
         model_max_length: tokens that the model takes at most; ``None`` if that is not known.
         for_training: add labels.
@@ -38,6 +40,7 @@ class Preparation:
     name: str = "The data"
     template: Callable[[Row], Mapping[str, Any]] | None = None
     model_input_names: Collection[str] = ()
+    main_inputs: frozenset[str] = MAIN_INPUTS
     vocab_size: int | None = None
     model_max_length: int | None = None
     for_training: bool = False

@@ -60,6 +60,7 @@ class RowPreparer:
             column ``text`` of goes before it.
         remove_columns: columns to drop.
         chat: renders conversations.
+        main_inputs: names of inputs of which a row that has one came tokenized.
     """
 
     def __init__(
@@ -70,12 +71,14 @@ class RowPreparer:
         text_column: str,
         remove_columns: Iterable[str] | None,
         chat: ChatRenderer,
+        main_inputs: frozenset[str] = MAIN_INPUTS,
     ) -> None:
         self._function = None if function is None else load_function(function)
         self._template = template
         self._text_column = text_column
         self._remove = frozenset(remove_columns or ())
         self._chat = chat
+        self._main_inputs = main_inputs
         self._has_warned = False
 
     def __call__(self, row: Row, where: str) -> Row:
@@ -89,7 +92,7 @@ class RowPreparer:
             chats = [name for name in _CHATS if is_chat(row.get(name))]
             if chats:
                 row["text"] = row.pop(chats[0])
-            elif _is_silent(row):
+            elif _is_silent(row) and not self._main_inputs & row.keys():
                 row["text"] = None
         if is_chat(row.get("text")):
             row["text"] = self._chat(turns(row["text"]))
@@ -106,7 +109,7 @@ class RowPreparer:
             self._has_warned = True
         elif self._text_column in row:
             row["text"] = row.pop(self._text_column)
-        elif not MAIN_INPUTS & row.keys():
+        elif not self._main_inputs & row.keys():
             raise DatasetError(
                 f"{where} has no column {self._text_column!r}; it has {_columns(row)}.",
                 did_you_mean(self._text_column, row) or "Give rows that have it.",
@@ -146,9 +149,9 @@ class RowPreparer:
 
 
 def _is_silent(row: Row) -> bool:
-    """Whether a row has a conversation in which nobody says anything, and nothing else to read."""
+    """Whether a row has a conversation in which nobody says anything."""
     chats = [row[name] for name in _CHATS if name in row]
-    return bool(chats) and not any(chats) and not MAIN_INPUTS & row.keys()
+    return bool(chats) and not any(chats)
 
 
 def _columns(row: Row) -> str:

@@ -55,9 +55,16 @@ SEQUENCES = frozenset(
 """Inputs with one integer per token."""
 
 MAIN_INPUTS = frozenset(
-    {"input_features", "input_ids", "input_values", "inputs_embeds", "pixel_values"}
+    {
+        "flattened_patches",
+        "input_features",
+        "input_ids",
+        "input_values",
+        "inputs_embeds",
+        "pixel_values",
+    }
 )
-"""A row with one of these needs no processor any more."""
+"""A row with one of these, or with what the model calls so, needs no processor any more."""
 
 _MASKS = frozenset({"attention_mask", "decoder_attention_mask", "loss_mask"})
 """Inputs that say of each token whether it counts."""
@@ -107,7 +114,7 @@ def from_tokenized(
     """A row that came tokenized, without the columns that are no input of the model.
 
     Args:
-        row: holds one of :data:`MAIN_INPUTS`.
+        row: holds a main input of the model.
         model_input_names: what the model takes; empty if that is not known, then every column
             of numbers is kept.
         use_loss_mask: keep ``loss_mask``.

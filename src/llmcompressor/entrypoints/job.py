@@ -28,6 +28,7 @@ from llmcompressor.entrypoints.task import (
 )
 from llmcompressor.errors import ArgumentError, DatasetError, OutputError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.inputs import main_inputs
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.recipe import Recipe
@@ -141,6 +142,7 @@ class Job(Task):
             self.dataset_args,
             processor=processor,
             model_input_names=tuple(inspect.signature(model.forward).parameters),
+            main_inputs=main_inputs(model),
             vocab_size=vocabulary(model),
             model_max_length=positions.limit,
             in_table=positions.in_table,

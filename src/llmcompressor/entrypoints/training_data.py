@@ -21,6 +21,7 @@ from llmcompressor.datasets.splits import parse_split
 from llmcompressor.entrypoints.positions import positions_of
 from llmcompressor.entrypoints.task import vocabulary
 from llmcompressor.errors import ArgumentError, DatasetError
+from llmcompressor.modeling.inputs import main_inputs
 
 __all__ = ["TrainingData", "check_targets"]
 
@@ -183,6 +184,7 @@ def _samples(role: _Role, model: Module, processor: Any) -> Any:
         role.args,
         processor=processor,
         model_input_names=tuple(inspect.signature(model.forward).parameters),
+        main_inputs=main_inputs(model),
         vocab_size=vocabulary(model),
         model_max_length=positions.limit,
         in_table=positions.in_table,

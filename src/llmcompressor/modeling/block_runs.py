@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
+from llmcompressor.logger import logger
 from llmcompressor.modeling.alike_experts import to_few
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.experts import LinearExperts
+from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.scaling import columns_of, swapped
 from llmcompressor.names import named_modules
 
@@ -53,11 +55,19 @@ class Call:
 
 @dataclass(frozen=True)
 class BlockRun:
-    """A run of the block as it is: the calls of its leaves and mixtures, and what it returned."""
+    """A run of the block as it is: the calls of its leaves and mixtures, and what it returned.
+
+    Attributes:
+        leaves: calls of its leaves, in order.
+        mixtures: calls of its mixtures, in order.
+        output: what it returned.
+        failed: it did not run, so that nothing is known of it.
+    """
 
     leaves: list[Call]
     mixtures: list[Call]
     output: list[Tensor]
+    failed: bool = False
 
 
 class BlockRuns:
@@ -88,9 +98,16 @@ class BlockRuns:
     def change(
         self, plain: Sequence[Tensor], changes: Mapping[Module, Mapping[str, Tensor]]
     ) -> float:
-        """How far the block's output moves with other parameters, as a share of its size."""
-        with swapped(changes):
-            moved = self._run()
+        """How far the block's output moves with other parameters, as a share of its size.
+
+        Not a number where it does not run with them.
+        """
+        try:
+            with swapped(changes):
+                moved = self._run()
+        except Exception as error:  # the model's own code, on stand-ins
+            logger.debug(f"{type(self._block).__name__} with other parameters: {error!r:.200}")
+            return float("nan")
         shares = [
             float((one - other).abs().max() / one.abs().max().clamp(min=1e-30))
             for one, other in zip(plain, moved, strict=True)
@@ -117,12 +134,20 @@ class BlockRuns:
         handles = [one.register_forward_hook(note, with_kwargs=True) for one in watched]
         try:
             return BlockRun(leaves, mixtures, self._run())
+        except Exception as error:  # the model's own code, on stand-ins
+            shown = " ".join(f"{type(error).__name__}: {error}".split())
+            logger.warning(
+                f"The structure of {type(self._block).__name__} was not seen: it does not run on "
+                f"random states in float32 ({shown:.200})."
+            )
+            return BlockRun([], [], [], failed=True)
         finally:
             for handle in handles:
                 handle.remove()
 
     def _run(self) -> list[Tensor]:
-        return list(_tensors(self._block(*self._args, **self._kwargs)))
+        args, kwargs = for_another_run((self._args, self._kwargs))
+        return list(_tensors(self._block(*args, **kwargs)))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -183,19 +208,15 @@ class BlockRuns:
 
     def _prepared(self, value: Any) -> Any:
         """An argument with hidden states made random, and every floating tensor float32."""
-        if isinstance(value, Tensor) and value.is_floating_point():
-            if value.ndim == _HIDDEN_DIMS:
-                states = torch.randn(value.shape, generator=self.generator)
-                return states.to(value.device)
-            return value.detach().float()
-        if isinstance(value, tuple) and type(value) is tuple:
-            return tuple(_wide(item) for item in value)
-        return value
+        is_states = isinstance(value, Tensor) and value.ndim == _HIDDEN_DIMS
+        if is_states and value.is_floating_point():
+            states = torch.randn(value.shape, generator=self.generator)
+            return states.to(value.device)
+        return for_another_run(value, _wide)
 
 
-def _wide(value: Any) -> Any:
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().float() if floating else value
+def _wide(value: Tensor) -> Tensor:
+    return value.detach().float() if value.is_floating_point() else value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -8,13 +8,14 @@ computes ``down(act(gate(x)) * up(x))`` is seen on a small copy of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Embedding, Linear, Module, Parameter
+from transformers.pytorch_utils import Conv1D
 
 from llmcompressor.logger import logger
 from llmcompressor.modeling.expert_forms import Mixture, StackForm, form_of, is_stack
@@ -31,7 +32,8 @@ def find_mixtures(model: Module) -> list[Mixture]:
     """The mixtures of a model whose experts are stacked, in order.
 
     Those that cannot be taken apart are among them where they are known for experts: their stacks
-    have as many matrices as the configuration names experts, or lie below ``experts``.
+    have as many matrices as the configuration names experts, or lie below ``experts``, where also
+    matrices are seen that belong to no Linear.
     """
     counts = _expert_counts(model)
     tried: dict[tuple[type[Module], StackForm], str] = {}
@@ -39,6 +41,8 @@ def find_mixtures(model: Module) -> list[Mixture]:
     for name, module in model.named_modules():
         stacks = {key: one for key, one in module._parameters.items() if is_stack(one)}
         if not stacks:
+            if matrices := _matrices_of_experts(name, module, counts):
+                found.append(Mixture(name, module, None, _not_of_linears(module, matrices)))
             continue
         form = form_of(module)
         if isinstance(form, StackForm):
@@ -68,6 +72,30 @@ def _holds_experts(name: str, module: Module, stacks: dict[str, Any], counts: se
         return False
     below = any("experts" in part for part in name.split("."))
     return below or any(stack.shape[0] in counts for stack in stacks.values())
+
+
+def _matrices_of_experts(name: str, module: Module, counts: set[int]) -> list[str]:
+    """Names of parameters below ``experts`` that are matrices, and of which no Linear is made.
+
+    Those of all experts may stand one below the other in one matrix. A matrix with one row for
+    each expert is a router's.
+    """
+    if not any("experts" in part for part in name.split(".")):
+        return []
+    if isinstance(module, Linear | Embedding | Conv1D):
+        return []
+    return [
+        key
+        for key, one in module._parameters.items()
+        if one is not None and one.ndim == 2 and one.shape[0] not in counts and min(one.shape) > 1
+    ]
+
+
+def _not_of_linears(module: Module, names: Sequence[str]) -> str:
+    return (
+        f"{' and '.join(names)} of {type(module).__name__} are neither Linears nor stacks of one "
+        "matrix per expert"
+    )
 
 
 @dataclass

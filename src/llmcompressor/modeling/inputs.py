@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["model_device", "model_dtype", "model_inputs", "without_cache"]
+__all__ = ["main_inputs", "model_device", "model_dtype", "model_inputs", "without_cache"]
 
 
 def model_device(model: Module) -> torch.device:
@@ -49,6 +49,12 @@ def model_inputs(model: Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 def _placed(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Token ids and masks keep their dtype; images and sound get the model's."""
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+
+def main_inputs(model: Module) -> frozenset[str]:
+    """The input that a model is about, as its class says; some name two."""
+    named = getattr(model, "main_input_name", None) or ()
+    return frozenset({named} if isinstance(named, str) else named)
 
 
 @contextlib.contextmanager

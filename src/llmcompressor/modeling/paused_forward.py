@@ -30,6 +30,7 @@ import greenlet
 from torch.nn import Module
 
 from llmcompressor.errors import TargetError
+from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.stubs import put_back
 from llmcompressor.modeling.torch_state import SuspendedState, TorchState
 
@@ -99,6 +100,7 @@ class PausedForward:
         self._forwards: dict[Module, Callable[..., Any]] = {}
         self._hub: greenlet.greenlet | None = None
         self._running: dict[greenlet.greenlet, Pass] = {}
+        self._tried: Module | None = None
         self.surroundings: Callable[[Pass, Module], AbstractContextManager[object]] | None = None
         """Inside what a pass runs a target that is not pending; asked at each such call."""
 
@@ -202,6 +204,7 @@ class PausedForward:
 
         It runs in the torch state of the pass, but not in its context: what the model records
         of its modules' outputs in context variables is recorded when the pass itself goes on.
+        Nor does what it writes to its arguments stay in them: it will run again.
 
         Args:
             one: a suspended pass.
@@ -212,9 +215,13 @@ class PausedForward:
         home = TorchState.capture()
         try:
             one._suspended.give_back()
-            call = one.module if with_hooks else self._forwards[one.module]
-            return call(*one.args, **one.kwargs)
+            if with_hooks:
+                self._tried = one.module
+                return one.module(*one.args, **one.kwargs)
+            args, kwargs = for_another_run((one.args, one.kwargs))
+            return self._forwards[one.module](*args, **kwargs)
         finally:
+            self._tried = None
             one._suspended = SuspendedState(home)
 
     def resume(self, one: Pass, inside: AbstractContextManager[object] | None = None) -> None:
@@ -264,6 +271,8 @@ class PausedForward:
         def paused(*args: Any, **kwargs: Any) -> Any:
             one = self.current
             if one is None:
+                if module is self._tried:  # its hooks have been, and will be, given the call's own
+                    args, kwargs = for_another_run((args, kwargs))
                 return forward(*args, **kwargs)
             if module in self._pending:
                 one.module, one.args, one.kwargs = module, args, kwargs

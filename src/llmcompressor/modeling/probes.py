@@ -16,6 +16,7 @@ from llmcompressor.modeling.alike_experts import form_of_module
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.hollow import hollow_weights
 from llmcompressor.modeling.inputs import model_inputs, without_cache
+from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.structure import BlockProbe
 
 __all__ = ["probes_of"]
@@ -87,7 +88,8 @@ def _first_calls(
     calls: dict[Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def note(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(module, (args, kwargs))
+        if module not in calls:  # what comes later may write to what it gets
+            calls[module] = for_another_run((args, kwargs))
         if len(calls) == len(blocks):
             raise _Enough
 

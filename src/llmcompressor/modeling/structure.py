@@ -63,7 +63,7 @@ class Outcome(Enum):
     HOLDS = "the block's output stays as it was"
     CHANGES = "the block's output changes"
     SHARES = "several columns of the readers read one row"
-    UNTRIED = "nothing was seen of one of them"
+    UNTRIED = "nothing was seen of one of them, or the block did not run"
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,8 @@ class BlockProbe:
         """The verdict on the first of places that are alike whose modules were all called."""
         with self._runs.running():
             run = self._runs.watch()
+            if run.failed:
+                return Verdict(Outcome.UNTRIED)
             called = {call.name for call in run.leaves}
             names = next((one for one in places if not self._unseen(one, called)), None)
             if names is None:

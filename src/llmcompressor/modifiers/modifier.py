@@ -703,6 +703,9 @@ class Modifier(HooksMixin):
             True when the modifier is ready.
         """
 
+    def on_all_initialized(self, state: State) -> None:
+        """Called when every modifier of the recipe is initialized: what they mean is known now."""
+
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Clean up at the end of the run.
 

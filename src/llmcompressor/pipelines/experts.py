@@ -170,7 +170,7 @@ class ExpertWatch(HooksMixin):
 _WORDS = {
     "all_tokens": "Their statistics are made of all tokens of their layer.",
     "neighbours": "Their statistics are those of the other experts of their layer.",
-    "rtn": "Their weights are rounded to nearest.",
+    "rtn": "Their weights are rounded to nearest, or pruned by magnitude.",
 }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch.nn import Linear, Module
@@ -22,7 +23,7 @@ from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.schemes.assign import listed
 
-__all__ = ["dense_mixtures", "meant_mixtures", "pattern_of", "warn_unread"]
+__all__ = ["dense_mixtures", "ignore_of", "meant_mixtures", "warn_unread"]
 
 
 def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture]:
@@ -54,10 +55,10 @@ def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture
     unseen = [mixture for mixture in meant if mixture.form is None]
     if unseen:
         raise TargetError(
-            f"The experts of {listed(one.name for one in unseen)} are stored in stacks that cannot "
-            f"be taken apart: {unseen[0].problem}. The recipe's targets mean them, and they would "
-            "stay as they are.",
-            f"Ignore them: ignore=['re:{pattern_of(unseen)}'].",
+            f"The experts of {listed(one.name for one in unseen)} cannot be taken apart: "
+            f"{unseen[0].problem}. The recipe's targets mean them, and they would stay as they "
+            "are.",
+            f"Ignore them: {ignore_of(unseen)}.",
         )
     return meant
 
@@ -104,14 +105,33 @@ def _is_meant(
 
 
 def _linears(mixture: Mixture, names: Mapping[str, str]) -> Iterator[str]:
-    stacks = [one for one in mixture.module._parameters.values() if is_stack(one)]
-    assert stacks[0] is not None
-    for number in range(stacks[0].shape[0]):
+    """What the Linears of its experts would be called, of one if it is not known how many."""
+    parameters = mixture.module._parameters
+    stack = next((one for one in parameters.values() if is_stack(one)), None)
+    for number in range(1 if stack is None else stack.shape[0]):
         for own in names.values():
             yield f"{mixture.name}.{number}.{own}"
+    if mixture.form is None:
+        yield from (f"{mixture.name}.{name}" for name in parameters)
 
 
-def pattern_of(mixtures: Sequence[Mixture]) -> str:
-    """A pattern of what lies in them: what their names end with, where that is the same."""
-    last = {mixture.name.rpartition(".")[2] for mixture in mixtures}
-    return rf".*\.{next(iter(last))}\..*" if len(last) == 1 else r".*experts.*"
+def ignore_of(mixtures: Sequence[Mixture]) -> str:
+    """``ignore=[...]`` with patterns that match these, and in other layers what is called alike."""
+    ends = dict.fromkeys(_end_of(mixture.name) for mixture in mixtures)
+    shown = ", ".join(f"'re:{end}'" for end in ends)
+    return f"ignore=[{shown}]"
+
+
+def _end_of(name: str) -> str:
+    r"""A pattern of what a mixture's name ends with, behind the number of its layer.
+
+    >>> _end_of("model.layers.3.mlp.experts"), _end_of("model.layers.3.mlp.input_linear")
+    ('.*\\.experts\\..*', '.*\\.mlp\\.input_linear$')
+    """
+    parts = name.split(".")
+    start = 1 + max((place for place, part in enumerate(parts) if part.isdecimal()), default=-1)
+    called = next((part for part in parts[start:] if "experts" in part), None)
+    behind = r".*\." if start or (called and called != parts[0]) else ""
+    if called:
+        return rf"{behind}{re.escape(called)}\..*"
+    return rf"{behind}{re.escape('.'.join(parts[start:]))}$"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import greenlet
 import torch
 from torch.nn import Module
 
@@ -369,11 +370,30 @@ class _Stepper:
         last = self._is_last(unit)
         self.forward.release(unit.stop)
         if last:
-            return  # nobody needs what lies behind the last stop, the head for instance
+            self._end_in_block(stop, unit)
+            return  # nobody needs what lies behind the last block, the head for instance
         for one in stop.passes:
             if one.module is stop.module:  # original passes may have gone on already
                 # Nothing ran inside a gate before; of what is finished, nothing is wanted any more.
                 self._send_on(one, hooks_on=unit.is_gate and not is_finished)
+
+    def _end_in_block(self, stop: Stop, unit: Unit) -> None:
+        """Let passes run to the end of the last block, where what it returns is looked at."""
+        inside = (one for one in find_blocks(self.run.model) if unit.stop in set(one.modules()))
+        block = None if unit.runs_twice else next(inside, None)
+        if block is None:  # a stop that ran for its hooks' sake has been looked at
+            return
+
+        def end(*_: object) -> None:
+            raise greenlet.GreenletExit
+
+        handle = block.register_forward_hook(end)  # behind the one that looks
+        try:
+            for one in stop.passes:
+                if one.module is stop.module and one.stream == self.run.watched:
+                    self._send_on(one)
+        finally:
+            handle.remove()
 
     def _calibrated(self, stop: Stop, unit: Unit) -> tuple[Module, ...]:
         """Run the unit for the hooks' sake; returns what it holds."""

@@ -8,7 +8,7 @@ that is by its name. Nothing is said of the modules behind it, nor of a tower th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.nn import Module
@@ -52,13 +52,19 @@ def check_reached(
     state = State(model=model)
     needing = [one for one in modifiers if one.collects]
     wanted = [(one, set(one.calibrated_modules(state))) for one in needing]
-    for modality, prefixes in _MODALITIES.items():
-        if any(name.startswith(prefixes) for name in inputs):
+    towers = {modality: _tower(model, modality) for modality in _MODALITIES}
+    reached = {towers[one] for one in _MODALITIES if _given(one, inputs)}
+    if getattr(model, "main_input_name", None) in inputs:
+        reached.add(_tower(model, None))
+    for modality, tower in towers.items():
+        if tower is None or tower in reached:
             continue
+        inside = set(tower.modules())
         missed = [
             name
-            for name, module in _tower(model, modality)
-            if any(module in own and not one.accepts_unreached(name) for one, own in wanted)
+            for name, module in model.named_modules()
+            if module in inside
+            and any(module in own and not one.accepts_unreached(name) for one, own in wanted)
         ]
         if missed:
             more = f" and {len(missed) - 8} more" if missed[8:] else ""
@@ -69,13 +75,20 @@ def check_reached(
             )
 
 
-def _tower(model: Any, modality: str) -> Iterator[tuple[str, Module]]:
-    """The modules, by name, that run on nothing but images or sound; none in most models."""
+def _given(modality: str, inputs: Iterable[str]) -> bool:
+    """Whether some batch holds images, or sound."""
+    return any(name.startswith(_MODALITIES[modality]) for name in inputs)
+
+
+def _tower(model: Any, modality: str | None) -> Module | None:
+    """What runs on nothing but images or sound, on the main input if ``None``; none in most models.
+
+    A model may give the same for all of them: the one encoder that it has.
+    """
     find = getattr(model, "get_encoder", None)
     if find is None or "modality" not in inspect.signature(find).parameters:
-        return
+        return None
     tower = find(modality=modality)
     inside = set(tower.modules()) if isinstance(tower, Module) else set()
     # Where there is no such tower, the model itself is what is found.
-    if model not in inside and embeddings(model)[0] not in inside:
-        yield from ((name, module) for name, module in model.named_modules() if module in inside)
+    return None if not inside or model in inside or embeddings(model)[0] in inside else tower

@@ -137,6 +137,9 @@ class _Maker:
         # as it is given: a modifier may give its head a weight of its own, or rotations
         parameters = sum(one.numel() for one in subject.model.parameters())
         planned = [self._initialized(modifier) for modifier in request.modifiers]
+        for modifier in request.modifiers:
+            if modifier.initialized:
+                modifier.on_all_initialized(self._state)
         everything = [one for each in planned for one in each or ()]
         names = [
             _worked_on(subject.model, modifier, each or (), self._state)

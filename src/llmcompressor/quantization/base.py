@@ -52,7 +52,7 @@ from llmcompressor.quantization.taking_over import Quantizer, are_alike, taken_f
 from llmcompressor.schemes.assign import is_empty, listed, scheme_for
 from llmcompressor.schemes.attention import CACHED_ATTENTION
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
-from llmcompressor.schemes.checks import check_schemes
+from llmcompressor.schemes.checks import check_schemes, warn_mixed_sets
 from llmcompressor.schemes.presets import format_of
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
 
@@ -216,18 +216,7 @@ class QuantizationMixin(Modifier):
             model, resolved.targets, resolved.ignore, allow_unmatched=self.allow_unmatched
         )
         schemes = resolved.schemes_by_module(model)
-        earlier = {
-            name: module.quantization_scheme
-            for name, module in named_modules(model)
-            if hasattr(module, "quantization_scheme")
-        }
-        check_schemes(
-            model,
-            schemes,
-            earlier=earlier,
-            joined=[*fused_sets(model), *expert_sets(model)],
-            bypass_divisibility=self.bypass_divisibility_checks,
-        )
+        check_schemes(model, schemes, bypass_divisibility=self.bypass_divisibility_checks)
         modules = dict(named_modules(model))
         attention = cached_attention_modules(model)
         taken: dict[Module, Quantizer | None] = {}
@@ -274,6 +263,22 @@ class QuantizationMixin(Modifier):
         """Leave a module to a later modifier (:mod:`llmcompressor.quantization.taking_over`)."""
         for each in (self._schemes, self._names, self._fused):
             each.pop(module, None)
+
+    def on_all_initialized(self, state: State) -> None:
+        """Warn of sets that are served as one, and whose members get different schemes.
+
+        Another modifier may give some of the members theirs. A set is told of once, by the one
+        whose scheme its first quantized member has.
+        """
+        schemes = {
+            name: module.quantization_scheme
+            for name, module in named_modules(state.model)
+            if hasattr(module, "quantization_scheme")
+        }
+        own = {self._names[module] for module in self._schemes}
+        joined = [*fused_sets(state.model), *expert_sets(state.model)]
+        firsts = ((names, next(filter(schemes.__contains__, names), None)) for names in joined)
+        warn_mixed_sets(schemes, [names for names, first in firsts if first in own])
 
     def _check_all_attention(self, attention: Mapping[Module, str]) -> None:
         """Queries are tapped in the attention function, and a model has one for all its layers."""

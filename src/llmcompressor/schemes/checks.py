@@ -37,17 +37,13 @@ def check_schemes(
     model: Module,
     schemes: Schemes,
     *,
-    joined: Iterable[Sequence[str]] = (),
-    earlier: Schemes | None = None,
     bypass_divisibility: bool = False,
 ) -> None:
-    """Every check of this module.
+    """Every check of this module for the schemes of one modifier.
 
     Args:
         model: the model, with its weights.
         schemes: module name to scheme.
-        joined: sets of names that are served as one matrix or one set of experts.
-        earlier: what other modifiers give to other modules.
         bypass_divisibility: as for :func:`check_divisible`.
 
     Raises:
@@ -56,7 +52,6 @@ def check_schemes(
     check_weights_quantizable(model, schemes)
     check_tied(model, schemes)
     check_divisible(model, schemes, bypass=bypass_divisibility)
-    warn_mixed_sets({**(earlier or {}), **schemes}, joined)
 
 
 def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
@@ -233,6 +228,10 @@ def warn_mixed_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> None:
 
     Engines look up one scheme for the joined matrix: some refuse a mixture, others load the
     wrong one of the two. Transformers reads it as it is, so this is no error.
+
+    Args:
+        schemes: module name to scheme, from all modifiers of the recipe.
+        joined: sets of names that are served as one matrix or one set of experts.
     """
     mixed = []
     keys: dict[int, str] = {}  # modules of one group share their scheme

@@ -12,7 +12,7 @@ from torch.nn import Module
 from llmcompressor.errors import ArgumentError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.pipelines.mixtures import meant_mixtures, pattern_of
+from llmcompressor.pipelines.mixtures import ignore_of, meant_mixtures
 from llmcompressor.schemes.assign import listed
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def check_experts(model: Module, modifiers: Sequence[Modifier]) -> None:
         raise TargetError(
             f"The experts of {names} lie in stacks while the model is trained. The recipe's "
             "targets mean them, and they would stay as they are.",
-            f"Ignore them: ignore=['re:{pattern_of(mixtures)}']; oneshot compresses experts.",
+            f"Ignore them: {ignore_of(mixtures)}; oneshot compresses experts.",
         )
 
 

@@ -24,6 +24,7 @@ from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modifiers.autoround.begin import (
     REFINEMENTS,
     Beginning,
@@ -393,13 +394,11 @@ def _level(begun: Beginning) -> Tensor:
 
 def _kept(value: Any) -> Any:
     """Arguments without the history of their tensors; what is large goes to main memory."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu() if value.is_floating_point() else value.detach()
-    if type(value) is dict:
-        return {key: _kept(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_kept(item) for item in value)
-    return value
+
+    def put_away(tensor: Tensor) -> Tensor:
+        return tensor.detach().cpu() if tensor.is_floating_point() else tensor.detach()
+
+    return for_another_run(value, put_away)
 
 
 def _log(name: str, tuned: Tuned, nearest: float) -> None:

@@ -19,6 +19,7 @@ from torch.nn import Module
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.observers.tokens import real_tokens
 
 __all__ = ["BlockRunner", "Call"]
@@ -124,14 +125,12 @@ class BlockRunner:
 
     def _cast(self, value: Any) -> Any:
         """Floating tensors where, and in the dtype, that the block computes in."""
-        if isinstance(value, Tensor):
-            floating = value.is_floating_point()
-            return value.to(self._device, self._dtype or value.dtype) if floating else value
-        if type(value) is dict:
-            return {key: self._cast(item) for key, item in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(self._cast(item) for item in value)
-        return value
+
+        def cast(tensor: Tensor) -> Tensor:
+            floating = tensor.is_floating_point()
+            return tensor.to(self._device, self._dtype or tensor.dtype) if floating else tensor
+
+        return for_another_run(value, cast)
 
 
 @contextlib.contextmanager

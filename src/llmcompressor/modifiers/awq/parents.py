@@ -23,6 +23,7 @@ from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.mapped_places import SmoothSet
 from llmcompressor.modeling.matching import common_parent
+from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.scaling import swapped
 from llmcompressor.modeling.spilled import Shelf, room_on
 from llmcompressor.numerics.awq import ErrorOf, Round
@@ -54,9 +55,10 @@ class _Call:
 
     def with_input(self, tensor: Tensor | None) -> tuple[list[Any], dict[str, Any]]:
         """The arguments to call the parent with."""
-        args = [tensor if value is _INPUT else value for value in self.args]
+        own_args, own_kwargs = for_another_run((self.args, dict(self.kwargs)))
+        args = [tensor if value is _INPUT else value for value in own_args]
         return args, {
-            key: tensor if value is _INPUT else value for key, value in self.kwargs.items()
+            key: tensor if value is _INPUT else value for key, value in own_kwargs.items()
         }
 
 
@@ -94,6 +96,7 @@ class ParentRuns:
 
     def hook(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what a parent is called with."""
+        args, kwargs = for_another_run((args, kwargs))
         given, mask = first_tensor(args, kwargs), self._state.token_mask
         if given is None:
             self._calls[module].append(_Call(args, kwargs, None, mask))
