@@ -9,6 +9,7 @@ from torch.nn import Linear, Module
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.expert_names import (
+    is_made_otherwise,
     is_read_singly,
     part_names,
     stacking_converters,
@@ -58,6 +59,14 @@ def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture
             f"be taken apart: {unseen[0].problem}. The recipe's targets mean them, and they would "
             "stay as they are.",
             f"Ignore them: ignore=['re:{pattern_of(unseen)}'].",
+        )
+    mixed = [mixture for mixture in meant if is_made_otherwise(mixture, model)]
+    if mixed:
+        raise TargetError(
+            f"The experts of {listed(one.name for one in mixed)} have other numbers in a "
+            f"checkpoint of {type(model).__name__}, where several mixtures share one list: what "
+            "is written of them one by one, no reader would find.",
+            f"Ignore them: ignore=['re:{pattern_of(mixed)}'].",
         )
     return meant
 
