@@ -275,3 +275,18 @@ def test_experts_with_other_numbers_in_a_checkpoint_are_refused(
     assert not meant_mixtures(
         model, [QuantizationModifier(targets="Linear", scheme="W8A8", ignore=ignore)]
     )
+
+
+def test_experts_of_two_layers_that_are_one_are_refused() -> None:
+    model = mixtures.build("mixtral")
+    first, second = (mixture.module for mixture in find_mixtures(model))
+    recipe = [QuantizationModifier(targets="Linear", scheme="W8A8")]
+    assert len(meant_mixtures(model, recipe)) == 2
+    second.gate_up_proj = first.gate_up_proj
+    with pytest.raises(TargetError, match="share their stacks of experts"):
+        meant_mixtures(model, recipe)
+    one = QuantizationModifier(targets=[r"re:.*layers\.0.*"], scheme="W8A8")
+    with pytest.raises(TargetError, match="share their stacks of experts"):
+        meant_mixtures(model, [one])
+    ignored = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["re:.*experts.*"])
+    assert not meant_mixtures(model, [ignored])
