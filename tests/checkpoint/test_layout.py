@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
 )
-from transformers.core_model_loading import Chunk, WeightConverter
+from transformers.core_model_loading import Chunk, Concatenate, WeightConverter, WeightRenaming
 
 from llmcompressor.checkpoint.save import save_checkpoint
 from llmcompressor.schemes.presets import preset_scheme
@@ -162,3 +163,56 @@ def test_what_is_packed_is_never_fused(tmp_path: Path) -> None:
     }
     key = model.model.layers[0].self_attn.k_proj.weight
     assert torch.equal(stored[f"{first}.k_proj.weight"], key)
+
+
+def test_what_only_the_checkpoint_has_is_ignored_by_its_name(tmp_path: Path) -> None:
+    """Readers that go by the file know its names alone; parts kept apart have their own."""
+    model = causal("llama", num_key_value_heads=4)
+    model._weight_conversions = [
+        WeightConverter(
+            source_patterns="self_attn.qkv.weight",
+            target_patterns=[f"self_attn.{name}_proj.weight" for name in "qkv"],
+            operations=[Chunk(dim=0)],
+        ),
+        WeightConverter(
+            source_patterns=["mlp.first.weight", "mlp.second.weight"],
+            target_patterns="mlp.up_proj.weight",
+            operations=[Concatenate(dim=0)],
+        ),
+    ]
+    scheme = preset_scheme("FP8_DYNAMIC", [r"re:.*layers\.0\.(self_attn\.q|mlp\.up)_proj"])
+    tiny.quantize_model(model, {"g": scheme})
+    save_checkpoint(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ignored = set(config["quantization_config"]["ignore"])
+    linears = {
+        name.removesuffix(".weight")
+        for name, tensor in tensors(tmp_path / "out").items()
+        if tensor.ndim == 2 and tensor.dtype != torch.float8_e4m3fn and "embed" not in name
+    } - {
+        f"model.layers.0.{own}"
+        for own in ("self_attn.q_proj.weight_scale", "mlp.up_proj.weight_scale")
+    }
+    assert {"model.layers.1.self_attn.qkv", "model.layers.1.mlp.second"} < linears
+    assert linears <= ignored
+    assert not {"model.layers.0.self_attn.qkv", "model.layers.0.mlp.first"} & ignored
+
+
+def test_stacks_that_a_checkpoint_has_in_parts_are_ignored_by_their_names(tmp_path: Path) -> None:
+    model = causal("qwen3_moe", moe_intermediate_size=32, **EXPERTS)
+    model._weight_conversions = [
+        WeightRenaming("moe.down_proj.weight", "mlp.experts.down_proj"),
+        WeightConverter(
+            source_patterns=["moe.gate_proj.weight", "moe.up_proj.weight"],
+            target_patterns="mlp.experts.gate_up_proj",
+            operations=[Concatenate(dim=1)],
+        ),
+    ]
+    scheme = preset_scheme("FP8_DYNAMIC", [r"re:.*self_attn\.q_proj"])
+    tiny.quantize_model(model, {"g": scheme})
+    save_checkpoint(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ignored = set(config["quantization_config"]["ignore"])
+    parts = {name for name in tensors(tmp_path / "out") if ".moe." in name}
+    assert len(parts) == 6
+    assert {name.removesuffix(".weight") for name in parts} <= ignored

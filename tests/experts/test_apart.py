@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +11,24 @@ import mixtures
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import (
+    ConversionOps,
+    ErnieFuseAndSplitTextVisionExperts,
+    MergeModulelist,
+    WeightConverter,
+)
 
+from llmcompressor.checkpoint import expert_names
 from llmcompressor.checkpoint.expert_names import part_names, stacking_converters
 from llmcompressor.checkpoint.experts import open_experts
+from llmcompressor.errors import TargetError
 from llmcompressor.modeling.expert_forms import DOWN, GATE, UP
 from llmcompressor.modeling.expert_search import find_mixtures
 from llmcompressor.modeling.expert_stages import begin_stages
 from llmcompressor.modeling.experts import LinearExperts, put_together, take_apart
+from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.observers.tokens import count_tokens, real_tokens
+from llmcompressor.pipelines.mixtures import meant_mixtures
 
 NAMES = {GATE: GATE, UP: UP, DOWN: DOWN}
 W = {GATE: "w1", UP: "w3", DOWN: "w2"}
@@ -272,3 +283,39 @@ def test_rows_of_neighbours_are_not_taken_for_a_padded_batch(small: Any) -> None
     for role in (GATE, UP, DOWN):
         (shown,) = seen[2, role]
         assert len(real_tokens(shown, mask)) == count_tokens(shown, mask) == 3
+
+
+@pytest.mark.parametrize(
+    "operations", [[ErnieFuseAndSplitTextVisionExperts()], [MergeModulelist(dim=0)]]
+)
+def test_experts_with_other_numbers_in_a_checkpoint_are_refused(
+    operations: list[ConversionOps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mixtures.build("mixtral")
+    table = [WeightConverter(["experts.*.down_proj.weight"], "experts.down_proj", operations)]
+    monkeypatch.setattr(expert_names, "get_model_conversion_mapping", lambda *_, **__: table)
+    recipe = [QuantizationModifier(targets="Linear", scheme="W8A8")]
+    if operations[0].__class__ is MergeModulelist:
+        assert len(meant_mixtures(model, recipe)) == 2
+        return
+    with pytest.raises(TargetError, match=r"layers\.0\.mlp\.experts.* other numbers") as caught:
+        meant_mixtures(model, recipe)
+    ignore = re.findall(r"ignore=\['(.*)'\]", str(caught.value))
+    assert not meant_mixtures(
+        model, [QuantizationModifier(targets="Linear", scheme="W8A8", ignore=ignore)]
+    )
+
+
+def test_experts_of_two_layers_that_are_one_are_refused() -> None:
+    model = mixtures.build("mixtral")
+    first, second = (mixture.module for mixture in find_mixtures(model))
+    recipe = [QuantizationModifier(targets="Linear", scheme="W8A8")]
+    assert len(meant_mixtures(model, recipe)) == 2
+    second.gate_up_proj = first.gate_up_proj
+    with pytest.raises(TargetError, match="share their stacks of experts"):
+        meant_mixtures(model, recipe)
+    one = QuantizationModifier(targets=[r"re:.*layers\.0.*"], scheme="W8A8")
+    with pytest.raises(TargetError, match="share their stacks of experts"):
+        meant_mixtures(model, [one])
+    ignored = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["re:.*experts.*"])
+    assert not meant_mixtures(model, [ignored])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_samples import EXPERTS, INNER, Sample, dense, made, sparse
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmcompressor import verify
 from llmcompressor.errors import CheckpointError
@@ -157,3 +158,57 @@ def test_the_error_is_that_of_the_weights(tmp_path: Path) -> None:
     assert by_module[UP].relative == pytest.approx(expected, rel=0.02)
     cosine = torch.nn.functional.cosine_similarity(again.flatten(), weight.flatten(), dim=0)
     assert by_module[UP].cosine == pytest.approx(float(cosine), abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def split_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An original with gate, q, k and v in one tensor, and gate and up, which are modules here."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "hrm_text",
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers_per_stack=1,
+        num_attention_heads=4,
+        head_dim=16,
+        max_position_embeddings=32,
+        H_cycles=1,
+        L_cycles=1,
+        L_bp_cycles=[1],
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("split")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_modules_that_are_one_tensor_in_the_original(
+    split_folder: Path, compressed: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
+    sample = Sample.read(compressed(split_folder, recipe))
+    assert not bad(sample.write(tmp_path / "good"), split_folder)
+    layer = "model.H_module.layers.0"
+    sample.tensors[f"{layer}.self_attn.k_proj.weight"][2, 0] ^= 4
+    wrong = bad(sample.write(tmp_path / "wrong"), split_folder)
+    assert ("R3", f"{layer}.self_attn.k_proj") in wrong
+    assert not {rule for rule, _ in wrong} & {"R1", "R2"}
+    for own in ("weight", "weight_scale"):
+        del sample.tensors[f"{layer}.mlp.up_proj.{own}"]
+    gone = bad(sample.write(tmp_path / "gone"), split_folder)
+    assert ("R1", f"{layer}.mlp.gate_up_proj.weight") in gone
+    sample.tensors[f"{layer}.self_attn.other_proj.weight"] = torch.zeros(64, 64)
+    report = verify(sample.write(tmp_path / "more"), split_folder)
+    assert any(one.rule == "R2" and "other_proj" in one.module for one in report.findings)
+
+
+def test_a_plain_part_of_what_is_one_tensor_in_the_original(
+    split_folder: Path, compressed: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = QuantizationModifier(targets=[r"re:.*self_attn\.[qkv]_proj"], scheme="W8A8")
+    sample = Sample.read(compressed(split_folder, recipe))
+    assert not bad(sample.write(tmp_path / "good"), split_folder)
+    name = "model.H_module.layers.0.self_attn.gate_proj.weight"
+    sample.tensors[name][1, 1] += 1
+    assert ("R4", name) in bad(sample.write(tmp_path / "bad"), split_folder)

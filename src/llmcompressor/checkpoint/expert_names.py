@@ -14,12 +14,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import MergeModulelist, WeightConverter
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from llmcompressor.modeling.expert_forms import Mixture
 
-__all__ = ["is_read_singly", "part_names", "stacking_converters"]
+__all__ = ["is_made_otherwise", "is_read_singly", "part_names", "stacking_converters"]
 
 _PER_EXPERT = re.compile(r"\*\\?\.(\w+)\\?\.weight\$?$")
 
@@ -59,6 +59,26 @@ def is_read_singly(mixture: Mixture, converters: list[WeightConverter]) -> bool:
         return True
     stack = f"{mixture.name}.{mixture.form.parts[0].stack}"
     return any(_sources(converter, stack) for converter in converters)
+
+
+def is_made_otherwise(mixture: Mixture, model: PreTrainedModel) -> bool:
+    """Whether a stack is made of tensors of single experts, but they are not its experts in order.
+
+    Then the number of an expert in the checkpoint is not the one that it has in the model.
+    """
+    assert mixture.form is not None
+    stacks = {f"{mixture.name}.{part.stack}" for part in mixture.form.parts}
+    found: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+    return any(
+        not _only_stacks(entry) and any(_sources(entry, stack) for stack in stacks)
+        for entry in found
+        if isinstance(entry, WeightConverter)
+    )
+
+
+def _only_stacks(converter: WeightConverter) -> bool:
+    first, *rest = converter.operations
+    return type(first) is MergeModulelist and all(isinstance(one, Concatenate) for one in rest)
 
 
 def _sources(converter: Any, target: str) -> list[str]:

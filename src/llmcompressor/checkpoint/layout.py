@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import (
@@ -40,6 +41,7 @@ __all__ = [
     "loaded_names",
     "merges_experts",
     "owned_by_model",
+    "sources_of_plain",
     "stacked_names",
     "stacks_tensors",
 ]
@@ -222,6 +224,37 @@ def checkpoint_layout(
     for key, tensor in apart.items():
         result[transforms.name(key, convert=False)[0]] = tensor
     return result
+
+
+def sources_of_plain(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], compressed: Iterable[str]
+) -> list[str]:
+    """Modules that only a checkpoint has: there, one tensor is what several modules have here.
+
+    One that is written apart, because a part of it is compressed, is none of them.
+
+    Args:
+        model: the model.
+        tensors: name in the module tree → tensor, without those of compressed modules.
+        compressed: names of the compressed modules.
+    """
+    transforms = _transforms(model, reverse=True)
+    # nothing is calculated: the names that transformers' own operations give are wanted
+    stand_ins = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+        if not name.endswith(".weight") or transforms.name(name, convert=True)[1] is not None
+    }
+    if not stand_ins:
+        return []
+    apart = {
+        transforms.name(name, convert=False)[0] for name in stand_ins if name.endswith(".weight")
+    }
+    return [
+        name.removesuffix(".weight")
+        for name in checkpoint_layout(model, stand_ins, compressed)
+        if name.endswith(".weight") and name not in apart
+    ]
 
 
 def merges_experts(model: PreTrainedModel) -> bool:

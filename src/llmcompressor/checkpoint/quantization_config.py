@@ -26,12 +26,13 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
 )
 from compressed_tensors.quantization.quant_config import get_vllm_module_type
+from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.expert_groups import dense_experts, expert_stacks, found_for_experts
-from llmcompressor.checkpoint.layout import checkpoint_names
+from llmcompressor.checkpoint.layout import checkpoint_names, sources_of_plain
 from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.fused import is_expert
@@ -333,7 +334,8 @@ def _ignore(
     """Exact names of unquantized modules whose class is that of a quantized one.
 
     Both the name in the module tree (which transformers compares) and the name in the checkpoint
-    (which vLLM compares) are listed where they differ. Routers count as Linear.
+    (which vLLM compares) are listed where they differ. So are names that only the checkpoint has,
+    where one tensor is what several modules have here. Routers count as Linear.
     """
     quantized_names = {entry.name for entry in quantized}
     # attention whose cache alone is quantized has no group, so nothing must be kept out of it
@@ -360,12 +362,33 @@ def _ignore(
         for entry in dict.fromkeys((name, stored[name]))
         if entry == name or entry not in taken
     ]
-    return names + (_fused_experts(model, quantized_names) if "Linear" in types else [])
+    stacks = expert_stacks(model, quantized_names) if "Linear" in types else []
+    patterns = _fused_experts(model, stacks)
+    names += [
+        source
+        for source in _sources(model, plain, stacks, quantized_names)
+        if source not in taken and not any(_matches_name(pattern, source) for pattern in patterns)
+    ]
+    return [*names, *patterns]
 
 
-def _fused_experts(model: PreTrainedModel, quantized: set[str]) -> list[str]:
+def _sources(
+    model: PreTrainedModel, plain: Sequence[str], stacks: Sequence[str], quantized: set[str]
+) -> list[str]:
+    """Names that only the checkpoint has, of what the weights of unquantized modules are made."""
+    tensors: dict[str, Tensor] = {}
+    for name in plain:
+        weight = getattr(model.get_submodule(name), "weight", None)
+        if isinstance(weight, Tensor):
+            tensors[f"{name}.weight"] = weight
+    for name in stacks:
+        for own, parameter in model.get_submodule(name).named_parameters(recurse=False):
+            tensors[f"{name}.{own}"] = parameter
+    return sources_of_plain(model, tensors, quantized)
+
+
+def _fused_experts(model: PreTrainedModel, stacks: Sequence[str]) -> list[str]:
     """Patterns of experts that are one 3-D parameter here, and Linear modules elsewhere."""
-    stacks = expert_stacks(model, quantized)
     stored = checkpoint_names(model, stacks)
     patterns = []
     for name in stacks:

@@ -10,6 +10,7 @@ from torch.nn import Linear, Module
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.expert_names import (
+    is_made_otherwise,
     is_read_singly,
     part_names,
     stacking_converters,
@@ -20,6 +21,7 @@ from llmcompressor.modeling.expert_forms import DOWN, GATE, UP, Mixture, is_stac
 from llmcompressor.modeling.expert_search import find_mixtures
 from llmcompressor.modeling.matching import as_targets, matches
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.names import named_modules, own_parameters
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.schemes.assign import listed
 
@@ -52,6 +54,13 @@ def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture
         holders = _holders(model, mixture.name)
         if any(_is_meant(mixture, names, holders, modifier) for modifier in modifiers):
             meant.append(mixture)
+    if meant:
+        _check_apart(meant, model)
+    return meant
+
+
+def _check_apart(meant: Sequence[Mixture], model: PreTrainedModel) -> None:
+    """Refuse mixtures whose experts cannot become Linears, or would be written wrongly as such."""
     unseen = [mixture for mixture in meant if mixture.form is None]
     if unseen:
         raise TargetError(
@@ -60,7 +69,31 @@ def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture
             "are.",
             f"Ignore them: {ignore_of(unseen)}.",
         )
-    return meant
+    mixed = [mixture for mixture in meant if is_made_otherwise(mixture, model)]
+    if mixed:
+        raise TargetError(
+            f"The experts of {listed(one.name for one in mixed)} have other numbers in a "
+            f"checkpoint of {type(model).__name__}, where several mixtures share one list: what "
+            "is written of them one by one, no reader would find.",
+            f"Ignore them: ignore=['re:{pattern_of(mixed)}'].",
+        )
+    tied = _sharing(meant, model)
+    if tied:
+        raise TargetError(
+            f"{listed(tied)} share their stacks of experts, so none of them can be quantized.",
+            f"Ignore them: ignore=['re:{pattern_of(meant)}'].",
+        )
+
+
+def _sharing(meant: Sequence[Mixture], model: PreTrainedModel) -> list[str]:
+    """Names of modules that have stacks in common, one of them in a mixture that is meant."""
+    owners: dict[int, list[str]] = {}
+    for name, module in named_modules(model):
+        for parameter in own_parameters(module):
+            owners.setdefault(id(parameter), []).append(name)
+    stacks = (parameter for mixture in meant for parameter in own_parameters(mixture.module))
+    sets = (owners[id(parameter)] for parameter in stacks)
+    return list(dict.fromkeys(name for names in sets if len(names) > 1 for name in names))
 
 
 def warn_unread(model: PreTrainedModel, mixtures: Sequence[Mixture]) -> None:

@@ -23,7 +23,15 @@ from llmcompressor.verification.facts import TensorInfo
 from llmcompressor.verification.families import class_names
 from llmcompressor.verification.layout import PLAIN_FLOATS
 
-__all__ = ["Built", "build", "build_others", "is_known_type", "is_of_another_type", "refusal"]
+__all__ = [
+    "Built",
+    "bare_model",
+    "build",
+    "build_others",
+    "is_known_type",
+    "is_of_another_type",
+    "refusal",
+]
 
 _FROM_FILES = frozenset(
     {"quantization_config", "compression_config", "architectures", "dtype", "torch_dtype"}
@@ -133,6 +141,18 @@ def build_others(
         if type(settings) in mapping:
             yield _load(mapping[type(settings)], settings, headers)
             return
+
+
+def bare_model(config: Mapping[str, Any]) -> Any:
+    """The model that a configuration describes, without data; ``None`` if it cannot be built."""
+    kind, settings = _model_class(config), configuration(config, _FROM_FILES)
+    if kind is None or settings is None or not isinstance(settings, kind.config_class or ()):
+        return None
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            return kind(settings)
+    except Exception:  # a class of any kind, and what it refuses other rules speak of
+        return None
 
 
 def refusal(config: Mapping[str, Any]) -> str:

@@ -174,8 +174,7 @@ def _read(
             done.findings += suspected
         elif original is not None:
             # what cannot be decoded has findings already; its original is accounted for
-            sources = original.find(f"{entry.name}.weight", (entry.rows or 0, 0))
-            done.used |= {source.name for source in sources}
+            done.used |= original.account(f"{entry.name}.weight", (entry.rows or 0, 0))
     for own in entry.own:
         name = f"{entry.name}.{own}" if entry.name else own
         if entry.is_quantized and own != "bias":

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.verification.config_changes import ABSENT, config_changes
+from llmcompressor.verification.converted import Converted, Made
 from llmcompressor.verification.decode import CHUNK, Codes, Part
 from llmcompressor.verification.dropped import DroppedExperts
 from llmcompressor.verification.facts import Finding, Severity
@@ -144,6 +145,7 @@ class Reference:
         self.work = work_of(checkpoint, runs)
         self._meant = Changed(runs)
         self._experts = ExpertRows(files)
+        self._converted = Converted(files)
         self._changes = config_changes(checkpoint.config, files.config)
         self._dropped = DroppedExperts(checkpoint, self._changes, runs)
         self._by_tail: dict[str, list[str]] = {}
@@ -159,6 +161,13 @@ class Reference:
         """
         before = self._dropped.before(name)
         return [] if before is None else self._find(before, shape)
+
+    def account(self, name: str, shape: Sequence[int]) -> set[str]:
+        """The originals of a tensor that is not compared; in parts they are kept in mind here."""
+        sources = self.find(name, shape)
+        if not sources:
+            self._converted.find(name)
+        return {source.name for source in sources}
 
     def _find(self, name: str, shape: Sequence[int] | None) -> list[Source]:
         for candidate in _candidates(name):
@@ -190,6 +199,8 @@ class Reference:
 
     def rows(self, source: Source, start: int, stop: int) -> Tensor:
         """Rows of the original of a weight."""
+        if isinstance(source, Made):
+            return source.values[start:stop]
         if source.expert is None:
             return self.files.read(source.name, start, stop)
         return self._experts.read(source, start, stop)
@@ -211,9 +222,12 @@ class Reference:
         if self._dropped.is_unknown(f"{name}.weight"):
             return [], None
         source = self._source_of(codes) or self._tied(name)
+        if source is None:
+            source = self._converted.find(f"{name}.weight")
         if source is None or source.name in self.files.broken:
             return [_finding("R2", name, "The original has no such weight.", _AGAIN)], None
-        used.add(source.name)
+        if not isinstance(source, Made):  # one of which a part is found may lack another
+            used.add(source.name)
         shape = self.shape(source)
         if shape != (codes.rows, codes.columns):
             said = f"Its shape is {[codes.rows, codes.columns]} and was {list(shape)}."
@@ -309,6 +323,7 @@ class Reference:
         sources = self.find(name, place.info.shape)
         if not sources:
             found = self._from_single_experts(name, used)
+            found = self._from_converted(name) if found is None else found
             return self._added(name) if found is None else found
         source = sources[0]
         used.add(source.name)
@@ -394,8 +409,21 @@ class Reference:
                 return [self._changed(name)]
         return []
 
+    def _from_converted(self, name: str) -> list[Finding] | None:
+        """A tensor of a module whose original has another partition."""
+        made = self._converted.find(name)
+        if made is None or made.name in self.files.broken:
+            return None
+        ours = self.checkpoint.places[name].info.shape
+        if made.values.shape != ours:
+            said = f"Its shape is {list(ours)} and was {list(made.values.shape)}."
+            return [_finding("R4", name, said, _COPY)]
+        same = equal(self.checkpoint.read(name), made.values)
+        return [] if same else [self._changed(name)]
+
     def missing(self, used: set[str]) -> Iterator[Finding]:
         """R1 and R5: what of the original was not found in the checkpoint."""
+        used = used | self._converted.whole()
         yield from compare_tie(self.checkpoint, self.files)
         yield from self._unrecorded()
         for name in self.files.places:
