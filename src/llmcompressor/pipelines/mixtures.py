@@ -75,13 +75,13 @@ def _check_apart(meant: Sequence[Mixture], model: PreTrainedModel) -> None:
             f"The experts of {listed(one.name for one in mixed)} have other numbers in a "
             f"checkpoint of {type(model).__name__}, where several mixtures share one list: what "
             "is written of them one by one, no reader would find.",
-            f"Ignore them: ignore=['re:{pattern_of(mixed)}'].",
+            f"Ignore them: {ignore_of(mixed)}.",
         )
     tied = _sharing(meant, model)
     if tied:
         raise TargetError(
             f"{listed(tied)} share their stacks of experts, so none of them can be quantized.",
-            f"Ignore them: ignore=['re:{pattern_of(meant)}'].",
+            f"Ignore them: {ignore_of(meant)}.",
         )
 
 
