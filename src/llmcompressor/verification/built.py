@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,11 @@ __all__ = [
     "bare_model",
     "build",
     "build_others",
+    "class_and_settings",
     "is_known_type",
     "is_of_another_type",
     "refusal",
+    "stored_names",
 ]
 
 _FROM_FILES = frozenset(
@@ -102,6 +104,17 @@ def is_of_another_type(config: Mapping[str, Any]) -> bool:
     return not any(isinstance(each, kind.config_class) for each in (settings, *parts))
 
 
+def class_and_settings(config: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """The class of transformers that a configuration names, and the configuration read by it.
+
+    ``None`` if there is none, or the two do not belong together.
+    """
+    kind, settings = _model_class(config), configuration(config, _FROM_FILES)
+    if kind is None or settings is None or not isinstance(settings, kind.config_class or ()):
+        return None
+    return kind, settings
+
+
 def build(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> Built | None:
     """Build the class that a configuration names, and let it load headers.
 
@@ -112,10 +125,8 @@ def build(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> Built
     Returns:
         ``None`` if transformers has no such class, or cannot build it of this configuration.
     """
-    kind, settings = _model_class(config), configuration(config, _FROM_FILES)
-    if kind is None or settings is None or not isinstance(settings, kind.config_class or ()):
-        return None
-    return _load(kind, settings, headers)
+    found = class_and_settings(config)
+    return None if found is None else _load(*found, headers)
 
 
 def build_others(
@@ -269,6 +280,15 @@ def _not_floats(
     strange = [name for name, info in headers.items() if info.dtype not in PLAIN_FLOATS]
     if not strange:
         return
+    stored = stored_names(model)
+    for name in strange:
+        tensor = own.get(stored(name), own.get(name))
+        if tensor is not None and tensor.is_floating_point():
+            yield name
+
+
+def stored_names(model: Any) -> Callable[[str], str]:
+    """Name of a tensor in the file → its name in the model, as transformers renames it."""
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     from transformers.core_model_loading import (  # noqa: PLC0415
         WeightConverter,
@@ -279,10 +299,10 @@ def _not_floats(
     every = get_model_conversion_mapping(model)
     renamings = [one for one in every if isinstance(one, WeightRenaming)]
     converters = [one for one in every if isinstance(one, WeightConverter)]
-    for name in strange:
-        target, _ = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, dict(own)
-        )
-        tensor = own.get(str(target), own.get(name))
-        if tensor is not None and tensor.is_floating_point():
-            yield name
+    own = dict(model.state_dict())
+    prefix = model.base_model_prefix
+
+    def renamed(name: str) -> str:
+        return str(rename_source_key(name, renamings, converters, prefix, own)[0])
+
+    return renamed

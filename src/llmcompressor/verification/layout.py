@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's modules, found from the names, dtypes and shapes of its tensors alone."""
+"""A checkpoint's modules, found from the names, dtypes and shapes of its tensors.
+
+What a module is, its name tells where nothing else is known.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +21,7 @@ __all__ = [
     "PLAIN_FLOATS",
     "Entry",
     "entries_of",
+    "is_doubtful",
     "served_name",
 ]
 
@@ -30,6 +34,7 @@ _EMBEDDING = re.compile(
     r"|\w+_embeds_layer|(?:row|column)_embedder|(?:rel_)?pos_emb|segment_emb|shared"
     r"|position_embedding_table)|transformer\.w"
 )
+_CLEAR_EMBEDDING = re.compile(r"embed_tokens|wte|wpe")
 _HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)")
 _GATE = re.compile(r"(?:.*\.)?(?:gate|router|router\.(?:layer|classifier|proj))")
 
@@ -77,23 +82,47 @@ class Entry:
         return weight.shape[0] if weight is not None and len(weight.shape) == 2 else None
 
 
-def entries_of(headers: Mapping[str, TensorInfo]) -> dict[str, Entry]:
-    """All modules with tensors of their own, by path."""
+def entries_of(
+    headers: Mapping[str, TensorInfo], kind_of: Callable[[str], str] | None = None
+) -> dict[str, Entry]:
+    """All modules with tensors of their own, by path.
+
+    Args:
+        headers: tensor name → dtype and shape.
+        kind_of: path of a module → ``linear``, ``embedding`` or ``other`` by its class; nothing
+            where its class does not tell. Without it names tell.
+    """
     grouped: dict[str, dict[str, TensorInfo]] = {}
     for name, info in headers.items():
         module, _, own = name.rpartition(".")
         grouped.setdefault(module, {})[own] = info
-    return {name: Entry(name, own, _kind(name, own), _form(own)) for name, own in grouped.items()}
+    return {
+        name: Entry(name, own, _kind(name, own, kind_of), _form(own))
+        for name, own in grouped.items()
+    }
 
 
-def _kind(name: str, own: Mapping[str, TensorInfo]) -> str:
+def is_doubtful(entry: Entry) -> bool:
+    """Whether the name of a module does not tell for sure what it is.
+
+    What holds codes is taken for a Linear unless it is named otherwise.
+    """
+    if entry.kind == "embedding":
+        return _CLEAR_EMBEDDING.fullmatch(entry.last) is None
+    return entry.kind == "linear" and not entry.is_quantized and not entry.is_expert
+
+
+def _kind(
+    name: str, own: Mapping[str, TensorInfo], kind_of: Callable[[str], str] | None = None
+) -> str:
     weight = own.get("weight")
     if "weight_packed" not in own and (weight is None or len(weight.shape) != 2):
         return "other"
-    for pattern, kind in ((_HEAD, "head"), (_EMBEDDING, "embedding"), (_GATE, "gate")):
+    for pattern, kind in ((_HEAD, "head"), (_GATE, "gate")):
         if pattern.fullmatch(name):
             return kind
-    return "linear"
+    told = kind_of(name) if kind_of is not None and not EXPERT.match(name) else ""
+    return told or ("embedding" if _EMBEDDING.fullmatch(name) else "linear")
 
 
 def _form(own: Mapping[str, TensorInfo]) -> str:

@@ -19,7 +19,8 @@ from llmcompressor.verification.expected import (
 )
 from llmcompressor.verification.facts import Deployment, Severity, TensorInfo, Tensors
 from llmcompressor.verification.families import Family, family_of, text_settings
-from llmcompressor.verification.layout import EXPERT, Entry, entries_of
+from llmcompressor.verification.layout import EXPERT, Entry, entries_of, is_doubtful
+from llmcompressor.verification.module_classes import kind_by_class
 from llmcompressor.verification.resolve import Choice, Resolver
 from llmcompressor.verification.scheme import Group, Scheme, parse_groups, settings_of
 
@@ -174,8 +175,12 @@ class View:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """The checkpoint's modules."""
-        return entries_of(self.headers)
+        """The checkpoint's modules; classes are asked where names leave open what one is."""
+        named = entries_of(self.headers)
+        if not self.groups or not any(map(is_doubtful, named.values())):
+            return named
+        kind_of = kind_by_class(self.config)
+        return named if kind_of is None else entries_of(self.headers, kind_of)
 
     @cached_property
     def resolver(self) -> Resolver:
