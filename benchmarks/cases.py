@@ -214,7 +214,10 @@ def _planted() -> list[Case]:
     cases = []
     spin = {"SpinQuantModifier": {"rotations": ["R1", "R2"], "transform_type": "hadamard"}}
     learned = {"SpinQuantModifier": {**spin["SpinQuantModifier"], "learnable": True}}
-    for name, scheme in (("W8A8", preset("W8A8")), ("W4A16", preset("W4A16"))):
+    few = {"W4A16": ("SmoothQuant", "logarithmic equalization"), "W8A8": ("AWQ",)}
+    few["W4A4"] = (*few["W4A16"], *few["W8A8"])
+    for name in ("W8A8", "W4A16", "W4A4"):
+        scheme = preset(name)
         cases += [
             Case(f"planted, {name}", label, recipe, data=data, model="planted")
             for label, recipe, data in (
@@ -226,8 +229,7 @@ def _planted() -> list[Case]:
                 ("SpinQuant, learned", learned | rounded(scheme), True),
                 (f"{REFERENCE}SpinQuant", spin | rounded(scheme), False),
             )
-            if not (name == "W8A8" and label == "AWQ")
-            and not (name == "W4A16" and label in ("SmoothQuant", "logarithmic equalization"))
+            if label not in few[name]
         ]
     return cases
 
@@ -259,7 +261,8 @@ def _mixture() -> list[Case]:
     scheme = grid(3, 64)
     unrouted = ["re:.*gate$"]
     cases = [
-        Case("mixture, a quarter of the experts", name, {"REAPPruningModifier": {"sparsity": 0.25}})
+        Case(f"mixture, {words} of the experts", name, {"REAPPruningModifier": {"sparsity": share}})
+        for words, share in (("a quarter", 0.25), ("half", 0.5))
         for name in ("REAP", f"{REFERENCE}REAP")
     ]
     cases += [
@@ -330,6 +333,9 @@ BETTER: list[tuple[str, str, str, float]] = [
     ("planted, W4A16", "AWQ", "round-to-nearest", 1.0),
     ("planted, W4A16", "SpinQuant", "round-to-nearest", 1.0),
     ("planted, W4A16", "SpinQuant, learned", "SpinQuant", 1.0),
+    ("planted, W4A4", "SpinQuant", "round-to-nearest", 1.0),
+    ("planted, W4A4", "SpinQuant, learned", "SpinQuant", 1.0),
+    ("planted, W4A4", "SpinQuant", f"{REFERENCE}SpinQuant", 1.0),
     ("planted, W8A8", "SpinQuant", f"{REFERENCE}SpinQuant", 1.0),
     ("planted, W4A16", "SpinQuant", f"{REFERENCE}SpinQuant", 1.0),
     *(
@@ -338,6 +344,7 @@ BETTER: list[tuple[str, str, str, float]] = [
         for worse in ("round-to-nearest", f"{REFERENCE}QuIP")
     ),
     ("mixture, a quarter of the experts", "REAP", f"{REFERENCE}REAP", 1.0),
+    ("mixture, half of the experts", "REAP", f"{REFERENCE}REAP", 1.0),
     *(
         ("mixture, 3 bits, group 64", better, f"{REFERENCE}GPTQ", 1.0)
         for better in ("GPTQ, one forward", "GPTQ, as it comes")

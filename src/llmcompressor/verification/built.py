@@ -28,7 +28,6 @@ __all__ = [
     "bare_model",
     "build",
     "build_others",
-    "class_and_settings",
     "is_known_type",
     "is_of_another_type",
     "refusal",
@@ -104,7 +103,7 @@ def is_of_another_type(config: Mapping[str, Any]) -> bool:
     return not any(isinstance(each, kind.config_class) for each in (settings, *parts))
 
 
-def class_and_settings(config: Mapping[str, Any]) -> tuple[Any, Any] | None:
+def _class_and_settings(config: Mapping[str, Any]) -> tuple[Any, Any] | None:
     """The class of transformers that a configuration names, and the configuration read by it.
 
     ``None`` if there is none, or the two do not belong together.
@@ -125,7 +124,7 @@ def build(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> Built
     Returns:
         ``None`` if transformers has no such class, or cannot build it of this configuration.
     """
-    found = class_and_settings(config)
+    found = _class_and_settings(config)
     return None if found is None else _load(*found, headers)
 
 
@@ -156,9 +155,10 @@ def build_others(
 
 def bare_model(config: Mapping[str, Any]) -> Any:
     """The model that a configuration describes, without data; ``None`` if it cannot be built."""
-    kind, settings = _model_class(config), configuration(config, _FROM_FILES)
-    if kind is None or settings is None or not isinstance(settings, kind.config_class or ()):
+    found = _class_and_settings(config)
+    if found is None:
         return None
+    kind, settings = found
     try:
         with quiet_transformers(), torch.device("meta"):
             return kind(settings)

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from llmcompressor.verification.built import class_and_settings, stored_names
-from llmcompressor.verification.config_changes import quiet_transformers
+from llmcompressor.verification.built import bare_model, stored_names
 
 __all__ = ["kind_by_class"]
 
@@ -44,15 +43,10 @@ _OF_CODES = frozenset({"quantization_config", "compression_config"})
 
 @lru_cache(maxsize=2)  # the check before a run asks once for each server
 def _asked(config: str) -> Callable[[str], str] | None:
-    found = class_and_settings(json.loads(config))
-    if found is None:
+    model = bare_model(json.loads(config))
+    if model is None:
         return None
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            model = found[0](found[1])
-        stored = stored_names(model)
-    except Exception:  # a class of any kind
-        return None
+    stored = stored_names(model)
     kinds = {name: _kind(module) for name, module in model.named_modules()}
 
     def kind(path: str) -> str:
