@@ -302,6 +302,8 @@ BETTER: list[tuple[str, str, str, float]] = [
         (setting, better, worse, 1.0)
         for setting, _ in EMBEDDED
         for better, worse in (
+            ("mse observer", "round-to-nearest"),
+            ("AWQ", "round-to-nearest"),
             ("GPTQ, as it comes", "round-to-nearest"),
             ("AutoRound, 40 steps", "round-to-nearest"),
             ("AutoRound", "round-to-nearest"),
@@ -317,8 +319,11 @@ BETTER: list[tuple[str, str, str, float]] = [
     ("W8A8", "SmoothQuant and GPTQ", f"{REFERENCE}SmoothQuant and GPTQ", 1.0),
     ("NVFP4A16", "mse observer", "round-to-nearest", 1.0),
     ("NVFP4A16", "expanded search", "mse observer", 1.0),
-    ("70 %", "Wanda, OWL", "Wanda", 1.0),
-    ("70 %", "SparseGPT, OWL", "SparseGPT", 1.0),
+    *(
+        (share, f"{name}, OWL", name, 1.0)
+        for share in ("60 %", "70 %")
+        for name in ("Wanda", "SparseGPT")
+    ),
     ("50 %", "Wanda", "magnitude", 1.0),
     ("50 %", "SparseGPT", "Wanda", 1.0),
     ("2:4", "Wanda", "magnitude", 1.0),
@@ -339,9 +344,13 @@ BETTER: list[tuple[str, str, str, float]] = [
     ("planted, W8A8", "SpinQuant", f"{REFERENCE}SpinQuant", 1.0),
     ("planted, W4A16", "SpinQuant", f"{REFERENCE}SpinQuant", 1.0),
     *(
-        (f"{prefix}W4A16, in memory", "QuIP", worse, 1.0)
-        for prefix in ("", "planted, ")
+        (f"{name}, in memory", "QuIP", worse, 1.0)
+        for name in ("W4A16", "2 bits", "planted, W4A16", "planted, W8A8")
         for worse in ("round-to-nearest", f"{REFERENCE}QuIP")
+    ),
+    *(
+        (f"{name}, in memory", "QuIP and GPTQ", "GPTQ", 1.0)
+        for name in ("W4A16", "2 bits", "planted, W4A16")
     ),
     ("mixture, a quarter of the experts", "REAP", f"{REFERENCE}REAP", 1.0),
     ("mixture, half of the experts", "REAP", f"{REFERENCE}REAP", 1.0),
@@ -353,6 +362,8 @@ BETTER: list[tuple[str, str, str, float]] = [
         (f"second model, {setting}", better, worse, 1.0)
         for setting, _ in EMBEDDED
         for better, worse in (
+            ("mse observer", "round-to-nearest"),
+            ("AWQ", "round-to-nearest"),
             ("GPTQ, as it comes", "round-to-nearest"),
             ("GPTQ, mse observer", "round-to-nearest"),
         )

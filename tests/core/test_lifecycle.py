@@ -136,6 +136,9 @@ def test_second_initialization_only_updates_the_state():
 def test_no_recipe_is_an_empty_recipe():
     lifecycle = CompressionLifecycle()
     assert lifecycle.initialize() == []
+    other = Recorder()
+    assert lifecycle.initialize(recipe=other) == []
+    assert not other.initialized
     assert lifecycle.initialized_
     assert lifecycle.recipe.modifiers == []
     run_batch(lifecycle)
@@ -432,7 +435,7 @@ def test_a_run_that_is_marked_as_not_resumed_begins_at_zero():
 # ---- reset
 
 
-def test_reset_finalizes_each_and_survives_errors():
+def test_reset_finalizes_each_and_survives_errors(warned: list[str]):
     class Broken(Recorder):
         def on_finalize(self, state, **kwargs):
             raise OSError("disk")
@@ -442,6 +445,7 @@ def test_reset_finalizes_each_and_survives_errors():
     run_batch(lifecycle)
     lifecycle.reset()
     assert sound.finalized
+    assert [line.strip() for line in warned] == ["Broken failed to finalize: disk"]
     assert lifecycle == CompressionLifecycle()
     assert lifecycle.state == State()
     lifecycle.initialize()

@@ -106,6 +106,37 @@ def test_every_module_is_recorded() -> None:
     assert json.loads(json.dumps(modifier.report(), allow_nan=False)) == modifier.report()
 
 
+def solved(**fields: Any) -> tuple[GPTQModifier, dict[str, Tensor]]:
+    modifier = gptq(**fields)
+    model = tiny.run(tiny.llama(num_hidden_layers=1), modifier, data=DATA)
+    return modifier, {name: module.weight.detach() for name, module in tiny.linears(model).items()}
+
+
+def test_the_fraction_is_what_is_added() -> None:
+    modifier, weights = solved(dampening_frac=0.3)
+    assert {record.dampening for record in modifier.records.values()} == {0.3}
+    _, others = solved()
+    assert any(not torch.equal(one, others[name]) for name, one in weights.items())
+
+
+def test_the_ridge_holds_the_correction_of_inputs_back() -> None:
+    """Where it is large nothing is corrected: the codes are those of one stream."""
+
+    def away(ridge: float) -> float:
+        _, weights = solved(asymmetric=True, asymmetric_ridge=ridge, refinements=0)
+        return sum(float((one - plain[name]).abs().sum()) for name, one in weights.items())
+
+    _, plain = solved(refinements=0)
+    assert away(10.0) < away(0.05)
+
+
+def test_rounds_of_descent_lower_the_loss() -> None:
+    (none, before), (some, after) = solved(refinements=0), solved(refinements=6)
+    losses = [sum(r.loss or 0.0 for r in one.records.values()) for one in (none, some)]
+    assert losses[1] < losses[0]
+    assert any(not torch.equal(one, after[name]) for name, one in before.items())
+
+
 def test_the_same_input_is_counted_once_and_solved_together() -> None:
     modifier = gptq()
     tiny.run(tiny.llama(), modifier)
