@@ -129,6 +129,9 @@ def test_second_initialization_only_updates_the_state():
     assert lifecycle.initialize(optimizer="optimizer", steps_per_epoch=4) == []
     assert lifecycle.state.optimizer == "optimizer"
     assert lifecycle.state.steps_per_epoch == 4
+    other = Recorder()
+    assert lifecycle.initialize(recipe=other) == []
+    assert not other.initialized
     assert lifecycle.recipe.modifiers == [recorder]
     assert [name for name, _ in recorder._calls] == ["initialize"]
 
@@ -136,9 +139,6 @@ def test_second_initialization_only_updates_the_state():
 def test_no_recipe_is_an_empty_recipe():
     lifecycle = CompressionLifecycle()
     assert lifecycle.initialize() == []
-    other = Recorder()
-    assert lifecycle.initialize(recipe=other) == []
-    assert not other.initialized
     assert lifecycle.initialized_
     assert lifecycle.recipe.modifiers == []
     run_batch(lifecycle)
