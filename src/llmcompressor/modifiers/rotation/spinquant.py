@@ -89,7 +89,7 @@ class SpinQuantModifier(RotationModifier):
     norm_mappings: list[NormMapping] | None = None
     transform_config: TransformConfig | None = None
     learning_steps: int = Field(default=100, gt=0)
-    learning_rate: float = Field(default=1.5, gt=0)
+    learning_rate: float = Field(default=0.15, gt=0)
 
     _stream: Stream | None = PrivateAttr(None)
     _learnable: dict[str, int] = PrivateAttr(default_factory=dict)
