@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import tiny_checkpoints as tiny
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -165,6 +165,15 @@ def test_what_is_packed_is_never_fused(tmp_path: Path) -> None:
     assert torch.equal(stored[f"{first}.k_proj.weight"], key)
 
 
+def ignored_when_saved(
+    model: PreTrainedModel, scheme: QuantizationScheme, folder: Path
+) -> set[str]:
+    tiny.quantize_model(model, {"g": scheme})
+    save_checkpoint(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    return set(config["quantization_config"]["ignore"])
+
+
 def test_what_only_the_checkpoint_has_is_ignored_by_its_name(tmp_path: Path) -> None:
     """Readers that go by the file know its names alone; parts kept apart have their own."""
     model = causal("llama", num_key_value_heads=4)
@@ -181,10 +190,7 @@ def test_what_only_the_checkpoint_has_is_ignored_by_its_name(tmp_path: Path) -> 
         ),
     ]
     scheme = preset_scheme("FP8_DYNAMIC", [r"re:.*layers\.0\.(self_attn\.q|mlp\.up)_proj"])
-    tiny.quantize_model(model, {"g": scheme})
-    save_checkpoint(model, tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    ignored = set(config["quantization_config"]["ignore"])
+    ignored = ignored_when_saved(model, scheme, tmp_path / "out")
     linears = {
         name.removesuffix(".weight")
         for name, tensor in tensors(tmp_path / "out").items()
@@ -209,10 +215,7 @@ def test_stacks_that_a_checkpoint_has_in_parts_are_ignored_by_their_names(tmp_pa
         ),
     ]
     scheme = preset_scheme("FP8_DYNAMIC", [r"re:.*self_attn\.q_proj"])
-    tiny.quantize_model(model, {"g": scheme})
-    save_checkpoint(model, tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    ignored = set(config["quantization_config"]["ignore"])
+    ignored = ignored_when_saved(model, scheme, tmp_path / "out")
     parts = {name for name in tensors(tmp_path / "out") if ".moe." in name}
     assert len(parts) == 6
     assert {name.removesuffix(".weight") for name in parts} <= ignored
