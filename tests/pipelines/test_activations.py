@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 import weakref
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny_models as tiny
 import torch
@@ -292,6 +294,34 @@ def test_in_pages_views_stay_views_and_nothing_is_fetched() -> None:
             full, half, turned, *_ = outputs[index]
             assert half.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
             assert turned.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are counted in /proc")
+def test_what_a_pass_that_ends_has_looked_at_is_let_go_of() -> None:
+    """Its pages would count as the process's memory, and with them those of every batch."""
+
+    def run(index: int) -> None:
+        held = torch.full((16 * 2**20,), float(index))  # 64 MiB
+        model.layer(_input(index))
+        assert bool((held == index).all())
+
+    model = Toy()
+    passes = [Pass(index, lambda index=index: run(index)) for index in range(3)]
+    resident = []
+    with torch.no_grad(), PausedForward({model.layer: "layer"}, passes) as forward:
+        stop = forward.next_stop()
+        store = ActivationStore(10**9, [*model.parameters()], fits=True, is_little=True)
+        for one in stop.passes:
+            store.park(one)
+        forward.release(model.layer)
+        for one in stop.passes:
+            store.fetch(one)
+            forward.resume(one)
+            assert one.finished
+            store.park(one)
+            resident.append(psutil.Process().memory_info().rss)
+        store.close()
+    assert max(resident) - min(resident) < 48 * 2**20
 
 
 @pytest.mark.parametrize("asymmetric", [True, False])

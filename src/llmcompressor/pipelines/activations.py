@@ -137,7 +137,9 @@ class ActivationStore:
         return self._files.written
 
     def park(self, one: Pass) -> None:
-        """Put away what ``one``, now suspended, holds."""
+        """Put away what ``one`` holds, now suspended; if it has ended, let go of its pages."""
+        if self._pages is not None and one.finished:
+            self._pages.let_go()
         if self._stays or one.finished:
             return
         storages = self._storages(one)
