@@ -126,6 +126,7 @@ def _weights() -> list[Case]:
             ),
             Case(setting, f"{REFERENCE}GPTQ", solved(scheme)),
             Case(setting, f"{REFERENCE}AutoRound", own("AutoRoundModifier", scheme)),
+            *_choices(setting, scheme),
         ]
     asymmetric = preset("W4A16_ASYM")
     cases += [
@@ -141,6 +142,19 @@ def _weights() -> list[Case]:
         Case("W4A16_ASYM", f"{REFERENCE}AWQ", AWQ | rounded(asymmetric)),
     ]
     return cases
+
+
+def _choices(setting: str, scheme: dict[str, Any]) -> list[Case]:
+    """GPTQ as it comes, but for one choice: what is kept has to measure better."""
+    return [
+        Case(setting, f"GPTQ, {name}", solved(scheme, **fields))
+        for name, fields in (
+            ("scales not fitted", {"refit_scales": False}),
+            ("columns in order", {"actorder": None}),
+            ("damping 0.1", {"dampening_frac": 0.1}),
+            ("damping 0.001", {"dampening_frac": 0.001}),
+        )
+    ]
 
 
 def _activations() -> list[Case]:
@@ -164,7 +178,14 @@ def _activations() -> list[Case]:
             rounded(nvfp4, weight_observer="nvfp4_expanded_mse"),
             data=False,
         ),
+        Case(
+            "NVFP4A16",
+            f"{REFERENCE}expanded search",
+            rounded(nvfp4, weight_observer="nvfp4_expanded_mse"),
+            data=False,
+        ),
         Case("NVFP4A16", "GPTQ", solved(nvfp4)),
+        Case("NVFP4A16", f"{REFERENCE}GPTQ", solved(nvfp4)),
         *(
             Case(name, "round-to-nearest", rounded(preset(name)), data=name == "FP8")
             for name in ("FP8", "FP8_DYNAMIC", "MXFP4A16")
@@ -214,7 +235,11 @@ def _planted() -> list[Case]:
     cases = []
     spin = {"SpinQuantModifier": {"rotations": ["R1", "R2"], "transform_type": "hadamard"}}
     learned = {"SpinQuantModifier": {**spin["SpinQuantModifier"], "learnable": True}}
-    few = {"W4A16": ("SmoothQuant", "logarithmic equalization"), "W8A8": ("AWQ",)}
+    smoothing = ("SmoothQuant", "logarithmic equalization")
+    few = {
+        "W4A16": (*smoothing, *(f"{REFERENCE}{name}" for name in smoothing)),
+        "W8A8": ("AWQ", f"{REFERENCE}AWQ"),
+    }
     few["W4A4"] = (*few["W4A16"], *few["W8A8"])
     for name in ("W8A8", "W4A16", "W4A4"):
         scheme = preset(name)
@@ -227,6 +252,9 @@ def _planted() -> list[Case]:
                 ("AWQ", AWQ | rounded(scheme), True),
                 ("SpinQuant", spin | rounded(scheme), False),
                 ("SpinQuant, learned", learned | rounded(scheme), True),
+                (f"{REFERENCE}SmoothQuant", SMOOTH | rounded(scheme), True),
+                (f"{REFERENCE}logarithmic equalization", EQUALIZED | rounded(scheme), True),
+                (f"{REFERENCE}AWQ", AWQ | rounded(scheme), True),
                 (f"{REFERENCE}SpinQuant", spin | rounded(scheme), False),
             )
             if label not in few[name]
@@ -279,18 +307,24 @@ def _mixture() -> list[Case]:
 
 def _second() -> list[Case]:
     """What GPTQ does beyond the sweep, on a model of another architecture (``second.py``)."""
+    cases = []
+    for setting, scheme in EMBEDDED:
+        cases += [
+            Case(setting, name, recipe, data=data)
+            for name, recipe, data in (
+                ("round-to-nearest", rounded(scheme), False),
+                ("mse observer", rounded(scheme, weight_observer="mse"), False),
+                ("GPTQ, one forward", solved(scheme, asymmetric=False), True),
+                ("GPTQ, as it comes", solved(scheme), True),
+                ("GPTQ, mse observer", solved(scheme, weight_observer="mse"), True),
+                ("AWQ", AWQ | rounded(scheme), True),
+                (f"{REFERENCE}GPTQ", solved(scheme), True),
+                (f"{REFERENCE}AWQ", AWQ | rounded(scheme), True),
+            )
+        ]
+        cases += _choices(setting, scheme)
     return [
-        Case(f"second model, {setting}", name, recipe, data=data, model="second")
-        for setting, scheme in EMBEDDED
-        for name, recipe, data in (
-            ("round-to-nearest", rounded(scheme), False),
-            ("mse observer", rounded(scheme, weight_observer="mse"), False),
-            ("GPTQ, one forward", solved(scheme, asymmetric=False), True),
-            ("GPTQ, as it comes", solved(scheme), True),
-            ("GPTQ, scales not fitted", solved(scheme, refit_scales=False), True),
-            ("GPTQ, mse observer", solved(scheme, weight_observer="mse"), True),
-            ("AWQ", AWQ | rounded(scheme), True),
-        )
+        replace(case, setting=f"second model, {case.setting}", model="second") for case in cases
     ]
 
 
@@ -319,6 +353,8 @@ BETTER: list[tuple[str, str, str, float]] = [
     ("W8A8", "SmoothQuant and GPTQ", f"{REFERENCE}SmoothQuant and GPTQ", 1.0),
     ("NVFP4A16", "mse observer", "round-to-nearest", 1.0),
     ("NVFP4A16", "expanded search", "mse observer", 1.0),
+    ("NVFP4A16", "expanded search", f"{REFERENCE}expanded search", 1.0),
+    ("NVFP4A16", "GPTQ", f"{REFERENCE}GPTQ", 1.0),
     *(
         (share, f"{name}, OWL", name, 1.0)
         for share in ("60 %", "70 %")
@@ -340,6 +376,11 @@ BETTER: list[tuple[str, str, str, float]] = [
     ("planted, W4A16", "SpinQuant, learned", "SpinQuant", 1.0),
     ("planted, W4A4", "SpinQuant", "round-to-nearest", 1.0),
     ("planted, W4A4", "SpinQuant, learned", "SpinQuant", 1.0),
+    *(
+        ("planted, W8A8", name, f"{REFERENCE}{name}", 1.0)
+        for name in ("SmoothQuant", "logarithmic equalization")
+    ),
+    ("planted, W4A16", "AWQ", f"{REFERENCE}AWQ", 1.0),
     ("planted, W4A4", "SpinQuant", f"{REFERENCE}SpinQuant", 1.0),
     ("planted, W8A8", "SpinQuant", f"{REFERENCE}SpinQuant", 1.0),
     ("planted, W4A16", "SpinQuant", f"{REFERENCE}SpinQuant", 1.0),
@@ -366,6 +407,8 @@ BETTER: list[tuple[str, str, str, float]] = [
             ("AWQ", "round-to-nearest"),
             ("GPTQ, as it comes", "round-to-nearest"),
             ("GPTQ, mse observer", "round-to-nearest"),
+            ("GPTQ, as it comes", f"{REFERENCE}GPTQ"),
+            ("AWQ", f"{REFERENCE}AWQ"),
         )
     ),
 ]

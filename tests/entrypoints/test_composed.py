@@ -135,7 +135,7 @@ modifiers:
   AWQModifier: {n_grid: 4}
   GPTQModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head], asymmetric: false}
 """,
-        [1, 1, 1],
+        [2, 1, 1],  # what is left of each mixture runs once more
         model="mixture",
     ),
 }

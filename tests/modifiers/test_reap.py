@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import tiny_llama as tiny
 import tiny_mixtures as small
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 from llmcompressor import oneshot, plan, verify
 from llmcompressor.core.state import State
@@ -147,16 +148,100 @@ def test_what_is_only_outlined_is_as_it_was_again(family: str) -> None:
     assert look(model) == before
 
 
-@pytest.mark.parametrize("pipeline", ["sequential", "basic", "layer_sequential"])
-def test_every_pipeline_sees_the_same(pipeline: str) -> None:
+@torch.no_grad()
+def by_hand(model: Any, sparsity: float, *, propagates: bool) -> list[tuple[list[float], Any]]:
+    """Mixture by mixture: S of each expert, which are left; these alone go on where it is asked."""
     found = []
-    for name in ("independent", pipeline):
-        modifier = REAPPruningModifier(sparsity=0.5)
-        tiny.run(small.mixture("qwen3_moe"), modifier, pipeline=name)
-        found.append(modifier.report())
-    for one, other in zip(*(report.values() for report in found), strict=True):
-        assert one["tokens"] == other["tokens"]
-        assert one["saliency"] == pytest.approx(other["saliency"], rel=1e-5)
+    for layer in find_layers(model):
+        calls: list[Any] = []
+        handle = layer.experts.register_forward_pre_hook(
+            lambda _, args, calls=calls: calls.append(args)
+        )
+        tiny.logits(model, tiny.batches())
+        handle.remove()
+        hidden, index, weight = (torch.cat(each) for each in zip(*calls, strict=True))
+        saliency = []
+        for expert in range(small.EXPERTS):
+            token, place = (index == expert).nonzero(as_tuple=True)
+            alone = torch.full((len(token), 1), expert), torch.ones(len(token), 1)
+            output = layer.experts(hidden[token], *alone)
+            saliency.append(float((weight[token, place] * output.norm(dim=-1)).mean()))
+        order = sorted(range(small.EXPERTS), key=saliency.__getitem__)
+        kept = sorted(order[int(small.EXPERTS * sparsity) :])
+        found.append((saliency, kept))
+        if propagates:
+            cut(model, layer, kept)
+    return found
+
+
+def gemma4() -> Any:
+    """Its blocks hold router and experts themselves, beside an MLP."""
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        vocab_size=96,
+        vocab_size_per_layer_input=96,
+        hidden_size=32,
+        hidden_size_per_layer_input=0,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_kv_shared_layers=0,
+        head_dim=8,
+        global_head_dim=8,
+        max_position_embeddings=64,
+        layer_types=["sliding_attention", "full_attention"],
+        enable_moe_block=True,
+        num_experts=small.EXPERTS,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    model: Any = Gemma4ForCausalLM(config).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.router.proj.weight, std=0.5)
+        for stack in layer.experts.parameters():
+            torch.nn.init.normal_(stack, std=0.2)
+    return model
+
+
+MAKERS = {
+    "gemma4": gemma4,
+    **{name: partial(small.mixture, name) for name in small.FAMILIES},
+}
+
+
+@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize(
+    ("arguments", "propagates"),
+    [
+        ({}, True),
+        ({"pipeline": "layer_sequential"}, True),
+        ({"pipeline": "independent"}, True),
+        ({"propagate_error": False}, False),
+        ({"pipeline": "basic"}, False),
+    ],
+    ids=["sequential", "by layer", "independent", "as it was", "basic"],
+)
+def test_as_computed_by_hand(family: str, arguments: dict[str, Any], propagates: bool) -> None:
+    """Each mixture behind those that have lost their experts, or in the model as it was."""
+    expected = by_hand(MAKERS[family](), 0.5, propagates=propagates)
+    modifier = REAPPruningModifier(sparsity=0.5)
+    model = tiny.run(MAKERS[family](), modifier, **arguments)
+    for record, (saliency, kept) in zip(modifier.report().values(), expected, strict=True):
+        assert record["kept"] == kept
+        assert record["saliency"] == pytest.approx(saliency, rel=1e-4)
+    assert tiny.logits(model, tiny.batches()).isfinite().all()
+
+
+def test_what_is_passed_on_makes_a_difference() -> None:
+    """Else the cases above would show nothing."""
+    one, other = (
+        by_hand(small.mixture("mixtral"), 0.5, propagates=passed) for passed in (True, False)
+    )
+    assert one[0] == other[0]
+    assert one[1][0] != pytest.approx(other[1][0], rel=1e-2)
 
 
 def test_padding_does_not_count() -> None:

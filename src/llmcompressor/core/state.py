@@ -132,6 +132,8 @@ class State:
         token_mask: bool ``[batch, tokens]``, true where the current calibration batch has a
             token and not padding.
         batch_sizes: how many samples each of the calibration batches had that are now run as one.
+        propagates: what comes later in the model is calibrated behind what was made of the
+            modules before it; else as it was.
         reference_inputs: for the current calibration batch, what each module gets in the
             original model.
         fitted: modules whose weight was already fitted, in this calibration, to what the original
@@ -171,6 +173,7 @@ class State:
     batches_per_step: int | None = None
     token_mask: Tensor | None = None
     batch_sizes: tuple[int, ...] | None = None
+    propagates: bool = False
     reference_inputs: Mapping[Module, Tensor] | None = None
     fitted: set[Any] = field(default_factory=set)
     changing: set[Any] = field(default_factory=set)

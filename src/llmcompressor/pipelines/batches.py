@@ -133,6 +133,7 @@ def calibrating(
             state.batch_data = state.token_mask = state.reference_inputs = None
             state.batch_sizes = None
             state.call_order = None
+            state.propagates = False
 
 
 @contextlib.contextmanager

@@ -83,8 +83,7 @@ def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, s
         tokens: of all calibration batches.
         streams: 1, or 2 with twin streams.
     """
-    weights = [getattr(module, "weight", None) for module in modules]
-    matrices = [weight for weight in weights if isinstance(weight, Tensor) and weight.ndim == 2]
+    matrices = [matrix for module in modules for matrix in _matrices_of(module)]
     columns = [matrix.shape[-1] for matrix in matrices]
     if not columns:
         return 0
@@ -97,6 +96,13 @@ def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, s
         Granularity.BLOCK: hidden,
     }[level]
     return tokens * states * itemsize * streams
+
+
+def _matrices_of(module: Module) -> list[Tensor]:
+    """The weight of a module; of what has none, as experts and attention, all that it holds."""
+    weight = getattr(module, "weight", None)
+    held = module.parameters() if weight is None else [weight]
+    return [one for one in held if isinstance(one, Tensor) and one.ndim > 1]
 
 
 @dataclass(frozen=True)

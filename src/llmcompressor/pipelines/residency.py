@@ -116,14 +116,18 @@ class Residency:
     def replace_finished(self, module: Module) -> None:
         """Have the compressed weights of a finished block take the place of the original ones.
 
-        Only those that passes would have gone on with.
+        Only those that passes would have gone on with. What lost parts loses them first.
         """
         name = self._region[module]
         inside = set(self.modules_of(name))
+        outlining = [one for one in self._modifiers if one.changes_structure]
+        if self._state.propagates:
+            for modifier in outlining:
+                modifier.adopt(self._state, self.modules_of(name))
         changed = {
             one
             for modifier in self._modifiers
-            if modifier.changes_at_once and modifier not in self._early
+            if modifier.changes_at_once and modifier not in [*self._early, *outlining]
             for one in modifier.calibrated_modules(self._state)
             if one in inside
         }

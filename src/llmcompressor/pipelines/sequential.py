@@ -136,6 +136,7 @@ def _prepare(
     calibrated = watch_calibrated(model, batches, owners, blocks)
     warn_uncalled(calibrated, modifiers)
     propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)
+    state.propagates = propagates
     streams = 2 if propagates and any(modifier.twin_streams for modifier in modifiers) else 1
     undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
     budget = _budget(dataset_args)

@@ -68,8 +68,9 @@ def operations_of(
         if not one.forwards:
             continue
         for work in works:
-            per_token = work.forward + work.attention * context
-            forward += one.forwards * tokens * per_token + one.streams * tokens * work.shown
+            matrices, attention = work.run(one.forwards, one.streams)
+            per_token = matrices + attention * context + one.streams * work.shown
+            forward += tokens * per_token
             for group in work.groups:
                 seen = int(tokens * group.share)
                 gram += seen * group.effort.gram
@@ -105,7 +106,10 @@ def estimate_time(
     moments = operations.gram + operations.cross
     stops = sum(len(work.units) for one, works in passes if one.forwards for work in works)
     between = beside.attention + sum(
-        one.forwards * tokens * work.attention * context for one, works in passes for work in works
+        tokens * context * work.run(one.forwards, one.streams)[1]
+        for one, works in passes
+        for work in works
+        if one.forwards
     )
     calibrate = (operations.forward - between) / rates.model_products
     calibrate += moments / (rates.statistics or rates.model_products)

@@ -171,6 +171,8 @@ class BlockWork:
         intermediate: elements per token of the widest input of one of its modules.
         units: what is calibrated at each stop.
         shown: multiply-adds per token of what experts are shown while they are calibrated.
+        aside: of ``forward``, what no stop runs once more.
+        attention_aside: of ``attention``, the same.
     """
 
     name: str
@@ -179,6 +181,21 @@ class BlockWork:
     intermediate: int
     units: tuple[Unit, ...]
     shown: int = 0
+    aside: int = 0
+    attention_aside: int = 0
+
+    def run(self, forwards: int, streams: int) -> tuple[int, int]:
+        """Multiply-adds per token of its matrices, and of its attention per token of context.
+
+        Args:
+            forwards: how often what is calibrated runs.
+            streams: how often all else does.
+        """
+        again = forwards - streams
+        return (
+            forwards * self.forward - again * self.aside,
+            forwards * self.attention - again * self.attention_aside,
+        )
 
     @property
     def groups(self) -> Iterator[Group]:
@@ -244,17 +261,36 @@ def _block_work(
         _group(names, [own[name] for name in names], modifiers, owners, data, seen)
         for names in _shared_inputs(own, entering)
     ]
-    forward = sum(_multiplications(name, one, widths) for name, one in part.modules.items())
-    attentions = sum(1 for one in part.modules.values() if is_cached_attention_module(one))
+    forward, attention = _run_once(part.modules, widths)
+    stopped = _stopped(part, own, level)
+    aside = {name: one for name, one in part.modules.items() if one not in stopped}
+    forward_aside, attention_aside = _run_once(aside, widths)
     inputs = [one.in_features for one in part.modules.values() if isinstance(one, Linear)]
     return BlockWork(
         part.name,
         0 if part.name == REST else forward,  # what lies in no block is run once, or not at all
-        attentions * widths.heads,
+        attention,
         max(inputs, default=0),
         tuple(_units(part, own, groups, level, [stage for wave in waves for stage in wave])),
         int(seen * sum(_shown(one, owners) for one in part.modules.values())),
+        0 if part.name == REST else forward_aside,
+        attention_aside,
     )
+
+
+def _run_once(modules: Mapping[str, Module], widths: Widths) -> tuple[int, int]:
+    """Multiply-adds per token of matrices, and of attention per token of context."""
+    attentions = sum(1 for one in modules.values() if is_cached_attention_module(one))
+    forward = sum(_multiplications(name, one, widths) for name, one in modules.items())
+    return forward, attentions * widths.heads
+
+
+def _stopped(part: Part, own: Mapping[str, Module], level: Granularity | None) -> set[Module]:
+    """What lies in the stops of a block, where these are parts of it; all of it elsewhere."""
+    if level is not Granularity.SUB_BLOCK or part.name == REST or not own:
+        return set(part.modules.values())
+    stops = sub_blocks(part.modules[part.name], part.name, set(own.values()))
+    return {inner for stop in stops for inner in stop.modules()}
 
 
 def _waves(part: Part, *, every: bool) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:

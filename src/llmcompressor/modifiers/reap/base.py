@@ -22,6 +22,7 @@ from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.matching import as_targets, check_targets, matches
 from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier
@@ -46,9 +47,11 @@ _PLACES = 10_000
 class REAPPruningModifier(Modifier):
     """Drops the experts of each mixture that add least, by calibration data.
 
-    All of the model is looked at as it was. The experts of a block are dropped when all batches
-    have left it, with their rows of the router; at the end the number in the configuration is
-    changed. Modifiers behind it in a recipe see a model that has as many experts as are left.
+    Mixture by mixture, each behind those that have lost theirs, as any error is passed on; with
+    ``propagate_error=False``, and in the basic pipeline, all of the model is looked at as it was,
+    as the paper does. The rows of the router go with the experts; at the end the number in the
+    configuration is changed. Modifiers behind it in a recipe see a model that has as many experts
+    as are left.
 
     Attributes:
         sparsity: the share of experts to drop, above 0 and below 1; rounded down.
@@ -66,6 +69,8 @@ class REAPPruningModifier(Modifier):
     report_path: str | None = None
 
     _layers: dict[Module, MoeLayer] = PrivateAttr(default_factory=dict)
+    _in_blocks: bool = PrivateAttr(default=False)
+    """Whether a block itself holds router and experts, and not a part of it."""
     _found: dict[Module, Saliency] = PrivateAttr(default_factory=dict)
     _kept: dict[Module, Sequence[int]] = PrivateAttr(default_factory=dict)
     _records: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
@@ -91,8 +96,8 @@ class REAPPruningModifier(Modifier):
 
     @property
     def finest_granularity(self) -> Granularity:
-        """Only inputs of experts are looked at."""
-        return Granularity.LINEAR
+        """What holds a mixture's router runs once more when experts are gone: it routes anew."""
+        return Granularity.BLOCK if self._in_blocks else Granularity.SUB_BLOCK
 
     def calibrated_modules(self, state: State) -> list[Module]:
         """The modules that hold the experts."""
@@ -110,11 +115,6 @@ class REAPPruningModifier(Modifier):
     def works_by_block(self) -> bool:
         """What an expert adds is known when all batches have passed its block."""
         return True
-
-    @property
-    def changes_at_once(self) -> bool:
-        """No: what comes behind a mixture is looked at with all of its experts."""
-        return False
 
     def report(self) -> dict[str, Any]:
         """Saliency and tokens of every expert, and which were dropped."""
@@ -149,6 +149,8 @@ class REAPPruningModifier(Modifier):
             self._check_left(layer, layer.top_k)
             _check_plain(layer, state.turned)
         self._layers = {layer.experts: layer for layer in mine}
+        blocks = find_blocks(state.model)
+        self._in_blocks = any(layer.parent in blocks for layer in mine)
         return True
 
     def outline(self, state: State) -> None:
@@ -237,6 +239,13 @@ class REAPPruningModifier(Modifier):
             self._found[module].add(run, hidden_TH, index_TK, weight_TK)
 
         return count
+
+    def on_sequential_epoch_end(
+        self, state: State, event: Event, *, modules: Sequence[Module] = (), **kwargs: Any
+    ) -> None:
+        """Drop experts of what has seen all batches, unless the model stays as it was."""
+        if state.propagates:
+            self.finish(state, modules)
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Drop experts of those of ``modules`` that are mixtures."""
