@@ -178,11 +178,12 @@ modifiers:
 """,
         [1, 3],
     ),
-    "incoherent and solved": Case(
+    "incoherent, on two grids and none": Case(
         """
 modifiers:
   QuIPModifier: {rotations: [u, v], transform_type: random-hadamard}
-  GPTQModifier: {targets: Linear, scheme: W4A16, ignore: [lm_head]}
+  GPTQModifier: {targets: ["re:.*mlp.*"], scheme: W4A16}
+  QuantizationModifier: {targets: ["re:.*[qkv]_proj"], scheme: W8A16}
 """,
         [2],
         turned="u, v stay",
