@@ -21,16 +21,21 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from llmcompressor import oneshot, verify
 from llmcompressor.logger import logger
+from llmcompressor.verification.facts import Severity
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, the pipeline, the forwards of each pass that needs data, and of which model."""
+    """A recipe, the pipeline, the forwards of each pass that needs data, and of which model.
+
+    ``turned`` says which rotations stay in the forward, where transformers does not make them.
+    """
 
     recipe: str
     forwards: list[int]
     pipeline: str = "independent"
     model: str = "dense"
+    turned: str = ""
 
 
 SMOOTHED = """
@@ -138,7 +143,113 @@ modifiers:
         [2, 1, 1],  # what is left of each mixture runs once more
         model="mixture",
     ),
+    "smoothed, and rounded by what comes in": Case(
+        """
+modifiers:
+  SmoothQuantModifier: {smoothing_strength: 0.5}
+  QuantizationModifier:
+    {targets: Linear, scheme: W8A8, ignore: [lm_head], weight_observer: imatrix_mse}
+""",
+        [1, 1],
+    ),
+    "pruned by profile, and rounded by what comes in": Case(
+        """
+modifiers:
+  WandaPruningModifier:
+    {sparsity: 0.5, sparsity_profile: owl, owl_m: 5, owl_lmbda: 0.08, targets: ["re:.*mlp.*"]}
+  QuantizationModifier:
+    {targets: Linear, scheme: W3A16, ignore: [lm_head], weight_observer: imatrix_mse}
+""",
+        [1, 1, 1],  # the profile is a look at all layers
+    ),
+    "pruned, and half-quadratic": Case(
+        """
+modifiers:
+  SparseGPTModifier: {sparsity: 0.5, mask_structure: "2:4", targets: Linear, ignore: [lm_head]}
+  HQQModifier: {targets: Linear, scheme: W4A16_ASYM, ignore: [lm_head]}
+""",
+        [1],
+    ),
+    "scaled and descended": Case(
+        """
+modifiers:
+  AWQModifier: {n_grid: 4}
+  AutoRoundModifier: {targets: Linear, scheme: W4A16_ASYM, ignore: [lm_head], iters: 2}
+""",
+        [1, 3],
+    ),
+    "incoherent, on two grids and none": Case(
+        """
+modifiers:
+  QuIPModifier: {rotations: [u, v], transform_type: random-hadamard}
+  GPTQModifier: {targets: ["re:.*mlp.*"], scheme: W4A16}
+  QuantizationModifier: {targets: ["re:.*[qkv]_proj"], scheme: W8A16}
+""",
+        [2],
+        turned="u, v stay",
+    ),
+    "incoherent, pruned and solved": Case(
+        """
+modifiers:
+  QuIPModifier: {rotations: [v]}
+  SparseGPTModifier: {sparsity: 0.5, targets: Linear, ignore: [lm_head]}
+  GPTQModifier: {targets: Linear, scheme: W8A16, ignore: [lm_head]}
+""",
+        [1],
+        turned="v stays",
+    ),
+    "rotated in the forward too, and solved": Case(
+        """
+modifiers:
+  SpinQuantModifier: {rotations: [R1, R2, R4], transform_type: hadamard}
+  GPTQModifier: {targets: Linear, scheme: W4A8, ignore: [lm_head]}
+""",
+        [2],
+        turned="R4 stays",
+    ),
+    "smoothed, rotated in the forward too, and solved": Case(
+        """
+modifiers:
+  SmoothQuantModifier: {smoothing_strength: 0.5}
+  SpinQuantModifier: {rotations: [R1, R2, R4], transform_type: hadamard}
+  GPTQModifier: {targets: Linear, scheme: W8A8, ignore: [lm_head]}
+""",
+        [1, 1],
+        turned="R4 stays",
+    ),
+    "rotated in the forward too, and rounded by what comes in": Case(
+        """
+modifiers:
+  SpinQuantModifier: {rotations: [R1, R3, R4], transform_type: random-hadamard}
+  QuantizationModifier:
+    {targets: Linear, scheme: W8A8, ignore: [lm_head], weight_observer: imatrix_mse}
+""",
+        [1],
+        turned="R4 stays",  # keys and queries that are not quantized are the same for R3
+    ),
 }
+TURNED = [name for name, case in CASES.items() if case.turned]
+
+_PAGE = Path(__file__).parents[2] / "docs" / "modifiers" / "spinquant.md"
+_APPLY = re.search(
+    r"from compressed_tensors\.transform .*?return model\n(?=```)", _PAGE.read_text(), re.S
+)
+assert _APPLY is not None
+TURNED_READER = f"""
+import json, sys, torch, warnings
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+
+warnings.simplefilter("ignore")
+{_APPLY[0]}
+found = {{}}
+for name in sys.argv[4:]:
+    with torch.no_grad():
+        model = with_rotations(Path(sys.argv[1]) / name).eval()
+        found[name] = model(torch.load(sys.argv[2])).logits
+torch.save(found, sys.argv[3])
+"""
+"""Reads as the page on rotations tells readers to."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +261,7 @@ class Outcome:
     written: Tensor
     read: Tensor
     left: list[str]
+    turned: Tensor | None
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +288,8 @@ def outcomes(
         logger.remove(sink)
     torch.save(small.probe(), root / "tokens.pt")
     read_alone(READER, root / "out", root / "tokens.pt", root / "found.pt")
-    found = torch.load(root / "found.pt")
+    read_alone(TURNED_READER, root / "out", root / "tokens.pt", root / "turned.pt", *TURNED)
+    found, turned = torch.load(root / "found.pt"), torch.load(root / "turned.pt")
     return {
         name: Outcome(
             root / "out" / name,
@@ -184,6 +297,7 @@ def outcomes(
             written[name],
             found[name]["logits"],
             found[name]["missing_keys"] + found[name]["unexpected_keys"],
+            turned.get(name),
         )
         for name in CASES
     }
@@ -205,13 +319,32 @@ def test_it_runs_the_model_as_often_as_it_must(name: str, outcomes: dict[str, Ou
     assert [int(one) for one in forwards] == CASES[name].forwards
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in TURNED])
 def test_it_is_served(name: str, outcomes: dict[str, Outcome]) -> None:
     """By verify, and by transformers in a process without this package, with the same logits."""
     outcome = outcomes[name]
     assert outcome.left == []
     assert torch.equal(outcome.read, outcome.written)
     assert verify(str(outcome.folder)).ok
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_what_stays_in_the_forward_is_served_by_readers_that_make_it(
+    name: str, outcomes: dict[str, Outcome]
+) -> None:
+    """transformers makes other logits: the run tells of it before it begins, and verify after."""
+    outcome = outcomes[name]
+    assert outcome.turned is not None
+    assert torch.equal(outcome.turned, outcome.written)
+    assert not torch.allclose(outcome.read, outcome.written, atol=0.1)
+    [told] = [line for line in outcome.said if "the forward, which readers" in str(line)]
+    assert str(told).startswith(f"{CASES[name].turned} in the forward")
+    report = verify(str(outcome.folder))
+    assert report.ok
+    assert [one.severity for one in report.findings if one.rule == "S77"] == [Severity.WARNING]
+    assert verify(str(outcome.folder), serve="vllm").ok
+    alone = verify(str(outcome.folder), serve="transformers")
+    assert {one.rule for one in alone.findings if one.severity is Severity.ERROR} == {"S77"}
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # it says so, and does it

@@ -104,6 +104,58 @@ def test_the_published_loss_beats_rounding_too() -> None:
     assert errors["scaled"] < 0.9 * errors["rounded"]
 
 
+def rounded_by_hand(weight: Tensor) -> Tensor:
+    """Three bits with a zero point between the extremes of 32 columns, as readers round it."""
+    groups = weight.reshape(len(weight), -1, 32)
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True)
+    scale = (high.clamp(min=0) - low) / 7
+    zero = (-4 - low / scale).clamp(-4, 3).round()
+    codes = (groups / scale + zero).clamp(-4, 3).round()
+    return ((codes - zero) * scale).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("duo", [True, False])
+def test_the_published_search_is_that_of_a_loop(duo: bool) -> None:
+    """Every candidate's output of the common parent, and the scale of the best one applied."""
+    points, model = 6, tiny.llama()
+    with torch.no_grad():  # an outlier, so that something is to be scaled
+        model.model.layers[0].post_attention_layernorm.weight[[3, 40]] *= 8
+    layer = model.model.layers[0]
+    inputs = tiny.inputs_of(model, "model.layers.0.mlp", tiny.batches())
+    norm, readers = layer.post_attention_layernorm, (layer.mlp.gate_proj, layer.mlp.up_proj)
+    weights = [one.weight.detach().clone() for one in readers]
+    before, expected = norm.weight.detach().clone(), layer.mlp(inputs).detach()
+
+    size = inputs.abs().mean(0)
+    prominence = torch.cat(weights).abs().reshape(-1, 2, 32)
+    prominence = (prominence / (prominence.amax(-1, keepdim=True) + 1e-6)).reshape(-1, 64).mean(0)
+    ratios = [i / (points - 2) for i in range(points - 1)] if duo else []
+    grid = [size.clone().pow(0.0)] if duo else []
+    grid += [size**r / (prominence ** (1 - r) + 1e-4) for r in ratios]
+    grid += [] if duo else [size ** (i / (points - 1)) for i in range(points)]
+    errors = []
+    for number, scale in enumerate(grid):
+        floored = scale.clamp(min=1e-4)
+        grid[number] = floored / (floored.max() * floored.min()).sqrt()
+        for one, weight in zip(readers, weights, strict=True):
+            one.weight.data = rounded_by_hand(weight * grid[number]) / grid[number]
+        errors.append(float((layer.mlp(inputs).detach() - expected).square().mean()))
+    for one, weight in zip(readers, weights, strict=True):
+        one.weight.data = weight.clone()
+    best = grid[errors.index(min(errors))]
+    assert errors[0] > 1.05 * min(errors)
+
+    mapping = AWQMapping(
+        "re:.*layers.0.post_attention_layernorm$",
+        ["re:.*layers.0.mlp.gate_proj$", "re:.*layers.0.mlp.up_proj$"],
+    )
+    fields: dict[str, Any] = {"mappings": [mapping], "loss": "output", "clip": False}
+    scaled_only(model, AWQModifier(n_grid=points, duo_scaling=duo, **fields))
+    torch.testing.assert_close(norm.weight * best, before, rtol=1e-4, atol=1e-6)
+    for one, weight in zip(readers, weights, strict=True):
+        torch.testing.assert_close(one.weight, weight * best, rtol=1e-4, atol=1e-6)
+
+
 class Appending(Module):
     """Writes to what it gets, as an attention does to a cache; what it returns depends on that."""
 

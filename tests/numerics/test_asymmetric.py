@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.asymmetric import corrected_weight, ridge_for
+from llmcompressor.numerics.asymmetric import (
+    corrected_weight,
+    corrected_weight_with_raise,
+    refitted_weight_with_raise,
+    ridge_for,
+)
 from llmcompressor.numerics.hessian import SingularHessianError
 
 R, C, T = 12, 20, 300
@@ -99,3 +104,56 @@ def test_with_many_tokens_the_ridge_is_what_was_asked() -> None:
     both = ridge_for(0.05, torch.eye(C).expand(2, C, C), [C, 2 * C])
     assert isinstance(both, Tensor)
     torch.testing.assert_close(both, torch.tensor([[1.0], [0.5]]))
+
+
+@pytest.mark.parametrize("ridge", [1e-3, 0.03, 1.0])
+def test_what_a_sum_lacks_is_regressed_on_the_inputs(ridge: float) -> None:
+    """min ||Y (Q - W)^T - E||^2 + penalty^2 ||Q - W||^2, as one least-squares problem."""
+    W_RC, _, Y_TC = problem()
+    E_TR = torch.randn(T, R, dtype=torch.float64)
+    penalty = (ridge * (Y_TC.T @ Y_TC).diagonal().mean()).sqrt()
+    stacked = torch.cat([Y_TC, penalty * torch.eye(C, dtype=torch.float64)])
+    wanted = torch.cat([E_TR, torch.zeros(C, R, dtype=torch.float64)])
+    expected_RC = W_RC + torch.linalg.lstsq(stacked, wanted).solution.T
+    missing_CR = Y_TC.T @ E_TR
+    before_CR = missing_CR.clone()
+    found_RC = refitted_weight_with_raise(W_RC, Y_TC.T @ Y_TC, missing_CR, ridge)
+    assert torch.allclose(found_RC, expected_RC, atol=1e-9)
+    assert torch.equal(missing_CR, before_CR)
+
+
+def test_a_sum_that_lacks_nothing_leaves_the_weight_as_it_is() -> None:
+    W_RC, _, Y_TC = problem()
+    nothing_CR = torch.zeros(C, R, dtype=torch.float64)
+    assert torch.equal(refitted_weight_with_raise(W_RC, Y_TC.T @ Y_TC, nothing_CR, 0.1), W_RC)
+
+
+def test_what_the_streams_differ_by_is_one_thing_that_can_lack() -> None:
+    W_RC, X_TC, Y_TC = problem()
+    missing_CR = Y_TC.T @ (X_TC - Y_TC) @ W_RC.T
+    found_RC = refitted_weight_with_raise(W_RC, Y_TC.T @ Y_TC, missing_CR, 0.03)
+    assert torch.allclose(found_RC, corrected(W_RC, X_TC, Y_TC, 0.03), atol=1e-9)
+
+
+def test_a_ridge_that_is_too_small_is_raised_tenfold() -> None:
+    """The least eigenvalue is -0.5, the mean of the diagonal 1: a ridge of 0.1 does not do."""
+    W_RC, X_TC, Y_TC = problem()
+    direction_C = torch.ones(C, dtype=torch.float64) / C**0.5
+    G_CC = torch.eye(C, dtype=torch.float64) - 1.5 * torch.outer(direction_C, direction_C)
+    G_CC += torch.diag(1 - G_CC.diagonal())
+    cross_CC = Y_TC.T @ (X_TC - Y_TC)
+    missing_CR = cross_CC @ W_RC.T
+    least = float(torch.linalg.eigvalsh(G_CC).min())
+    assert -1 < least < -0.1
+    expected_RC = corrected_weight(W_RC, G_CC, cross_CC, 1.0)
+    for raised in (
+        corrected_weight_with_raise(W_RC, G_CC, cross_CC, 0.01),
+        refitted_weight_with_raise(W_RC, G_CC, missing_CR, 0.01),
+    ):
+        assert torch.allclose(raised, expected_RC, atol=1e-9)
+    for too_few in (
+        lambda: corrected_weight_with_raise(W_RC, G_CC, cross_CC, 0.01, steps=2),
+        lambda: refitted_weight_with_raise(W_RC, G_CC, missing_CR, 0.01, steps=2),
+    ):
+        with pytest.raises(SingularHessianError, match="positive definite"):
+            too_few()

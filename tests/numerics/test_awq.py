@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmcompressor.numerics.awq import (
     Bounds,
+    Duo,
     Readers,
     candidates,
     choose_scale,
@@ -192,3 +193,34 @@ def test_bounds_leave_what_lies_within_them() -> None:
     weight = torch.randn(3, 8)
     whole = Bounds(torch.full((3, 2), -9.0), torch.full((3, 2), 9.0))
     assert torch.equal(whole.clamp(weight), weight)
+
+
+def test_the_grid_is_that_of_the_published_search() -> None:
+    """Of n points: r = i / (n - 1); with weights too, one without and then r = i / (n - 2)."""
+
+    def points(number: int, duo: Duo) -> list[tuple[float, bool]]:
+        grid = candidates(torch.ones(3), torch.ones(3), number, duo)
+        return [(one.ratio, one.duo) for one, _ in grid]
+
+    for number in (2, 5, 20):
+        plain = [(i / (number - 1), False) for i in range(number)]
+        assert points(number, False) == plain
+        if number > 2:
+            weighted = [(i / (number - 2), True) for i in range(number - 1)]
+            assert points(number, True) == [(0.0, False), *weighted]
+    both = [(i / 9, duo) for i in range(10) for duo in (False, True)]
+    assert points(20, "both") == both
+
+
+def test_prominence_is_that_of_a_loop() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(3, 12), torch.randn(2, 12).bfloat16()]
+    for group, width in ((4, 4), (12, 12), (-1, 12), (5, 12)):
+        total = [0.0] * 12
+        for weight in weights:
+            for row in weight.float().tolist():
+                for column, value in enumerate(row):
+                    begin = column // width * width
+                    total[column] += abs(value) / max(map(abs, row[begin : begin + width]))
+        expected = torch.tensor([one / 5 for one in total])
+        torch.testing.assert_close(weight_prominence(weights, group), expected, rtol=1e-5, atol=0)

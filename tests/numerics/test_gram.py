@@ -13,6 +13,7 @@ from llmcompressor.numerics.gram import (
     add_cross_product,
     add_missing_product,
     add_symmetric_product,
+    add_upper_product,
     mirror_upper_,
 )
 
@@ -165,3 +166,18 @@ def test_products_of_ragged_data_are_of_few_sizes(monkeypatch: pytest.MonkeyPatc
 def test_a_buffer_refuses_a_missing_partner() -> None:
     with pytest.raises(ValueError, match="argument"):
         TokenBuffer(2).add(inputs())
+
+
+@pytest.mark.parametrize("columns", [1, 5, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_upper_triangle_is_that_of_the_whole_product(columns: int, dtype: torch.dtype) -> None:
+    """Many of them before it is made whole, which is how they are counted."""
+    torch.manual_seed(0)
+    parts = [torch.randn(tokens, columns).to(dtype) for tokens in (1, 70, 1500)]
+    upper_CC = torch.zeros(columns, columns)
+    for part_TC in parts:
+        add_upper_product(upper_CC, part_TC)
+    exact_CC = sum(part_TC.double().T @ part_TC.double() for part_TC in parts)
+    assert isinstance(exact_CC, Tensor)
+    assert relative(upper_CC.triu(), exact_CC.triu()) < 4e-6
+    assert relative(mirror_upper_(upper_CC), exact_CC) < 4e-6

@@ -201,3 +201,67 @@ def test_histograms_of_different_bins_do_not_merge():
 def test_nothing_has_no_histogram():
     with pytest.raises(InputError, match="No histogram"):
         Histogram.of(torch.zeros(1, 0))
+
+
+def tried_ranges(values: Tensor, least: float) -> list[tuple[Tensor, Tensor]]:
+    """The ranges of the search: 160 bounds on magnitudes, each a share of the greatest."""
+    low, high = values.min().clamp(max=0), values.max().clamp(min=0)
+    greatest = torch.maximum(-low, high)
+    shares = torch.logspace(0, math.log2(least), 160, base=2.0)
+    return [(torch.maximum(-p * greatest, low), torch.minimum(p * greatest, high)) for p in shares]
+
+
+def rounded_centers(
+    histogram: Histogram, low: Tensor, high: Tensor, grid: Grid
+) -> tuple[list[int], list[float], list[float]]:
+    """Counts, centres and rounded centres of one histogram."""
+    scale, zero = scales_from_range(low, high, grid)
+    centers = histogram.centers[0]
+    rounded = grid.fake_quantize(centers, scale, None if grid.symmetric else zero)
+    return histogram.counts[0].tolist(), centers.tolist(), rounded.tolist()
+
+
+def squared_error(histogram: Histogram, low: Tensor, high: Tensor, grid: Grid) -> float:
+    counts, centers, rounded = rounded_centers(histogram, low, high, grid)
+    return sum(n * (c - r) ** 2 for n, c, r in zip(counts, centers, rounded, strict=True))
+
+
+def divergence(histogram: Histogram, low: Tensor, high: Tensor, grid: Grid) -> float:
+    """KL(P || Q) bin by bin, as Migacz (2017) describes it."""
+    counts, _, rounded = rounded_centers(histogram, low, high, grid)
+    bins, width = histogram.bins, float(histogram.width)
+    first = max(math.floor(float(low) / width), -bins) + bins
+    last = min(math.floor(float(high) / width), bins - 1) + bins
+    within = range(first, last + 1)
+    p = [counts[b] for b in within]
+    p[0] += sum(counts[:first])
+    p[-1] += sum(counts[last + 1 :])
+    codes: dict[float, list[int]] = {}
+    for b in within:
+        codes.setdefault(rounded[b], []).append(b)
+    q = dict.fromkeys(within, 0.0)
+    for members in codes.values():
+        filled = [b for b in members if counts[b]]
+        for b in filled:
+            q[b] = sum(counts[b] for b in members) / len(filled)
+    total = max(sum(q.values()), 1.0)
+    spread = [(1 - 1e-4) * q[b] / total + 1e-4 / len(p) for b in within]
+    shares = [one / sum(p) for one in p]
+    return sum(a * math.log(a / b) for a, b in zip(shares, spread, strict=True) if a)
+
+
+@pytest.mark.parametrize("grid", [Grid("int", 3), Grid("int", 4, symmetric=False)], ids=str)
+@pytest.mark.parametrize("shift", [0.0, 2.0])
+def test_ranges_are_the_best_of_all_that_a_loop_tries(grid: Grid, shift: float) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(1, 3000) + shift
+    values[0, :3] = torch.tensor([9.0, -7.0, 8.0])
+    histogram = Histogram.of(values, bins=64)
+    for method, error, least in (
+        (mse_range, squared_error, 2.0**-7),
+        (entropy_range, divergence, 2.0**grid.bits / 64),
+    ):
+        errors = [error(histogram, *ends, grid) for ends in tried_ranges(values, least)]
+        found = error(histogram, *(end[0] for end in method(histogram, grid)), grid)
+        assert found == pytest.approx(min(errors), rel=1e-5)
+        assert found < 0.9 * errors[0]

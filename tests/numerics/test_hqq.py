@@ -163,3 +163,17 @@ def test_other_grids_are_refused() -> None:
         refine_cells(one, one[0], None, Grid("float", 8), HalfQuadratic())
     with pytest.raises(InputError, match="zero points"):
         refine_cells(one, one[0], None, Grid("int", 4, symmetric=False), HalfQuadratic())
+
+
+@pytest.mark.parametrize("norm", [0.4, 0.7, 1.0])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_the_error_is_that_of_a_loop(values: Tensor, grid: Grid, norm: float) -> None:
+    scale_S, zero_S = started(values, grid)
+    found_S = lp_error(values, scale_S, zero_S, grid, norm)
+    zeros = [0] * len(values) if zero_S is None else zero_S.tolist()
+    for cell, scale, zero, found in zip(
+        values.tolist(), scale_S.tolist(), zeros, found_S.tolist(), strict=True
+    ):
+        expected = error_of(cell, scale, int(zero), grid, norm)
+        slack = 4 * 1e-7**norm  # an extreme may be off by a rounding of float32
+        assert found == pytest.approx(expected, rel=1e-4, abs=slack)

@@ -11,7 +11,9 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.scales import (
     ScaleFormat,
+    default_zero_dtype,
     effective_scale,
+    fill_zeros,
     global_scale_from_amax,
     parameter_dtype,
     scales_from_range,
@@ -170,3 +172,25 @@ def test_a_wider_dtype_than_that_of_the_values_changes_nothing(dtype, symmetric)
     assert wide[0].dtype is dtype
     for found, expected in zip(wide, scales_from_range(*ends, grid), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_zeros_alone_are_replaced(dtype):
+    scale = torch.tensor([[0.0, 2.0], [-0.0, torch.finfo(dtype).tiny]], dtype=dtype)
+    filled = fill_zeros(scale, 0.5)
+    expected = [[0.5 if x == 0 else x for x in row] for row in scale.tolist()]
+    assert filled.tolist() == expected
+    assert filled.dtype is dtype
+    assert scale[0, 0] == 0
+    assert torch.equal(fill_zeros(filled, 7.0), filled)
+    assert fill_zeros(scale[:0], 0.5).numel() == 0
+
+
+def test_zero_points_have_the_dtype_that_readers_take():
+    for bits in (2, 4, 8, 16):
+        grid = Grid("int", bits, symmetric=False)
+        dtype = default_zero_dtype(grid)
+        assert torch.iinfo(dtype).min <= grid.qmin < grid.qmax <= torch.iinfo(dtype).max
+    assert default_zero_dtype(Grid("int", 4)) is torch.int8
+    assert default_zero_dtype(Grid("float", 8)) is default_zero_dtype(Grid("float", 4))
+    assert default_zero_dtype(Grid("float", 4)) is torch.float8_e4m3fn

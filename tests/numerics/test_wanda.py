@@ -117,3 +117,33 @@ def test_the_order_of_layers_does_not_matter() -> None:
     found = sparsities(ratios, weights, 0.5, 0.1)
     back = sparsities(ratios[::-1], weights[::-1], 0.5, 0.1)
     assert found == pytest.approx(back[::-1])
+
+
+@pytest.mark.parametrize("ratios", [[0.0, 0.25, 0.5, 0.75, 1.0], [0.3, 0.1, 0.5], [0.1, 0.9]])
+def test_where_no_layer_is_at_a_bound_it_is_the_papers_formula(ratios: list[float]) -> None:
+    """S + mean d - d_i, d_i = 2 lambda (D_i - min) / (max - min), of layers of one size."""
+    target, spread = 0.6, 0.08
+    low, high = min(ratios), max(ratios)
+    shares = [2 * spread * (ratio - low) / (high - low) for ratio in ratios]
+    expected = [target + sum(shares) / len(shares) - share for share in shares]
+    assert sparsities(ratios, [7] * len(ratios), target, spread) == pytest.approx(expected)
+
+
+def test_what_a_bound_takes_away_moves_the_others_alike() -> None:
+    ratios, target, spread = [0.02, 0.05, 0.03, 0.08, 0.01, 0.04], 0.6, 0.08
+    found = sparsities(ratios, [7] * 6, target, spread)
+    inside = [
+        one + 2 * spread * ratio / 0.07
+        for one, ratio in zip(found, ratios, strict=True)
+        if abs(one - target) < spread - 1e-9
+    ]
+    assert 2 < len(inside) < 6
+    assert inside == pytest.approx([inside[0]] * len(inside))
+
+
+def test_outliers_are_those_of_a_loop() -> None:
+    score = torch.rand(R, C, generator=torch.Generator().manual_seed(0)) ** 8
+    mean = float(score.mean())
+    for multiple in (0.0, 1.0, 3.0, 5.0, 100.0):
+        expected = sum(one > multiple * mean for one in score.flatten().tolist())
+        assert outlier_count(score, multiple, mean) == expected

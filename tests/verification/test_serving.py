@@ -208,6 +208,26 @@ def test_rotations_that_transformers_leaves_out_are_its_own_limit(tmp_path: Path
     assert severity(sample, tmp_path, "S77", server="vllm") == set()
 
 
+def test_a_rotation_may_be_shared_by_weights_in_several_forms(tmp_path: Path) -> None:
+    """Codes of 4 and of 8 bits, and weights as they were: inputs of one width have one matrix."""
+    sample = made(dense(), "W4A16", only=lambda name: "mlp" in name)
+    everywhere = {"targets": ["Linear"], "location": "input", "ignore": ["lm_head"]}
+    sample.settings["transform_config"] = {
+        "config_groups": {"v": {"type": "random-hadamard", "apply": [everywhere]}}
+    }
+    first = "model.layers.0.self_attn.q_proj"
+    inner = "model.layers.0.mlp.down_proj"
+    for name, size in ((first, HIDDEN), (inner, INNER)):
+        sample.tensors[f"{name}.v_input.weight"] = torch.eye(size)
+    assert "S76" not in rules(sample, tmp_path, server="vllm")
+    del sample.tensors[f"{first}.v_input.weight"]
+    found = check_serving(sample.config, sample.headers(tmp_path), deployment=Deployment())
+    missing = {one.module for one in found if one.rule == "S76"}
+    assert first in missing
+    assert "model.layers.0.mlp.gate_proj" in missing
+    assert not [name for name in missing if name.endswith("down_proj")]
+
+
 def test_an_ignored_parent_is_told_where_something_below_it_is_not(tmp_path: Path) -> None:
     """The router of a mixture may be a module with one matrix; writers then list both."""
     sample = made(sparse(), model_type="granitemoe")

@@ -130,6 +130,7 @@ class BlockRuns:
             for module in names
             if isinstance(module, LinearExperts | Linear)
             or (module is not self._block and module._parameters and not module._modules)
+            or columns_of(module) is not None  # a router may hold its correction in a part
         ]
         handles = [one.register_forward_hook(note, with_kwargs=True) for one in watched]
         try:

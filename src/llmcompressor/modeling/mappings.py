@@ -88,7 +88,8 @@ def find_sets(
         model: its weights may be on the meta device.
         batches: model inputs to try where a row of token ids alone does not do.
         norms_only: leave out those whose smooth module is a Linear.
-        mixtures: also those from a norm to a router and the experts of a mixture.
+        mixtures: also those from a norm to a router and the experts of a mixture; one that feeds
+            attention as well is found in any case.
 
     Returns:
         The sets in the order of the model; none where nothing is to be found.

@@ -43,12 +43,14 @@ def columns_of(module: Module) -> int | None:
         module: a Linear, or another module with a weight ``[rows, C]``, as routers have.
 
     Returns:
-        C; ``None`` for a module without such a weight, or with parts of its own.
+        C; ``None`` for a module without such a weight, or with a part that has a weight, too.
     """
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2:
         return None
-    if module._modules and not isinstance(module, Linear):  # a Linear may have a rotation in it
+    if not isinstance(module, Linear) and any(  # a Linear may have a rotation in it
+        "weight" in part._parameters for part in module.modules() if part is not module
+    ):
         return None
     return int(weight.shape[1])
 

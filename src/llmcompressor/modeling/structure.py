@@ -115,7 +115,8 @@ class BlockProbe:
 
         Args:
             norms_only: leave out those that begin with a Linear.
-            mixtures: also those from a module to what the experts of a mixture begin with.
+            mixtures: also those from a module to what the experts of a mixture begin with. One
+                that feeds attention as well, in a parallel block, is found in any case.
         """
         links: list[Link] = []
         searched: set[tuple[str, ...]] = set()
@@ -189,10 +190,20 @@ class BlockProbe:
             if norms_only and isinstance(source.module, Linear):
                 continue
             is_direct = place_of(source.output) == place_of(group.first.input)
-            for readers in self._readers(group, run, mixtures=mixtures and is_direct):
+            into = is_direct and (mixtures or self._feeds_beside(group))
+            for readers in self._readers(group, run, mixtures=into):
                 if link := self._tried(source, readers, run):
                     return link
         return None
+
+    def _feeds_beside(self, group: _Group) -> bool:
+        """Whether what feeds a mixture feeds modules outside of what holds its experts, too."""
+        parts = filter(None, (self._experts.part_of(call.name) for call in group.takers))
+        experts = {call.name for call in group.mixtures} | {part.experts for part in parts}
+        homes = {name.rpartition(".")[0] for name in experts}
+        return any(
+            home and not call.name.startswith(f"{home}.") for home in homes for call in group.takers
+        )
 
     def _sources(self, group: _Group, run: BlockRun) -> list[Call]:
         """What may feed a group: what returned its tensor, else the Linears that ran before it."""

@@ -138,9 +138,9 @@ class RotationModifier(Modifier):
         staying = {one.scheme for one in self._plan.online if one.location in _TURNING}
         if staying:
             logger.warning(
-                f"{', '.join(sorted(staying)[:4])} stay in the forward, which readers of the "
-                "checkpoint have to apply: vLLM does; transformers drops transform_config, and its "
-                "outputs are wrong."
+                f"{', '.join(sorted(staying)[:4])} {'stay' if len(staying) > 1 else 'stays'} in "
+                "the forward, which readers of the checkpoint have to apply: vLLM does; "
+                "transformers drops transform_config, and its outputs are wrong."
             )
         # Whether servers may leave these out depends on the schemes of attention, which are checked
         # against them before the work; the others would be missed there without their matrices.

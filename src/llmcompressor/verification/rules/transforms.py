@@ -196,9 +196,9 @@ def transforms_have_tensors(view: View) -> Iterator[Problem]:
             (entry, view.headers.get(f"{entry.name}.{name}_{location}.weight"))
             for entry in _reached(view, one)
         ]
-        held = {_channels(entry, location) for entry, info in stored if info is not None}
+        held = {_channels(view, entry, location) for entry, info in stored if info is not None}
         for entry, info in stored:
-            if info is None and (held if size else _channels(entry, location) in held):
+            if info is None and (held if size else _channels(view, entry, location) in held):
                 continue
             if info is None:
                 yield Problem(
@@ -212,12 +212,15 @@ def transforms_have_tensors(view: View) -> Iterator[Problem]:
                 )
 
 
-def _channels(entry: Entry, location: str) -> int | None:
-    """How wide a module's input or output is; of packed weights, something that grows with it."""
-    weight = entry.own.get("weight") or entry.own.get("weight_packed")
-    if weight is None or len(weight.shape) != 2:
-        return None
-    return weight.shape[1 if location == "input" else 0]
+def _channels(view: View, entry: Entry, location: str) -> int | None:
+    """How wide a module's input or output is, however its weight is stored."""
+    if location == "output":
+        return entry.rows
+    scheme = view.written(entry) if entry.is_quantized else None
+    if scheme is not None:
+        return view.columns(entry, scheme)
+    weight = entry.own.get("weight")
+    return None if weight is None or len(weight.shape) != 2 else weight.shape[1]
 
 
 def transformers_applies_none(view: View) -> Iterator[Problem]:

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is found in the architectures that llm-compressor lists is what its lists mean."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import listed_architectures as listed
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llmcompressor.checkpoint.experts import open_experts
+from llmcompressor.modeling import mappings
+from llmcompressor.modeling.expert_search import find_mixtures
+from llmcompressor.modeling.mapped_places import SmoothSet, shown
+from llmcompressor.modeling.mappings import find_sets
+from llmcompressor.modeling.scaling import columns_of, divide_outputs, multiply_inputs
+
+_ROUNDING = 2e-5
+"""Share of the logits; norms and some routers compute in float32 whatever they are given."""
+
+
+def build(name: str) -> Any:
+    """A model of random weights, its experts taken apart."""
+    model_class, config_class = listed.classes_of(name)
+    torch.manual_seed(0)
+    model = model_class(config_class(**listed.CONFIGS[name])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+            else:
+                parameter.normal_(std=0.2)
+    open_experts(model, find_mixtures(model))
+    return model
+
+
+def inputs_of(model: Any) -> dict[str, Tensor]:
+    ids = torch.arange(3, 51).reshape(2, 24)
+    if model.main_input_name == "input_ids":
+        return {"input_ids": ids}
+    frames = 2 * model.config.max_source_positions
+    features = torch.randn(2, model.config.num_mel_bins, frames, generator=torch.manual_seed(5))
+    return {"input_features": features, "decoder_input_ids": ids}
+
+
+@pytest.fixture(scope="module", params=listed.LINKS)
+def seen(request: pytest.FixtureRequest) -> tuple[str, Any, list[SmoothSet]]:
+    """An architecture, a model of it, and what its structure shows, whatever is listed here."""
+    model = build(request.param)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mappings, "listed_names", lambda _: None)
+        found = find_sets(model, [inputs_of(model)])
+    return request.param, model, found
+
+
+Seen = tuple[str, Any, list[SmoothSet]]
+
+
+def by_form_of_layer(found: list[SmoothSet]) -> list[dict[str, set[str]]]:
+    """Smooth module → its readers, those of all experts as one, for each form of layer."""
+    layers: dict[str, dict[str, set[str]]] = {}
+    for one in found:
+        parts = re.fullmatch(r"(.*?(?:layers|h)\.\d+)\.(.*)", one.name)
+        assert parts is not None
+        block, own = parts.groups()
+        readers = {shown([name.removeprefix(f"{block}.")]) for name in one.balance}
+        layers.setdefault(block, {})[shown([own])] = readers
+    forms: list[dict[str, set[str]]] = []
+    for layer in layers.values():
+        if layer not in forms:
+            forms.append(layer)
+    return forms
+
+
+def test_what_is_listed_is_found(seen: Seen) -> None:
+    name, _, found = seen
+    expected = [
+        {smooth: set(readers.split()) for smooth, readers in layer.items()}
+        for layer in listed.LINKS[name]
+    ]
+    assert by_form_of_layer(found) == expected
+
+
+def is_of_mixture(one: SmoothSet) -> bool:
+    return any(".experts." in reader for reader in one.balance)
+
+
+def test_norms_are_found_without_those_of_mixtures(seen: Seen) -> None:
+    """As SmoothQuant has it. Where attention reads that norm too, it is taken all the same."""
+    name, model, found = seen
+    norms = [one.name for one in found if one.is_norm and not is_of_mixture(one)]
+    parallel = [
+        one.name for one in found if is_of_mixture(one) and any(".q_proj" in r for r in one.balance)
+    ]
+    assert bool(parallel) == (name == "Cohere2Moe")
+    fewer = find_sets(model, [inputs_of(model)], norms_only=True, mixtures=False)
+    assert {one.name for one in fewer} == {*norms, *parallel}
+
+
+def test_scaling_what_was_found_changes_no_output(seen: Seen) -> None:
+    """In float64, so that no near tie of a router is decided otherwise."""
+    _, model, found = seen
+    model.double()
+    inputs = {
+        key: one.double() if one.is_floating_point() else one
+        for key, one in inputs_of(model).items()
+    }
+    scales = [
+        torch.rand(one.columns, generator=torch.manual_seed(3), dtype=torch.float64) * 4 + 0.25
+        for one in found
+    ]
+    try:
+        with torch.no_grad():
+            before = model(**inputs).logits
+            for one, scale in zip(found, scales, strict=True):
+                for module in one.balance.values():
+                    multiply_inputs(module, scale)
+            assert moved(before, model(**inputs).logits) > 1e-3
+            for one, scale in zip(found, scales, strict=True):
+                divide_outputs(one.smooth, scale, one.offset)
+            assert moved(before, model(**inputs).logits) < _ROUNDING
+    finally:
+        model.float()
+
+
+def moved(before: Tensor, after: Tensor) -> float:
+    return float((after - before).abs().max() / before.abs().max())
+
+
+class CorrectedRouter(nn.Module):
+    """A router whose choice is corrected by a part of its own, as Ernie's is."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 8))
+        self.part = part
+
+
+def test_a_router_may_have_a_part_that_reads_nothing() -> None:
+    bare = nn.Module()
+    bare.register_parameter("correction", nn.Parameter(torch.zeros(1, 4)))
+    assert columns_of(CorrectedRouter(bare)) == 8
+    assert columns_of(CorrectedRouter(nn.LayerNorm(8))) is None
