@@ -413,6 +413,7 @@ def test_accumulated_batches_advance_the_batch_and_not_the_step():
     ]
     assert events[-1].epoch_full == 1.0
     assert events[-1].epoch_batch == 3
+    assert {(event.batches_per_step, event.invocations_per_step) for event in events} == {(2, 1)}
 
 
 def test_a_resumed_run_goes_on_where_it_was():

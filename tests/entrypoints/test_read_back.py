@@ -22,7 +22,18 @@ from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.schemes.presets import PRESETS
 
-READER = """
+DECODED = """
+def decoded(model, tokens):
+    '''The last logits, where the last two tokens come one by one, beside what is cached.'''
+    state = model(tokens[:, :-2], use_cache=True)
+    for position in (-2, -1):
+        token = tokens[:, position:][:, :1]
+        state = model(token, past_key_values=state.past_key_values, use_cache=True)
+    return state.logits
+"""
+READER = (
+    DECODED
+    + """
 import sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM
@@ -31,13 +42,16 @@ found = {}
 for folder in sorted(Path(sys.argv[1]).iterdir()):
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     with torch.no_grad():
+        tokens = torch.load(sys.argv[2])
         found[folder.name] = {
-            "logits": model.eval()(torch.load(sys.argv[2])).logits,
+            "logits": model.eval()(tokens).logits,
+            "decoded": decoded(model, tokens),
             **{key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys")},
         }
 assert not any(name.partition(".")[0] == "llmcompressor" for name in sys.modules)
 torch.save(found, sys.argv[3])
 """
+)
 
 FLOAT8 = {"num_bits": 8, "type": "float"}
 INT8_CHANNEL = {"num_bits": 8, "strategy": "channel"}
@@ -55,6 +69,14 @@ def group(**arguments: Any) -> dict[str, Any]:
     return {"config_groups": {"group_0": {"targets": ["Linear"], **arguments}}}
 
 
+def attention(strategy: str = "tensor", **arguments: Any) -> dict[str, Any]:
+    """A group that quantizes queries, keys and values."""
+    return {
+        "targets": ["LlamaAttention"],
+        "input_activations": {"strategy": strategy, **arguments},
+    }
+
+
 def blocks(rows: int, columns: int) -> dict[str, Any]:
     return group(weights={**FLOAT8, "strategy": "block", "block_structure": [rows, columns]})
 
@@ -69,6 +91,8 @@ class Case:
 
 
 KV = {"kv_cache_scheme": {**FLOAT8, "strategy": "tensor"}}
+INT4_ASYMMETRIC = {"num_bits": 4, "group_size": 64, "symmetric": False}
+DYNAMIC_ASYMMETRIC = {"symmetric": False, "dynamic": True}
 STATIC_ASYMMETRIC = {"num_bits": 8, "strategy": "tensor", "symmetric": False}
 # Packed, which is what servers read, transformers 5.17 cannot load an embedding: it initializes
 # the `weight` that a packed one does not have. In int-quantized form it keeps that name.
@@ -96,6 +120,28 @@ CASES: dict[str, Case] = {
         rtn(scheme="FP8_DYNAMIC", kv_cache_scheme={**FLOAT8, "strategy": "attn_head"})
     ),
     "cache-int8-asymmetric": Case(rtn(scheme="W4A16", kv_cache_scheme=STATIC_ASYMMETRIC)),
+    "cache-int8-per-head": Case(
+        rtn(scheme="W4A16", kv_cache_scheme={"num_bits": 8, "strategy": "attn_head"})
+    ),
+    "cache-int4": Case(rtn(kv_cache_scheme={"num_bits": 4, "strategy": "tensor"})),
+    "cache-dynamic": Case(
+        rtn(scheme="FP8", kv_cache_scheme={**FLOAT8, "strategy": "token", "dynamic": True})
+    ),
+    "attention-int8": Case(
+        rtn(config_groups={"W8A16": ["Linear"], "group_1": attention(num_bits=8)})
+    ),
+    "attention-int8-per-head": Case(
+        rtn(config_groups={"group_0": attention(num_bits=8, strategy="attn_head")})
+    ),
+    "attention-dynamic": Case(
+        rtn(config_groups={"group_0": attention(**FLOAT8, strategy="token", dynamic=True)})
+    ),
+    "attention-and-cache": Case(
+        rtn(
+            config_groups={"W4A16": ["Linear"], "group_1": attention(**FLOAT8)},
+            kv_cache_scheme={**FLOAT8, "strategy": "tensor"},
+        )
+    ),
     "attention": Case(
         rtn(
             config_groups={
@@ -132,6 +178,17 @@ CASES: dict[str, Case] = {
             rtn(scheme="FP8", targets=["re:.*mlp.*"], ignore=[]),
         ]
     ),
+    "mixed-of-five": Case(
+        rtn(
+            config_groups={
+                "W4A16_ASYM": ["re:.*[qkv]_proj"],
+                "W8A8": ["re:.*o_proj"],
+                "FP8_BLOCK": ["re:.*(gate|up)_proj"],
+                "MXFP4": ["re:.*0.mlp.down_proj"],
+                "NVFP4": ["re:.*1.mlp.down_proj"],
+            }
+        )
+    ),
     "embedding": Case(
         rtn(config_groups={"group_0": EMBEDDING, "W4A16": ["Linear"]}),
     ),
@@ -148,6 +205,25 @@ CASES: dict[str, Case] = {
     "static-asymmetric-gptq": Case(
         gptq(**group(weights=INT8_CHANNEL, input_activations=STATIC_ASYMMETRIC))
     ),
+    "dynamic-asymmetric": Case(
+        rtn(
+            **group(
+                weights=INT8_CHANNEL,
+                input_activations={**INT8_CHANNEL, "strategy": "token", **DYNAMIC_ASYMMETRIC},
+            )
+        )
+    ),
+    "int4-with-static-asymmetric": Case(
+        rtn(**group(weights=INT4_ASYMMETRIC, input_activations=STATIC_ASYMMETRIC))
+    ),
+    "outputs-fp8": Case(
+        rtn(
+            **group(
+                weights={**FLOAT8, "strategy": "channel"},
+                output_activations={**FLOAT8, "strategy": "tensor"},
+            )
+        )
+    ),
     "outputs": Case(rtn(**group(weights=INT8_CHANNEL, output_activations=STATIC_ASYMMETRIC))),
     "blocks-64x32": Case(rtn(**blocks(64, 32))),
     "blocks-ragged": Case(rtn(**blocks(48, 56)), model={"intermediate_size": 200}),
@@ -163,6 +239,18 @@ CASES: dict[str, Case] = {
     ),
     "nvfp4-expanded": Case(rtn(scheme="NVFP4A16", weight_observer="nvfp4_expanded_mse")),
     "imatrix": Case(rtn(scheme="W4A16", weight_observer="imatrix_mse")),
+    **{
+        f"observer-{name}": Case(
+            rtn(
+                **group(
+                    weights={**INT4_ASYMMETRIC, "observer": name},
+                    input_activations={**STATIC_ASYMMETRIC, "observer": name},
+                ),
+                kv_cache_scheme={**FLOAT8, "strategy": "tensor", "observer": name},
+            )
+        )
+        for name in ("histogram", "mse", "percentile", "static_minmax")
+    },
     "bias": Case(rtn(scheme="W4A16_ASYM"), model={"attention_bias": True, "mlp_bias": True}),
 }
 UNTOUCHED = {"UNQUANTIZED"}
@@ -175,7 +263,9 @@ class Outcome:
 
     folder: Path
     written: Tensor
+    written_decoded: Tensor
     read: Tensor
+    read_decoded: Tensor
     missing: list[str]
     unexpected: list[str]
 
@@ -193,8 +283,9 @@ def outcomes(
     return {
         name: Outcome(
             root / "out" / name,
-            logits,
+            *logits,
             found[name]["logits"],
+            found[name]["decoded"],
             found[name]["missing_keys"],
             found[name]["unexpected_keys"],
         )
@@ -202,7 +293,7 @@ def outcomes(
     }
 
 
-def _write(case: Case, folder: Path) -> Tensor:
+def _write(case: Case, folder: Path) -> tuple[Tensor, Tensor]:
     model = oneshot(
         model=small.llama(**case.model),
         recipe=case.recipe,
@@ -211,7 +302,10 @@ def _write(case: Case, folder: Path) -> Tensor:
         output_dir=folder,
         **case.arguments,
     )
-    return small.logits(model)
+    known: dict[str, Any] = {}
+    exec(DECODED, known)
+    with torch.no_grad():
+        return small.logits(model), known["decoded"](model, small.probe())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -221,6 +315,7 @@ def test_reads_back_as_the_model_in_memory(name: str, outcomes: dict[str, Outcom
     assert outcome.unexpected == []
     assert bool(torch.isfinite(outcome.written).all())
     assert torch.equal(outcome.read, outcome.written)
+    assert torch.equal(outcome.read_decoded, outcome.written_decoded)
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - UNTOUCHED))

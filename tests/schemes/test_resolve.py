@@ -14,7 +14,8 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
 )
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from llmcompressor.errors import InputError, RecipeError, TargetError
 from llmcompressor.logger import logger
@@ -390,6 +391,25 @@ def test_targets_that_reach_nothing_quantizable_are_errors(log: list[tuple[str, 
     with pytest.raises(TargetError, match="is left to quantize"):
         resolve_schemes(scheme="FP8", ignore=["Linear"]).schemes_by_module(model)
     assert not log
+
+
+@pytest.mark.parametrize("targets", [["Linear"], ["Conv1D"], ["re:.*c_fc"], ["re:.*mlp"]])
+def test_matrices_that_no_reader_knows_are_the_reason(targets: list[str]) -> None:
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    with pytest.raises(TargetError, match="no reader knows a quantized Conv1D"):
+        resolve_schemes(scheme="FP8", targets=targets).schemes_by_module(model)
+    with pytest.raises(TargetError) as error:
+        resolve_schemes(scheme="FP8", targets=["re:.*mlp$"]).schemes_by_module(llama())
+    assert "no reader" not in str(error.value)
+
+
+def test_matrices_that_no_reader_knows_are_told_beside_others(log: list[tuple[str, str]]) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(32, 8), "b": Conv1D(8, 32), "norm": nn.LayerNorm(8)})
+    schemes = resolve_schemes(scheme="FP8", targets=["re:.*"]).schemes_by_module(model)
+    assert list(schemes) == ["a"]
+    assert [level for level, _ in log] == ["INFO"]
+    assert log[0][1].endswith("targets match (b); no reader knows a quantized Conv1D.")
 
 
 def test_attention_is_reached_as_the_library_does() -> None:

@@ -18,6 +18,8 @@ from llmcompressor.schemes.presets import PRESETS
 from llmcompressor.verification import Deployment, Severity, check_serving
 from llmcompressor.verification.rules import RULES
 from llmcompressor.verification.rules.base import TENSORS, WRITTEN
+from llmcompressor.verification.rules.schemes import served_scheme
+from llmcompressor.verification.scheme import parse_groups
 
 BY_HEADERS = {rule.number for rule in RULES if rule.needs not in (TENSORS, WRITTEN)}
 # Two of these faults lie in the content of a small tensor, two in what the class has.
@@ -96,6 +98,33 @@ def test_devices(preset: str, gpu: str, rules: set[str], tmp_path: Path) -> None
     deployment = Deployment(server="vllm", tp=(1,), gpu=gpu)
     found = check_serving(sample.config, sample.headers(tmp_path), deployment=deployment)
     assert {one.rule for one in found if one.severity is Severity.ERROR} == rules
+
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True}
+FP8_STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+GROUPS = {**INT4, "strategy": "group", "group_size": 64}
+INT8_DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "form", "says"),
+    [
+        ({**INT4, "strategy": "tensor"}, None, "pack-quantized", "need scales for groups"),
+        ({**INT4, "strategy": "channel"}, None, "int-quantized", "not read from the format int-"),
+        ({**INT4, "strategy": "channel"}, None, "pack-quantized", ""),
+        (GROUPS, FP8_STATIC, "pack-quantized", "inputs like those of W4A8"),
+        (GROUPS, INT8_DYNAMIC, "pack-quantized", ""),
+        ({**GROUPS, "num_bits": 8}, INT8_DYNAMIC, "int-quantized", "need channel or tensor scales"),
+    ],
+)
+def test_the_reason_is_that_of_the_scheme(
+    weights: dict[str, object], inputs: dict[str, object] | None, form: str, says: str
+) -> None:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": form}
+    (parsed,) = parse_groups({"config_groups": {"group_0": group}, "format": form})
+    served = served_scheme(parsed.scheme)
+    assert bool(served.name) == (not says)
+    assert says in served.reason
 
 
 def test_few_heads_of_keys_are_replicated(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ def check_servable(
     """
     headers = {one.name: TensorInfo(one.dtype, one.shape) for one in stored}
     errors = _errors(config, headers)
-    limits = _errors(config, headers, Deployment("transformers"))
+    of_transformers = check_serving(config, headers, deployment=Deployment("transformers"))
+    limits = [one for one in of_transformers if one.severity is Severity.ERROR]
     if limits and not is_meant:
         _refuse_unservable(config, headers)
     for each in merged(errors, by_rule=True):
@@ -116,6 +117,22 @@ def check_servable(
         logger.warning(
             f"transformers would not load or run this ({each.first.rule}). "
             f"{listed(each.modules)}: {each.first.message} {remedy}".strip()
+        )
+    if not limits:
+        _tell_how_transformers_differs(of_transformers)
+
+
+def _tell_how_transformers_differs(findings: Iterable[Finding]) -> None:
+    """Say where transformers, which loads it, computes otherwise than the run or needs help.
+
+    Where people measure what was written with it, their figures are not those of the recipe.
+    """
+    own = (one for one in findings if one.server == "transformers")
+    for each in merged(own, by_rule=True):
+        tell = logger.warning if each.first.severity is Severity.WARNING else logger.info
+        tell(
+            f"transformers would load this, with a limit ({each.first.rule}). "
+            f"{listed(each.modules)}: {each.first.message} {each.first.remedy}".strip()
         )
 
 

@@ -149,9 +149,11 @@ def assign_schemes(
         _refuse_useless(found)
     _report(found)
     if not found.schemes and not may_be_empty and not all(map(is_empty, schemes)):
+        others = {type(one).__name__ for one in found.modules.values() if _is_unreadable(one)}
         raise TargetError(
             f"No module of {type(model).__name__} is left to quantize by "
-            f"{', '.join(map(repr, by_target))}: what matches is ignored or cannot be quantized.",
+            f"{', '.join(map(repr, by_target))}: what matches is ignored or cannot be quantized"
+            f"{_unreadable(others)}.",
             "Correct targets or ignore; Linear and Embedding modules can be quantized.",
         )
     return _with_named_heads(_fitted(found.modules, found.schemes), found.heads)
@@ -180,6 +182,7 @@ class _Walk:
     tied_heads: list[str] = field(default_factory=list)
     heads: dict[str, QuantizationScheme] = field(default_factory=dict)
     contested: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
     useful: set[str] = field(default_factory=set)
     useless: dict[str, set[str]] = field(default_factory=dict)
 
@@ -205,9 +208,14 @@ class _Walk:
                 self.useful.update(found.targets)
                 self._assign(name, module, found)
             else:
-                for target in found.targets:
-                    self.useless.setdefault(target, set()).add(type(module).__name__)
+                self._note_useless(name, module, found.targets)
         return self
+
+    def _note_useless(self, name: str, module: Module, targets: list[str]) -> None:
+        for target in targets:
+            self.useless.setdefault(target, set()).add(type(module).__name__)
+        if _is_unreadable(module):
+            self.unreadable[name] = type(module).__name__
 
     def _match(self, name: str, module: Module) -> _Matched:
         matched = matching_targets(name, module, self.by_target)
@@ -258,12 +266,27 @@ def output_head(model: Module) -> Module | None:
     return None
 
 
+def _is_unreadable(module: Module) -> bool:
+    """Whether its weight is a matrix, of a class that compressed-tensors does not know."""
+    if isinstance(module, Linear | Embedding):
+        return False
+    weight = weight_of(module)
+    return weight is not None and weight.ndim > 1
+
+
+def _unreadable(classes: Iterable[str]) -> str:
+    """What to say of matrices that stay in full, empty if there are none."""
+    names = ", ".join(sorted(set(classes)))
+    return f"; no reader knows a quantized {names}" if names else ""
+
+
 def _refuse_useless(found: _Walk) -> None:
     for target, classes in found.useless.items():
         if target not in found.useful:
+            reason = _unreadable(classes & set(found.unreadable.values()))
             raise TargetError(
                 f"The target {target!r} matches only modules of class "
-                f"{', '.join(sorted(classes))}, which its scheme cannot be applied to.",
+                f"{', '.join(sorted(classes))}, which its scheme cannot be applied to{reason}.",
                 "Linear and Embedding modules can be quantized, and attention modules by a scheme "
                 "with input_activations alone; for the Linears inside, end the pattern with '.*'.",
             )
@@ -274,6 +297,11 @@ def _report(found: _Walk) -> None:
         logger.info(
             f"Left unquantized: {len(found.routers)} router gate(s), which engines serve "
             f"unquantized ({listed(found.routers)}). To quantize one, target it by name."
+        )
+    if found.unreadable:
+        logger.info(
+            f"Left unquantized: {len(found.unreadable)} module(s) that targets match "
+            f"({listed(found.unreadable)}){_unreadable(found.unreadable.values())}."
         )
     if found.tied_heads:
         logger.warning(

@@ -40,7 +40,8 @@ class Event:
         type_: the kind of event.
         steps_per_epoch: optimizer steps in an epoch; ``None`` when the run has no epochs.
         batches_per_step: batches that make up one optimizer step.
-        invocations_per_step: times the model is called for one step.
+        invocations_per_step: calls of whatever steps the optimizer, such as a gradient scaler,
+            for one step of it; accumulated batches are counted by ``batches_per_step``.
         global_step: optimizer steps taken since the run began.
         global_batch: batches seen since the run began.
     """

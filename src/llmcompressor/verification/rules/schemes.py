@@ -154,15 +154,31 @@ def _int8(scheme: Scheme, weights: Args, _: int | None) -> Served | None:
 
 
 def _reasons(scheme: Scheme, weights: Args, _: int | None) -> Served | None:
-    if weights.kind == "int" and scheme.inputs is None:
-        return _none(f"Integer weights alone are not read from the format {scheme.format}.")
-    if scheme.inputs is not None and not weights.symmetric:
-        return _none("Asymmetric weights are not served with quantized inputs.")
-    if weights.kind == "int" and weights.strategy in ("group", "block"):
-        return _none("8-bit integers with quantized inputs need channel or tensor scales.")
+    if scheme.inputs is None:
+        reason = _of_weights_alone(scheme, weights)
+    elif not weights.symmetric:
+        reason = "Asymmetric weights are not served with quantized inputs."
+    elif weights.kind == "int" and scheme.format == "pack-quantized":
+        reason = "Packed integers are served with inputs like those of W4A8 or W4AFP8."
+    elif weights.kind == "int" and weights.strategy in ("group", "block"):
+        reason = "8-bit integers with quantized inputs need channel or tensor scales."
+    else:
+        reason = _of_floats(weights)
+    return _none(reason) if reason else None
+
+
+def _of_weights_alone(scheme: Scheme, weights: Args) -> str:
+    if weights.kind != "int":
+        return _of_floats(weights)
+    if scheme.format == "pack-quantized":
+        return "Integer weights alone need scales for groups or channels."
+    return f"Integer weights alone are not read from the format {scheme.format}."
+
+
+def _of_floats(weights: Args) -> str:
     if weights.kind == "float" and weights.strategy == "group":
-        return _none("Groups of 8-bit floats need a scale_dtype of torch.uint8.")
-    return None
+        return "Groups of 8-bit floats need a scale_dtype of torch.uint8."
+    return ""
 
 
 _ROWS: tuple[Row, ...] = (_nvfp4, _mx, _int4_fp8, _integers, _floats, _int8, _reasons)
