@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from small_models import VOCABULARY
 from torch.nn import Linear
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -28,14 +26,12 @@ from transformers import (
     PreTrainedModel,
     T5Config,
 )
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from llmcompressor import oneshot, plan, reset_session, verify
 from llmcompressor.entrypoints.model_free import model_free_ptq
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification.initialization import named_weights
-from llmcompressor.verification.rules.transformers import IN_STACKS
 
 WHOLE = ["Linear", "re:.*embed_tokens"]
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": VOCABULARY}
@@ -284,6 +280,8 @@ def mixture(name: str, folder: Path, dtype: torch.dtype, **more: Any) -> Path:
         ("llama4_text", NVFP4, (), True),
         ("llama4_text", INT8, ("re:.*experts.*",), False),
         ("mixtral", INT4, (), True),
+        ("minimax_m3_vl_text", INT4, (), False),
+        ("minimax_m3_vl_text", INT4, ("re:.*experts.*",), True),
         ("mixtral", INT4, ("re:.*experts.*",), True),
     ],
 )
@@ -336,40 +334,9 @@ def test_a_mixture_with_a_draft_layer_is_read(tmp_path: Path) -> None:
     assert float((loaded - expected).norm() / expected.norm()) < 0.01
 
 
-PER_EXPERT = "experts.*."
-NOT_OF_TEXT = ("_audio", "_vision", "_vision_model")
-
-
-@pytest.mark.slow
-def test_the_table_of_stacks_is_that_of_transformers() -> None:
-    """Families with stacks of experts, and without an entry that would make them."""
-    models = Path(transformers.__file__).parent / "models"
-    stacked = {
-        path.parent.name
-        for path in models.glob("*/modeling_*.py")
-        if "self.gate_up_proj = nn.Parameter(" in path.read_text(encoding="utf-8")
-    }
-    families: dict[str, list[str]] = {}
-    for name in CONFIG_MAPPING:
-        family = CONFIG_MAPPING[name].__module__.split(".")[-2]
-        if family in stacked:
-            families.setdefault(family, []).append(name)
-    unread = {
-        name
-        for names in families.values()
-        if not any(PER_EXPERT in source for each in names for source in sources(each))
-        for name in names
-        if not name.endswith(NOT_OF_TEXT)
-    }
-    text = {name for name in unread if not CONFIG_MAPPING[name].sub_configs}
-    assert text - {"llama4_text"} == IN_STACKS
+def test_one_class_alone_takes_experts_as_linears() -> None:
     assert "Llama4TextExperts" in MODULES_TO_PATCH_FOR_QUANTIZATION
     assert len(MODULES_TO_PATCH_FOR_QUANTIZATION) == 1
-
-
-def sources(model_type: str) -> list[str]:
-    entries = get_checkpoint_conversion_mapping(model_type) or ()
-    return [source for entry in entries for source in entry.source_patterns]
 
 
 ONE = {"num_hidden_layers": 1}
