@@ -406,3 +406,49 @@ def test_the_table_is_what_initialization_names(name: str, more: dict[str, Any])
     said = {path for path in linears if any(row.fullmatch(path) for _, row in rows)}
     assert said == named_by_initialization(model)
     assert len(linears) > 1
+
+
+def with_scales_in_float32() -> PreTrainedModel:
+    """Its list of what stays float32 says ``scale``, for scales of its own."""
+    torch.manual_seed(0)
+    layers = {"layer_types": ["deepseek_sparse_attention"], "indexer_types": ["full"]}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 16}
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    index = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "mlp_layer_types": ["dense"]}
+    config = AutoConfig.for_model(
+        "hy_v4", **TOKENS, **ONE, **layers, **heads, **ranks, **index, **sizes
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheme", [INT4, FP8])
+def test_a_scale_that_is_loaded_as_float32_unpacks_to_it(
+    scheme: dict[str, Any], tmp_path: Path
+) -> None:
+    group = {"targets": ["Linear"], "weights": scheme}
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=with_scales_in_float32(), recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+
+    report = verify(tmp_path / "model", serve="transformers")
+    said = {(one.rule, one.module) for one in report.findings if one.severity == "error"}
+    assert ("L4", "model.layers.0.mlp.down_proj") in said
+    assert {rule for rule, _ in said} == {"L4"}
+    assert not [module for _, module in said if module.endswith("weights_proj")]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+    # a module that is renamed keeps the dtype of the file, so float32 is to be that of the file
+    assert not verify(tmp_path / "model", serve="transformers", dtype="float32").ok
+    with pytest.raises(RuntimeError, match="same dtype"):
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32))
+
+    model = with_scales_in_float32().to(torch.float32)
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "float32"))
+    reset_session()
+    assert verify(tmp_path / "float32", serve="transformers").ok
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "float32")), logits(model)
+    )

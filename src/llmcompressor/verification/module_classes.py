@@ -20,7 +20,7 @@ import torch
 from llmcompressor.verification.built import bare_model, stored_names
 from llmcompressor.verification.families import text_settings
 
-__all__ = ["kind_by_class", "takes_experts"]
+__all__ = ["dtype_by_class", "kind_by_class", "takes_experts"]
 
 _OF_CODES = frozenset({"quantization_config", "compression_config"})
 
@@ -33,11 +33,14 @@ class _Class:
         kinds: path of a module → what it is.
         tensors: the names of its parameters and stored buffers.
         stored: name of a tensor in the file → its name here.
+        kept: name of a dtype → what the names match of the tensors that become float32 all the
+            same; ``None`` if there are none.
     """
 
     kinds: Mapping[str, str]
     tensors: frozenset[str]
     stored: Callable[[str], str]
+    kept: Mapping[str, re.Pattern[str] | None]
 
 
 def kind_by_class(config: Mapping[str, Any]) -> Callable[[str], str] | None:
@@ -79,6 +82,34 @@ def takes_experts(config: Mapping[str, Any], path: str) -> bool:
     return any(_has_table(holder.get("model_type")) for holder in (config, text_settings(config)))
 
 
+def dtype_by_class(config: Mapping[str, Any], dtype: str) -> Callable[[str], str] | None:
+    """Ask the class what dtype tensors are loaded as, where anything is quantized.
+
+    What is renamed keeps the dtype of the file. Some others become float32: a class lists parts of
+    their names, and these may match more than was meant.
+
+    Args:
+        config: the content of ``config.json``.
+        dtype: of the model.
+
+    Returns:
+        Name of a tensor in the file → its dtype, empty for that of the file. ``None`` where the
+        class cannot be built.
+    """
+    found = _class_of(config)
+    if found is None:
+        return None
+    pattern = found.kept.get(dtype)
+
+    def loaded(name: str) -> str:
+        own = found.stored(name)
+        if own != name:
+            return ""
+        return "float32" if pattern is not None and pattern.search(own) else dtype
+
+    return loaded
+
+
 def _has_table(model_type: Any) -> bool:
     from transformers import CONFIG_MAPPING  # noqa: PLC0415  # loads much
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: PLC0415
@@ -107,7 +138,15 @@ def _asked(config: str) -> _Class | None:
     if model is None:
         return None
     kinds = {name: _kind(module) for name, module in model.named_modules()}
-    return _Class(kinds, frozenset(model.state_dict()), stored_names(model))
+    kept = {name: _kept(model, getattr(torch, name)) for name in ("float16", "bfloat16")}
+    return _Class(kinds, frozenset(model.state_dict()), stored_names(model), kept)
+
+
+def _kept(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    from transformers.core_model_loading import build_glob_alternation  # noqa: PLC0415
+
+    plan = model._get_dtype_plan(dtype)
+    return build_glob_alternation(list(plan))[0] if plan else None
 
 
 def _kind(module: torch.nn.Module) -> str:
