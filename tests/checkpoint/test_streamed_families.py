@@ -31,8 +31,12 @@ from transformers import (
     RwkvForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    UdopConfig,
+    UdopForConditionalGeneration,
     WhisperConfig,
     WhisperForConditionalGeneration,
+    ZambaConfig,
+    ZambaForCausalLM,
 )
 
 from llmcompressor import oneshot, plan, verify
@@ -306,3 +310,57 @@ def test_a_number_is_changed_under_the_name_that_the_file_has(
     assert found == {name: 8 if name == "x" else 4 for name in names}
     read = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out")
     assert len(read.model.layers[0].mlp.experts.down_proj) == 4
+
+
+def udop() -> PreTrainedModel:
+    """A table of its first encoder block is stored once, and used before that block runs."""
+    config = UdopConfig(
+        d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=160,
+        image_size=32, patch_size=16, decoder_start_token_id=0, pad_token_id=0,
+        relative_bias_args=[{"type": "1d"}],
+    )  # fmt: skip
+    return UdopForConditionalGeneration(config)
+
+
+def test_a_tensor_of_another_block_is_read_where_it_is_used_first(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = udop().to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    inputs = {"input_ids": IDS, "bbox": torch.rand(1, 32, 4), "decoder_input_ids": IDS[:, :8]}
+    pixels = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    rows = [{name: tensor[0].tolist() for name, tensor in (inputs | pixels).items()}]
+    recipe = GPTQModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
+    found = oneshot(tmp_path / "model", recipe, dataset=rows, output_dir=tmp_path / "out")
+    assert verify(tmp_path / "out", reference=tmp_path / "model").ok
+    name = "encoder.relative_bias.biases.0.relative_attention_bias.weight"
+    assert torch.equal(found.get_parameter(name), model.get_parameter(name))
+
+
+def zamba() -> PreTrainedModel:
+    config = ZambaConfig(
+        **SIZES | {"num_hidden_layers": 4}, num_key_value_heads=4, attention_hidden_size=128,
+        layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        mamba_d_state=8, mamba_dt_rank=8, n_mamba_heads=2, max_position_embeddings=64,
+        use_mamba_kernels=False, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return ZambaForCausalLM(config)
+
+
+def test_blocks_that_shared_weights_are_compressed_each_for_itself(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    zamba().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    recipe = GPTQModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
+    found = oneshot(
+        tmp_path / "model",
+        recipe,
+        dataset=data(),
+        output_dir=tmp_path / "out",
+        tie_word_embeddings=False,
+    )
+    assert verify(tmp_path / "out", reference=tmp_path / "model").ok
+    first, second = (found.model.layers[index].shared_transf for index in (1, 3))
+    weights = [each.self_attn.q_proj.weight for each in (first, second)]
+    assert weights[0] is not weights[1]
+    assert not torch.equal(*weights), "each saw inputs of its own"
+    loaded = ZambaForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(found))

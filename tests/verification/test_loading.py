@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from small_models import VOCABULARY
 from torch.nn import Linear
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -28,14 +26,12 @@ from transformers import (
     PreTrainedModel,
     T5Config,
 )
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 from llmcompressor import oneshot, plan, reset_session, verify
 from llmcompressor.entrypoints.model_free import model_free_ptq
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification.initialization import named_weights
-from llmcompressor.verification.rules.transformers import IN_STACKS
 
 WHOLE = ["Linear", "re:.*embed_tokens"]
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": VOCABULARY}
@@ -284,6 +280,8 @@ def mixture(name: str, folder: Path, dtype: torch.dtype, **more: Any) -> Path:
         ("llama4_text", NVFP4, (), True),
         ("llama4_text", INT8, ("re:.*experts.*",), False),
         ("mixtral", INT4, (), True),
+        ("minimax_m3_vl_text", INT4, (), False),
+        ("minimax_m3_vl_text", INT4, ("re:.*experts.*",), True),
         ("mixtral", INT4, ("re:.*experts.*",), True),
     ],
 )
@@ -336,40 +334,9 @@ def test_a_mixture_with_a_draft_layer_is_read(tmp_path: Path) -> None:
     assert float((loaded - expected).norm() / expected.norm()) < 0.01
 
 
-PER_EXPERT = "experts.*."
-NOT_OF_TEXT = ("_audio", "_vision", "_vision_model")
-
-
-@pytest.mark.slow
-def test_the_table_of_stacks_is_that_of_transformers() -> None:
-    """Families with stacks of experts, and without an entry that would make them."""
-    models = Path(transformers.__file__).parent / "models"
-    stacked = {
-        path.parent.name
-        for path in models.glob("*/modeling_*.py")
-        if "self.gate_up_proj = nn.Parameter(" in path.read_text(encoding="utf-8")
-    }
-    families: dict[str, list[str]] = {}
-    for name in CONFIG_MAPPING:
-        family = CONFIG_MAPPING[name].__module__.split(".")[-2]
-        if family in stacked:
-            families.setdefault(family, []).append(name)
-    unread = {
-        name
-        for names in families.values()
-        if not any(PER_EXPERT in source for each in names for source in sources(each))
-        for name in names
-        if not name.endswith(NOT_OF_TEXT)
-    }
-    text = {name for name in unread if not CONFIG_MAPPING[name].sub_configs}
-    assert text - {"llama4_text"} == IN_STACKS
+def test_one_class_alone_takes_experts_as_linears() -> None:
     assert "Llama4TextExperts" in MODULES_TO_PATCH_FOR_QUANTIZATION
     assert len(MODULES_TO_PATCH_FOR_QUANTIZATION) == 1
-
-
-def sources(model_type: str) -> list[str]:
-    entries = get_checkpoint_conversion_mapping(model_type) or ()
-    return [source for entry in entries for source in entry.source_patterns]
 
 
 ONE = {"num_hidden_layers": 1}
@@ -439,3 +406,49 @@ def test_the_table_is_what_initialization_names(name: str, more: dict[str, Any])
     said = {path for path in linears if any(row.fullmatch(path) for _, row in rows)}
     assert said == named_by_initialization(model)
     assert len(linears) > 1
+
+
+def with_scales_in_float32() -> PreTrainedModel:
+    """Its list of what stays float32 says ``scale``, for scales of its own."""
+    torch.manual_seed(0)
+    layers = {"layer_types": ["deepseek_sparse_attention"], "indexer_types": ["full"]}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_nope_head_dim": 16}
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    index = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "mlp_layer_types": ["dense"]}
+    config = AutoConfig.for_model(
+        "hy_v4", **TOKENS, **ONE, **layers, **heads, **ranks, **index, **sizes
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheme", [INT4, FP8])
+def test_a_scale_that_is_loaded_as_float32_unpacks_to_it(
+    scheme: dict[str, Any], tmp_path: Path
+) -> None:
+    group = {"targets": ["Linear"], "weights": scheme}
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=with_scales_in_float32(), recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+
+    report = verify(tmp_path / "model", serve="transformers")
+    said = {(one.rule, one.module) for one in report.findings if one.severity == "error"}
+    assert ("L4", "model.layers.0.mlp.down_proj") in said
+    assert {rule for rule, _ in said} == {"L4"}
+    assert not [module for _, module in said if module.endswith("weights_proj")]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+    # a module that is renamed keeps the dtype of the file, so float32 is to be that of the file
+    assert not verify(tmp_path / "model", serve="transformers", dtype="float32").ok
+    with pytest.raises(RuntimeError, match="same dtype"):
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32))
+
+    model = with_scales_in_float32().to(torch.float32)
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "float32"))
+    reset_session()
+    assert verify(tmp_path / "float32", serve="transformers").ok
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "float32")), logits(model)
+    )

@@ -17,7 +17,7 @@ from llmcompressor.entrypoints.verify import verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification.facts import TensorInfo
 from llmcompressor.verification.layout import entries_of
-from llmcompressor.verification.module_classes import kind_by_class
+from llmcompressor.verification.module_classes import kind_by_class, takes_experts
 
 SMALL: dict[str, Any] = {
     "vocab_size": 160,
@@ -95,3 +95,33 @@ def test_names_tell_where_no_class_does() -> None:
         **by_name,
         "model.patch_embedding": "linear",
     }
+
+
+M3: dict[str, Any] = {
+    **SMALL,
+    "head_dim": 16,
+    "num_local_experts": 2,
+    "dense_intermediate_size": 64,
+}
+M3_EXPERT = "model.layers.0.mlp.experts.0.w1"
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "is_taken"),
+    [
+        (configuration("mixtral", "MixtralForCausalLM", **SMALL, num_local_experts=2), "w1", True),
+        (configuration("gpt_oss", "GptOssForCausalLM", **SMALL, num_local_experts=2), "w1", False),
+        (configuration("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM", **M3), M3_EXPERT, False),
+        # no class: the tables tell
+        ({"model_type": "mixtral"}, "w1", True),
+        ({"model_type": "minimax_m3_vl_text"}, M3_EXPERT, False),
+        ({"model_type": "minimax_m3_vl"}, M3_EXPERT, True),
+        ({"model_type": "nobody_knows"}, "w1", True),
+    ],
+)
+def test_the_class_tells_whether_it_takes_experts(
+    config: dict[str, Any], path: str, is_taken: bool
+) -> None:
+    """A whole model may have a table of stacks where its language model alone has none."""
+    path = path if "." in path else f"model.layers.0.block_sparse_moe.experts.0.{path}"
+    assert takes_experts(config, path) is is_taken

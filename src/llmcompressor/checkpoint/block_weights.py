@@ -143,6 +143,7 @@ class BlockWeights:
             self._rest = read.hashes.by_name
         self.put(read.tensors, self._blueprint.names)
         self.settle(block)
+        self._borrow(block)
         self._check(block)
 
     def confirm(self, block: str, digest: str, files: Mapping[str, str]) -> None:
@@ -272,6 +273,40 @@ class BlockWeights:
             if loaded:
                 for module, name in owners:
                     module._parameters[name] = loaded[0]
+
+    def _borrow(self, block: str) -> None:
+        """Read what the file holds under the name of another block: a later one, or a twin."""
+        inside = {self._model.get_submodule(name) for name in self._own_modules(block)}
+        paths: dict[Module, str] = {}
+        for owners in self._blueprint.stored_once:
+            lacking = [one for one in owners if one[0] in inside and _is_empty(*one)]
+            if not lacking:
+                continue
+            paths = paths or {module: path for path, module in self._model.named_modules()}
+            targets = {f"{paths[module]}.{own}": (module, own) for module, own in owners}
+            names = self._blueprint.names
+            stored = [name for name, loaded in names.items() if loaded.target in targets]
+            if stored:
+                self._borrow_from(stored, targets[names[stored[0]].target], lacking)
+        self.settle(block)
+
+    def _borrow_from(
+        self,
+        stored: Sequence[str],
+        lender: tuple[Module, str],
+        places: Sequence[tuple[Module, str]],
+    ) -> None:
+        """Put into places what belongs into another, which keeps what it has."""
+        module, own = lender
+        kept = module._parameters[own]
+        self.put({name: self._reader.read(name) for name in stored}, self._blueprint.names)
+        read = module._parameters[own]
+        assert read is not None
+        module._parameters[own] = kept
+        for place, name in places:
+            place._parameters[name] = Parameter(
+                read.detach().clone(), requires_grad=read.requires_grad
+            )
 
     def _shared_outside(self, module: Module) -> set[int]:
         """Parameters of a block that other parts of the model use too."""

@@ -55,6 +55,8 @@ class Blueprint:
             the model class does not own.
         dtype: what the model was asked to be loaded in.
         shared: parameters that are one tensor: the places of each.
+        stored_once: those that the checkpoint may hold one tensor for: as ``shared``, before
+            anything was given a tensor of its own.
     """
 
     model: PreTrainedModel
@@ -62,6 +64,20 @@ class Blueprint:
     names: Mapping[str, LoadedName]
     dtype: torch.dtype
     shared: Sequence[Sequence[tuple[Module, str]]] = field(default_factory=list)
+    stored_once: Sequence[Sequence[tuple[Module, str]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stored_once = self.shared
+
+    def forget_ties(self) -> None:
+        """Where a module has got a parameter of its own, nothing is to make it one again."""
+        groups = []
+        for places in self.shared:
+            by_tensor: dict[int, list[tuple[Module, str]]] = {}
+            for module, name in places:
+                by_tensor.setdefault(id(module._parameters[name]), []).append((module, name))
+            groups += [group for group in by_tensor.values() if len(group) > 1]
+        self.shared = groups
 
     def tensors_of(self, block: str | None, blocks: Sequence[str]) -> list[str]:
         """The checkpoint's tensors of one block; those of none of ``blocks`` for ``None``."""

@@ -62,7 +62,7 @@ from llmcompressor.errors import (
 )
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.embeddings import embeddings, is_tied, untie_embeddings
+from llmcompressor.modeling.embeddings import untie_embeddings
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.outlined import outlined
 from llmcompressor.pipelines.experts import experts_report
@@ -184,19 +184,7 @@ def _load_rest(blueprint: Blueprint, weights: BlockWeights, *, tied: bool) -> No
     weights.load_rest()
     if not tied:
         untie_embeddings(blueprint.model)
-    _forget_ties(blueprint)
-
-
-def _forget_ties(blueprint: Blueprint) -> None:
-    """Where a head has got a parameter of its own, nothing is to make the two one again."""
-    own, heads = embeddings(blueprint.model)
-    if is_tied(blueprint.model):
-        return
-    blueprint.shared = [
-        places
-        for places in blueprint.shared
-        if not {own, heads} <= {module for module, _ in places}
-    ]
+    blueprint.forget_ties()
 
 
 @dataclass
@@ -219,7 +207,7 @@ class _Run:
         self.session.initialize(
             model=model, start=-1, recipe=job.recipe, calib_data=self.batches, copy_data=False
         )
-        _forget_ties(self.blueprint)  # a modifier may have untied them
+        self.blueprint.forget_ties()  # a modifier may have untied them
         # what stays is there by now, matrices of rotations among it
         job.dataset_args = self.limits.bound(job.dataset_args, self.weights)
         self._modifiers: list[Modifier] = list(self.session.lifecycle.recipe.modifiers)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sees that what blocks return holds neither NaN nor infinity, whatever of them is calibrated.
 
+So does what lies between and behind them, the last norm above all. The output head is left out: no
+one needs its logits.
+
 Statistics see what goes into the modules of the recipe. What goes wrong elsewhere would be passed
 on in silence, or be found by a module of a later block, which is then named for it.
 """
@@ -11,17 +14,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import greenlet
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Embedding, Module
 
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.names import named_modules
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.observers.tokens import real_tokens
 
-__all__ = ["blocks_watched"]
+__all__ = ["blocks_watched", "ends_behind"]
+
+
+def _outside_blocks(model: Module) -> dict[Module, str]:
+    """The innermost modules with weights that no block holds, but for embeddings and the head."""
+    blocks = find_blocks(model)
+    inside = {module for block in blocks for module in block.modules()}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return {
+        module: name
+        for name, module in named_modules(model)
+        if blocks and module not in inside and module is not head
+        if module._parameters and not any(module.children()) and not isinstance(module, Embedding)
+    }
 
 
 @contextmanager
@@ -29,11 +47,12 @@ def blocks_watched(model: Module, state: State) -> Iterator[None]:
     """Look at what each block returns while the body runs; padding may be anything.
 
     Raises:
-        NonFiniteError: names the first block whose output holds NaN or infinity.
+        NonFiniteError: names the first block, or module outside of them, whose output holds NaN or
+            infinity.
     """
     handles = [
-        block.register_forward_hook(_looking(name, state))
-        for block, name in find_blocks(model).items()
+        module.register_forward_hook(_looking(name, state))
+        for module, name in [*find_blocks(model).items(), *_outside_blocks(model).items()]
     ]
     try:
         yield
@@ -59,3 +78,39 @@ def _looking(name: str, state: State) -> Callable[[Module, Any, Any], None]:
 
 def _is_finite_where_real(found: Tensor, mask: Tensor) -> bool:
     return is_finite(real_tokens(found, mask.to(found.device)))
+
+
+@contextmanager
+def ends_behind(model: Module, block: Module) -> Iterator[Callable[[], None]]:
+    """End passes behind a block: with the next module that is looked at, the last norm mostly.
+
+    A pass ends before another block and before the head too, and where the next module has no data.
+
+    Yields:
+        What is to be called as each pass begins.
+    """
+    is_behind = [False]
+
+    def leave(*_: object) -> None:
+        is_behind[0] = True
+
+    def end(module: Module, *_: object) -> None:
+        if is_behind[0]:
+            raise greenlet.GreenletExit
+
+    def end_without_data(module: Module, *_: object) -> None:
+        if any(one.is_meta for one in module._parameters.values() if one is not None):
+            end(module)
+
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    before = [one for one in (*find_blocks(model), head) if one is not None]
+    outside = list(_outside_blocks(model))
+    handles = [block.register_forward_hook(leave)]
+    handles += [one.register_forward_pre_hook(end) for one in before]
+    handles += [one.register_forward_pre_hook(end_without_data) for one in outside]
+    handles += [one.register_forward_hook(end) for one in outside]  # behind the hook that looks
+    try:
+        yield lambda: is_behind.__setitem__(0, False)
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import greenlet
 import torch
 from torch.nn import Module
 
@@ -38,7 +37,7 @@ from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.coverage import scarcity_reported, warn_uncalled
 from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
-from llmcompressor.pipelines.finite_blocks import blocks_watched
+from llmcompressor.pipelines.finite_blocks import blocks_watched, ends_behind
 from llmcompressor.pipelines.granularity import Plan, Unit, forwards_of, make_plan
 from llmcompressor.pipelines.residency import Residency
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
@@ -371,30 +370,25 @@ class _Stepper:
         last = self._is_last(unit)
         self.forward.release(unit.stop)
         if last:
-            self._end_in_block(stop, unit)
+            self._end_behind_block(stop, unit)
             return  # nobody needs what lies behind the last block, the head for instance
         for one in stop.passes:
             if one.module is stop.module:  # original passes may have gone on already
                 # Nothing ran inside a gate before; of what is finished, nothing is wanted any more.
                 self._send_on(one, hooks_on=unit.is_gate and not is_finished)
 
-    def _end_in_block(self, stop: Stop, unit: Unit) -> None:
-        """Let passes run to the end of the last block, where what it returns is looked at."""
-        inside = (one for one in find_blocks(self.run.model) if unit.stop in set(one.modules()))
-        block = None if unit.runs_twice else next(inside, None)
-        if block is None:  # a stop that ran for its hooks' sake has been looked at
+    def _end_behind_block(self, stop: Stop, unit: Unit) -> None:
+        """Let passes run on behind the last block, as far as what comes out is looked at."""
+        block = next(
+            (one for one in find_blocks(self.run.model) if unit.stop in set(one.modules())), None
+        )
+        if block is None:
             return
-
-        def end(*_: object) -> None:
-            raise greenlet.GreenletExit
-
-        handle = block.register_forward_hook(end)  # behind the one that looks
-        try:
+        with ends_behind(self.run.model, block) as begin:
             for one in stop.passes:
                 if one.module is stop.module and one.stream == self.run.watched:
+                    begin()
                     self._send_on(one)
-        finally:
-            handle.remove()
 
     def _calibrated(self, stop: Stop, unit: Unit) -> tuple[Module, ...]:
         """Run the unit for the hooks' sake; returns what it holds."""

@@ -2,21 +2,45 @@
 """What a module is, by its class: the model that ``config.json`` names is built without data.
 
 The names of a file tell a Linear from an embedding most of the time only: ``patch_embedding`` is a
-Linear in some models, and ``embed`` an embedding in others.
+Linear in some models, and ``embed`` an embedding in others. Nor do they tell whether a class takes
+experts that are stored one by one.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from llmcompressor.verification.built import bare_model, stored_names
+from llmcompressor.verification.families import text_settings
 
-__all__ = ["kind_by_class"]
+__all__ = ["dtype_by_class", "kind_by_class", "takes_experts"]
+
+_OF_CODES = frozenset({"quantization_config", "compression_config"})
+
+
+@dataclass(frozen=True)
+class _Class:
+    """What is kept of a model without data.
+
+    Attributes:
+        kinds: path of a module → what it is.
+        tensors: the names of its parameters and stored buffers.
+        stored: name of a tensor in the file → its name here.
+        kept: name of a dtype → what the names match of the tensors that become float32 all the
+            same; ``None`` if there are none.
+    """
+
+    kinds: Mapping[str, str]
+    tensors: frozenset[str]
+    stored: Callable[[str], str]
+    kept: Mapping[str, re.Pattern[str] | None]
 
 
 def kind_by_class(config: Mapping[str, Any]) -> Callable[[str], str] | None:
@@ -30,6 +54,76 @@ def kind_by_class(config: Mapping[str, Any]) -> Callable[[str], str] | None:
         where the class has no such module, or one of a class of its own. ``None`` where the
         class cannot be built.
     """
+    found = _class_of(config)
+    if found is None:
+        return None
+
+    def kind(path: str) -> str:
+        own = found.stored(f"{path}.weight").rpartition(".")[0]
+        return found.kinds.get(own, found.kinds.get(path, ""))
+
+    return kind
+
+
+def takes_experts(config: Mapping[str, Any], path: str) -> bool:
+    """Whether transformers has a place for one expert's weight: in a stack, or as it is.
+
+    Which table makes stacks depends on the class and on its parts: that of a whole model may have
+    one where the class of its language model, loaded alone, has none. Where the class cannot be
+    built, the tables of the model types are looked at.
+
+    Args:
+        config: the content of ``config.json``.
+        path: of an expert's projection in the file.
+    """
+    found = _class_of(config)
+    if found is not None:
+        return found.stored(f"{path}.weight") in found.tensors
+    return any(_has_table(holder.get("model_type")) for holder in (config, text_settings(config)))
+
+
+def dtype_by_class(config: Mapping[str, Any], dtype: str) -> Callable[[str], str] | None:
+    """Ask the class what dtype tensors are loaded as, where anything is quantized.
+
+    What is renamed keeps the dtype of the file. Some others become float32: a class lists parts of
+    their names, and these may match more than was meant.
+
+    Args:
+        config: the content of ``config.json``.
+        dtype: of the model.
+
+    Returns:
+        Name of a tensor in the file → its dtype, empty for that of the file. ``None`` where the
+        class cannot be built.
+    """
+    found = _class_of(config)
+    if found is None:
+        return None
+    pattern = found.kept.get(dtype)
+
+    def loaded(name: str) -> str:
+        own = found.stored(name)
+        if own != name:
+            return ""
+        return "float32" if pattern is not None and pattern.search(own) else dtype
+
+    return loaded
+
+
+def _has_table(model_type: Any) -> bool:
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415  # loads much
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: PLC0415
+
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return True  # code of the checkpoint's own: nothing is known of it
+    entries = get_checkpoint_conversion_mapping(model_type) or ()
+    return any(_EXPERT.search(source) for entry in entries for source in entry.source_patterns)
+
+
+_EXPERT = re.compile(r"experts\W{0,3}\*")
+
+
+def _class_of(config: Mapping[str, Any]) -> _Class | None:
     plain = {key: value for key, value in config.items() if key not in _OF_CODES}
     try:
         text = json.dumps(plain, sort_keys=True)
@@ -38,21 +132,21 @@ def kind_by_class(config: Mapping[str, Any]) -> Callable[[str], str] | None:
     return _asked(text)
 
 
-_OF_CODES = frozenset({"quantization_config", "compression_config"})
-
-
 @lru_cache(maxsize=2)  # the check before a run asks once for each server
-def _asked(config: str) -> Callable[[str], str] | None:
+def _asked(config: str) -> _Class | None:
     model = bare_model(json.loads(config))
     if model is None:
         return None
-    stored = stored_names(model)
     kinds = {name: _kind(module) for name, module in model.named_modules()}
+    kept = {name: _kept(model, getattr(torch, name)) for name in ("float16", "bfloat16")}
+    return _Class(kinds, frozenset(model.state_dict()), stored_names(model), kept)
 
-    def kind(path: str) -> str:
-        return kinds.get(stored(f"{path}.weight").rpartition(".")[0], kinds.get(path, ""))
 
-    return kind
+def _kept(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    from transformers.core_model_loading import build_glob_alternation  # noqa: PLC0415
+
+    plan = model._get_dtype_plan(dtype)
+    return build_glob_alternation(list(plan))[0] if plan else None
 
 
 def _kind(module: torch.nn.Module) -> str:

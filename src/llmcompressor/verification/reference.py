@@ -29,7 +29,7 @@ from llmcompressor.verification.history import (
 from llmcompressor.verification.layout import PLAIN_FLOATS
 from llmcompressor.verification.scheme import Args
 from llmcompressor.verification.stacks import USUAL, ExpertRows, Source, sources_in, stacks_of
-from llmcompressor.verification.ties import HEADS, compare_tie, equal, same_tensor
+from llmcompressor.verification.ties import HEADS, Twins, compare_tie, equal, same_tensor
 
 __all__ = ["TITLES", "Reference", "WeightError", "Work"]
 
@@ -146,6 +146,7 @@ class Reference:
         self._meant = Changed(runs)
         self._experts = ExpertRows(files)
         self._converted = Converted(files)
+        self._twins = Twins(files)
         self._changes = config_changes(checkpoint.config, files.config)
         self._dropped = DroppedExperts(checkpoint, self._changes, runs)
         self._by_tail: dict[str, list[str]] = {}
@@ -221,7 +222,7 @@ class Reference:
         name = codes.entry.name
         if self._dropped.is_unknown(f"{name}.weight"):
             return [], None
-        source = self._source_of(codes) or self._tied(name)
+        source = self._source_of(codes) or self._tied(f"{name}.weight")
         if source is None:
             source = self._converted.find(f"{name}.weight")
         if source is None or source.name in self.files.broken:
@@ -276,13 +277,14 @@ class Reference:
         return max((torch.finfo(kind).eps / 2 for kind in kinds if kind), default=0.0)
 
     def _tied(self, name: str) -> Source | None:
-        """The input embedding, for a head that the original does not hold."""
-        if not name.endswith(HEADS):
-            return None
-        for each, place in self.files.places.items():
-            if each.endswith(("embed_tokens.weight", "wte.weight")) and len(place.info.shape) == 2:
-                return Source(each)
-        return None
+        """What the original holds under another name: for a head the input embedding, say."""
+        if name.rpartition(".")[0].endswith(HEADS):
+            for each, place in self.files.places.items():
+                is_embedding = each.endswith(("embed_tokens.weight", "wte.weight"))
+                if is_embedding and len(place.info.shape) == 2:
+                    return Source(each)
+        found = self._twins.find(name)
+        return None if found is None else Source(found)
 
     def _judge(self, name: str, args: Args, sums: _Sums) -> Iterator[Finding]:
         found = _error(name, sums)
@@ -382,7 +384,7 @@ class Reference:
         )
 
     def _added(self, name: str) -> list[Finding]:
-        tied = self._tied(name.rpartition(".")[0])
+        tied = self._tied(name)
         if tied is not None:
             same = same_tensor(self.checkpoint, name, self.files, tied.name)
             return [] if same else [self._changed(name)]

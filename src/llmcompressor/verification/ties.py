@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmcompressor.verification.built import bare_model, stored_names
 from llmcompressor.verification.decode import CHUNK
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.families import text_settings
 from llmcompressor.verification.files import Files, tensor_chunks
 from llmcompressor.verification.layout import PLAIN_FLOATS
 
-__all__ = ["HEADS", "check_tie", "compare_tie", "equal", "same_tensor"]
+__all__ = ["HEADS", "Twins", "check_tie", "compare_tie", "equal", "same_tensor"]
 
 HEADS = ("lm_head", "embed_out", "proj_out", "decoder")
 """What output heads are called; the last two in Whisper, and in BERT and its kin."""
@@ -47,6 +49,35 @@ def same_tensor(files: Files, name: str, others: Files, other: str) -> bool:
         return False
     pairs = zip(tensor_chunks(files, name, CHUNK), tensor_chunks(others, other, CHUNK), strict=True)
     return all(equal(ours, theirs) for ours, theirs in pairs)
+
+
+class Twins:
+    """What the class of a checkpoint ties besides the head: blocks that share their weights, say.
+
+    Args:
+        files: the checkpoint, which may hold such weights once.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+
+    def find(self, name: str) -> str | None:
+        """The tensor that is stored for another one; ``None`` if there is none."""
+        tied, stored, places = self._tables
+        own = stored(name)
+        first = tied.get(own, own)
+        group = [first, *(target for target, source in tied.items() if source == first)]
+        return next((places[one] for one in group if one in places), None) if tied else None
+
+    @cached_property
+    def _tables(self) -> tuple[Mapping[str, str], Callable[[str], str], Mapping[str, str]]:
+        """Tied tensor → the one it is tied to; how the file's names are changed; model → file."""
+        model = bare_model(self._files.config)
+        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        if not tied:
+            return {}, str, {}
+        stored = stored_names(model)
+        return tied, stored, {stored(name): name for name in self._files.places}
 
 
 def _said(config: Mapping[str, Any]) -> bool | None:

@@ -27,6 +27,7 @@ from llmcompressor.verification.scheme import Group, Scheme, parse_groups, setti
 __all__ = [
     "CONFIG",
     "DEPLOYMENT",
+    "FLOATS",
     "HEADERS",
     "TENSORS",
     "VERSIONS",
@@ -43,7 +44,8 @@ WRITTEN = "written"
 VERSIONS = {"vllm": "0.33", "transformers": "5.17", "sglang": "0.5"}
 """The releases whose rules these are; a rule that holds for others as well says so itself."""
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""How headers name a dtype → how a configuration does."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class View:
     @property
     def _stored_dtype(self) -> str:
         stored = (entry.own["weight"].dtype for entry in self.matrices if entry.form == "dense")
-        return _DTYPES.get(next(stored, ""), "bfloat16")
+        return FLOATS.get(next(stored, ""), "bfloat16")
 
     def choice(self, entry: Entry, server: str = "vllm") -> Choice:
         """What a server makes of a module."""

@@ -11,7 +11,9 @@ That first forward has to be the whole model's, and ``generate`` calls an encode
 What it unpacks weights to is left to compressed-tensors: the dtype of their scales, and bfloat16
 where scales are exponents or themselves 8-bit floats. Their inputs have the model's dtype, and
 another one ends in a ``RuntimeError`` (L4). So does a buffer that the model casts to its own dtype
-by assigning it anew: compressed-tensors copies the values into the old one.
+by assigning it anew: compressed-tensors copies the values into the old one. So does a scale that is
+loaded as another dtype: as float32, where a class's list of what stays so matches it by mistake (as
+``scale`` does ``weight_scale``); as that of the file, where it is renamed while it loads.
 
 Queries, keys and values that are rounded with zero points come out in float16 whatever the model
 computes in (L5). Columns that are no whole number of groups are refused in that forward too (L6).
@@ -24,7 +26,8 @@ from collections.abc import Iterator
 
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.initialization import named_weights
-from llmcompressor.verification.rules.base import Problem, Rule, View
+from llmcompressor.verification.module_classes import dtype_by_class
+from llmcompressor.verification.rules.base import FLOATS, Problem, Rule, View
 from llmcompressor.verification.rules.transformers import experts_are_linears
 
 __all__ = ["RULES"]
@@ -84,6 +87,28 @@ def dtypes_meet(view: View) -> Iterator[Problem]:
     """L4."""
     yield from _unpacked_to_bfloat16(view)
     yield from _left_in_float32(view)
+    yield from _unpacked_to_that_of_scales(view)
+
+
+def _unpacked_to_that_of_scales(view: View) -> Iterator[Problem]:
+    loaded = dtype_by_class(view.config, view.dtype) if view.quantized else None
+    as_linears = experts_are_linears(view)
+    for entry, scheme in view.coded() if loaded is not None else ():
+        if scheme.format in _TO_BFLOAT16 or (entry.is_expert and not as_linears):
+            continue
+        scale = entry.own.get("weight_scale")
+        stored = FLOATS.get(scale.dtype, "") if scale is not None else ""
+        found = loaded(f"{entry.name}.weight_scale") or stored
+        # one that is float32 without codes too is given what it takes by its model
+        if found and found not in (view.dtype, loaded(f"{entry.name}.weight")):
+            yield Problem(
+                entry.name,
+                f"transformers loads its scale as {found} and unpacks its weight to that, and the "
+                f"model computes in {view.dtype}: the first forward fails.",
+                'Compress the model in float32, with precision="float32" (--precision float32).'
+                if found == "float32"
+                else f"Load it with dtype=torch.{found}.",
+            )
 
 
 def _left_in_float32(view: View) -> Iterator[Problem]:

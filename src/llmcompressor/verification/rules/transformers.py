@@ -9,33 +9,15 @@ from collections.abc import Iterator, Mapping
 from llmcompressor.verification.expected import expected_tensors, is_stored_so, misfits
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
+from llmcompressor.verification.module_classes import takes_experts
 from llmcompressor.verification.rules.base import Problem, Rule, View, joined
 from llmcompressor.verification.rules.config import raw_groups, where
 from llmcompressor.verification.rules.tensors import KNOWN
 from llmcompressor.verification.scheme import Args, Group, Scheme
 
-__all__ = ["IN_STACKS", "RULES", "experts_are_linears"]
+__all__ = ["RULES", "experts_are_linears"]
 
 _GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
-IN_STACKS = frozenset(
-    {
-        "diffusion_gemma_text",
-        "gemma4_text",
-        "gpt_oss",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoehybrid",
-        "granitemoeshared",
-        "hy_v4",
-        "inkling_text",
-        "mistral4",
-        "openai_privacy_filter",
-        "qwen3_vl_moe_text",
-        "step3p5",
-        "zaya",
-    }
-)
-"""Values of ``model_type`` for which transformers has no table that makes stacks of experts."""
 _AS_LINEARS = frozenset({"llama4", "llama4_text"})
 """Values of ``model_type`` whose stacks are replaced by Linears where anything is quantized."""
 _ANEW = "Compress the model anew."
@@ -196,10 +178,17 @@ def experts_are_restored(view: View) -> Iterator[Problem]:
     """T6."""
     if experts_are_linears(view):
         yield from _left_in_stacks(view)
-    elif _types(view) & IN_STACKS:
-        yield from _taken_apart(view)
-    else:
-        yield from _merged(view)
+        return
+    for path, expert in _loaded(view):
+        if not all(takes_experts(view.config, entry.name) for entry in expert):
+            yield Problem(
+                path,
+                "Its experts are stored one by one, and transformers has no table for them and "
+                "looks for their stacks: they are random there.",
+                "Ignore the experts, or serve it with vLLM.",
+            )
+        elif view.settings:
+            yield from _merged(view, path, expert[0])
 
 
 def _left_in_stacks(view: View) -> Iterator[Problem]:
@@ -214,51 +203,40 @@ def _left_in_stacks(view: View) -> Iterator[Problem]:
         )
 
 
-def _loaded(view: View) -> Iterator[tuple[str, Entry]]:
-    """Paths of the mixtures that transformers loads, with one projection of each."""
+def _loaded(view: View) -> Iterator[tuple[str, list[Entry]]]:
+    """Paths of the mixtures that transformers loads, with the projections of one expert."""
     for path, experts in view.mixtures.items():
         if not view.is_draft(path):
-            yield path, next(iter(next(iter(experts.values())).values()))
+            yield path, list(next(iter(experts.values())).values())
 
 
-def _taken_apart(view: View) -> Iterator[Problem]:
-    for path, _ in _loaded(view):
+def _merged(view: View, path: str, entry: Entry) -> Iterator[Problem]:
+    """Experts that transformers unpacks one by one and puts into stacks."""
+    taken = _taken(view)
+    if not entry.is_quantized:
+        yield from _dense_experts(path, taken)
+        return
+    group = view.choice(entry).group
+    scheme = group.scheme if group is not None else None
+    if scheme is None or scheme.weights is None:
+        return
+    for reason in _lost(entry, scheme, scheme.weights):
+        yield Problem(path, reason, "Serve it with vLLM.")
+    if scheme.inputs is not None:
         yield Problem(
             path,
-            "Its experts are stored one by one, and transformers has no table for them and looks "
-            "for their stacks: they are random there.",
-            "Ignore the experts, or serve it with vLLM.",
+            "transformers does not round what goes into its experts: it computes with their "
+            "weights alone.",
+            "Serve it with vLLM.",
+            Severity.NOTE,
         )
-
-
-def _merged(view: View) -> Iterator[Problem]:
-    """The families whose experts transformers unpacks one by one and puts into stacks."""
-    taken = _taken(view)
-    for path, entry in _loaded(view) if view.settings else ():
-        if not entry.is_quantized:
-            yield from _dense_experts(path, taken)
-            continue
-        group = view.choice(entry).group
-        scheme = group.scheme if group is not None else None
-        if scheme is None or scheme.weights is None:
-            continue
-        for reason in _lost(entry, scheme, scheme.weights):
-            yield Problem(path, reason, "Serve it with vLLM.")
-        if scheme.inputs is not None:
-            yield Problem(
-                path,
-                "transformers does not round what goes into its experts: it computes with their "
-                "weights alone.",
-                "Serve it with vLLM.",
-                Severity.NOTE,
-            )
-        if taken is not None and not _is_read_alike(taken.scheme, scheme):
-            yield Problem(
-                path,
-                f"transformers takes {taken.name} for its experts, which have another scheme.",
-                "Name the experts by a pattern with 'experts' in it, in the first group that has "
-                "such a pattern.",
-            )
+    if taken is not None and not _is_read_alike(taken.scheme, scheme):
+        yield Problem(
+            path,
+            f"transformers takes {taken.name} for its experts, which have another scheme.",
+            "Name the experts by a pattern with 'experts' in it, in the first group that has "
+            "such a pattern.",
+        )
 
 
 def _is_small_float(args: Args | None) -> bool:
