@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_samples import EXPERTS, INNER, Sample, dense, made, sparse
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from llmcompressor import verify
 from llmcompressor.errors import CheckpointError
@@ -212,3 +212,49 @@ def test_a_plain_part_of_what_is_one_tensor_in_the_original(
     name = "model.H_module.layers.0.self_attn.gate_proj.weight"
     sample.tensors[name][1, 1] += 1
     assert ("R4", name) in bad(sample.write(tmp_path / "bad"), split_folder)
+
+
+def test_experts_whose_stacks_are_named_and_joined_otherwise_in_the_original(
+    compressed: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its file has a stack of gate, of up and of down; the class joins two and renames one."""
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "share_expert_dim": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_sliding_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": ["sparse"],
+        "pad_token_id": 1,
+    }
+    vision = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    sizes = {"image_size": 32, "patch_size": 16, "intermediate_size": 64}
+    config = AutoConfig.for_model(
+        "step3p7", text_config=text, vision_config={**vision, **sizes}, image_token_id=10
+    )
+    source = tmp_path / "source"
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1)
+    model.save_pretrained(source)
+    recipe = QuantizationModifier(
+        targets=[r"re:.*experts\.\d+\..*"], scheme="FP8_DYNAMIC", ignore=["re:.*vision.*"]
+    )
+    sample = Sample.read(compressed(source, recipe))
+    assert not bad(sample.write(tmp_path / "good"), source)
+    path = "model.layers.0.mlp.experts"
+    for own in ("gate_proj", "up_proj", "down_proj"):
+        wrong = sample.copy()
+        for tensor in wrong.own(f"{path}.1.{own}"):
+            wrong.tensors[f"{path}.1.{own}.{tensor}"] = sample.tensors[f"{path}.2.{own}.{tensor}"]
+        found = bad(wrong.write(tmp_path / f"wrong-{own}"), source)
+        assert found == {("R3", f"{path}.1.{own}")}

@@ -3,13 +3,14 @@
 
 A checkpoint with codes holds each module by itself, under its own name. Where the original holds
 one tensor for several modules, or several for one, its values are those that transformers' own
-operations make of it. Experts that become stacks are not looked for here.
+operations make of it. One expert is cut out of the stack that they make; experts that are stored
+one by one are not looked for here.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from llmcompressor.verification.built import bare_model
 from llmcompressor.verification.files import DTYPES, Files
-from llmcompressor.verification.stacks import Source
+from llmcompressor.verification.layout import EXPERT
+from llmcompressor.verification.stacks import USUAL, Source
 
 __all__ = ["Converted", "Made"]
 
@@ -61,6 +63,7 @@ class Converted:
     def __init__(self, files: Files) -> None:
         self._files = files
         self._lock = Lock()
+        self._last: tuple[str, Mapping[str, Tensor]] | None = None
 
     def find(self, name: str) -> Made | None:
         """The original of a checkpoint's tensor, made; ``None`` if none is made so."""
@@ -71,9 +74,42 @@ class Converted:
         key, group, target = found
         if any(part in self._files.broken for part, _ in group.parts):
             return Made(group.parts[0][0])
-        made = self._convert(key, group, {part: self._files.read(part) for part, _ in group.parts})
+        values = self._values(key, group)[target]
         group.found.add(target)
-        return Made(group.parts[0][0], values=made[target])
+        return Made(group.parts[0][0], values=values)
+
+    def find_expert(self, stack: str, name: str, shape: Sequence[int]) -> Made | None:
+        """The original of one expert's tensor, cut out of a stack that is made.
+
+        Args:
+            stack: the name of the stack, of gate and up together or of down.
+            name: of the expert's tensor.
+            shape: its shape.
+        """
+        match, made = EXPERT.match(name.rpartition(".")[0]), self.find(stack)
+        if match is None or made is None or int(match["index"]) >= len(made.values):
+            return None
+        values = made.values[int(match["index"])]
+        values = values if values.shape[-1] == shape[-1] else values.mT
+        own = USUAL.get(match["own"], match["own"])
+        if own != "down_proj":
+            values = values.chunk(2)[int(own == "up_proj")]
+        return Made(made.name, values=values)
+
+    def renamed(self, name: str) -> str | None:
+        """The tensor of the original that the class calls as it does ``name``, if there is one."""
+        with self._lock:
+            tables = self._tables
+            return tables.renamed.get(tables.rename(name, ())[0]) if tables.renamed else None
+
+    def _values(self, key: str, group: _Group) -> Mapping[str, Tensor]:
+        """What a group makes; the last one is kept, for the experts of a stack come in turn."""
+        with self._lock:
+            if self._last is None or self._last[0] != key:
+                self._last = None
+                parts = {part: self._files.read(part) for part, _ in group.parts}
+                self._last = (key, self._convert(key, group, parts))
+            return self._last[1]
 
     def whole(self) -> set[str]:
         """Tensors of the original all of whose parts were looked for."""
@@ -92,11 +128,13 @@ class Converted:
     def _tables(self) -> _Tables:
         model = bare_model(self._files.config)
         tables = _Tables(model)
-        if model is None or not tables.converters:
+        if model is None:
             return tables
         for name in sorted(self._files.places):
             target, pattern = tables.rename(name, tables.converters)
             converter = tables.by_pattern.get(pattern or "")
+            if pattern is None and target != name:
+                tables.renamed[target] = name
             if converter is not None and pattern is not None:
                 group = tables.groups.setdefault(target, _Group(converter))
                 group.parts.append((name, pattern))
@@ -129,6 +167,7 @@ class _Tables:
         self.model = model
         self.groups: dict[str, _Group] = {}
         self.of_target: dict[str, str] = {}
+        self.renamed: dict[str, str] = {}
         self.renamings: list[Any] = []
         self.converters: list[Any] = []
         self.by_pattern: dict[str, Any] = {}

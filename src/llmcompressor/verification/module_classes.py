@@ -116,7 +116,8 @@ def _has_table(model_type: Any) -> bool:
 
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         return True  # code of the checkpoint's own: nothing is known of it
-    entries = get_checkpoint_conversion_mapping(model_type) or ()
+    table: Any = get_checkpoint_conversion_mapping
+    entries = table(model_type) or ()
     return any(_EXPERT.search(source) for entry in entries for source in entry.source_patterns)
 
 

@@ -177,6 +177,7 @@ class Reference:
         stacks = list(stacks_of(name)) if shape is not None else []
         for stack in stacks:
             found = stack if stack in self.files.places else self._near(stack)
+            found = found or self._converted.renamed(stack)
             if found is not None and shape is not None:
                 return sources_in(self.files, found, name, shape, self.files.config)
         near = None if stacks and name.endswith(".weight") else self._near(name)
@@ -224,7 +225,7 @@ class Reference:
             return [], None
         source = self._source_of(codes) or self._tied(f"{name}.weight")
         if source is None:
-            source = self._converted.find(f"{name}.weight")
+            source = self._made(f"{name}.weight", (codes.rows, codes.columns))
         if source is None or source.name in self.files.broken:
             return [_finding("R2", name, "The original has no such weight.", _AGAIN)], None
         if not isinstance(source, Made):  # one of which a part is found may lack another
@@ -245,6 +246,13 @@ class Reference:
                 rounded = original if dtype is None else original.to(dtype).float()
                 _bound(sums, part, rounded, codes.args, unit)
         return list(self._judge(name, codes.args, sums)), _error(name, sums)
+
+    def _made(self, name: str, shape: Sequence[int]) -> Source | None:
+        """What transformers makes of the original's tensors, or a part of that."""
+        found = self._converted.find(name)
+        stacks = stacks_of(name) if found is None else ()
+        made = (self._converted.find_expert(stack, name, shape) for stack in stacks)
+        return found or next(filter(None, made), None)
 
     def _source_of(self, codes: Codes) -> Source | None:
         sources = self.find(f"{codes.entry.name}.weight", (codes.rows, codes.columns))

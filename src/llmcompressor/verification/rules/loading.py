@@ -92,8 +92,10 @@ def dtypes_meet(view: View) -> Iterator[Problem]:
 
 def _unpacked_to_that_of_scales(view: View) -> Iterator[Problem]:
     loaded = dtype_by_class(view.config, view.dtype) if view.quantized else None
+    if loaded is None:
+        return
     as_linears = experts_are_linears(view)
-    for entry, scheme in view.coded() if loaded is not None else ():
+    for entry, scheme in view.coded():
         if scheme.format in _TO_BFLOAT16 or (entry.is_expert and not as_linears):
             continue
         scale = entry.own.get("weight_scale")
