@@ -483,6 +483,13 @@ class TestSavePretrained:
             model.save_pretrained(tmp_path / "out", save_compresed=True)
         assert not (tmp_path / "out").exists()
 
+    def test_a_format_that_cannot_hold_the_scheme(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        with pytest.raises(ArgumentError, match="nvfp4-pack-quantized holds no weights in int4"):
+            model.save_pretrained(tmp_path / "out", quantization_format="nvfp4-pack-quantized")
+        assert not any(tmp_path.iterdir())
+
     def test_dense(self, tmp_path: Path) -> None:
         model = w4a16(tiny.llama())
         modify_save_pretrained(model)
