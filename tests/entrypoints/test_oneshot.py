@@ -152,6 +152,10 @@ def test_save_compressed_false_writes_dense_weights(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
     assert torch.equal(small.logits(read(tmp_path / "out")), small.logits(model))
+    report = json.loads((tmp_path / "out" / "compression_report.json").read_text())
+    findings = report["verification"]["findings"]
+    (error,) = [one for one in findings if one["severity"] == "error"]
+    assert error["message"].startswith("It is not compressed: 14 modules")
 
 
 @pytest.mark.parametrize(
