@@ -68,6 +68,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
+FLOAT8_ROWS = {**FLOAT8, "strategy": "channel"}
 KV = {"kv_cache_scheme": {**FLOAT8, "strategy": "tensor"}}
 STATIC_ASYMMETRIC = {"num_bits": 8, "strategy": "tensor", "symmetric": False}
 # Packed, which is what servers read, transformers 5.17 cannot load an embedding: it initializes
@@ -139,6 +140,14 @@ CASES: dict[str, Case] = {
         rtn(config_groups={"group_0": EMBEDDING, "W4A16": ["Linear"]}),
         model={"tie_word_embeddings": True},
         arguments={"tie_word_embeddings": False},
+    ),
+    "embedding-tied": Case(
+        rtn(config_groups={"group_0": EMBEDDING, "W4A16": ["Linear"]}),
+        model={"tie_word_embeddings": True},
+    ),
+    "embedding-fp8": Case(
+        rtn(config_groups={"group_0": {"targets": ["Embedding"], "weights": FLOAT8_ROWS}}),
+        model={"tie_word_embeddings": True},
     ),
     "head": Case(rtn(scheme="W8A16", ignore=[])),
     "tied": Case(rtn(scheme="W4A16"), model={"tie_word_embeddings": True}),
