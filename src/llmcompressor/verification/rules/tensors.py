@@ -108,7 +108,7 @@ def no_strays(view: View) -> Iterator[Problem]:
         yield Problem(
             "quantization_config",
             f"It is not compressed: {len(uncompressed)} modules ({joined(uncompressed, 1)}) are "
-            "stored dense beside their scales, which transformers reads and servers do not.",
+            "stored dense beside their scales, for transformers alone: servers do not read that.",
             "To serve it, write it with save_compressed=True and without format: dense.",
         )
 
