@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny_checkpoints as tiny
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
@@ -21,10 +23,21 @@ from llmcompressor.checkpoint.compress import (
     quantized_modules,
 )
 from llmcompressor.errors import ArgumentError, LifecycleError, NonFiniteError
+from llmcompressor.logger import logger
 from llmcompressor.quantization.parameters import observe_weight
-from llmcompressor.schemes.presets import PRESETS, preset_scheme
+from llmcompressor.schemes.formats import fitting_formats
+from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
 
 PRESET_NAMES = [name for name in PRESETS if name != "UNQUANTIZED"]
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """Warnings while a test runs."""
+    messages: list[str] = []
+    sink = logger.add(lambda message: messages.append(str(message)), level="WARNING")
+    yield messages
+    logger.remove(sink)
 
 
 def own_tensors(entry: QuantizedModule) -> dict[str, Tensor]:
@@ -147,6 +160,40 @@ def test_forced_format() -> None:
     assert forced.scheme.format == "pack-quantized"
     assert "weight_packed" in compress(forced, own_tensors(forced))
     assert quantized_modules(model)[0].scheme.format == "int-quantized"
+
+
+FORMATS = sorted(
+    form.value
+    for form in CompressionFormat
+    if form.value not in {"dense", "marlin-24", "mixed-precision"} and "sparse" not in form.value
+)
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4", "MXFP8"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_forced_format_holds_the_weights_or_is_refused(name: str, form: str) -> None:
+    model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
+    scheme = preset_scheme(name)
+    if form not in fitting_formats(scheme):
+        with pytest.raises(ArgumentError, match=f"{form} holds no .*: {format_of(scheme)}"):
+            quantized_modules(model, forced_format=parse_format(form))
+        return
+    for entry in quantized_modules(model, forced_format=parse_format(form)):
+        own = own_tensors(entry)
+        reader = BaseCompressor.get_value_from_registry(form)
+        decoded = reader.decompress(compress(entry, own), entry.scheme)["weight"]
+        assert torch.equal(decoded, own["weight"])
+
+
+def test_a_forced_format_is_told_once(log: list[str]) -> None:
+    model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme("W8A8", ["Linear"])})
+    quantized_modules(model, forced_format=parse_format("pack-quantized"))
+    (line,) = log
+    assert "14 modules" in line
+    assert "pack-quantized instead of int-quantized" in line
+    quantized_modules(model, forced_format=parse_format("int-quantized"))
+    quantized_modules(model, forced_format=parse_format("dense"))
+    assert len(log) == 1
 
 
 def test_unknown_and_retired_formats() -> None:

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 import llmcompressor
 from llmcompressor.checkpoint import shards
-from llmcompressor.checkpoint.extras import extra_ignore
+from llmcompressor.checkpoint.extras import extra_ignore, side_files
 from llmcompressor.checkpoint.load import load_model
 from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
 from llmcompressor.checkpoint.shards import ShardWriter, parse_size
@@ -126,6 +126,33 @@ class TestFiles:
             assert (out / name).read_bytes() == (source / name).read_bytes(), name
         assert (out / "recipe.yaml").read_text() == "a: b\n"
         assert not (out / "README.md").exists()
+
+    def test_code_in_folders(self, tmp_path: Path, source: Path) -> None:
+        copied = (
+            "custom_generate/generate.py",
+            "custom_generate/requirements.txt",
+            "own/layers/attention.py",
+        )
+        left = (
+            "custom_generate/README.md",
+            "own/requirements.txt",
+            "own/__pycache__/old.py",
+            "own/.hidden/secret.py",
+            ".git/hook.py",
+            "other/config.json",
+            "other/modeling_other.py",
+            "onnx/model.onnx",
+        )
+        for name in (*copied, *left):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_text(f"# {name}")
+        (source / "linked").symlink_to(source / "own")
+        save_checkpoint(w4a16(load_model(source)), tmp_path / "out")
+        out = tmp_path / "out"
+        assert {name for name in (*copied, *left) if (out / name).exists()} == set(copied)
+        assert not (out / "linked").exists()
+        assert all((out / name).read_text() == f"# {name}" for name in copied)
+        assert {path.relative_to(source).as_posix() for path in side_files(source)} > set(copied)
 
     def test_files_have_the_mode_that_the_umask_grants(self, tmp_path: Path) -> None:
         (tmp_path / "reference").touch()
@@ -483,6 +510,13 @@ class TestSavePretrained:
             model.save_pretrained(tmp_path / "out", save_compresed=True)
         assert not (tmp_path / "out").exists()
 
+    def test_a_format_that_cannot_hold_the_scheme(self, tmp_path: Path) -> None:
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        with pytest.raises(ArgumentError, match="nvfp4-pack-quantized holds no weights in int4"):
+            model.save_pretrained(tmp_path / "out", quantization_format="nvfp4-pack-quantized")
+        assert not any(tmp_path.iterdir())
+
     def test_dense(self, tmp_path: Path) -> None:
         model = w4a16(tiny.llama())
         modify_save_pretrained(model)
@@ -569,6 +603,18 @@ class TestSavePretrained:
         names = {path.name for path in (tmp_path / "out").iterdir()}
         assert {"tokenizer.json", "model.safetensors", "config.json"} <= names
         assert not any("-of-" in name or "index" in name for name in names)
+
+    def test_files_of_others_in_a_folder_of_code_stay(self, tmp_path: Path, source: Path) -> None:
+        for folder in (source, tmp_path / "out"):
+            (folder / "own" / "layers").mkdir(parents=True)
+            (folder / "own" / "layers" / "attention.py").write_text(f"# {folder.name}")
+        kept = tmp_path / "out" / "own" / "layers" / "notes.txt"
+        kept.write_text("mine")
+        model = w4a16(load_model(source))
+        modify_save_pretrained(model)
+        model.save_pretrained(tmp_path / "out")
+        assert kept.read_text() == "mine"
+        assert (kept.parent / "attention.py").read_text() == f"# {source.name}"
 
     def test_the_source_is_refused(self, source: Path) -> None:
         model = w4a16(load_model(source))

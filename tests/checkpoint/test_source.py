@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from llmcompressor.checkpoint.load import load_model
 from llmcompressor.checkpoint.source import inspect_source, is_hub_id, local_directory, read_header
@@ -149,6 +150,38 @@ def test_truncated(single: Path, keep: float) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * keep)])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+        inspect_source(single)
+
+
+def test_bytes_of_no_tensor(single: Path) -> None:
+    """What safetensors itself refuses, and so every other loader."""
+    file = single / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b"\0" * 3)
+    with pytest.raises(CheckpointError, match=r"has 3 bytes behind its last tensor"):
+        inspect_source(single)
+    with pytest.raises(SafetensorError):
+        load_file(file)
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + length])
+    last = max(header["a.weight"], header["b"], key=lambda entry: entry["data_offsets"])
+    for by, said in ((4, "has 4 bytes that belong to no tensor"), (-4, "that two tensors share")):
+        moved = json.loads(json.dumps(header))
+        name = "b" if header["b"] is last else "a.weight"
+        moved[name]["data_offsets"] = [place + by for place in last["data_offsets"]]
+        text = json.dumps(moved).encode()
+        data = whole[8 + length :] + b"\0" * max(by, 0)
+        file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+        with pytest.raises(CheckpointError, match=said):
+            inspect_source(single)
+        with pytest.raises(SafetensorError):
+            load_file(file)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_quantization_config_that_is_no_object(single: Path, key: str) -> None:
+    (single / "config.json").write_text(json.dumps({"model_type": "llama", key: "x"}))
+    with pytest.raises(CheckpointError, match=f"The {key} of config.json is 'x'"):
         inspect_source(single)
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmcompressor import Oneshot, active_session, create_session, oneshot
+from llmcompressor import Oneshot, active_session, create_session, oneshot, verify
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
@@ -152,6 +152,10 @@ def test_save_compressed_false_writes_dense_weights(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
     assert torch.equal(small.logits(read(tmp_path / "out")), small.logits(model))
+    report = json.loads((tmp_path / "out" / "compression_report.json").read_text())
+    findings = report["verification"]["findings"]
+    (error,) = [one for one in findings if one["severity"] == "error"]
+    assert error["message"].startswith("It is not compressed: 14 modules")
 
 
 @pytest.mark.parametrize(
@@ -169,10 +173,8 @@ def test_untied_embeddings_let_the_head_be_quantized(pico: Path, tmp_path: Path)
     recipe = GPTQ.replace("Linear", "[Linear, lm_head]").replace(", ignore: [lm_head]", "")
     given = {"dataset": TEXTS, "num_calibration_samples": 4, "max_seq_length": 32}
     with pytest.raises(TargetError, match=r"lm_head.*tie_word_embeddings=False"):
-        oneshot(model=pico, recipe=recipe, **given)
-    model = oneshot(
-        model=pico, recipe=recipe, tie_word_embeddings=False, output_dir=tmp_path / "out", **given
-    )
+        oneshot(model=pico, recipe=recipe, tie_word_embeddings=True, **given)
+    model = oneshot(model=pico, recipe=recipe, output_dir=tmp_path / "out", **given)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {"lm_head.weight_packed", "model.embed_tokens.weight"} <= set(tensors)
     original = load_file(pico / "model.safetensors")["model.embed_tokens.weight"]
@@ -181,6 +183,29 @@ def test_untied_embeddings_let_the_head_be_quantized(pico: Path, tmp_path: Path)
         json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     )
     assert torch.equal(small.logits(read(tmp_path / "out")), small.logits(model))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("ignore", ["[lm_head]", "[]"])
+def test_a_quantized_embedding_is_untied(
+    ignore: str, loaded: bool, pico: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    recipe = DYNAMIC.replace("Linear", "[Linear, Embedding]").replace("[lm_head]", ignore)
+    recipe = recipe.replace("FP8_DYNAMIC", "W8A16")
+    given = AutoModelForCausalLM.from_pretrained(pico, dtype="auto") if loaded else pico
+    oneshot(model=given, recipe=recipe, output_dir=tmp_path / "out")
+    assert not [line for line in warned if "tie_word_embeddings" in line or "S60" in line]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.embed_tokens.weight_packed" in tensors
+    own = "lm_head.weight" if ignore == "[lm_head]" else "lm_head.weight_packed"
+    assert own in tensors
+    if own == "lm_head.weight":
+        original = load_file(pico / "model.safetensors")["model.embed_tokens.weight"]
+        assert torch.equal(tensors[own], original)
+    errors = [one for one in verify(tmp_path / "out").findings if one.severity == "error"]
+    assert errors == []
 
 
 @pytest.mark.parametrize("ignore", ["[lm_head]", "[]"])

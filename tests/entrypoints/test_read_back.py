@@ -90,6 +90,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
+FLOAT8_ROWS = {**FLOAT8, "strategy": "channel"}
 KV = {"kv_cache_scheme": {**FLOAT8, "strategy": "tensor"}}
 INT4_ASYMMETRIC = {"num_bits": 4, "group_size": 64, "symmetric": False}
 DYNAMIC_ASYMMETRIC = {"symmetric": False, "dynamic": True}
@@ -196,6 +197,14 @@ CASES: dict[str, Case] = {
         rtn(config_groups={"group_0": EMBEDDING, "W4A16": ["Linear"]}),
         model={"tie_word_embeddings": True},
         arguments={"tie_word_embeddings": False},
+    ),
+    "embedding-tied": Case(
+        rtn(config_groups={"group_0": EMBEDDING, "W4A16": ["Linear"]}),
+        model={"tie_word_embeddings": True},
+    ),
+    "embedding-fp8": Case(
+        rtn(config_groups={"group_0": {"targets": ["Embedding"], "weights": FLOAT8_ROWS}}),
+        model={"tie_word_embeddings": True},
     ),
     "head": Case(rtn(scheme="W8A16", ignore=[])),
     "tied": Case(rtn(scheme="W4A16"), model={"tie_word_embeddings": True}),

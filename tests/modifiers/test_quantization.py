@@ -11,7 +11,7 @@ import tiny_llama as tiny
 import torch
 from torch import Tensor
 
-from llmcompressor.core import EventType, active_session
+from llmcompressor.core import EventType, State, active_session
 from llmcompressor.errors import InputError, NonFiniteError, TargetError
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.modifier import Modifier
@@ -407,19 +407,40 @@ def test_fields_that_contradict_each_other_are_refused_without_a_model(
         QuantizationModifier(**fields)
 
 
-def test_a_tied_head_is_not_quantized_unless_it_is_untied() -> None:
+def test_a_named_head_is_untied_unless_it_is_to_stay_tied() -> None:
     model = tiny.llama(tie_word_embeddings=True)
+    named = nearest(scheme="W8A16", targets=["lm_head"], ignore=[])
     with pytest.raises(TargetError, match="share one weight"):
-        tiny.run(model, nearest(scheme="W8A16", targets=["lm_head"], ignore=[]))
+        tiny.run(model, named, tie_word_embeddings=True)
     assert tiny.traces(model) == {}
-    untied = tiny.run(
-        tiny.llama(tie_word_embeddings=True),
-        nearest(scheme="W8A16", targets=["lm_head"], ignore=[]),
-        tie_word_embeddings=False,
-    )
-    assert untied.lm_head.weight_scale.shape == (96, 1)
-    original = tiny.llama(tie_word_embeddings=True).model.embed_tokens.weight
-    assert torch.equal(untied.model.embed_tokens.weight, original)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for given in ({}, {"tie_word_embeddings": False}):
+        untied = tiny.run(
+            tiny.llama(tie_word_embeddings=True),
+            nearest(scheme="W8A16", targets=["lm_head"], ignore=[]),
+            **given,
+        )
+        assert untied.config.tie_word_embeddings is False
+        assert untied.lm_head.weight_scale.shape == (96, 1)
+        original = tiny.llama(tie_word_embeddings=True).model.embed_tokens.weight
+        assert torch.equal(untied.model.embed_tokens.weight, original)
+
+
+def test_an_embedding_is_untied_from_a_head_that_a_class_then_means() -> None:
+    groups = {"W8A16": ["Embedding"], "FP8_DYNAMIC": ["Linear"]}
+    model = tiny.run(tiny.llama(tie_word_embeddings=True), nearest(config_groups=groups, ignore=[]))
+    assert model.model.embed_tokens.weight_scale.shape == (96, 1)
+    assert model.lm_head.quantization_scheme.weights.type == "float"
+
+
+def test_a_training_unties_nothing_by_itself() -> None:
+    """Its optimizer has the parameters already."""
+    model = tiny.llama(tie_word_embeddings=True)
+    modifier = nearest(scheme="W8A16", targets=["Embedding"], ignore=[])
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(TargetError, match="tie_word_embeddings=False"):
+        modifier.initialize(State(model=model, optimizer=optimizer))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_no_hook_of_a_modifier_is_left_after_success() -> None:

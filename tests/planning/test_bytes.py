@@ -39,6 +39,10 @@ def written(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
 
 
+def is_wrong(finding: Any) -> bool:
+    return finding.severity == "error"
+
+
 def recipe(preset: str, **more: Any) -> QuantizationModifier:
     return QuantizationModifier(targets=["Linear"], scheme=preset, ignore=["lm_head"], **more)
 
@@ -119,6 +123,22 @@ def _tied(folder: Path, head: str) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("target", ["lm_head", "Embedding"])
+@pytest.mark.parametrize("head", ["none", "equal"])
+def test_of_embeddings_that_the_recipe_unties(head: str, target: str, tmp_path: Path) -> None:
+    source = _tied(tmp_path / "source", head)
+
+    def untying() -> QuantizationModifier:
+        return QuantizationModifier(targets=[target], scheme="W8A16")
+
+    found = plan(source, untying(), measure=False)
+    oneshot(model=source, recipe=untying(), output_dir=tmp_path / "out")
+    assert (found.problems, found.notes) == ([], [])
+    assert found.sizes is not None
+    assert dict(found.sizes.files) == written(tmp_path / "out")
+    assert not [one for one in verify(tmp_path / "out", reference=source).findings if is_wrong(one)]
+
+
 @pytest.mark.parametrize("as_object", [False, True])
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("head", ["none", "equal", "another", "another at the end"])
@@ -166,10 +186,11 @@ def test_a_plan_refuses_one_of_two_tied_weights_as_the_run_does(
 ) -> None:
     source = _tied(tmp_path / "source", "equal")
     modifier = QuantizationModifier(targets=[target], scheme="W8A16")
-    problems = plan(source, modifier, measure=False).problems
+    given = {"tie_word_embeddings": True}
+    problems = plan(source, modifier, measure=False, **given).problems
     assert [str(one.message) for one in problems if "share one weight" in str(one.message)]
     with pytest.raises(TargetError, match="share one weight"):
-        oneshot(model=source, recipe=modifier, output_dir=tmp_path / "out")
+        oneshot(model=source, recipe=modifier, output_dir=tmp_path / "out", **given)
 
 
 @pytest.mark.parametrize("data", [None, "rows"])

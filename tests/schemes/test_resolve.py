@@ -94,6 +94,12 @@ def test_w4a8_by_its_arguments_is_packed_like_the_preset() -> None:
     assert resolved.groups["g"].format == "int-quantized"
 
 
+def test_a_format_that_cannot_hold_the_weights_is_refused() -> None:
+    group = {"targets": ["Linear"], "weights": W4, "format": "float-quantized"}
+    with pytest.raises(RecipeError, match=r"config_groups\.g .* float-quantized holds no weights"):
+        resolve_schemes(config_groups={"g": group})
+
+
 @pytest.mark.parametrize(
     ("weights", "inputs", "written"),
     [

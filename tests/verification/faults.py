@@ -76,6 +76,11 @@ def configuration_lost(sample: Sample) -> None:
 
 
 @fault("S1", "quantization_config", also="T1")
+def configuration_is_a_text(sample: Sample) -> None:
+    sample.config["quantization_config"] = "compressed-tensors"
+
+
+@fault("S1", "quantization_config", also="T1")
 def method_lost(sample: Sample) -> None:
     del sample.settings["quant_method"]
 

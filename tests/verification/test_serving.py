@@ -15,7 +15,7 @@ from faults import FAULTS, Fault
 
 from llmcompressor.errors import ArgumentError
 from llmcompressor.schemes.presets import PRESETS
-from llmcompressor.verification import Deployment, Severity, check_serving
+from llmcompressor.verification import Deployment, Finding, Severity, check_serving
 from llmcompressor.verification.rules import RULES
 from llmcompressor.verification.rules.base import TENSORS, WRITTEN
 from llmcompressor.verification.rules.schemes import served_scheme
@@ -125,6 +125,34 @@ def test_the_reason_is_that_of_the_scheme(
     served = served_scheme(parsed.scheme)
     assert bool(served.name) == (not says)
     assert says in served.reason
+
+
+@pytest.mark.parametrize("preset", ["W4A16_ASYM", "FP8", "NVFP4"])
+def test_an_uncompressed_checkpoint_is_one_finding(preset: str, tmp_path: Path) -> None:
+    sample = made(dense(), preset)
+    plain = made(dense(), only=lambda name: False).tensors
+    kept = {name: one for name, one in sample.tensors.items() if not name.endswith("_packed")}
+    kept = {name: one for name, one in kept.items() if not name.endswith("_shape")}
+    sample.tensors = kept | plain
+    found = strays(sample, tmp_path)
+    assert all(one.message.startswith("It has a ") for one in found), "its format holds codes"
+    assert len(found) >= 14
+    sample.settings["format"] = sample.group["format"] = "dense"
+    (one,) = strays(sample, tmp_path)
+    assert one.message.startswith("It is not compressed: 14 modules")
+    assert "save_compressed=True" in one.remedy
+    sample.tensors["model.layers.0.mlp.up_proj.weight_g"] = torch.ones(1)
+    sample.tensors["model.layers.0.input_layernorm.weight_scale"] = torch.ones(1)
+    sample.tensors["model.layers.0.mlp.up_proj.output_scale"] = torch.ones(1)
+    modules = [one.module for one in strays(sample, tmp_path)]
+    assert modules.count("quantization_config") == 1
+    assert set(modules[:-1]) == {"model.layers.0.mlp.up_proj", "model.layers.0.input_layernorm"}
+
+
+def strays(sample: Sample, folder: Path) -> list[Finding]:
+    deployment = Deployment(server="vllm", tp=(1,))
+    found = check_serving(sample.config, sample.headers(folder), deployment=deployment)
+    return [one for one in found if one.rule == "S23"]
 
 
 def test_few_heads_of_keys_are_replicated(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ class ModelArguments:
     tie_word_embeddings: bool = field(
         default=True,
         metadata=about(
-            "Keep tied embeddings tied; False unties them.",
+            "Keep tied embeddings tied; False unties them, as targets that mean one of them do.",
             boolean,
             off="Untie the output head from the embedding.",
         ),

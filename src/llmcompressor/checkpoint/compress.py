@@ -7,7 +7,7 @@ Nothing here changes the model: each module's tensors are taken, compressed and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from llmcompressor.numerics.partition import dequantize_matrix, fake_quantize_ma
 from llmcompressor.numerics.recoding import needs_recoding, recoded
 from llmcompressor.numerics.scales import effective_scale
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of
+from llmcompressor.schemes.formats import misfit
 from llmcompressor.schemes.presets import format_of
 
 __all__ = [
@@ -122,7 +123,11 @@ def parse_format(name: str | None) -> CompressionFormat | None:
 def quantized_modules(
     model: Module, *, forced_format: CompressionFormat | None = None
 ) -> list[QuantizedModule]:
-    """All quantized modules of ``model``, in module order; shared modules once per name."""
+    """All quantized modules of ``model``, in module order; shared modules once per name.
+
+    Raises:
+        ArgumentError: the forced format cannot hold what one of them is quantized to.
+    """
     found = []
     for name, module in model.named_modules(remove_duplicate=False):
         if not is_module_quantized(module):
@@ -136,7 +141,26 @@ def quantized_modules(
         )
         if entry is not None:
             found.append(entry)
+    if forced_format is not None:
+        _warn_of_forced(found, forced_format)
     return found
+
+
+def _warn_of_forced(entries: Sequence[QuantizedModule], forced: CompressionFormat) -> None:
+    """Say once which modules are written otherwise than they would be."""
+    if forced is CompressionFormat.dense:
+        return
+    changed = {}
+    for entry in entries:
+        own = format_of(entry.module.quantization_scheme)
+        if entry.scheme.format == forced.value != own:
+            changed[entry.name] = own
+    if changed:
+        logger.warning(
+            f"quantization_format: {len(changed)} modules ({next(iter(changed))}, …) are written "
+            f"as {forced.value} instead of {', '.join(sorted(set(changed.values())))}. Servers "
+            "may read only the latter."
+        )
 
 
 def quantized_module(
@@ -154,7 +178,10 @@ def quantized_module(
         module: the module.
         scheme: how it is quantized.
         has_group: of attention, whether a scheme of the recipe targets it.
-        forced_format: one format for all modules instead of the one that fits.
+        forced_format: one format for all modules instead of the one that is chosen.
+
+    Raises:
+        ArgumentError: the forced format cannot hold such weights.
     """
     if isinstance(module, Linear | Embedding):
         chosen = _format(scheme, forced_format, name)
@@ -175,9 +202,9 @@ def _format(
 ) -> CompressionFormat:
     if forced is None or scheme.weights is None:
         return CompressionFormat(format_of(scheme))
-    natural = format_of(scheme.model_copy(update={"format": None}))
-    if forced.value not in {natural, CompressionFormat.dense.value}:
-        logger.warning(f"{name} is written as {forced.value}; {natural} fits its scheme.")
+    wrong = misfit(scheme, forced.value)
+    if wrong is not None:
+        raise ArgumentError(f"quantization_format does not fit {name}: {wrong[0]}.", wrong[1])
     return forced
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.layout import owned_by_model
 from llmcompressor.checkpoint.source import TensorHeader
+from llmcompressor.logger import logger
 
 __all__ = ["copy_side_files", "extra_ignore", "extra_tensors", "load_tensors", "side_files"]
 
@@ -44,6 +46,9 @@ _COPIED_SUFFIXES = {
 }
 _COPIED_STEMS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _COPIED_FOLDERS = ("additional_chat_templates",)
+_CACHE = "__pycache__"
+_REQUIREMENTS = "requirements.txt"
+"""What transformers checks before it runs the code beside it."""
 _WRITTEN_HERE = {"config.json", "recipe.yaml", "compression_report.json"}
 _OF_A_RUN = {"all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"}
 """What a training leaves beside its model: of the model that is copied from, not of the copy."""
@@ -143,32 +148,52 @@ def copy_side_files(source: Path, target: Path, *, without: set[str] | None = No
     Args:
         source: the folder of the original model.
         target: the folder to copy into.
-        without: file names that are not copied.
+        without: names of files and folders, right in ``source``, that are not copied.
     """
-    for path in sorted(source.iterdir()):
-        if not _is_copied(path, without or set()):
-            continue
-        if path.is_dir():
-            shutil.copytree(path, target / path.name)
-        else:
-            shutil.copyfile(path, target / path.name)
+    for path in _chosen(source, without or set()):
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
 
 
 def side_files(source: Path) -> list[Path]:
     """The files that :func:`copy_side_files` copies, those in folders included."""
-    found: list[Path] = []
+    return list(_chosen(source, set()))
+
+
+def _chosen(source: Path, without: set[str]) -> Iterator[Path]:
     for path in sorted(source.iterdir()):
-        if _is_copied(path, set()):
-            found += [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-    return found
+        if path.name in _WRITTEN_HERE | _OF_A_RUN | without:
+            continue
+        if path.is_dir() and path.name in _COPIED_FOLDERS:
+            yield from (one for one in sorted(path.rglob("*")) if one.is_file())
+        elif path.is_dir():
+            yield from _code_in(path)
+        elif path.is_file() and _belongs(path.name):
+            yield path
 
 
-def _is_copied(path: Path, without: set[str]) -> bool:
-    if path.name in _WRITTEN_HERE | _OF_A_RUN | without:
-        return False
-    if path.is_dir():
-        return path.name in _COPIED_FOLDERS
-    return path.is_file() and _belongs(path.name)
+def _code_in(folder: Path) -> Iterator[Path]:
+    """Python files below a folder, such as ``custom_generate/generate.py``, and what they need.
+
+    A folder that is hidden, a cache, a link or a model of its own holds none of this model's.
+    """
+    if folder.name.startswith(".") or folder.name == _CACHE or folder.is_symlink():
+        return
+    if not os.access(folder, os.R_OK | os.X_OK):
+        logger.warning(f"Code in {folder}, which may not be read, is not copied.")
+        return
+    inside = sorted(folder.iterdir())
+    if any(path.name == "config.json" for path in inside):
+        return
+    code = [path for path in inside if path.suffix == ".py" and path.is_file()]
+    visible = [path for path in code if not path.name.startswith(".")]
+    yield from visible
+    if visible and (folder / _REQUIREMENTS).is_file():
+        yield folder / _REQUIREMENTS
+    for path in inside:
+        if path.is_dir():
+            yield from _code_in(path)
 
 
 def _belongs(name: str) -> bool:

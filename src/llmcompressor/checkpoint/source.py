@@ -11,7 +11,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,11 @@ def inspect_source(
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """The name of the method by which ``config.json`` says the model is quantized, if any."""
+    """The name of the method by which ``config.json`` says the model is quantized, if any.
+
+    Raises:
+        CheckpointError: what stands in the place of that is no JSON object.
+    """
     text_config = config.get("text_config")
     inner = text_config if isinstance(text_config, Mapping) else {}
     for holder, key in (
@@ -194,6 +198,12 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
         (config, "compression_config"),
     ):
         settings = holder.get(key)
+        if settings and not isinstance(settings, Mapping):
+            raise CheckpointError(
+                f"The {key} of {CONFIG} is {settings!r}, and not a JSON object that says how the "
+                "model is quantized.",
+                "Remove it if the weights are plain; else download or copy the file again.",
+            )
         if settings:
             return str(settings.get("quant_method") or "an unnamed method")
     return None
@@ -217,7 +227,8 @@ def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHe
         headers_only: accept a file that ends behind its header.
 
     Raises:
-        CheckpointError: the file is truncated or is no safetensors file.
+        CheckpointError: the file is truncated, has bytes that belong to no tensor, or is no
+            safetensors file.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -242,13 +253,37 @@ def read_header(file: Path, *, headers_only: bool = False) -> dict[str, TensorHe
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise CheckpointError(f"The header of {file} cannot be read.", _DOWNLOAD) from error
     data = 8 + length
-    expected = data + max((end for _, _, (_, end) in tensors.values()), default=0)
+    places = sorted(place for _, _, place in tensors.values())
+    expected = data + max((end for _, end in places), default=0)
     if size < expected and not (headers_only and size == data):
         raise _truncated(file, size, expected)
+    _check_covered(file, places, size - data)
     return {
         name: TensorHeader(dtype, shape, file, data + start, end - start)
         for name, (dtype, shape, (start, end)) in tensors.items()
     }
+
+
+def _check_covered(file: Path, places: Sequence[tuple[int, int]], available: int) -> None:
+    """Refuse data that no tensor, or that several, are made of: safetensors allows neither.
+
+    Its own reader, which every other loader has, would refuse the file.
+    """
+    position = 0
+    for start, end in places:
+        if start != position:
+            what = "that belong to no tensor" if start > position else "that two tensors share"
+            raise CheckpointError(
+                f"The file {file} is damaged: it has {abs(start - position)} bytes {what}.",
+                _DOWNLOAD,
+            )
+        position = end
+    if available > position:
+        raise CheckpointError(
+            f"The file {file} is damaged: it has {available - position} bytes behind its last "
+            "tensor.",
+            _DOWNLOAD,
+        )
 
 
 def _offsets(entry: Mapping[str, Any]) -> tuple[int, int]:

@@ -35,6 +35,8 @@ __all__ = [
 
 _CHOOSE = "Choose another output directory."
 _WEIGHT_FILE = re.compile(r"(model|pytorch_model).*\.(safetensors|bin|index\.json)")
+_WHOLE_FOLDERS = {"additional_chat_templates"}
+"""Of which nothing may stay that an earlier checkpoint had: all that is in them is read."""
 _counter = itertools.count()
 
 
@@ -355,13 +357,24 @@ def _move_into(staging: Path, target: Path, *, purge: bool) -> None:
     own = (staging, work_folder(target))
     for path in sorted(target.iterdir(), key=lambda path: path.name != "config.json"):
         stale = purge or path.name == "config.json" or _WEIGHT_FILE.fullmatch(path.name)
-        if path in own or not (stale or (path.is_dir() and path.name in new)):
+        if path in own or not (stale or path.name in new & _WHOLE_FOLDERS):
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in sorted(staging.iterdir(), key=lambda path: path.name == "config.json"):
-        path.replace(target / path.name)
+        _move(path, target / path.name)
     staging.rmdir()
     _flush_one(target)
+
+
+def _move(path: Path, place: Path) -> None:
+    """Give something its place; what else a folder there holds, which may be a user's, stays."""
+    if not (path.is_dir() and place.is_dir()):
+        path.replace(place)
+        return
+    for inner in sorted(path.iterdir()):
+        _move(inner, place / inner.name)
+    path.rmdir()
+    _flush_one(place)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -151,6 +151,7 @@ class State:
         use_loss_mask: only tokens count whose ``loss_mask`` in a batch is 1.
         device_memory: the most bytes that a run may use of an accelerator; ``None`` for what is
             free.
+        keeps_ties: the user has asked for embeddings that are tied to stay so.
         progress: called by long work inside a modifier to say how far it is.
         keeper: who has the weights of blocks that are loaded one by one
             (``llmcompressor.pipelines.residency.Keeper``); ``None`` if the model is in memory.
@@ -184,6 +185,7 @@ class State:
     activation_budget: int | None = None
     use_loss_mask: bool = False
     device_memory: int | None = None
+    keeps_ties: bool = False
     progress: Callable[..., Any] | None = None
     keeper: Any = None
 

@@ -81,6 +81,7 @@ def _run(job: Job, source: Source | None) -> Module:
     batches = None if loader is None else list(loader)
     session = active_session()
     session.reset()
+    session.state.keeps_ties = job.keeps_ties
     with undone_on_error(session):
         _compress(job, model, batches, session)
     records = report_of(session.lifecycle.recipe.modifiers)

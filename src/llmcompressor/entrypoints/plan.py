@@ -131,6 +131,7 @@ def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measur
         job.problems,
         limits.of(device),
         limits.host,
+        job.keeps_ties,
     )
     with without_collecting():
         found = make_plan(subject, request)

@@ -171,6 +171,7 @@ def run_blueprint(
     session.reset()
     if batches is not None:
         weights.check()
+    session.state.keeps_ties = job.keeps_ties
     session.state.device_memory = limits.of(weights.device)
     with undone_on_error(session):
         _load_rest(blueprint, weights, tied=args.tie_word_embeddings)

@@ -101,6 +101,8 @@ class Task:
         self.recipe_args: RecipeArguments = parsed[2]
         self.run_args: RunArguments = parsed[3]
         self.further_args: tuple[Any, ...] = parsed[4:]
+        # the default lets a recipe untie them: only who says so wants them tied whatever it is
+        self.keeps_ties = bool(arguments.get("tie_word_embeddings", False))
         if self.model_args.device is not None:
             named_device(self.model_args.device)
         self.recipe = self._read_recipe()

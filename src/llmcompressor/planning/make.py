@@ -78,6 +78,7 @@ class Request:
         problems: what was found before.
         device_limit: bytes that the run may use of ``device``; ``None`` for what is free.
         host_limit: the same of main memory.
+        keeps_ties: the user has asked for embeddings that are tied to stay so.
     """
 
     modifiers: Sequence[Modifier]
@@ -97,6 +98,7 @@ class Request:
     problems: Sequence[Problem] = ()
     device_limit: int | None = None
     host_limit: int | None = None
+    keeps_ties: bool = False
 
 
 def problem_of(where: str, error: CompressorError) -> Problem:
@@ -124,7 +126,7 @@ class _Maker:
         self._request = request
         self._problems = list(request.problems)
         self._notes: list[str] = []
-        self._state = State(model=subject.model)
+        self._state = State(model=subject.model, keeps_ties=request.keeps_ties)
         self._parts: Sequence[Part] | None = None
         self._state.data.calib = request.samples or None
         self._widths = widths_of(subject.model.config)  # of the parts that are read

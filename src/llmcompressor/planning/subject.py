@@ -108,7 +108,9 @@ class Subject:
     @property
     def notes(self) -> list[str]:
         """What a run depends on that is not looked at here."""
-        found = [_tie_note(tie) for tie in self.believed]
+        one = self.model.get_parameter  # a modifier may have untied them
+        believed = [tie for tie in self.believed if one(tie.source) is one(tie.target)]
+        found = [_tie_note(tie) for tie in believed]
         if self.is_hollow:
             found.insert(0, "The weight files hold headers and no data: a run needs the data.")
         return found

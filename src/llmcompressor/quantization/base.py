@@ -49,6 +49,7 @@ from llmcompressor.quantization.parameters import (
     weight_range,
 )
 from llmcompressor.quantization.taking_over import Quantizer, are_alike, taken_from
+from llmcompressor.quantization.untying import untie_what_is_meant
 from llmcompressor.schemes.assign import is_empty, listed, scheme_for
 from llmcompressor.schemes.attention import CACHED_ATTENTION
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
@@ -215,6 +216,7 @@ class QuantizationMixin(Modifier):
         check_targets(
             model, resolved.targets, resolved.ignore, allow_unmatched=self.allow_unmatched
         )
+        untie_what_is_meant(state, resolved)
         schemes = resolved.schemes_by_module(model)
         check_schemes(model, schemes, bypass_divisibility=self.bypass_divisibility_checks)
         modules = dict(named_modules(model))

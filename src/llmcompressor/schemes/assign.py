@@ -45,6 +45,7 @@ __all__ = [
     "listed",
     "matching_targets",
     "output_head",
+    "reached",
     "scheme_for",
     "weight_of",
 ]
@@ -157,6 +158,14 @@ def assign_schemes(
             "Correct targets or ignore; Linear and Embedding modules can be quantized.",
         )
     return _with_named_heads(_fitted(found.modules, found.schemes), found.heads)
+
+
+def reached(
+    model: Module, groups: Iterable[QuantizationScheme], ignore: Sequence[str] = ()
+) -> dict[str, QuantizationScheme]:
+    """Which modules targets reach, by full name: nothing is refused, told or fitted."""
+    by_target = {target: scheme for scheme in groups for target in scheme.targets}
+    return _Walk(model, by_target, list(ignore)).run().schemes
 
 
 class _Matched(NamedTuple):

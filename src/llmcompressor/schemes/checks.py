@@ -17,6 +17,7 @@ from llmcompressor.schemes.presets import format_of
 
 __all__ = [
     "Misfit",
+    "are_apart_untied",
     "check_divisible",
     "check_schemes",
     "check_tied",
@@ -211,16 +212,27 @@ def check_tied(model: Module, schemes: Schemes) -> None:
 
 def _way_out(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> str:
     """Untie where that helps: the head gets a weight of its own, and what the class ties too."""
+    if are_apart_untied(model, schemes, sets):
+        return "Pass tie_word_embeddings=False to give each its own weight, or ignore it."
+    meant = listed(name for names in sets for name in names if name in schemes)
+    return f"Nothing gives each a weight of its own: add all of them to ignore ({meant})."
+
+
+def are_apart_untied(model: Module, schemes: Schemes, sets: Sequence[Sequence[str]]) -> bool:
+    """Whether no weight to be quantized is shared any more once the embeddings are untied.
+
+    Args:
+        model: the model.
+        schemes: module name to scheme.
+        sets: the modules that share a weight, of :func:`tied_weights`.
+    """
     own = output_head(model)
     untied = {name for name, module in named_modules(model) if module is own}
     if untied:
         ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         untied |= {target.rpartition(".")[0] for target in ties}
     left = [[name for name in names if name not in untied] for names in sets]
-    if all(len(names) < 2 or not schemes.keys() & set(names) for names in left):
-        return "Pass tie_word_embeddings=False to give each its own weight, or ignore it."
-    meant = listed(name for names in sets for name in names if name in schemes)
-    return f"Nothing gives each a weight of its own: add all of them to ignore ({meant})."
+    return all(len(names) < 2 or not schemes.keys() & set(names) for names in left)
 
 
 def warn_mixed_sets(schemes: Schemes, joined: Iterable[Sequence[str]]) -> None:

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ValidationError
 
 from llmcompressor.errors import InputError, RecipeError, did_you_mean
 from llmcompressor.logger import logger
-from llmcompressor.schemes.presets import is_preset, preset_scheme
+from llmcompressor.schemes.formats import misfit
+from llmcompressor.schemes.presets import format_of, is_preset, preset_scheme
 
 __all__ = ["check_actorder", "names_list", "parse_args", "parse_group", "parse_scheme"]
 
@@ -113,8 +114,17 @@ def _refuse_group(name: str, value: Any, where: str) -> None:
 
 
 def _checked(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
-    """Refuse what the classes let through but no weight can be."""
+    """Refuse what the classes let through but no weight can be, and no format can hold."""
     _refuse_static_groups(scheme, where)
+    checked = _with_checked_weights(scheme, where)
+    if checked.format is not None and checked.weights is not None:
+        wrong = misfit(checked, format_of(checked))
+        if wrong is not None:
+            raise RecipeError(f"The format of {where} does not fit: {wrong[0]}.", wrong[1])
+    return checked
+
+
+def _with_checked_weights(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
     weights = scheme.weights
     if weights is None:
         return scheme

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import RecipeError, did_you_mean
 from llmcompressor.logger import logger
-from llmcompressor.schemes.assign import assign_schemes, is_empty
+from llmcompressor.schemes.assign import assign_schemes, is_empty, reached
 from llmcompressor.schemes.bridge import default_observer
 from llmcompressor.schemes.parse import (
     ARGUMENT_FIELDS,
@@ -89,6 +89,10 @@ class ResolvedSchemes:
             may_be_empty=self.allow_unmatched or self.kv_cache_scheme is not None,
             allow_unquantizable=self.allow_unmatched,
         )
+
+    def reached(self, model: Module) -> dict[str, QuantizationScheme]:
+        """What :meth:`schemes_by_module` starts from; nothing is refused or logged."""
+        return reached(model, self.groups.values(), self.ignore)
 
 
 def resolve_schemes(

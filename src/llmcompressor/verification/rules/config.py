@@ -53,6 +53,14 @@ def raw_args(view: View) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def where(view: View) -> Iterator[Problem]:
     """S1."""
+    found = view.config.get("quantization_config")
+    if found and not isinstance(found, Mapping):
+        yield Problem(
+            "quantization_config",
+            f"It is {found!r}, and no object that says how the model is quantized.",
+            "Remove it if the weights are plain; else write it anew.",
+        )
+        return
     if not view.settings:
         if view.quantized:
             names = joined(entry.name for entry in view.quantized)

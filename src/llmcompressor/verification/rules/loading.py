@@ -48,7 +48,8 @@ def embeddings_are_unpacked(view: View) -> Iterator[Problem]:
                 entry.name,
                 "It is a packed embedding, and transformers fails to load it: its initialization "
                 "reads a weight that is not there.",
-                "Ignore it, or serve it with vLLM.",
+                "Give it a form that keeps the name weight (format: int-quantized, or 8-bit "
+                "floats), ignore it, or serve it with vLLM.",
             )
 
 

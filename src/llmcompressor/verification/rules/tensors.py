@@ -9,9 +9,18 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from llmcompressor.verification.expected import expected_tensors
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import EXPERT, PLAIN_FLOATS, Entry
-from llmcompressor.verification.rules.base import CONFIG, TENSORS, Misfit, Problem, Rule, View
+from llmcompressor.verification.rules.base import (
+    CONFIG,
+    TENSORS,
+    Misfit,
+    Problem,
+    Rule,
+    View,
+    joined,
+)
 
 __all__ = ["KNOWN", "RULES"]
 
@@ -83,14 +92,40 @@ def experts_fit(view: View) -> Iterator[Problem]:
 
 
 def no_strays(view: View) -> Iterator[Problem]:
-    """S23, for modules that hold no codes: scales of nothing."""
+    """S23, for modules that hold no codes: scales of nothing, or of weights left uncompressed."""
     yield from _is("extra", lambda one: one.own in KNOWN - _OTHERS, _STRAY)(view)
+    uncompressed = []
     for entry in view.entries.values():
         if entry.is_quantized:
             continue
-        for own in sorted(KNOWN & set(entry.own) - _OTHERS):
+        kept = _kept_scales(view, entry)
+        if kept:
+            uncompressed.append(entry.name)
+        for own in sorted(KNOWN & set(entry.own) - _OTHERS - kept):
             if not (own.endswith("put_scale") and entry.form == "none"):
                 yield Problem(entry.name, f"It has a {own} and no codes.", _STRAY)
+    if uncompressed:
+        yield Problem(
+            "quantization_config",
+            f"It is not compressed: {len(uncompressed)} modules ({joined(uncompressed, 1)}) are "
+            "stored dense beside their scales, for transformers alone: servers do not read that.",
+            "To serve it, write it with save_compressed=True and without format: dense.",
+        )
+
+
+def _kept_scales(view: View, entry: Entry) -> set[str]:
+    """What a dense weight has beside it if its scheme is written in the format dense."""
+    if entry.form != "dense" or entry.kind == "other" or "weight_scale" not in entry.own:
+        return set()
+    scheme = view.written(entry)
+    if scheme is None or scheme.weights is None or scheme.format != "dense":
+        return set()
+    names = {"weight_scale", *expected_tensors(scheme, 1, 1)}
+    if scheme.weights.strategy == "tensor_group":
+        names.add("weight_global_scale")
+    if not scheme.weights.symmetric:
+        names.add("weight_zero_point")
+    return names & KNOWN
 
 
 _STRAY = "Remove the tensor."

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which formats can hold the weights of a scheme, where one is asked for by name."""
+
+from __future__ import annotations
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+from llmcompressor.schemes.checks import describe
+from llmcompressor.schemes.presets import format_of
+
+__all__ = ["fitting_formats", "misfit"]
+
+_BYTE, _WIDEST = 8, 32
+
+
+def fitting_formats(scheme: QuantizationScheme) -> tuple[str, ...]:
+    """The formats from which readers get the weights of ``scheme`` back, its own first.
+
+    >>> from llmcompressor.schemes.presets import preset_scheme
+    >>> fitting_formats(preset_scheme("W8A8"))
+    ('int-quantized', 'naive-quantized', 'pack-quantized')
+    """
+    own = format_of(scheme.model_copy(update={"format": None}))
+    if scheme.weights is None:
+        return (own,)
+    return (own, *(name for name in _known(scheme.weights) if name != own))
+
+
+def _known(weights: QuantizationArgs) -> tuple[str, ...]:
+    if weights.type == "float":  # the 4-bit floats have one format each
+        return ("float-quantized", "naive-quantized") if weights.num_bits == _BYTE else ()
+    plain = ("int-quantized", "naive-quantized") if weights.num_bits <= _WIDEST else ()
+    return (*plain, "pack-quantized") if weights.num_bits <= _BYTE else plain
+
+
+def misfit(scheme: QuantizationScheme, form: str) -> tuple[str, str] | None:
+    """Why ``form`` cannot hold the weights of ``scheme``, and what to do; ``None`` if it can.
+
+    A reader would take what is written for something else, and find other weights.
+
+    >>> from llmcompressor.schemes.presets import preset_scheme
+    >>> misfit(preset_scheme("W4A16"), "float-quantized")[0]
+    'float-quantized holds no weights in int4 group 128'
+    """
+    fitting = fitting_formats(scheme)
+    if form == "dense" or form in fitting:
+        return None
+    return (
+        f"{form} holds no weights {describe(scheme)}",
+        f"What holds them: {', '.join(fitting)}. Left out, it is {fitting[0]}.",
+    )
