@@ -123,7 +123,7 @@ def learned() -> list[Any]:
 
 
 def dropped() -> list[Any]:
-    """Experts go when all batches have come to them; what comes behind in the next pass has none."""
+    """Experts go when all batches have come; what comes behind in the next pass has none."""
     return [
         REAPPruningModifier(sparsity=0.25),
         GPTQModifier(targets=_ATTENTION, scheme="W4A16"),

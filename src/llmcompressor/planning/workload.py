@@ -262,9 +262,7 @@ def _block_work(
         for names in _shared_inputs(own, entering)
     ]
     forward, attention = _run_once(part.modules, widths)
-    stopped = _stopped(part, own, level)
-    aside = {name: one for name, one in part.modules.items() if one not in stopped}
-    forward_aside, attention_aside = _run_once(aside, widths)
+    forward_aside, attention_aside = _run_once(_aside(part, own, level), widths)
     inputs = [one.in_features for one in part.modules.values() if isinstance(one, Linear)]
     return BlockWork(
         part.name,
@@ -285,12 +283,19 @@ def _run_once(modules: Mapping[str, Module], widths: Widths) -> tuple[int, int]:
     return forward, attentions * widths.heads
 
 
-def _stopped(part: Part, own: Mapping[str, Module], level: Granularity | None) -> set[Module]:
-    """What lies in the stops of a block, where these are parts of it; all of it elsewhere."""
+def _aside(part: Part, own: Mapping[str, Module], level: Granularity | None) -> dict[str, Module]:
+    """What lies in none of a block's stops, where these are parts of it; nothing elsewhere.
+
+    By name: the block may have lost modules that still count.
+    """
     if level is not Granularity.SUB_BLOCK or part.name == REST or not own:
-        return set(part.modules.values())
-    stops = sub_blocks(part.modules[part.name], part.name, set(own.values()))
-    return {inner for stop in stops for inner in stop.modules()}
+        return {}
+    stops = sub_blocks(part.modules[part.name], part.name, set(own.values())).values()
+    return {
+        name: one
+        for name, one in part.modules.items()
+        if not any(f"{name}.".startswith(f"{stop}.") for stop in stops)
+    }
 
 
 def _waves(part: Part, *, every: bool) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:

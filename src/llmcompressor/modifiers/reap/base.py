@@ -241,7 +241,7 @@ class REAPPruningModifier(Modifier):
         return count
 
     def on_sequential_epoch_end(
-        self, state: State, event: Event, *, modules: Sequence[Module] = (), **kwargs: Any
+        self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
         """Drop experts of what has seen all batches, unless the model stays as it was."""
         if state.propagates:
