@@ -80,6 +80,14 @@ def ready(**fields):
 # ---- fields
 
 
+@pytest.mark.parametrize("targets", ["", [""], ["Linear", ""]])
+def test_an_empty_name_is_no_target(targets):
+    """The name of the model itself: all of it would be taken."""
+    with pytest.raises(RecipeError, match="an empty name stands for the whole model"):
+        Pruner(targets=targets)
+    Pruner(targets=[])
+
+
 def test_public_names():
     assert modifiers.__all__ == ["Modifier", "ModifierFactory"]
     assert all(hasattr(modifiers, name) for name in modifiers.__all__)

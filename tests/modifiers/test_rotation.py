@@ -361,6 +361,7 @@ def test_rotations_come_first() -> None:
     ("fields", "message"),
     [
         ({"rotations": ["R1", "r1"]}, "at most once"),
+        ({"rotations": None}, r"rotations are \[\]"),
         ({"rotations": ["R5"]}, "R1"),
         ({"transform_type": "hadamar"}, "hadamard"),
         ({"precision": "float46"}, "no precision 'float46'"),

@@ -24,6 +24,7 @@ from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import SpinQuantModifier
+from llmcompressor.numerics.awq import candidates
 from llmcompressor.pipelines import experts
 from llmcompressor.planning import passes, workload
 
@@ -148,6 +149,15 @@ def test_as_many_products_are_planned_as_rotations_make(kind: Any, tmp_path: Pat
         oneshot(model=str(source), recipe=recipe(), output_dir=tmp_path / "out", verify=False)
     wide, narrow = counter.found[torch.float64], counter.found[torch.float32]
     assert found.operations.solve == pytest.approx(2 * wide + narrow, rel=0.3)
+
+
+def test_both_ways_of_scaling_are_planned_as_one_grid() -> None:
+    """They share the points; so many runs are made of each parent (see ``numerics.awq``)."""
+    ones = torch.ones(4)
+    for points in (2, 3, 10, 21):
+        for duo in (True, False, "both"):
+            searching, _ = AWQModifier(n_grid=points, duo_scaling=duo)  # and one that rounds
+            assert searching._points == len(list(candidates(ones, ones, points, duo)))
 
 
 def planned_visits(folder: Path, modifier: Any) -> int:

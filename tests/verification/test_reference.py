@@ -160,6 +160,29 @@ def test_the_error_is_that_of_the_weights(tmp_path: Path) -> None:
     assert by_module[UP].cosine == pytest.approx(float(cosine), abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("modifiers", "holds", "other"),
+    [
+        ("LogarithmicEqualizationModifier", set(), set()),
+        ("ModifierOfOthers", set(), {("R3", UP)}),
+        ("QuantizationModifier", {("R3", UP)}, {("R3", UP)}),
+    ],
+)
+def test_columns_that_were_scaled_are_not_another_weight(
+    modifiers: str, holds: set[object], other: set[object], tmp_path: Path
+) -> None:
+    """Where that may have been done: the error is large then, and the direction nearly the same."""
+    checkpoint, source = made(dense(), "W8A16"), plain(made, dense())
+    recipe = f"one_stage:\n  one_modifiers:\n    {modifiers}: {{}}\n"
+    checkpoint.files["recipe.yaml"] = recipe.encode()
+    folder = checkpoint.write(tmp_path / "checkpoint")
+    weight = source.tensors[f"{UP}.weight"]
+    source.tensors[f"{UP}.weight"] = weight / torch.linspace(2, 5, weight.shape[1]).to(weight)
+    assert bad(folder, source.write(tmp_path / "scaled")) == holds
+    source.tensors[f"{UP}.weight"] = torch.randn_like(weight)
+    assert bad(folder, source.write(tmp_path / "other")) == other
+
+
 @pytest.fixture(scope="module")
 def split_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An original with gate, q, k and v in one tensor, and gate and up, which are modules here."""

@@ -318,6 +318,18 @@ class Modifier(HooksMixin):
         return [cls(**fields)]
 
     @model_validator(mode="after")
+    def _check_no_empty_target(self) -> Self:
+        """An empty name is that of the whole model: nobody means it."""
+        given = getattr(self, "targets", None)
+        named = [given] if isinstance(given, str) else given
+        if isinstance(named, list | tuple) and "" in named:
+            raise RecipeError(
+                f"targets is {given!r}: an empty name stands for the whole model",
+                "Give a name, a class name such as Linear, or a 're:' pattern.",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_numbers(self) -> Self:
         for name in ("start", "end", "update"):
             value = getattr(self, name)

@@ -37,6 +37,8 @@ __all__ = [
 _FROM_FILES = frozenset(
     {"quantization_config", "compression_config", "architectures", "dtype", "torch_dtype"}
 )
+_MOST_LAYERS = 4096
+"""Building takes time for each: of more than this a configuration is damaged."""
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks|block)\.\d+\.")
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.")
 
@@ -155,7 +157,7 @@ def build_others(
 
 def bare_model(config: Mapping[str, Any]) -> Any:
     """The model that a configuration describes, without data; ``None`` if it cannot be built."""
-    found = _class_and_settings(config)
+    found = None if _most_layers(config) > _MOST_LAYERS else _class_and_settings(config)
     if found is None:
         return None
     kind, settings = found
@@ -164,6 +166,17 @@ def bare_model(config: Mapping[str, Any]) -> Any:
             return kind(settings)
     except Exception:  # a class of any kind, and what it refuses other rules speak of
         return None
+
+
+def _most_layers(config: Mapping[str, Any]) -> int:
+    """The largest number of layers that is given at any level."""
+    found = 0
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found = max(found, _most_layers(value))
+        elif type(value) is int and "layer" in key:
+            found = max(found, value)
+    return found
 
 
 def refusal(config: Mapping[str, Any]) -> str:

@@ -249,7 +249,7 @@ class AWQModifier(SmoothingMixin):
     @property
     def _points(self) -> int:
         """Candidates of a set."""
-        return self.n_grid * (2 if self.duo_scaling == "both" else 1)
+        return 2 * max(self.n_grid // 2, 2) if self.duo_scaling == "both" else self.n_grid
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """What is quantized by now is not clipped: only what a later modifier quantizes is."""

@@ -98,7 +98,7 @@ class SpinQuantModifier(RotationModifier):
     @field_validator("rotations", mode="before")
     @classmethod
     def _read_rotations(cls, value: Any) -> Any:
-        names = [value] if isinstance(value, str) else list(value)
+        names = [value] if isinstance(value, str) else list(value or ())
         read = [str(getattr(name, "value", name)).upper() for name in names]
         if not read or len(set(read)) < len(read):
             raise RecipeError(
