@@ -349,6 +349,28 @@ def test_a_starved_expert_can_be_an_error(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("policy", ["all_tokens", "neighbours", "rtn"])
+def test_a_policy_that_cannot_act_says_so(
+    policy: str, source: tuple[PreTrainedModel, Path], warned: list[str]
+) -> None:
+    def said(**arguments: Any) -> list[str]:
+        warned.clear()
+        oneshot(
+            model=str(source[1]),
+            recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
+            dataset=mixtures.rows(),
+            starved_experts=policy,
+            **arguments,
+        )
+        return [text for text in warned if f"{policy!r} has no effect" in text]
+
+    routed_alone = {"moe_calibrate_all_experts": False, "min_tokens_per_module": 0.9}
+    (one,) = said(pipeline="basic", **routed_alone)
+    assert "model.layers.0.mlp.experts." in one
+    assert not said(pipeline="sequential", **routed_alone)
+    assert not said(pipeline="basic", min_tokens_per_module=0.9)  # each sees all tokens
+
+
 def test_a_static_scale_wants_that_something_is_shown(
     source: tuple[PreTrainedModel, Path], tmp_path: Path
 ) -> None:

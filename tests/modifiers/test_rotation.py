@@ -367,6 +367,13 @@ def test_rotations_come_first() -> None:
         ({"precision": "float46"}, "no precision 'float46'"),
         ({"rotation": ["R1"]}, "no such field"),
         ({"rotations": ["R4"], "learnable": True}, "learns R1 and R2"),
+        ({"learning_rate": float("inf")}, "'learning_rate'.*finite"),
+        ({"learning_rate": float("nan")}, "'learning_rate'.*nan"),
+        ({"transform_config": {"config_groups": {}}}, "'transform_config': it has no scheme"),
+        (
+            {"transform_config": {"config_groups": {"own": {"type": "hadamard", "apply": []}}}},
+            "'transform_config': it has no scheme",
+        ),
     ],
 )
 def test_fields_are_checked(fields: dict[str, Any], message: str) -> None:

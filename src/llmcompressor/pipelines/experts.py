@@ -138,13 +138,30 @@ class ExpertWatch(HooksMixin):
                 mixture.starved[one] = self._policy
 
     def all_ran(self) -> None:
-        """All batches have run and none waited: what experts were shown is decided.
+        """All batches have run and none waited: experts were shown what was routed to them.
 
         Raises:
             DatasetError: an expert got too few, and that is to be an error.
         """
+        undecided = [one for one in self._names if one in self._undecided]
         if self._policy == "error":
-            self.decide([one for one in self._names if one in self._undecided])
+            self.decide(undecided)
+            return
+        starved = [
+            f"{self._names[mixture]}.{expert} ({count})"
+            for mixture in undecided
+            for expert, count in enumerate(mixture.tokens)
+            if count < self._least
+        ]
+        if starved:
+            experts = sum(mixture.num_experts for mixture in undecided)
+            logger.warning(
+                f"Fewer than {ceil(self._least)} calibration tokens reached {len(starved)} of "
+                f"{experts} experts: {listed(starved)}. starved_experts={self._policy!r} has no "
+                "effect here, as nothing waits until the routes are known: those without tokens "
+                "are rounded to nearest or pruned by magnitude, the others are calibrated with "
+                "what they got. Choose pipeline='sequential', or set moe_calibrate_all_experts."
+            )
 
     # ------------------------------------------------------------------ helpers
 

@@ -89,7 +89,7 @@ class SpinQuantModifier(RotationModifier):
     norm_mappings: list[NormMapping] | None = None
     transform_config: TransformConfig | None = None
     learning_steps: int = Field(default=100, gt=0)
-    learning_rate: float = Field(default=0.15, gt=0)
+    learning_rate: float = Field(default=0.15, gt=0, allow_inf_nan=False)
 
     _stream: Stream | None = PrivateAttr(None)
     _learnable: dict[str, int] = PrivateAttr(default_factory=dict)
@@ -105,6 +105,16 @@ class SpinQuantModifier(RotationModifier):
                 f"rotations are {names}", "Name each of R1, R2, R3 and R4 at most once."
             )
         return read
+
+    @field_validator("transform_config")
+    @classmethod
+    def _check_config(cls, value: TransformConfig | None) -> TransformConfig | None:
+        if value is not None and not any(one.apply for one in value.config_groups.values()):
+            raise RecipeError(
+                "it has no scheme that is applied to anything, so nothing is rotated",
+                "Give config_groups a scheme with apply, or leave transform_config out.",
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_learnable(self) -> Self:
