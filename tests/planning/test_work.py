@@ -156,7 +156,7 @@ def test_both_ways_of_scaling_are_planned_as_one_grid() -> None:
     ones = torch.ones(4)
     for points in (2, 3, 10, 21):
         for duo in (True, False, "both"):
-            searching, _ = AWQModifier(n_grid=points, duo_scaling=duo)  # and one that rounds
+            (searching,) = AWQModifier(n_grid=points, duo_scaling=duo)
             assert searching._points == len(list(candidates(ones, ones, points, duo)))
 
 
