@@ -79,8 +79,8 @@ PUBLIC = {
     "llmcompressor.modeling.moe.linearize": ["linearize_moe", "load_quantizable_moe"],
     "llmcompressor.modifiers": ["Modifier", "ModifierFactory"],
     "llmcompressor.modifiers.autoround": ["AutoRoundModifier"],
-    "llmcompressor.modifiers.awq": ["AWQMapping", "AWQModifier"],
-    "llmcompressor.modifiers.awq.mappings": ["AWQMapping"],
+    "llmcompressor.modifiers.awq": ["AWQMapping", "AWQModifier", "AWQ_MAPPING_REGISTRY"],
+    "llmcompressor.modifiers.awq.mappings": ["AWQMapping", "AWQ_MAPPING_REGISTRY"],
     "llmcompressor.modifiers.distillation": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.distillation.output": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.gptq": ["GPTQModifier"],
@@ -89,6 +89,8 @@ PUBLIC = {
     "llmcompressor.modifiers.logarithmic_equalization.base": ["LogarithmicEqualizationModifier"],
     "llmcompressor.modifiers.modifier": ["Modifier"],
     "llmcompressor.modifiers.obcq": ["SparseGPTModifier"],
+    "llmcompressor.modifiers.obcq.base": ["SparseGPTModifier"],
+    "llmcompressor.modifiers.obcq.sgpt_base": ["SparseGPTModifier"],
     "llmcompressor.modifiers.pruning": [
         "ConstantPruningModifier",
         "GradualPruningModifier",
@@ -132,6 +134,7 @@ PUBLIC = {
         "SmoothQuantMapping",
         "SmoothQuantModifier",
     ],
+    "llmcompressor.modifiers.smoothquant.utils": ["MAPPINGS_REGISTRY"],
     "llmcompressor.modifiers.sparsity": ["SparseGPTModifier", "WandaPruningModifier"],
     "llmcompressor.modifiers.transform": [
         "AWQMapping",
@@ -141,9 +144,9 @@ PUBLIC = {
         "SmoothQuantModifier",
         "SpinQuantModifier",
     ],
-    "llmcompressor.modifiers.transform.awq": ["AWQMapping", "AWQModifier"],
+    "llmcompressor.modifiers.transform.awq": ["AWQMapping", "AWQModifier", "AWQ_MAPPING_REGISTRY"],
     "llmcompressor.modifiers.transform.awq.base": ["AWQModifier"],
-    "llmcompressor.modifiers.transform.awq.mappings": ["AWQMapping"],
+    "llmcompressor.modifiers.transform.awq.mappings": ["AWQMapping", "AWQ_MAPPING_REGISTRY"],
     "llmcompressor.modifiers.transform.quip": ["QuIPModifier"],
     "llmcompressor.modifiers.transform.quip.base": ["QuIPModifier"],
     "llmcompressor.modifiers.transform.smoothquant": ["SmoothQuantMapping", "SmoothQuantModifier"],
@@ -151,14 +154,21 @@ PUBLIC = {
         "SmoothQuantMapping",
         "SmoothQuantModifier",
     ],
+    "llmcompressor.modifiers.transform.smoothquant.utils": ["MAPPINGS_REGISTRY"],
     "llmcompressor.modifiers.transform.spinquant": [
         "NormMapping",
         "SpinQuantMapping",
         "SpinQuantModifier",
     ],
     "llmcompressor.modifiers.transform.spinquant.base": ["SpinQuantModifier"],
-    "llmcompressor.modifiers.transform.spinquant.mappings": ["SpinQuantMapping"],
-    "llmcompressor.modifiers.transform.spinquant.norm_mappings": ["NormMapping"],
+    "llmcompressor.modifiers.transform.spinquant.mappings": [
+        "SPINQUANT_MAPPING_REGISTRY",
+        "SpinQuantMapping",
+    ],
+    "llmcompressor.modifiers.transform.spinquant.norm_mappings": [
+        "NORM_MAPPING_REGISTRY",
+        "NormMapping",
+    ],
     "llmcompressor.modifiers.utils.hooks": ["HooksMixin"],
     "llmcompressor.observers": ["Observer"],
     "llmcompressor.observers.base": ["MinMaxTuple", "Observer", "QParamsDict"],
@@ -220,6 +230,12 @@ ALIASES = {
         "llmcompressor.modifiers.smoothquant:LogarithmicEqualizationModifier"
     ),
     "llmcompressor.modifiers.obcq:SparseGPTModifier": (
+        "llmcompressor.modifiers.sparsity:SparseGPTModifier"
+    ),
+    "llmcompressor.modifiers.obcq.base:SparseGPTModifier": (
+        "llmcompressor.modifiers.sparsity:SparseGPTModifier"
+    ),
+    "llmcompressor.modifiers.obcq.sgpt_base:SparseGPTModifier": (
         "llmcompressor.modifiers.sparsity:SparseGPTModifier"
     ),
     "llmcompressor.modifiers.pruning:GradualPruningModifier": (

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcompressor.core.events import Event, EventType
+from llmcompressor.errors import InputError
 
 steps = st.integers(0, 10_000)
 counts = st.integers(1, 500)
@@ -71,6 +72,18 @@ def test_setting_the_index_moves_step_and_batch(per_epoch, per_step, value, step
     event = Event(steps_per_epoch=per_epoch, batches_per_step=per_step)
     event.current_index = value
     assert (event.global_step, event.global_batch) == (step, batch)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"steps_per_epoch": 0}, {"steps_per_epoch": -2}, {"global_step": -3}, {"global_batch": -1}],
+)
+def test_counts_that_no_run_has_are_refused(fields):
+    ((name, value),) = fields.items()
+    with pytest.raises(InputError, match=f"{name} is {value}, and"):
+        Event(**fields)
+    with pytest.raises(InputError, match=f"{name} is {value}, and"):
+        Event().new_instance(**fields)
 
 
 def test_new_instance_is_independent():

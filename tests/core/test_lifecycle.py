@@ -15,7 +15,7 @@ from pydantic import PrivateAttr
 from torch import nn
 
 from llmcompressor.core import CompressionLifecycle, EventType, State
-from llmcompressor.errors import LifecycleError
+from llmcompressor.errors import InputError, LifecycleError
 from llmcompressor.modifiers import Modifier
 
 BATCH = [
@@ -507,3 +507,16 @@ def test_modifiers_are_initialized_on_what_those_before_them_will_leave(fails):
     assert list(model.named_children()) == before
     assert [hasattr(one, "mark") for one in model] == [True, True, False]
     assert [len(list(one.parameters())) for one in model] == [3, 1, 2]
+
+
+def test_counts_that_no_run_has_change_nothing():
+    lifecycle = CompressionLifecycle()
+    with pytest.raises(InputError, match="steps_per_epoch is 0"):
+        lifecycle.initialize(recipe=[Recorder()], model=nn.Linear(2, 2), steps_per_epoch=0)
+    assert lifecycle.state.steps_per_epoch is None
+    lifecycle.initialize(recipe=[Recorder()], model=nn.Linear(2, 2), steps_per_epoch=2)
+    lifecycle.event(EventType.BATCH_START, global_step=1)
+    with pytest.raises(InputError, match="global_step is -3"):
+        lifecycle.event(EventType.LOSS_CALCULATED, global_step=-3, loss=1.0)
+    assert lifecycle.global_step == 1
+    lifecycle.event(EventType.LOSS_CALCULATED, loss=1.0)

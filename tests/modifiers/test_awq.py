@@ -20,7 +20,7 @@ from llmcompressor.modeling.mapped_places import SmoothSet
 from llmcompressor.modifiers import awq as old_path
 from llmcompressor.modifiers.awq.parents import ParentRuns
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+from llmcompressor.modifiers.transform.awq import AWQ_MAPPING_REGISTRY, AWQMapping, AWQModifier
 from llmcompressor.recipe import Recipe
 
 WEIGHTS: dict[str, Any] = {
@@ -288,6 +288,16 @@ def test_without_a_modifier_that_quantizes_it_is_refused() -> None:
 def test_nothing_quantized_in_its_mappings_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to work for"):
         tiny.run(tiny.llama(), AWQModifier(), rounding(ignore=["re:.*layers.*"]))
+
+
+def test_registered_mappings_are_those_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping = AWQMapping("re:.*v_proj$", ["re:.*o_proj$"])
+    monkeypatch.setitem(AWQ_MAPPING_REGISTRY, "LlamaForCausalLM", [mapping])
+    with pytest.raises(TargetError, match=r"None of the mappings.*v_proj has .* rows and .*o_proj"):
+        tiny.run(tiny.llama(), AWQModifier(), rounding())
+    monkeypatch.setitem(AWQ_MAPPING_REGISTRY, "OtherForCausalLM", [mapping])
+    monkeypatch.delitem(AWQ_MAPPING_REGISTRY, "LlamaForCausalLM")
+    tiny.run(tiny.llama(), AWQModifier(), rounding())
 
 
 def test_values_of_grouped_heads_alone_are_refused_with_the_reason() -> None:

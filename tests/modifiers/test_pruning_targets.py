@@ -182,7 +182,10 @@ def gradual(**changes: Any) -> MagnitudePruningModifier:
         ({"final_sparsity": 60}, "'final_sparsity'.*less than or equal to 1"),
         ({"init_sparsity": 0.6}, r"final_sparsity \(0\.5\) is below init_sparsity \(0\.6\)"),
         ({"targets": []}, "'targets': there is no target"),
-        ({"mask_structure": "4:2"}, "no mask structure '4:2'.*Choose unstructured"),
+        (
+            {"mask_structure": "4:2"},
+            "'mask_structure': .*no mask structure '4:2'.*Choose unstructured",
+        ),
         ({"mask_structure": "1:4"}, r"final_sparsity is 0\.5, and 1:4 has 0\.25\."),
         ({"update_scheduler": "qubic"}, "no schedule named 'qubic'.*Did you mean cubic"),
         ({"scheduler_args": {"power": 2}}, "'cubic' has no argument 'power'.*It takes: none"),

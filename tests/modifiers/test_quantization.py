@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from llmcompressor.core import EventType, State, active_session
-from llmcompressor.errors import InputError, NonFiniteError, TargetError
+from llmcompressor.errors import InputError, NonFiniteError, RecipeError, TargetError
+from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization.rounding import QuantizationModifier
 from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.presets import PRESETS
 
+STRANGE: dict[str, Any] = {"targets": ["Linear"], "weights": {"num_bits": 8, "observer": "foo"}}
 FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 INT8: dict[str, Any] = {"num_bits": 8, "strategy": "tensor"}
 ATTENTION: dict[str, Any] = {"states": {"targets": ["LlamaAttention"], "input_activations": FP8}}
@@ -405,6 +408,31 @@ def test_fields_that_contradict_each_other_are_refused_without_a_model(
 ) -> None:
     with pytest.raises(InputError, match=message):
         QuantizationModifier(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"scheme": "W4A16", "weight_observer": "foo"}, "weight_observer"),
+        ({"scheme": "FP8", "observer": {"input": "foo"}}, r"observer\.input"),
+        ({"scheme": STRANGE}, "scheme"),
+        ({"config_groups": {"own": STRANGE}}, r"config_groups\.own\.weights"),
+        ({"kv_cache_scheme": {**FP8, "observer": "foo"}}, "kv_cache_scheme"),
+    ],
+)
+def test_an_observer_that_is_not_known_is_told_with_its_field(
+    fields: dict[str, Any], where: str
+) -> None:
+    said = f"^QuantizationModifier: field '{where}': There is no observer named 'foo'"
+    with pytest.raises(RecipeError, match=said):
+        tiny.run(tiny.llama(), QuantizationModifier(ignore=["lm_head"], **fields))
+
+
+@pytest.mark.parametrize("kind", [GPTQModifier, AutoRoundModifier, HQQModifier])
+def test_each_quantizer_tells_the_field_of_a_strange_observer(kind: Any) -> None:
+    said = f"^{kind.__name__}: field 'weight_observer': There is no observer named 'foo'"
+    with pytest.raises(RecipeError, match=said):
+        tiny.run(tiny.llama(), kind(scheme="W4A16", ignore=["lm_head"], weight_observer="foo"))
 
 
 def test_a_named_head_is_untied_unless_it_is_to_stay_tied() -> None:

@@ -35,7 +35,11 @@ from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import NormMapping, QuIPModifier, SpinQuantModifier
-from llmcompressor.modifiers.rotation.mappings import SpinQuantMapping
+from llmcompressor.modifiers.rotation.mappings import (
+    NORM_MAPPING_REGISTRY,
+    SPINQUANT_MAPPING_REGISTRY,
+    SpinQuantMapping,
+)
 from llmcompressor.recipe import Recipe
 
 DATA = batches(number=2)
@@ -226,6 +230,24 @@ def test_mappings_say_what_parts_are() -> None:
     run(found, SpinQuantModifier(rotations=ALL))
     for one, other in zip(said.parameters(), found.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_registered_parts_are_those_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: Any = {
+        **dict.fromkeys(("attn", "attn_q", "attn_k", "attn_v", "attn_o"), "nowhere"),
+        "embedding": "nowhere", "mlp_in": "nowhere", "mlp_out": "nowhere",
+        "lm_head": "lm_head",
+    }  # fmt: skip
+    norms = [NormMapping(norm="re:.*nowhere$", linears=["re:.*q_proj$"])]
+    for registry, value in (
+        (SPINQUANT_MAPPING_REGISTRY, SpinQuantMapping(**wrong)),
+        (NORM_MAPPING_REGISTRY, norms),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(registry, "LlamaForCausalLM", value)
+            with pytest.raises(TargetError, match="nowhere"):
+                run(lively(llama()), SpinQuantModifier(rotations=["R1"]))
+    run(lively(llama()), SpinQuantModifier(rotations=["R1"]))
 
 
 def test_a_config_of_transforms_is_applied() -> None:

@@ -18,6 +18,7 @@ from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.logarithmic_equalization import LogarithmicEqualizationModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantMapping, SmoothQuantModifier
+from llmcompressor.modifiers.smoothquant.utils import MAPPINGS_REGISTRY
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
 from llmcompressor.recipe import Recipe
 
@@ -71,6 +72,21 @@ def test_padding_does_not_count() -> None:
     tiny.run(padded, SmoothQuantModifier(), data=tiny.padded(tiny.batches(), by=9))
     for one, other in zip(plain.parameters(), padded.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_registered_mappings_are_taken_where_the_recipe_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named, registered, overridden = (tiny.llama() for _ in range(3))
+    tiny.run(named, SmoothQuantModifier(mappings=OLD_FORM[:1]))
+    monkeypatch.setitem(MAPPINGS_REGISTRY, "LlamaForCausalLM", OLD_FORM[:1])
+    tiny.run(registered, SmoothQuantModifier())
+    tiny.run(overridden, SmoothQuantModifier(mappings=OLD_FORM))
+    of = [torch.stack([one.abs().sum() for one in m.parameters()]) for m in (named, registered)]
+    assert torch.equal(*of)
+    mlp = [m.model.layers[0].mlp.gate_proj.weight for m in (tiny.llama(), registered, overridden)]
+    assert torch.equal(mlp[0], mlp[1])
+    assert not torch.equal(mlp[0], mlp[2])
 
 
 def test_named_mappings_do_what_found_ones_do() -> None:

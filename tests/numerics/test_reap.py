@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcompressor.errors import InputError
+from llmcompressor.errors import InputError, NonFiniteError
 from llmcompressor.numerics import reap
 from llmcompressor.numerics.reap import Saliency, dropped_experts
 
@@ -67,3 +67,6 @@ def test_the_least_go_and_groups_lose_as_many() -> None:
     assert dropped_experts(torch.zeros(10), 0.3) == [0, 1, 2]
     with pytest.raises(InputError, match="3 groups"):
         dropped_experts(saliency, 0.5, groups=3)
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(NonFiniteError, match=r"experts \[2\] is NaN or infinite"):
+            dropped_experts(torch.tensor([3.0, 1.0, bad, 2.0]), 0.5)

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from llmcompressor.errors import InputError
 from llmcompressor.numerics.masks import NofM, Source, grow_masks
 from llmcompressor.numerics.owl import outlier_count, sparsities
 from llmcompressor.numerics.sparse_choice import (
@@ -40,6 +41,17 @@ def test_a_weight_pruned_by_parts_is_what_the_choice_leaves(rows: int, group: No
     assert torch.equal(pruned_RC, weight_RC.masked_fill(~kept_RC, 0))
     assert pruned_RC.dtype == torch.bfloat16
     torch.testing.assert_close(lost_R, (score_RC * ~kept_RC).square().sum(-1))
+
+
+def test_columns_make_whole_groups() -> None:
+    weight_RC, mean_square_C = torch.randn(3, 10), torch.rand(10)
+    said = "10 columns do not make groups of 4, which 2:4 asks for"
+    with pytest.raises(InputError, match=said):
+        wanda_prune(weight_RC, mean_square_C, 0.5, NofM(2, 4))
+    with pytest.raises(InputError, match=said):
+        wanda_keeps(wanda_score(weight_RC, mean_square_C), 0.5, NofM(2, 4))
+    pruned_RC, _ = wanda_prune(weight_RC, mean_square_C, 0.5, NofM(1, 5))
+    assert int((pruned_RC == 0).sum()) == 6
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.4, 1.0])

@@ -79,10 +79,11 @@ class CompressionLifecycle:
             What the modifiers returned, without ``None``.
 
         Raises:
-            InputError: the lifecycle was finalized.
+            InputError: the lifecycle was finalized, or an epoch is to have no step.
             RecipeError: the recipe cannot be used.
         """
         self._expect_not_finalized("initialize")
+        Event(steps_per_epoch=kwargs.get("steps_per_epoch"))  # refuses an epoch without steps
         self.state.hardware = Hardware.detect(kwargs.get("model", self.state.model))
         unknown = self.state.update(**kwargs)
         if not self._seen_event:
@@ -111,6 +112,8 @@ class CompressionLifecycle:
             InputError: the event may not come now; nothing has changed then.
         """
         self._validate(event_type, kwargs)
+        if global_step is not None:
+            Event(global_step=global_step)  # refuses what is no number of steps
         self._advance(event_type, global_step)
         self._note(event_type, kwargs)
         event = Event(

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmcompressor.errors import InputError
+from llmcompressor.errors import InputError, NonFiniteError
+from llmcompressor.numerics.finite import is_finite
 
 __all__ = ["Saliency", "dropped_experts"]
 
@@ -91,6 +92,10 @@ def dropped_experts(saliency_E: Tensor, sparsity: float, groups: int = 1) -> lis
     Returns:
         Their numbers, rising. Of equals the first goes first.
 
+    Raises:
+        InputError: the experts do not make groups of one size.
+        NonFiniteError: a saliency is NaN or infinite.
+
     >>> dropped_experts(torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0, 6.0]), 0.5)
     [0, 1, 2]
     >>> dropped_experts(torch.tensor([3.0, 1.0, 2.0, 5.0, 4.0, 6.0]), 0.5, groups=2)
@@ -101,6 +106,9 @@ def dropped_experts(saliency_E: Tensor, sparsity: float, groups: int = 1) -> lis
             f"{len(saliency_E)} experts do not make {groups} groups of one size.",
             "Check the model's configuration.",
         )
+    if not is_finite(saliency_E):
+        bad = (~saliency_E.isfinite()).nonzero().flatten().tolist()
+        raise NonFiniteError(f"The saliency of experts {bad} is NaN or infinite.")
     size = len(saliency_E) // groups
     count = int(size * sparsity + 1e-9)  # 0.3 of 10 are 3, whatever the floats say
     order_GS = saliency_E.reshape(groups, size).argsort(dim=-1, stable=True)

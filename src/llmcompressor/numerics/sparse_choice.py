@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmcompressor.errors import InputError
 from llmcompressor.numerics.masks import NofM, zeros_of
 from llmcompressor.numerics.selection import Pool, find_cut, take
 
@@ -140,13 +141,21 @@ def keep_best_of_groups(score_CR: Tensor, group: NofM, gone_CR: Tensor | None = 
     Returns:
         0 and 1 in the dtype of ``score_CR``, ``[..., C, R]``.
 
+    Raises:
+        InputError: the columns do not make whole groups.
+
     >>> score = torch.tensor([[3.0], [1.0], [2.0], [4.0]])
     >>> keep_best_of_groups(score, NofM(2, 4)).flatten().tolist()
     [1.0, 0.0, 0.0, 1.0]
     """
+    M, C = group.group, score_CR.shape[-2]
+    if C % M:
+        raise InputError(
+            f"{C} columns do not make groups of {M}, which {group.zeros}:{M} asks for.",
+            "Leave this weight out, or choose groups whose size divides its columns.",
+        )
     if gone_CR is not None:
         score_CR = score_CR.masked_fill(gone_CR, -1)
-    M = group.group
     score_GMR = score_CR.reshape(*score_CR.shape[:-2], -1, M, score_CR.shape[-1])
     rank_GMR = torch.empty_like(score_GMR)
     each_GR, ranks_GR = score_GMR.unbind(-2), rank_GMR.unbind(-2)

@@ -82,6 +82,9 @@ def wanda_prune(
     Returns:
         A new tensor like ``weight_RC``; Σ S² of what is gone, float32 ``[R]``.
 
+    Raises:
+        InputError: the columns do not make whole groups.
+
     >>> weight = torch.tensor([[1.0, -4.0, 3.0, -2.0]])
     >>> wanda_prune(weight, torch.tensor([1.0, 1.0, 1.0, 4.0]), 0.5)
     (tensor([[ 0., -4.,  0., -2.]]), tensor([10.]))

@@ -114,6 +114,7 @@ class QuantizationMixin(Modifier):
     _global_scales: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
     _ranges: dict[Module, Range] = PrivateAttr(default_factory=dict)
     _attention: dict[Module, str] = PrivateAttr(default_factory=dict)
+    _observers_known: bool = PrivateAttr(False)
     _observers: ActivationObservers | None = PrivateAttr(None)
 
     # ------------------------------------------------------------------ declarations
@@ -145,6 +146,14 @@ class QuantizationMixin(Modifier):
             )
         return self._resolved
 
+    def _with_observers(self) -> ResolvedSchemes:
+        """The schemes; their observers are looked up, which others may add until a run begins."""
+        resolved = self.resolve_quantization_config()
+        if not self._observers_known:
+            check_observers(resolved, type(self).__name__)
+            self._observers_known = True
+        return resolved
+
     def model_post_init(self, context: Any, /) -> None:
         """Refuse contradicting fields when the recipe is read, before any model is loaded."""
         super().model_post_init(context)
@@ -152,8 +161,12 @@ class QuantizationMixin(Modifier):
 
     @property
     def requires_calibration_data(self) -> bool:
-        """Whether a static activation scale, a cache scale or an observer asks for data."""
-        resolved = self.resolve_quantization_config()
+        """Whether a static activation scale, a cache scale or an observer asks for data.
+
+        Raises:
+            RecipeError: there is no observer of a name that a field gives.
+        """
+        resolved = self._with_observers()
         weighs = any(weighs_inputs(scheme.weights) for scheme in resolved.groups.values())
         return weighs or resolved.requires_calibration_data
 
@@ -211,8 +224,7 @@ class QuantizationMixin(Modifier):
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
         """Find the modules, check everything that can be checked, mark them with their scheme."""
-        model, resolved = state.model, self.resolve_quantization_config()
-        check_observers(resolved.groups.values(), resolved.kv_cache_scheme)
+        model, resolved = state.model, self._with_observers()
         check_targets(
             model, resolved.targets, resolved.ignore, allow_unmatched=self.allow_unmatched
         )

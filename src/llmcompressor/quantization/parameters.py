@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.errors import NonFiniteError
+from llmcompressor.errors import InputError, NonFiniteError, RecipeError
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.gptq import ColumnScales
 from llmcompressor.numerics.partition import dequantize_matrix, quantize_matrix
@@ -32,6 +31,7 @@ from llmcompressor.schemes.bridge import (
     scale_format_of,
     zero_dtype_of,
 )
+from llmcompressor.schemes.resolve import BASE_NAMES, ResolvedSchemes
 
 __all__ = [
     "WeightParameters",
@@ -120,25 +120,29 @@ def weight_amax(weight_RC: Tensor) -> Tensor:
     return torch.maximum(-least, greatest).float().reshape(1)
 
 
-def check_observers(
-    schemes: Iterable[QuantizationScheme], cache: QuantizationArgs | None = None
-) -> None:
+def check_observers(resolved: ResolvedSchemes, modifier: str = "") -> None:
     """Make every observer once that will be needed: its name and options are checked by that.
 
+    Args:
+        resolved: the schemes of the modifier.
+        modifier: its name; not given where the error gets it elsewhere, in its constructor.
+
     Raises:
-        InputError: there is no such observer, or it does not know one of its options.
+        RecipeError: there is no such observer, or it does not know one of its options.
     """
-    wanted = [("k", cache)] if cache is not None else []
-    for scheme in schemes:
-        wanted += [
-            ("weight", scheme.weights),
-            ("input", scheme.input_activations),
-            ("output", scheme.output_activations),
-        ]
-    for base_name, args in wanted:
+    wanted = [("kv_cache_scheme", "k", resolved.kv_cache_scheme)]
+    for (group, argument), where in resolved.observer_fields.items():
+        base_name = BASE_NAMES[argument]
+        wanted.append((where, base_name, getattr(resolved.groups[group], argument)))
+    for where, base_name, args in wanted:
         name = None if args is None else default_observer(args, base_name)
-        if args is not None and name is not None:
+        if args is None or name is None:
+            continue
+        try:
             Observer.load_from_registry(name, base_name=base_name, args=args)
+        except InputError as error:
+            owner = f"{modifier}: " if modifier else ""
+            raise RecipeError(f"{owner}field {where!r}: {error.problem}", error.remedy) from error
 
 
 def weighs_inputs(args: QuantizationArgs | None) -> bool:

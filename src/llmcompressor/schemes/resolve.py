@@ -28,9 +28,10 @@ from llmcompressor.schemes.parse import (
 )
 from llmcompressor.schemes.presets import is_preset, preset_scheme, with_format
 
-__all__ = ["ResolvedSchemes", "resolve_schemes"]
+__all__ = ["BASE_NAMES", "ResolvedSchemes", "resolve_schemes"]
 
-_BASE_NAMES = {"weights": "weight", "input_activations": "input", "output_activations": "output"}
+BASE_NAMES = {"weights": "weight", "input_activations": "input", "output_activations": "output"}
+"""What observers call the tensors that the arguments of a scheme are for."""
 _OBSERVER_KEYS = {
     "weights": "weights",
     "input": "input_activations",
@@ -48,6 +49,7 @@ class ResolvedSchemes:
         kv_cache_scheme: how keys and values are cached, or ``None``.
         bypass_divisibility_checks: the user's word that ragged groups are meant.
         allow_unmatched: the user's word that targets may match nothing.
+        observer_fields: where the recipe names the observer, by group and argument.
     """
 
     groups: Mapping[str, QuantizationScheme]
@@ -55,6 +57,7 @@ class ResolvedSchemes:
     kv_cache_scheme: QuantizationArgs | None = None
     bypass_divisibility_checks: bool = False
     allow_unmatched: bool = False
+    observer_fields: Mapping[tuple[str, str], str] = field(default_factory=dict, compare=False)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -148,6 +151,12 @@ def resolve_schemes(
         kv_cache_scheme=_cache_arguments(kv_cache_scheme),
         bypass_divisibility_checks=bypass_divisibility_checks,
         allow_unmatched=allow_unmatched,
+        observer_fields={
+            (name, argument): overrides.fields.get(argument)
+            or (f"config_groups.{name}.{argument}" if scheme is None else "scheme")
+            for name in groups
+            for argument in ARGUMENT_FIELDS
+        },
     )
 
 
@@ -238,6 +247,7 @@ class _Overrides:
     """Observers that a modifier sets for all its schemes, and which of them had an effect."""
 
     by_field: Mapping[str, str]
+    fields: Mapping[str, str]
     used: set[str] = field(default_factory=set)
 
     @classmethod
@@ -252,13 +262,15 @@ class _Overrides:
         pairs = zip(ARGUMENT_FIELDS, given, strict=True)
         single = {name: value for name, value in pairs if value is not None}
         if observer is None:
-            return cls(single)
+            return cls(single, {name: f"{BASE_NAMES[name]}_observer" for name in single})
         if single:
             raise RecipeError(
                 "observer is set, and so is weight_observer, input_observer or output_observer.",
                 "Keep either observer, with its keys weights, input and output, or the others.",
             )
-        return cls(_observer_fields(observer))
+        keys = {argument: f"observer.{key}" for key, argument in _OBSERVER_KEYS.items()}
+        named = _observer_fields(observer)
+        return cls(named, {argument: keys[argument] for argument in named})
 
     def applied(self, scheme: QuantizationScheme) -> QuantizationScheme:
         """A copy of ``scheme`` in which all arguments have their observer."""
@@ -266,7 +278,7 @@ class _Overrides:
         for name in ARGUMENT_FIELDS:
             args = getattr(scheme, name)
             if args is not None:
-                update[name] = _observed(args, _BASE_NAMES[name], self.by_field.get(name))
+                update[name] = _observed(args, BASE_NAMES[name], self.by_field.get(name))
                 if args.dynamic is not True:
                     self.used.add(name)
         return scheme.model_copy(update=update)

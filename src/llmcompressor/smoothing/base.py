@@ -74,8 +74,11 @@ class SmoothingMixin(Modifier):
     # ------------------------------------------------------------------ what a technique says
 
     @abstractmethod
-    def named(self) -> Sequence[Names] | None:
-        """The mappings of the recipe as targets; ``None`` where they are to be found."""
+    def named(self, model: Module) -> Sequence[Names] | None:
+        """The mappings as targets; ``None`` where they are to be found.
+
+        Those of the recipe, or those that are registered for the class of ``model``.
+        """
 
     @abstractmethod
     def new_tally(self, columns: int, device: torch.device, name: str) -> Tally:
@@ -170,7 +173,7 @@ class SmoothingMixin(Modifier):
         """Find the sets, and check those that the recipe names."""
         model: Module = state.model
         self._names = {module: name for name, module in named_modules(model)}
-        names, samples = self.named(), _samples(state)
+        names, samples = self.named(model), _samples(state)
         if names is None:
             self._sets = find_sets(
                 model, samples, norms_only=self.norms_only, mixtures=self.into_mixtures
@@ -198,7 +201,7 @@ class SmoothingMixin(Modifier):
                 f"{type(self).__name__} {what}.",
                 "Name what is to be smoothed in its mappings, or leave it out of the recipe.",
             )
-        self._tell()
+        self._tell(model)
         return True
 
     def _without_turned(self, state: State, *, are_named: bool) -> list[SmoothSet]:
@@ -246,7 +249,7 @@ class SmoothingMixin(Modifier):
                     f"Put {type(self).__name__} before the rotation.",
                 )
 
-    def _tell(self) -> None:
+    def _tell(self, model: Module) -> None:
         """Say what was found: the sets of one place, and how many there are like them."""
         alike: dict[str, int] = {}
         for one in self._sets:
@@ -254,7 +257,11 @@ class SmoothingMixin(Modifier):
             text = f"{_without_numbers(one.name)} -> {', '.join(readers)}"
             alike[text] = alike.get(text, 0) + 1
         shown = "; ".join(f"{text} ({number})" for text, number in alike.items())
-        origin = "found in the model" if self.named() is None else "of the recipe"
+        origin = "of the recipe"
+        if self.mappings is None:
+            origin = "found in the model"
+            if self.named(model) is not None:
+                origin = f"registered for {type(model).__name__}"
         logger.info(f"{type(self).__name__}, mappings {origin}: {shown}.")
 
     # ------------------------------------------------------------------ while

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from llmcompressor.errors import InputError
+
 __all__ = ["Event", "EventType"]
 
 # A quotient of two floats is off by a few units in the last place; schedules are far coarser.
@@ -44,6 +46,9 @@ class Event:
             for one step of it; accumulated batches are counted by ``batches_per_step``.
         global_step: optimizer steps taken since the run began.
         global_batch: batches seen since the run began.
+
+    Raises:
+        InputError: an epoch has no step, or something was counted below zero.
     """
 
     type_: EventType | None = None
@@ -52,6 +57,19 @@ class Event:
     invocations_per_step: int = 1
     global_step: int = 0
     global_batch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps_per_epoch is not None and self.steps_per_epoch <= 0:
+            raise InputError(
+                f"steps_per_epoch is {self.steps_per_epoch}, and an epoch has at least one step.",
+                "Give the optimizer steps of an epoch, or leave it out to count in steps.",
+            )
+        for name in ("global_step", "global_batch"):
+            if getattr(self, name) < 0:
+                raise InputError(
+                    f"{name} is {getattr(self, name)}, and is counted from 0 on.",
+                    "Give how many there were since the run began.",
+                )
 
     @property
     def epoch_based(self) -> bool:

@@ -41,6 +41,7 @@ from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.column_effort import effort_of
 from llmcompressor.quantization.parameters import (
     WeightParameters,
+    check_observers,
     follows_extremes,
     observe_weight,
     weighs_inputs,
@@ -133,7 +134,9 @@ class AutoRoundModifier(QuantizationMixin):
     def model_post_init(self, context: Any, /) -> None:
         """Refuse observers that want to see inputs before there are any."""
         super().model_post_init(context)
-        for name, scheme in self.resolve_quantization_config().groups.items():
+        resolved = self.resolve_quantization_config()
+        check_observers(resolved)
+        for name, scheme in resolved.groups.items():
             if weighs_inputs(scheme.weights):
                 raise RecipeError(
                     f"the weight observer of {name} weighs errors by inputs, and ranges are "

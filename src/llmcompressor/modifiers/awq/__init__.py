@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from llmcompressor.modifiers.awq import base
-from llmcompressor.modifiers.awq.base import AWQMapping
+from llmcompressor.modifiers.awq.base import AWQ_MAPPING_REGISTRY, AWQMapping
 from llmcompressor.modifiers.modifier import Modifier
 
-__all__ = ["AWQMapping", "AWQModifier"]
+__all__ = ["AWQ_MAPPING_REGISTRY", "AWQMapping", "AWQModifier"]
 
 
 def AWQModifier(**fields: Any) -> list[Modifier]:  # noqa: N802 - scripts know it as a class

@@ -53,7 +53,7 @@ from llmcompressor.schemes.bridge import needs_global_scale, partition_of
 from llmcompressor.smoothing.base import SmoothingMixin
 from llmcompressor.smoothing.quantized import quantized_before
 
-__all__ = ["AWQMapping", "AWQModifier"]
+__all__ = ["AWQ_MAPPING_REGISTRY", "AWQMapping", "AWQModifier"]
 
 _FINE_BITS = 8
 """Bits from which there is nothing to gain by clipping."""
@@ -83,6 +83,10 @@ class AWQMapping:
                 f"The mapping of {self.smooth_layer!r} has no balance_layers",
                 "Name all that reads it.",
             )
+
+
+AWQ_MAPPING_REGISTRY: dict[str, list[AWQMapping]] = {}
+"""Mappings that users add for a model's class, by its name; others are found from the model."""
 
 
 class _Moments:
@@ -190,11 +194,14 @@ class AWQModifier(SmoothingMixin):
         """Inputs of Linears for statistics; whole blocks to run their parts for each candidate."""
         return Granularity.LINEAR if self.loss == "statistics" else Granularity.BLOCK
 
-    def named(self) -> Sequence[Names] | None:
+    def named(self, model: Module) -> Sequence[Names] | None:
         """The mappings as smooth target and targets of its readers."""
-        if self.mappings is None:
+        mappings = self.mappings
+        if mappings is None:
+            mappings = AWQ_MAPPING_REGISTRY.get(type(model).__name__)
+        if mappings is None:
             return None
-        return [(one.smooth_layer, tuple(one.balance_layers)) for one in self.mappings]
+        return [(one.smooth_layer, tuple(one.balance_layers)) for one in mappings]
 
     def wanted_sets(self) -> list[SmoothSet]:
         """Those with a Linear that a later modifier quantizes."""

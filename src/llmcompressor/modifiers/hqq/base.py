@@ -23,7 +23,12 @@ from llmcompressor.modifiers.modifier import DataSize, Work
 from llmcompressor.numerics.hqq import CHUNK_ELEMENTS, HalfQuadratic, lp_error, refine_cells
 from llmcompressor.numerics.scales import ScaleFormat
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.quantization.parameters import WeightParameters, weighs_inputs, weight_of
+from llmcompressor.quantization.parameters import (
+    WeightParameters,
+    check_observers,
+    weighs_inputs,
+    weight_of,
+)
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_format_of
 from llmcompressor.threads import each_on_one_thread
 
@@ -74,7 +79,9 @@ class HQQModifier(QuantizationMixin):
     def model_post_init(self, context: Any, /) -> None:
         """Refuse schemes that half-quadratic quantization has no form for."""
         super().model_post_init(context)
-        for name, scheme in self.resolve_quantization_config().groups.items():
+        resolved = self.resolve_quantization_config()
+        check_observers(resolved)
+        for name, scheme in resolved.groups.items():
             if scheme.weights is not None:
                 _check_weights(name, scheme.weights)
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-__all__ = ["SAY_PARTS", "NormMapping", "SpinQuantMapping"]
+__all__ = [
+    "NORM_MAPPING_REGISTRY",
+    "SAY_PARTS",
+    "SPINQUANT_MAPPING_REGISTRY",
+    "NormMapping",
+    "SpinQuantMapping",
+]
 
 SAY_PARTS = "Say what its parts are with the fields mappings and norm_mappings."
 
@@ -62,3 +68,9 @@ class NormMapping(_Mapping):
     @classmethod
     def _as_list(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
+
+
+SPINQUANT_MAPPING_REGISTRY: dict[str, SpinQuantMapping] = {}
+"""The parts of models that users add by class name; those of others are found."""
+NORM_MAPPING_REGISTRY: dict[str, list[NormMapping]] = {}
+"""Likewise, which norm feeds which Linears."""

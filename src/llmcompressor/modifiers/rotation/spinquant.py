@@ -37,7 +37,13 @@ from llmcompressor.modifiers.rotation.base import RotationModifier
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
 from llmcompressor.modifiers.rotation.learned import Learned, learn_rotations
 from llmcompressor.modifiers.rotation.learning_effort import learning_of, making_of
-from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, SpinQuantMapping
+from llmcompressor.modifiers.rotation.mappings import (
+    NORM_MAPPING_REGISTRY,
+    SAY_PARTS,
+    SPINQUANT_MAPPING_REGISTRY,
+    NormMapping,
+    SpinQuantMapping,
+)
 from llmcompressor.modifiers.rotation.online import check_states_visible
 from llmcompressor.modifiers.rotation.parts import down_projections, find_heads
 from llmcompressor.modifiers.rotation.plan import Online, Plan
@@ -185,9 +191,17 @@ class SpinQuantModifier(RotationModifier):
         """R4 alone stands in the forward of Linears."""
         return "Leave R4 out of rotations" + (" or schemes." if self.transform_config else ".")
 
+    def _parts(self, model: Any) -> SpinQuantMapping | None:
+        """What the recipe says of the parts of ``model``, or what is registered for its class."""
+        return self.mappings or SPINQUANT_MAPPING_REGISTRY.get(type(model).__name__)
+
     def _find_stream(self, model: Any) -> Stream:
         if self._stream is None:
-            self._stream = find_stream(model, self.mappings, self.norm_mappings)
+            self._stream = find_stream(
+                model,
+                self._parts(model),
+                self.norm_mappings or NORM_MAPPING_REGISTRY.get(type(model).__name__),
+            )
         return self._stream
 
     @staticmethod
@@ -215,7 +229,7 @@ class SpinQuantModifier(RotationModifier):
         plan.schemes["R1"] = self._scheme(rotation, apply, self.transform_block_size)
 
     def _plan_r2(self, plan: Plan, model: Any) -> None:
-        every = find_heads(model, self.mappings)
+        every = find_heads(model, self._parts(model))
         apart = self.randomize or self.learnable
         for number, heads in enumerate(every):
             what = f"a head of {heads.name} (R2)"
@@ -241,7 +255,8 @@ class SpinQuantModifier(RotationModifier):
         attention = self._attention(model)
         self._check_attention(model)
         config = model.config.get_text_config()
-        width = self.mappings.attn_head_dim if self.mappings else None
+        parts = self._parts(model)
+        width = parts.attn_head_dim if parts else None
         for number, (module, name) in enumerate(attention.items()):
             what = f"a head of {name} (R3)"
             own = width or getattr(module, "head_dim", None)
@@ -272,8 +287,9 @@ class SpinQuantModifier(RotationModifier):
 
     def _attention(self, model: Any) -> dict[Module, str]:
         attention = cached_attention_modules(model)
-        if self.mappings is not None:
-            wanted = {one for _, one in match_named_modules(model, [self.mappings.attn])}
+        parts = self._parts(model)
+        if parts is not None:
+            wanted = {one for _, one in match_named_modules(model, [parts.attn])}
             attention = {one: name for one, name in attention.items() if one in wanted}
         if not attention:
             raise TargetError(
@@ -284,7 +300,7 @@ class SpinQuantModifier(RotationModifier):
         return attention
 
     def _plan_r4(self, plan: Plan, model: Any) -> None:
-        found = down_projections(model, self.mappings)
+        found = down_projections(model, self._parts(model))
         groups: dict[str, list[str]] = {}
         rotations = {}
         for number, (name, module) in enumerate(found.items()):

@@ -28,7 +28,12 @@ from llmcompressor.observers.tokens import per_batch
 from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.smoothing.base import SmoothingMixin
 
-__all__ = ["LogarithmicEqualizationModifier", "SmoothQuantMapping", "SmoothQuantModifier"]
+__all__ = [
+    "MAPPINGS_REGISTRY",
+    "LogarithmicEqualizationModifier",
+    "SmoothQuantMapping",
+    "SmoothQuantModifier",
+]
 
 _FORM = "Write each as [[targets of the Linears], target of the norm]."
 
@@ -44,6 +49,10 @@ class SmoothQuantMapping:
 
     smooth_layer: str
     balance_layers: list[str]
+
+
+MAPPINGS_REGISTRY: dict[str, Sequence[Any]] = {}
+"""Mappings that users add for a model's class, by its name; others are found from the model."""
 
 
 class _Extremes:
@@ -135,11 +144,14 @@ class SmoothQuantModifier(SmoothingMixin):
         """One scale for all experts spreads their weights: only where the recipe names it."""
         return False
 
-    def named(self) -> Sequence[Names] | None:
+    def named(self, model: Module) -> Sequence[Names] | None:
         """The mappings as smooth target and targets of its readers."""
-        if self.mappings is None:
+        mappings = self.mappings
+        if mappings is None and type(model).__name__ in MAPPINGS_REGISTRY:
+            mappings = [_read_mapping(one) for one in MAPPINGS_REGISTRY[type(model).__name__]]
+        if mappings is None:
             return None
-        return [(smooth, tuple(balance)) for balance, smooth in self.mappings]
+        return [(smooth, tuple(balance)) for balance, smooth in mappings]
 
     def ignored(self) -> Sequence[str]:
         """Targets that are left out."""

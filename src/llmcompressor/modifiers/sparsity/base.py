@@ -125,17 +125,17 @@ class OneShotPruningModifier(Modifier):
             )
         return value
 
+    @field_validator("mask_structure")
+    @classmethod
+    def _check_structure(cls, value: str) -> str:
+        _group_of(value)
+        return value
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.mask_structure.strip().lower() not in _ANYWHERE:
-            found = parse_structure(self.mask_structure)
-            if not isinstance(found, NofM):
-                raise RecipeError(
-                    f"mask_structure {self.mask_structure!r} is for pruning in a training",
-                    "Choose 0:0 for zeros anywhere, or N:M, as 2:4.",
-                )
-            self._group = found
-            self._check_group(found)
+        self._group = _group_of(self.mask_structure)
+        if self._group is not None:
+            self._check_group(self._group)
         given = (self.sparsity_profile, self.owl_m, self.owl_lmbda)
         if any(one is not None for one in given) and None in given:
             raise RecipeError(
@@ -429,3 +429,16 @@ class OneShotPruningModifier(Modifier):
             loss=loss,
             dampening=dampening,
         )
+
+
+def _group_of(structure: str) -> NofM | None:
+    """The groups that a mask structure speaks of; ``None`` where zeros may stand anywhere."""
+    if structure.strip().lower() in _ANYWHERE:
+        return None
+    found = parse_structure(structure)
+    if not isinstance(found, NofM):
+        raise RecipeError(
+            f"{structure!r} is for pruning in a training",
+            "Choose 0:0 for zeros anywhere, or N:M, as 2:4.",
+        )
+    return found

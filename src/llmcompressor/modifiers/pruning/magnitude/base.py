@@ -15,7 +15,7 @@ import math
 from functools import cached_property
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
@@ -65,6 +65,12 @@ class MagnitudePruningModifier(MaskingModifier):
     mask_structure: str = "unstructured"
     leave_enabled: bool = True
     apply_globally: bool = False
+
+    @field_validator("mask_structure")
+    @classmethod
+    def _check_structure(cls, value: str) -> str:
+        parse_structure(value)
+        return value
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """AWQ (arXiv:2306.00978), beside a modifier that quantizes."""
 
-from llmcompressor.modifiers.awq.base import AWQMapping, AWQModifier
+from llmcompressor.modifiers.awq.base import AWQ_MAPPING_REGISTRY, AWQMapping, AWQModifier
 
-__all__ = ["AWQMapping", "AWQModifier"]
+__all__ = ["AWQ_MAPPING_REGISTRY", "AWQMapping", "AWQModifier"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other path of what :mod:`llmcompressor.modifiers.rotation` has."""
+"""Other path of what :mod:`llmcompressor.modifiers.rotation.mappings` has."""
 
-from llmcompressor.modifiers.rotation import NormMapping
+from llmcompressor.modifiers.rotation.mappings import NORM_MAPPING_REGISTRY, NormMapping
 
-__all__ = ["NormMapping"]
+__all__ = ["NORM_MAPPING_REGISTRY", "NormMapping"]
