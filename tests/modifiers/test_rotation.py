@@ -272,9 +272,14 @@ def test_a_config_of_transforms_is_applied() -> None:
 
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "no Hadamard matrix": (
-        lambda: llama(intermediate_size=520),
+        lambda: llama(intermediate_size=90),
         {"rotations": ["R4"]},
-        r"no Hadamard matrix of order 520.*transform_block_size to 104, 52",
+        r"There is no Hadamard matrix of order 90, .*transform_block_size to 2,",
+    ),
+    "no construction": (
+        lambda: llama(intermediate_size=536),
+        {"rotations": ["R4"]},
+        r"No construction is known here of a Hadamard matrix of order 536, .*to 8, 4",
     ),
     "blocks without a Hadamard matrix": (
         lambda: llama(hidden_size=72, num_attention_heads=4, num_key_value_heads=4),

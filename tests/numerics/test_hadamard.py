@@ -17,9 +17,11 @@ from llmcompressor.numerics.hadamard import (
 )
 
 SMALL = [1, 2, *range(4, 257, 4)]
+UNMADE = [268, 292, 412, 436, 508, 536, 584, 596, 604, 652]
+"""The orders below 668 that the module says it lacks."""
 
 
-@pytest.mark.parametrize("order", SMALL)
+@pytest.mark.parametrize("order", [*SMALL, *(n for n in range(260, 668, 4) if n not in UNMADE)])
 def test_rows_are_orthogonal_signs(order: int) -> None:
     matrix = hadamard(order)
     assert torch.equal(matrix.abs(), torch.ones(order, order, dtype=torch.float64))
@@ -33,6 +35,20 @@ def test_no_other_order_is_claimed(order: int) -> None:
         hadamard(order)
 
 
+def test_orders_not_made_are_those_said() -> None:
+    assert [n for n in range(4, 668, 4) if not has_hadamard(n)] == UNMADE
+    with pytest.raises(ValueError, match="no Hadamard matrix of order 268 is known here"):
+        hadamard(268)
+
+
+# 1460 = 2 (3^6 + 1); 732 has Williamson sequences of 61, 836 stored T- and Williamson sequences
+@pytest.mark.parametrize("order", [684, 732, 756, 836, 852, 1460])
+def test_fields_and_sequences(order: int) -> None:
+    matrix = hadamard(order)
+    assert torch.equal(matrix.abs(), torch.ones(order, order, dtype=torch.float64))
+    assert torch.equal(matrix @ matrix.T, order * torch.eye(order, dtype=torch.float64))
+
+
 # hidden and intermediate sizes of published models; 29568 has a product of two in it
 @pytest.mark.parametrize(
     ("order", "parts"),
@@ -40,6 +56,8 @@ def test_no_other_order_is_claimed(order: int) -> None:
         (11008, (64, 172)),
         (13824, (128, 108)),
         (14336, (512, 28)),
+        (13696, (32, 428)),
+        (27392, (64, 428)),
         (18944, (128, 148)),
         (8960, (64, 140)),
         (9984, (64, 156)),
@@ -95,5 +113,6 @@ def test_orthogonal_matrices_favour_no_direction() -> None:
 
 def test_usable_sizes_divide() -> None:
     assert usable_block_sizes(90) == [2]
-    assert usable_block_sizes(260) == [52, 20, 4, 2]
+    assert usable_block_sizes(260) == [260, 52, 20, 4]
+    assert usable_block_sizes(268) == [4, 2]
     assert all(260 % size == 0 and has_hadamard(size) for size in usable_block_sizes(260))

@@ -8,13 +8,17 @@ Sylvester           n = 2^k: the Kronecker power of [[1, 1], [1, -1]]
 Paley I             n = q + 1, q = 3 mod 4: from the quadratic character of a field of q elements
 Paley II            n = 2 (q + 1), q = 1 mod 4
 Goethals-Seidel     n = 4 m: four circulants whose squares sum to n I; m = 23, 29, 39, 43, 47, 59
+Cooper-Wallis       n = 4 t w: T-sequences of length t and Williamson sequences of length w
 Kronecker product   n = a b of the above
 ==================  ============================================================================
 
-q is a prime or the square of one. Together they reach every multiple of 4 up to 256, and 2^k times
-each of these, which covers the widths that language models have (11008 = 64 * 172, 18944 = 128 *
-148). Paley, J. Math. Phys. 12 (1933); Goethals and Seidel, J. Austral. Math. Soc. 11 (1970), where
-the arrays stand; the first rows of the circulants are those of Williamson's and Turyn's matrices.
+q is a power of a prime. Together they reach every multiple of 4 up to 664 but 268, 292, 412, 436,
+508, 536, 584, 596, 604 and 652, orders for which a matrix exists but is not made here (668 is the
+least for which none is known at all), and 2^k times each of these. That covers the widths that
+language models have (11008 = 64 * 172, 18944 = 128 * 148, 13696 = 32 * 428). Paley, J. Math. Phys.
+12 (1933); Goethals and Seidel, J. Austral. Math. Soc. 11 (1970), where the arrays stand; the first
+rows of the circulants are those of Williamson's and Turyn's matrices; Cooper and J. Wallis, Bull.
+Austral. Math. Soc. 7 (1972).
 
 Legend: N order; B the part that is no power of two.
 """
@@ -22,11 +26,20 @@ Legend: N order; B the part that is no power of two.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from llmcompressor.numerics.circulants import (
+    has_t_sequences,
+    has_williamson,
+    t_sequences,
+    williamson,
+)
+from llmcompressor.numerics.finite_fields import is_prime_power, power_of_prime, powers
 
 __all__ = [
     "fast_hadamard",
@@ -175,17 +188,25 @@ def _split(order: int) -> tuple[int, int] | None:
 @functools.lru_cache(maxsize=4096)
 def _maker(base: int) -> _Make | None:
     """How a matrix of this order is made without splitting off a power of two."""
-    if _is_field(base - 1) and (base - 1) % 4 == 3:
+    if is_prime_power(base - 1) and (base - 1) % 4 == 3:
         return functools.partial(_paley_1, base - 1)
     half = base // 2 - 1
-    if base % 2 == 0 and half % 4 == 1 and _is_field(half):
+    if base % 2 == 0 and half % 4 == 1 and is_prime_power(half):
         return functools.partial(_paley_2, half)
     if base // 4 in _CIRCULANTS and base % 4 == 0:
-        return functools.partial(_goethals_seidel, _CIRCULANTS[base // 4], base // 4)
+        return functools.partial(_stored, base // 4)
     for factor in range(12, math.isqrt(base) + 1, 4):
         other = base // factor
         if base % factor == 0 and other % 4 == 0 and _maker(factor) and _maker(other):
             return functools.partial(_product, factor, other)
+    return _cooper_wallis_of(base // 4) if base % 4 == 0 else None
+
+
+def _cooper_wallis_of(length: int) -> _Make | None:
+    for w in range(1, length, 2):
+        t = length // w
+        if length % w == 0 and has_williamson(w) and has_t_sequences(t):
+            return functools.partial(_cooper_wallis, t, w)
     return None
 
 
@@ -232,33 +253,29 @@ def _paley_2(q: int) -> Tensor:
 
 
 def _characters(q: int) -> Tensor:
-    """``Q[a, b]`` = 1 where a - b is a non-zero square of the field of q elements, -1, 0 for a=b.
+    """``Q[a, b]``: 0 for a = b, 1 where a - b is another square of the field, or -1."""
+    found = power_of_prime(q)
+    assert found is not None
+    p, k = found
+    squares = {x * x % p for x in range(p)} if k == 1 else powers(q)[0][::2]
+    character_q = torch.full((q,), -1.0, dtype=torch.float64)
+    character_q[list(squares)] = 1.0
+    character_q[0] = 0.0
+    numbers_q, differences_qq = torch.arange(q), torch.zeros(q, q, dtype=torch.int64)
+    for place in (p**i for i in range(k)):
+        digits_q = numbers_q // place % p
+        differences_qq += (digits_q[:, None] - digits_q) % p * place
+    return character_q[differences_qq]
 
-    The elements of a field of p² are a + b t with t² = g, g no square modulo p, numbered a p + b.
+
+def _goethals_seidel(blocks: list[Tensor], m: int) -> Tensor:
+    """The array of Goethals and Seidel for four blocks with A Aᵀ + B Bᵀ + C Cᵀ + D Dᵀ = n I.
+
+    Each is a sum of products T ⊗ W, T a circulant of order m, the W symmetric and commuting.
     """
-    p = q if _is_prime(q) else math.isqrt(q)
-    if p == q:
-        square_of = [x * x % p for x in range(p)]
-        places = torch.arange(q)
-        differences = (places[:, None] - places) % p
-    else:
-        squares = {x * x % p for x in range(p)}
-        g = next(x for x in range(2, p) if x not in squares)
-        square_of = [
-            (a * a + g * b * b) % p * p + 2 * a * b % p for a in range(p) for b in range(p)
-        ]
-        high, low = torch.arange(q) // p, torch.arange(q) % p
-        differences = (high[:, None] - high) % p * p + (low[:, None] - low) % p
-    character = torch.full((q,), -1.0, dtype=torch.float64)
-    character[square_of] = 1.0
-    character[0] = 0.0
-    return character[differences]
-
-
-def _goethals_seidel(rows: tuple[int, int, int, int], m: int) -> Tensor:
-    """The array of Goethals and Seidel for circulants with A Aᵀ + B Bᵀ + C Cᵀ + D Dᵀ = 4 m I."""
-    A, B, C, D = (_circulant(row, m) for row in rows)
-    R = torch.eye(m, dtype=torch.float64).flip(0)
+    A, B, C, D = blocks
+    inner = len(A) // m
+    R = torch.kron(torch.eye(m).flip(0), torch.eye(inner)).double()
     array = [
         [A, B @ R, C @ R, D @ R],
         [-B @ R, A, D.T @ R, -C.T @ R],
@@ -268,20 +285,23 @@ def _goethals_seidel(rows: tuple[int, int, int, int], m: int) -> Tensor:
     return torch.cat([torch.cat(row, 1) for row in array])
 
 
-def _circulant(bits: int, m: int) -> Tensor:
-    first = torch.tensor([2 * int(bit) - 1 for bit in f"{bits:0{m}b}"], dtype=torch.float64)
-    return torch.stack([first.roll(shift) for shift in range(m)])
+def _stored(m: int) -> Tensor:
+    rows = [[2 * int(bit) - 1 for bit in f"{row:0{m}b}"] for row in _CIRCULANTS[m]]
+    return _goethals_seidel([_circulant(row) for row in rows], m)
 
 
-def _is_field(q: int) -> bool:
-    """Whether q is a prime, or the square of an odd one."""
-    root = math.isqrt(max(q, 0))
-    return _is_prime(q) or (root * root == q and root > 2 and _is_prime(root))
+def _cooper_wallis(t: int, w: int) -> Tensor:
+    """Four sums of Tᵢ ⊗ Wⱼ, signed and placed as the entries of a quaternion's matrix."""
+    T = [_circulant(row) for row in t_sequences(t)]
+    W = [_circulant(row) for row in williamson(w)]
+    places = [(0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0)]
+    signs = [(1, 1, 1, 1), (-1, 1, 1, -1), (-1, -1, 1, 1), (-1, 1, -1, 1)]
+    blocks = torch.zeros(4, t * w, t * w, dtype=torch.float64)
+    for row, i in itertools.product(range(4), range(4)):
+        blocks[row] += signs[row][i] * torch.kron(T[i], W[places[row][i]])
+    return _goethals_seidel(list(blocks), t)
 
 
-def _is_prime(n: int) -> bool:
-    return n > 1 and all(n % divisor for divisor in _trial(n))
-
-
-def _trial(n: int) -> Iterator[int]:
-    yield from range(2, math.isqrt(n) + 1)
+def _circulant(row: list[int]) -> Tensor:
+    first = torch.tensor(row, dtype=torch.float64)
+    return torch.stack([first.roll(shift) for shift in range(len(row))])

@@ -412,7 +412,7 @@ class RotationModifier(Modifier):
             kind: how it is made; ``transform_type`` by default.
 
         Raises:
-            TargetError: there is no Hadamard matrix of this order.
+            TargetError: no Hadamard matrix of this order is known here.
         """
         name = f"{key}/{order}"
         if name not in self._made:
@@ -432,8 +432,9 @@ class RotationModifier(Modifier):
             asked = self.transform_block_size == order
             sizes = [] if asked else [str(size) for size in usable_block_sizes(order)]
             which = "the transform_block_size for" if asked else "the width of"
+            known = "There is no" if order % 4 else "No construction is known here of a"
             raise TargetError(
-                f"There is no Hadamard matrix of order {order}, {which} {what}.",
+                f"{known} Hadamard matrix of order {order}, {which} {what}.",
                 f"Set transform_block_size to {', '.join(sizes) or 'another divisor of the width'},"
                 ' or transform_type to "random-matrix".',
             )
