@@ -503,6 +503,23 @@ class TestSavePretrained:
         )
         assert (tmp_path / "out" / "model.safetensors.index.json").exists()
 
+    def test_no_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        with pytest.raises(OutputError, match="'save_directory' is empty"):
+            model.save_pretrained("")
+        assert not list(tmp_path.iterdir())
+
+    def test_where_one_stands_is_filled_and_not_replaced(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        model.save_pretrained(".")
+        assert Path("model.safetensors").is_file()
+
     def test_unknown_argument(self, tmp_path: Path) -> None:
         model = w4a16(tiny.llama())
         modify_save_pretrained(model)

@@ -238,6 +238,31 @@ class TestCheck:
         with pytest.raises(OutputError, match="no permission"):
             check_output_dir(tmp_path / "a" / "b")
 
+    def test_where_one_stands_is_not_replaced(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        here = tmp_path / "project" / "here"
+        here.mkdir(parents=True)
+        monkeypatch.chdir(here)
+        for output in (".", here, "..", tmp_path, Path()):
+            with pytest.raises(OutputError, match=r"current directory.*\n?.*compressed"):
+                check_output_dir(output, is_ours=True)
+        assert check_output_dir("out") == here / "out"
+        assert check_output_dir("../here-too") == here.parent / "here-too"
+
+    def test_a_current_directory_that_was_removed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "gone").mkdir()
+        monkeypatch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        assert check_output_dir(tmp_path / "out") == tmp_path / "out"
+
+    def test_no_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(OutputError, match="'output_dir' is empty"):
+            check_output_dir("")
+
     def test_touches_nothing(self, tmp_path: Path) -> None:
         check_output_dir(tmp_path / "a" / "b")
         assert names(tmp_path) == []

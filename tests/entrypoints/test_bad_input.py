@@ -303,6 +303,14 @@ CASES = [
     Case(
         "an output_dir that is no path", lambda _: {"output_dir": 5}, ArgumentError, ("5", "path")
     ),
+    Case("an empty output_dir", lambda _: {"output_dir": ""}, OutputError, ("output_dir", "empty")),
+    Case("an empty log_dir", lambda _: {"log_dir": ""}, OutputError, ("log_dir", "empty")),
+    Case(
+        "an output_dir that is the current directory",
+        lambda _: {"output_dir": "."},
+        OutputError,
+        (str(Path.cwd()), "current directory", "inside it"),
+    ),
     Case("a log_dir that is no path", lambda _: {"log_dir": 5}, ArgumentError, ("log_dir", "path")),
     Case("misspelt output_dir", lambda _: {"outptu_dir": "x"}, ArgumentError, ("output_dir",)),
     Case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +275,13 @@ def test_train_can_be_told_to_run_all_stages(how: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "stage_fine" / "trainer_state.json").is_file()
     assert Freezer.steps == [1, 2, 3, 4]
     assert small.logits(model).isfinite().all()
+
+
+def test_an_empty_output_is_refused(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (run_stages, partial(train, run_stages=True)):
+        with pytest.raises(OutputError, match="'output_dir' is empty"):
+            call(str(llama_folder), RECIPE, **{**arguments(tmp_path), "output_dir": ""})
+    assert not list(tmp_path.iterdir())

@@ -48,6 +48,7 @@ from llmcompressor.checkpoint.source import (
 )
 from llmcompressor.checkpoint.staging import OnExisting, check_output_dir, staged
 from llmcompressor.checkpoint.tree_model import TreeModel
+from llmcompressor.checkpoint.write_errors import check_named
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown
@@ -249,6 +250,7 @@ def _save_pretrained(
         quantization_format=quantization_format,
         max_shard_size=max_shard_size,
     )
+    check_named("save_directory", save_directory)
     written = _save_into(model, Path(save_directory), options, state_dict)
     if push_to_hub:
         _push(model, Path(save_directory), written, hub_arguments)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
-from llmcompressor.checkpoint.write_errors import check_name, creating, write_error
+from llmcompressor.checkpoint.write_errors import check_name, check_named, creating, write_error
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
@@ -68,14 +68,17 @@ def check_output_dir(
         The absolute path of the output directory.
 
     Raises:
-        OutputError: it is a file, is in use, overlaps the input, or cannot be created.
+        OutputError: it has no name, is a file, is in use, overlaps the input, is where this process
+            stands, or cannot be created.
     """
+    check_named("output_dir", output_dir)
     target = _absolute(output_dir)
     _check_names(target)
     if target.exists() and not target.is_dir():
         raise OutputError(f"The output {target} is a file, not a directory.", _CHOOSE)
     if source is not None:
         _check_apart(target, _absolute(source))
+    _check_not_stood_in(target)
     if _is_in_use(target) and not is_ours:
         _check_replaceable(target, overwrite=overwrite)
     _check_writable(target)
@@ -201,6 +204,25 @@ def _check_apart(target: Path, source: Path) -> None:
         )
 
 
+def _check_not_stood_in(target: Path) -> None:
+    """The folder is exchanged for another one: who stands in it would see none of its files."""
+    if target in _where_we_stand():
+        raise OutputError(
+            f"The output directory {target} is the current directory, or contains it, and would "
+            "be replaced as a whole.",
+            f"Name a folder inside it ({target / 'compressed'}), or one elsewhere.",
+        )
+
+
+def _where_we_stand() -> tuple[Path, ...]:
+    """The current directory and all that contain it; nothing if it has been removed."""
+    try:
+        current = Path.cwd()
+    except FileNotFoundError:
+        return ()
+    return (current, *current.parents)
+
+
 def _is_in_use(target: Path, *own: Path) -> bool:
     """Whether ``target`` holds files, except those of the run that is at work on it."""
     mine = {work_folder(target), *own}
@@ -216,7 +238,7 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
             "Choose another one, or pass overwrite=True (--overwrite) to replace it.",
         )
     looks_like_checkpoint = (target / "config.json").is_file() or any(target.glob("*.safetensors"))
-    holds_people = (target / ".git").exists() or target in (Path.cwd(), *Path.cwd().parents)
+    holds_people = (target / ".git").exists() or target in _where_we_stand()
     if holds_people or target == Path.home() or not looks_like_checkpoint:
         raise OutputError(
             f"The output directory {target} holds files but no checkpoint, so it is not replaced.",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llmcompressor.errors import OutputError
 
-__all__ = ["check_file", "check_name", "creating", "disk_errors", "write_error"]
+__all__ = ["check_file", "check_name", "check_named", "creating", "disk_errors", "write_error"]
 
 _CHOOSE = "Choose another output directory."
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -22,6 +22,16 @@ _IN_TEXT = {
     errno.EROFS: ("Read-only file system", "os error 30"),
 }
 """How safetensors reports these, in the text of an error of its own."""
+
+
+def check_named(argument: str, given: str | os.PathLike[str]) -> None:
+    """Refuse an empty name, which to ``Path`` is the folder one stands in.
+
+    Raises:
+        OutputError: names the argument.
+    """
+    if not os.fspath(given):
+        raise OutputError(f"The argument {argument!r} is empty.", "Give the path of a folder.")
 
 
 def write_error(error: BaseException, target: Path, remedy: str) -> OutputError | None:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llmcompressor.checkpoint.write_errors import check_named
 from llmcompressor.entrypoints.oneshot import oneshot
 from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.evaluation import reader
@@ -142,6 +143,7 @@ def demo(
 def _output_folder(output_dir: str | Path | None, stack: ExitStack) -> Path:
     if output_dir is None:
         return Path(stack.enter_context(TemporaryDirectory(prefix="llmcompressor-demo-")))
+    check_named("output_dir", output_dir)
     folder = Path(output_dir)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder} is there already.", "Give a new folder, or remove it.")

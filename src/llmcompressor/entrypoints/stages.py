@@ -31,6 +31,7 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
+from llmcompressor.checkpoint.write_errors import check_named
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.model_prints import note_change
@@ -100,6 +101,7 @@ def run_stages(
     Called again, with the same recipe, arguments, model and data, it skips the stages that are
     finished and continues the one that was broken off.
     """
+    check_named("output_dir", output_dir)
     given = {"dataset": dataset, **arguments}
     for name in ("run_stages", "do_oneshot"):
         given.pop(name, None)

@@ -27,7 +27,7 @@ from llmcompressor.checkpoint.processor import load_processor
 from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.checkpoint.staging import check_output_dir
 from llmcompressor.checkpoint.workspace import is_being_published
-from llmcompressor.checkpoint.write_errors import check_file
+from llmcompressor.checkpoint.write_errors import check_file, check_named
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.errors import ArgumentError, RecipeError
@@ -231,6 +231,7 @@ def as_path(argument: str, given: Any) -> Path | None:
 
     Raises:
         ArgumentError: it is something else.
+        OutputError: it is empty.
     """
     if given is None:
         return None
@@ -238,6 +239,7 @@ def as_path(argument: str, given: Any) -> Path | None:
         raise ArgumentError(
             f"The argument {argument!r} cannot be {given!r}.", "Give the path of a folder."
         )
+    check_named(argument, given)
     return Path(given)
 
 

@@ -73,5 +73,6 @@ def train(
         from llmcompressor.entrypoints.stages import run_stages  # noqa: PLC0415  # it calls train
 
         rest = {name: value for name, value in given.items() if name not in staged}
-        return run_stages(output_dir=output_dir or "./output", loggers=loggers, **rest)
+        place = "./output" if output_dir is None else output_dir
+        return run_stages(output_dir=place, loggers=loggers, **rest)
     return run_training(Training(output_dir, loggers, **given))
