@@ -273,3 +273,30 @@ class TestDataLoader:
         checked = load_calibration(DatasetArguments(dataset=loader), vocab_size=5)
         with pytest.raises(DatasetError, match=r"Sample 1 of batch 2.*token id 5"):
             list(checked)
+
+
+class Failing:
+    """A map-style dataset whose third sample cannot be read."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise OSError("the disk is gone")
+        return {"input_ids": torch.ones(1, 3, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([{"input_ids": torch.ones(1, 3)}], r"batch 0 .* torch\.float32"),
+        ([{"input_ids": torch.ones(3, dtype=torch.long)}], r"batch 0 .* shape \[3\]"),
+        (Failing(), "fails on batch 2: OSError: the disk is gone"),
+    ],
+    ids=["numbers", "one dimension", "an error"],
+)
+def test_batches_of_a_loader_that_cannot_be_used_are_one_error(data, message):
+    arguments = DatasetArguments(dataset=DataLoader(data, batch_size=None))
+    with pytest.raises(DatasetError, match=f"(?i){message}"):
+        list(load_calibration(arguments, vocab_size=100))

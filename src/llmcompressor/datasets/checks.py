@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,8 +63,9 @@ class CheckedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The user's batches."""
-        for number, batch in enumerate(self._loader):
+        for number, batch in enumerate(_told(self._loader)):
             named = _named(batch)
+            _check_ids(named, number)
             self._check(named, number)
             self._check_length(named, number)
             yield named
@@ -76,7 +77,7 @@ class CheckedLoader(DataLoader[Any]):
         ids = batch.get("input_ids")
         if self._vocab_size is None or not isinstance(ids, torch.Tensor):
             return
-        if ids.is_floating_point() or not ids.numel():
+        if not ids.numel():
             return
         outside = (ids < 0) | (ids >= self._vocab_size)
         if bool(outside.any()):
@@ -102,6 +103,41 @@ class CheckedLoader(DataLoader[Any]):
                 f"model has positions for {self._positions}.",
                 "Cut them before they are put into a batch.",
             )
+
+
+def _told(loader: Iterable[Any]) -> Iterator[Any]:
+    """A loader's batches; what it fails on is told with the number of the batch."""
+    batches = iter(loader)
+    number = 0
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise DatasetError(
+                f"The given DataLoader fails on batch {number}: {type(error).__name__}: {error}",
+                "Correct its dataset or its collate_fn; iterate over it once to see.",
+            ) from error
+        yield batch
+        number += 1
+
+
+def _check_ids(batch: Mapping[str, Any], number: int) -> None:
+    """Refuse token ids that no embedding takes."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor):
+        return
+    if ids.is_floating_point():
+        raise DatasetError(
+            f"Batch {number} of the given DataLoader has input_ids of {ids.dtype}.",
+            "Token ids are whole numbers: give torch.long.",
+        )
+    if ids.ndim < 2:  # some models have several ids for each token
+        raise DatasetError(
+            f"Batch {number} of the given DataLoader has input_ids of shape {list(ids.shape)}.",
+            "Give them as [samples, tokens]; of one sample, [1, tokens].",
+        )
 
 
 def _named(batch: Any) -> Mapping[str, Any]:
