@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmcompressor import Oneshot, active_session, create_session, oneshot, verify
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
-from llmcompressor.errors import RecipeError, TargetError
+from llmcompressor.entrypoints import streamed
+from llmcompressor.errors import OutputError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
@@ -571,3 +573,69 @@ def test_what_keeps_zeros_in_a_training_is_left_out(
 def test_what_a_training_is_needed_for_is_refused(recipe: str) -> None:
     with pytest.raises(RecipeError, match=r"PruningModifier, .* acts over the steps of a training"):
         tiny(recipe=recipe, dataset=None)
+
+
+class TestRecipeOfTheSource:
+    """``recipe.yaml`` tells all that was done: that of the model read comes first."""
+
+    PRUNED = "modifiers: {WandaPruningModifier: {sparsity: 0.5}}"
+
+    def pruned(self, tmp_path: Path) -> Path:
+        tiny(recipe=self.PRUNED, output_dir=tmp_path / "pruned")
+        return tmp_path / "pruned"
+
+    @pytest.mark.parametrize("loaded", [False, True])
+    def test_its_stages_are_kept(self, loaded: bool, tmp_path: Path) -> None:
+        source = self.pruned(tmp_path)
+        model = oneshot(
+            model=read(source) if loaded else source, recipe=DYNAMIC, output_dir=tmp_path / "out"
+        )
+        model.save_pretrained(tmp_path / "saved")
+        for folder in (tmp_path / "out", tmp_path / "saved"):
+            stages = Recipe.create_instance(folder / "recipe.yaml").stages
+            assert [(one.name, type(one.modifiers[0]).__name__) for one in stages] == [
+                ("default", "WandaPruningModifier"),
+                ("default_1", "QuantizationModifier"),
+            ]
+        assert verify(tmp_path / "out", source, tp=1).ok
+
+    def test_an_empty_recipe_keeps_them(self, tmp_path: Path) -> None:
+        source = self.pruned(tmp_path)
+        oneshot(model=source, output_dir=tmp_path / "out")
+        assert (tmp_path / "out" / "recipe.yaml").read_text() == (
+            source / "recipe.yaml"
+        ).read_text()
+
+    @pytest.mark.parametrize(
+        "broken",
+        [
+            "modifiers: {NobodyKnowsThis: {}}",
+            "a: [",
+            "modifiers: {antigravity.PruningModifier: {}}",
+        ],
+    )
+    def test_a_broken_one_is_left_out_and_told_of_once(
+        self, broken: str, tmp_path: Path, warned: list[str]
+    ) -> None:
+        source = self.pruned(tmp_path)
+        (source / "recipe.yaml").write_text(broken)
+        oneshot(model=source, recipe=DYNAMIC, output_dir=tmp_path / "out")
+        found = Recipe.create_instance(tmp_path / "out" / "recipe.yaml")
+        assert [type(one) for one in found.modifiers] == [QuantizationModifier]
+        assert sum("applied before" in text for text in warned) == 1
+        assert "antigravity" not in sys.modules
+
+    def test_a_finished_output_is_recognized(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source = self.pruned(tmp_path)
+        arguments = {"model": source, "recipe": DYNAMIC, "output_dir": tmp_path / "out"}
+        with monkeypatch.context() as killed:  # when all was done
+            killed.setattr(streamed, "forget_run", lambda folder: None)
+            oneshot(**arguments)
+        weights = tmp_path / "out" / "model.safetensors"
+        when = weights.stat().st_mtime_ns
+        oneshot(**arguments)
+        assert weights.stat().st_mtime_ns == when
+        with pytest.raises(OutputError, match="already holds files"):
+            oneshot(**arguments)

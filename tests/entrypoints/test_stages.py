@@ -24,6 +24,7 @@ from llmcompressor.errors import (
     OutputError,
     RecipeError,
 )
+from llmcompressor.recipe import Recipe
 
 RECIPE = """
 args: {scheme: FP8_DYNAMIC}
@@ -285,3 +286,9 @@ def test_an_empty_output_is_refused(
         with pytest.raises(OutputError, match="'output_dir' is empty"):
             call(str(llama_folder), RECIPE, **{**arguments(tmp_path), "output_dir": ""})
     assert not list(tmp_path.iterdir())
+
+
+def test_the_last_recipe_tells_of_all_stages(llama_folder: Path, tmp_path: Path) -> None:
+    _stages(llama_folder, tmp_path / "out")
+    found = Recipe.create_instance(tmp_path / "out" / "stage_quant" / "recipe.yaml")
+    assert [stage.name for stage in found.stages] == ["halving", "fine", "quant"]

@@ -18,7 +18,11 @@ from llmcompressor import oneshot, verify
 from llmcompressor.modifiers.pruning import REAPPruningModifier, SparseGPTModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
+from llmcompressor.recipe import Recipe
 from llmcompressor.verification import Severity
+from llmcompressor.verification.files import open_checkpoint
+from llmcompressor.verification.history import DROPS, Run
+from llmcompressor.verification.reference import Work, work_of
 
 REPORT = "compression_report.json"
 ROWS = [{"input_ids": row.tolist()} for row in torch.arange(3, 83).reshape(4, 20)]
@@ -85,3 +89,49 @@ def test_a_report_holds_those_before_it(tmp_path: Path) -> None:
     (folders[1] / REPORT).write_text("{")
     oneshot(str(folders[1]), recipe=rounded(), output_dir=tmp_path / "again")
     assert "before" not in json.loads((tmp_path / "again" / REPORT).read_text())
+
+
+STAGE = "{}_stage: {{a_modifiers: {{{}: {{}}}}}}\n".format
+SMOOTH, ROUND = STAGE("default", "SmoothQuantModifier"), "QuantizationModifier"
+
+
+@pytest.mark.parametrize(
+    ("original", "checkpoint", "runs", "work"),
+    [
+        # what the original's recipe has too is true of both
+        (SMOOTH, SMOOTH + STAGE("default_1", ROUND), [{}], Work.NEAREST),
+        (None, SMOOTH + STAGE("default_1", ROUND), [{}, {}], Work.MOVED),
+        # the stage is not the one of the original: smoothing is this run's
+        (SMOOTH, SMOOTH.replace(": {}}", f": {{}}, {ROUND}: {{}}}}"), [{}], Work.MOVED),
+        (SMOOTH, SMOOTH, [{}], Work.MOVED),
+        # the original's could not be read when the checkpoint was made
+        ("a: [", STAGE("default", ROUND), [{}], Work.NEAREST),
+        # dropped by an earlier run: what is left is as it was; by this one: not known
+        (None, STAGE("a", DROPS) + STAGE("b", ROUND), [{}, {DROPS: {}}], Work.NEAREST),
+        (None, STAGE("a", DROPS) + STAGE("b", ROUND), [{DROPS: {}}], Work.UNKNOWN),
+    ],
+)
+def test_what_was_done_since_the_original(
+    original: str | None, checkpoint: str, runs: list[Any], work: Work, tmp_path: Path
+) -> None:
+    folders = {"original": original, "checkpoint": checkpoint}
+    for name, text in folders.items():
+        llama().save_pretrained(tmp_path / name)
+        if text is not None:
+            (tmp_path / name / "recipe.yaml").write_text(text)
+    first, last = (open_checkpoint(tmp_path / name) for name in folders)
+    assert work_of(last, [Run(each, trained=False) for each in runs], first) is work
+
+
+def test_what_was_smoothed_before_is_compared_as_what_was_not(tmp_path: Path) -> None:
+    folders = chain("smoothed", tmp_path)
+    stages = Recipe.create_instance(folders[-1] / "recipe.yaml").stages
+    assert [type(each).__name__ for one in stages for each in one.modifiers] == [
+        "SmoothQuantModifier",
+        "QuantizationModifier",
+    ]
+    sample = Sample.read(folders[-1])
+    name = "model.layers.1.mlp.up_proj"
+    sample.tensors[f"{name}.weight"][2, 0] ^= 64
+    sample.write(tmp_path / "bad")
+    assert errors(tmp_path / "bad", folders[1]) == {("R3", name)}

@@ -90,7 +90,7 @@ def _run(job: Job, source: Source | None) -> Module:
     if hasattr(model, "save_pretrained"):
         modify_save_pretrained(
             model,  # type: ignore[arg-type]  # it has what a PreTrainedModel has
-            recipe=session.get_serialized_recipe(),
+            recipe=job.applied_recipe(session.lifecycle.recipe),
             source=job.source,
             report=report,
         )
@@ -201,7 +201,7 @@ def _save(
         job.output_dir,
         save_compressed=job.model_args.save_compressed,
         processor=job.processor_to_write(processor),
-        recipe_yaml=session.get_serialized_recipe(),
+        recipe_yaml=job.applied_recipe(session.lifecycle.recipe),
         source=job.source,
         overwrite=job.model_args.overwrite,
         was_free=True,

@@ -70,7 +70,7 @@ class Job(Task):
             return False
         file = target / RECIPE_FILE
         found = file.read_text(encoding="utf-8") if file.is_file() else None
-        return found == (self.recipe.yaml() if self.recipe.modifiers else None)
+        return found == self.applied_recipe(self.recipe)
 
     def _check_log_dir(self) -> None:
         if self.log_dir is None or self.output_dir is None:

@@ -362,7 +362,7 @@ class _Run:
         return SaveOptions(
             save_compressed=job.model_args.save_compressed,
             processor=job.processor_to_write(self.processor),
-            recipe=self.session.get_serialized_recipe(),
+            recipe=job.applied_recipe(self.session.lifecycle.recipe),
             source=str(self.blueprint.source.directory),
             report=report,
             check=check_written if job.run_args.verify else None,

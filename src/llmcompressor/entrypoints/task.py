@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from llmcompressor.checkpoint.staging import check_output_dir
 from llmcompressor.checkpoint.workspace import is_being_published
 from llmcompressor.checkpoint.write_errors import check_file, check_named
 from llmcompressor.core.session import CompressionSession
+from llmcompressor.entrypoints.applied_recipe import applied_recipe, stages_before
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.errors import ArgumentError, RecipeError
 from llmcompressor.logger import logger
@@ -186,6 +188,14 @@ class Task:
         args = self.model_args
         found = local_directory(self.place, revision=args.model_revision, cache_dir=args.cache_dir)
         return None if found is None else str(found)
+
+    def applied_recipe(self, recipe: Recipe) -> str | None:
+        """The text of ``recipe.yaml``: the source's stages, then those of ``recipe``."""
+        return applied_recipe(recipe, self._stages_before)
+
+    @cached_property
+    def _stages_before(self) -> tuple[Stage, ...]:
+        return stages_before(self.source)
 
     # ------------------------------------------------------------------ the processor
 

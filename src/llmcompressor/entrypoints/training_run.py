@@ -235,7 +235,7 @@ class _Run:
         said = ", ".join(f"{name} {value:.5g}" for name, value in shown.items())
         if self.is_main:
             logger.info(f"Trained for {trainer.state.global_step} steps: {said}.")
-        recipe = self.session.get_serialized_recipe()
+        recipe = task.applied_recipe(self.session.lifecycle.recipe)
         modify_save_pretrained(self.model, recipe=recipe, source=task.source, report=report)
         state = None
         if task.output_dir is not None and in_pieces(self.model):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,7 +27,7 @@ from llmcompressor.recipe.stages import (
 )
 from llmcompressor.recipe.writing import modifier_fields, to_yaml
 
-__all__ = ["Recipe", "RecipeInput"]
+__all__ = ["Recipe", "RecipeInput", "earlier_stages"]
 
 RecipeInput: TypeAlias = (
     "Recipe | Modifier | Mapping[str, Any] | str | os.PathLike[str] | Iterable[RecipeInput] | None"
@@ -166,7 +167,7 @@ class Recipe:
         """
         stages = self._stages
         if existing_recipe_path is not None:
-            stages = number_clashes([*_earlier_stages(existing_recipe_path), *stages])
+            stages = number_clashes([*earlier_stages(existing_recipe_path), *stages])
         text = to_yaml(stages)
         if file_path is not None:
             try:
@@ -265,13 +266,37 @@ def _flatten(modifiers: Any) -> Iterator[Any]:
         yield modifiers
 
 
-def _earlier_stages(path: str | os.PathLike[str]) -> tuple[Stage, ...]:
+def earlier_stages(path: str | os.PathLike[str]) -> tuple[Stage, ...]:
     """The stages of a recipe that was applied before; none, said aloud, if it cannot be read."""
     try:
+        document = read_file(path)
+        _check_imported(document)
         return Recipe.create_instance(Path(path)).stages
     except RecipeError as error:
         logger.warning(f"What was applied before is not part of recipe.yaml. {error}")
         return ()
+
+
+def _check_imported(document: Any) -> None:
+    """Refuse modifiers of modules that nobody has imported: a checkpoint's file may not do so."""
+    if isinstance(document, list):
+        for item in document:
+            _check_imported(item)
+    if not isinstance(document, Mapping):
+        return
+    for key, value in document.items():
+        if str(key).endswith("modifiers"):
+            for each in value if isinstance(value, list) else [value]:
+                for name in each if isinstance(each, Mapping) else ():
+                    module = str(name).rpartition(".")[0]
+                    if module and module not in sys.modules:
+                        raise RecipeError(
+                            f"{name} in it is of the module {module!r}, which is not "
+                            "imported because a checkpoint names it.",
+                            "Import it before, if you trust it.",
+                        )
+        else:
+            _check_imported(value)
 
 
 def _content(recipe: Recipe) -> list[Any]:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import sqrt
 
 import torch
+import yaml
 from torch import Tensor
 
 from llmcompressor.verification.config_changes import ABSENT, config_changes
@@ -87,20 +88,24 @@ _MOVES = frozenset(
 )
 
 
-def work_of(files: Files, runs: Sequence[Run] = ()) -> Work:
-    """What is known of what was done to a checkpoint's weights.
+def work_of(files: Files, runs: Sequence[Run] = (), original: Files | None = None) -> Work:
+    """What is known of what was done to a checkpoint's weights since the original.
 
     Args:
-        files: the checkpoint; the recipe in its folder is that of the latest run.
+        files: the checkpoint; the recipe in its folder has the stages of all runs or, where the
+            file of a run before could not be read, of the latest.
         runs: those that made it, the latest first.
+        original: what it is compared with; stages that its recipe has too are true of both.
     """
-    path = files.directory / "recipe.yaml"
-    try:
-        names = set(_MODIFIER.findall(path.read_text(encoding="utf-8")))
-    except OSError:
-        return Work.UNKNOWN
+    stages = _stages_of(files)
+    shared = [] if original is None else _stages_of(original)
+    if len(shared) < len(stages) and stages[: len(shared)] == shared:
+        stages = stages[len(shared) :]
+    names = {name for _, found in stages for name in found}
     if not names:
         return Work.UNKNOWN
+    if runs and DROPS not in runs[0].records and any(DROPS in run.records for run in runs[1:]):
+        names.discard(DROPS)
     names.update(name for run in runs[1:] for name in run.records if name != DROPS)
     if names & _MOVES:
         return Work.MOVED
@@ -108,6 +113,19 @@ def work_of(files: Files, runs: Sequence[Run] = ()) -> Work:
     if Work.UNKNOWN in found:
         return Work.UNKNOWN
     return Work.NEAREST if found == {Work.NEAREST} else Work.SOLVED
+
+
+def _stages_of(files: Files) -> list[tuple[str, list[str]]]:
+    """The stages of the recipe beside a checkpoint: the name of each and its modifiers."""
+    try:
+        text = (files.directory / "recipe.yaml").read_text(encoding="utf-8")
+        document = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    if not isinstance(document, Mapping):
+        return [("", _MODIFIER.findall(text))]
+    stages = ((str(key), _MODIFIER.findall(str(value))) for key, value in document.items())
+    return [(key, found) for key, found in stages if found]
 
 
 @dataclass(frozen=True)
@@ -150,7 +168,7 @@ class Reference:
         self.files = files
         self.checkpoint = checkpoint
         runs = runs_since(checkpoint, files)
-        self.work = work_of(checkpoint, runs)
+        self.work = work_of(checkpoint, runs, files)
         self._meant = Changed(runs)
         self._experts = ExpertRows(files)
         self._converted = Converted(files)
