@@ -265,3 +265,12 @@ def test_ranges_are_the_best_of_all_that_a_loop_tries(grid: Grid, shift: float) 
         found = error(histogram, *(end[0] for end in method(histogram, grid)), grid)
         assert found == pytest.approx(min(errors), rel=1e-5)
         assert found < 0.9 * errors[0]
+
+
+@pytest.mark.parametrize("find", [mse_range, entropy_range])
+def test_some_scales_at_a_time_give_the_same(find, monkeypatch):
+    torch.manual_seed(0)
+    seen, grid = Histogram.of(torch.randn(7, 200), 128), Grid("int", 4)
+    together = find(seen, grid)
+    monkeypatch.setattr("llmcompressor.numerics.histogram._CELLS_AT_ONCE", 2 * 256)
+    assert all(map(torch.equal, together, find(seen, grid)))

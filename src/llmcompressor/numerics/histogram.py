@@ -29,6 +29,8 @@ __all__ = ["Histogram", "entropy_range", "mse_range", "percentile_range"]
 _LEAST_EXPONENT = -126
 _CHUNK_ELEMENTS = 1 << 22
 _RANGES_TRIED = 160
+_CELLS_AT_ONCE = 2**21
+"""Bins of so many scales together are rounded at a time."""
 _LEAST_FRACTION = 2.0**-7
 _FLOOR_OF_MASS = 1e-4
 
@@ -90,6 +92,10 @@ class Histogram:
         """The histogram with more values, [S, N], counted in."""
         return self.merge(Histogram.of(values_SN, self.bins))
 
+    def some(self, rows: slice) -> Histogram:
+        """The histogram of some scales."""
+        return Histogram(self.counts[rows], self.exponent[rows], self.low[rows], self.high[rows])
+
     def merge(self, other: Histogram) -> Histogram:
         """The histogram of the values of both."""
         if self.counts.shape != other.counts.shape:
@@ -120,6 +126,9 @@ class Histogram:
         index = torch.arange(-self.bins, self.bins, device=self.counts.device)
         target_SB = (index >> shift_S[:, None]) + self.bins
         return torch.zeros_like(self.counts).scatter_add_(1, target_SB, self.counts)
+
+
+_Error = Callable[[Histogram, Tensor, Tensor, Tensor], Tensor]
 
 
 def percentile_range(
@@ -171,9 +180,9 @@ def mse_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
         Bounds, float32 [S] each.
     """
 
-    def error(rounded_SB: Tensor, low_S: Tensor, high_S: Tensor) -> Tensor:
+    def error(some: Histogram, rounded_SB: Tensor, low_S: Tensor, high_S: Tensor) -> Tensor:
         del low_S, high_S
-        return (histogram.counts * (histogram.centers - rounded_SB).square()).sum(1)
+        return (some.counts * (some.centers - rounded_SB).square()).sum(1)
 
     return _best_range(histogram, grid, error, least=_LEAST_FRACTION)
 
@@ -193,17 +202,14 @@ def entropy_range(histogram: Histogram, grid: Grid) -> tuple[Tensor, Tensor]:
     Returns:
         Bounds, float32 [S] each.
     """
-
-    def divergence(rounded_SB: Tensor, low_S: Tensor, high_S: Tensor) -> Tensor:
-        return _divergence(histogram, rounded_SB, low_S, high_S)
-
-    return _best_range(histogram, grid, divergence, least=min(0.5, 2.0**grid.bits / histogram.bins))
+    least = min(0.5, 2.0**grid.bits / histogram.bins)
+    return _best_range(histogram, grid, _divergence, least=least)
 
 
 def _best_range(
     histogram: Histogram,
     grid: Grid,
-    error: Callable[[Tensor, Tensor, Tensor], Tensor],
+    error: _Error,
     *,
     least: float,
 ) -> tuple[Tensor, Tensor]:
@@ -212,8 +218,21 @@ def _best_range(
     Bounds p max(-a, b) on absolute values are tried, p from 1 down to ``least``, for values from a
     to b. An outlier on one side thus costs nothing on the other.
 
-    ``error(rounded_SB, low_S, high_S)`` gives one number per scale.
+    ``error(histogram, rounded_SB, low_S, high_S)`` gives one number per scale. Some scales at a
+    time, so that what is tried takes bounded memory.
     """
+    rows = max(_CELLS_AT_ONCE // (2 * histogram.bins), 1)
+    parts = [
+        _best_of_some(histogram.some(slice(top, top + rows)), grid, error, least=least)
+        for top in range(0, len(histogram.low), rows)
+    ]
+    low_S, high_S = (torch.cat(each) for each in zip(*parts, strict=True))
+    return low_S, high_S
+
+
+def _best_of_some(
+    histogram: Histogram, grid: Grid, error: _Error, *, least: float
+) -> tuple[Tensor, Tensor]:
     floor_S, ceiling_S = histogram.low.clamp(max=0.0), histogram.high.clamp(min=0.0)
     amax_S = torch.maximum(-floor_S, ceiling_S)
     best_S = torch.full_like(amax_S, torch.inf, dtype=torch.float64)
@@ -223,7 +242,7 @@ def _best_range(
         scale_S, zero_S = scales_from_range(low_S, high_S, grid)
         zero = None if grid.symmetric else zero_S[:, None]
         rounded_SB = grid.fake_quantize(histogram.centers, scale_S[:, None], zero)
-        error_S = error(rounded_SB, low_S, high_S).double()
+        error_S = error(histogram, rounded_SB, low_S, high_S).double()
         better_S = error_S < best_S
         best_S = torch.where(better_S, error_S, best_S)
         best_low_S = torch.where(better_S, low_S, best_low_S)

@@ -28,6 +28,9 @@ __all__ = ["EntropyObserver", "HistogramObserver", "PercentileObserver"]
 Method = Literal["percentile", "mse", "entropy"]
 
 
+_FEWEST_BINS = 128
+
+
 class HistogramOptions(ObserverOptions):
     """Options of the histogram.
 
@@ -35,12 +38,13 @@ class HistogramOptions(ObserverOptions):
         method: keep a percentile of the values, or the least mean square error, or the least
             divergence of the rounded values' distribution.
         percentile: for that method, the percentage of values to keep.
-        bins: bins on each side of zero.
+        bins: bins on each side of zero; for a weight, which is seen once, no more than values that
+            share a scale, rounded up to a power of two, but at least 128.
     """
 
     method: Method = "mse"
     percentile: float = Field(default=99.99, gt=0, le=100)
-    bins: int = Field(default=2048, ge=128)
+    bins: int = Field(default=2048, ge=_FEWEST_BINS)
 
 
 class PercentileOptions(HistogramOptions):
@@ -80,7 +84,10 @@ class HistogramObserver(Observer):
         self._scale_shape, self._dtype = observed.scale_shape, observed.matrix.dtype
 
     def _counted(self, observed: Canonical) -> Histogram:
-        seen = Histogram.of(observed.values, self.options.bins)
+        bins = self.options.bins
+        if self.base_name == "weight":  # it may have a hundred thousand scales of as many values
+            bins = min(bins, max(_FEWEST_BINS, 1 << (observed.values.shape[1] - 1).bit_length()))
+        seen = Histogram.of(observed.values, bins)
         if not observed.partition.divides(*observed.matrix.shape):
             seen = seen.without_zeros(observed.padding)
         return seen
