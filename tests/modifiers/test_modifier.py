@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from typing import ClassVar
@@ -80,7 +81,7 @@ def ready(**fields):
 # ---- fields
 
 
-@pytest.mark.parametrize("targets", ["", [""], ["Linear", ""]])
+@pytest.mark.parametrize("targets", ["", [""], ["Linear", ""], "re:", ["re:"]])
 def test_an_empty_name_is_no_target(targets):
     """The name of the model itself: all of it would be taken."""
     with pytest.raises(RecipeError, match="an empty name stands for the whole model"):
@@ -387,6 +388,14 @@ def test_own_modifier_by_class_name(package):
     shrinker = ModifierFactory.create("Shrinker", group="pruning", amount=2)
     assert type(shrinker).__name__ == "Shrinker"
     assert (shrinker.group, shrinker.amount) == ("pruning", 2)
+
+
+def test_a_base_of_modifiers_is_not_offered():
+    """Once it is imported it is a modifier like those of others, and no recipe can name it."""
+    assert importlib.import_module("llmcompressor.modifiers.quantization").QuantizationMixin
+    with pytest.raises(RecipeError, match="Did you mean QuantizationModifier") as caught:
+        ModifierFactory.find("QuantizationModifer")
+    assert "Mixin" not in str(caught.value)
 
 
 def test_own_modifier_by_path(package):

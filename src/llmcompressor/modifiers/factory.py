@@ -41,6 +41,7 @@ _BUILTIN = Table(
     },
 )
 
+_PACKAGE = __name__.split(".")[0]
 _registered: dict[str, type[Modifier]] = {}
 
 
@@ -102,7 +103,9 @@ class ModifierFactory:
             return found
         imported = _imported(name) or (_by_path(name) if _is_path(name) else None)
         if imported is None:
-            names = {*_registered, *_BUILTIN, *(each.__name__ for each in _subclasses())}
+            # of this package's own classes those that no recipe names are bases
+            others = (each for each in _subclasses() if each.__module__.split(".")[0] != _PACKAGE)
+            names = {*_registered, *_BUILTIN, *(each.__name__ for each in others)}
             raise RecipeError(
                 f"There is no modifier named {name!r}.",
                 f"{did_you_mean(name, names)} A modifier of your own is found once the module "

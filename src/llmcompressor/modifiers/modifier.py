@@ -226,6 +226,10 @@ class PlannedModule:
     has_group: bool = True
 
 
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 class Modifier(HooksMixin):
     """A technique that changes a model: its fields are its arguments in a recipe.
 
@@ -319,13 +323,13 @@ class Modifier(HooksMixin):
 
     @model_validator(mode="after")
     def _check_no_empty_target(self) -> Self:
-        """An empty name is that of the whole model: nobody means it."""
+        """An empty name is that of the whole model, an empty pattern is in every name."""
         given = getattr(self, "targets", None)
         named = [given] if isinstance(given, str) else given
-        if isinstance(named, list | tuple) and "" in named:
+        if isinstance(named, list | tuple) and {"", "re:"} & {*filter(_is_text, named)}:
             raise RecipeError(
                 f"targets is {given!r}: an empty name stands for the whole model",
-                "Give a name, a class name such as Linear, or a 're:' pattern.",
+                "Give a name, a class name such as Linear, or a 're:' pattern; 're:.*' means all.",
             )
         return self
 
