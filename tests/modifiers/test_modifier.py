@@ -84,7 +84,7 @@ def ready(**fields):
 @pytest.mark.parametrize("targets", ["", [""], ["Linear", ""], "re:", ["re:"]])
 def test_an_empty_name_is_no_target(targets):
     """The name of the model itself: all of it would be taken."""
-    with pytest.raises(RecipeError, match="an empty name stands for the whole model"):
+    with pytest.raises(RecipeError, match="an empty name or pattern stands for the whole model"):
         Pruner(targets=targets)
     Pruner(targets=[])
 

@@ -70,3 +70,15 @@ def test_heads_are_independent():
 def test_the_range_has_the_dtype_of_what_was_observed(batches):
     observer = make("histogram").observe(batches[0].bfloat16())
     assert observer.range()[0].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("base_name", "options", "bins"),
+    [("weight", {}, 256), ("weight", {"bins": 2048}, 2048), ("input", {}, 2048)],
+    ids=["a weight", "asked for", "inputs"],
+)
+def test_a_weight_has_no_more_bins_than_values_of_a_scale(base_name, options, bins):
+    """Unless they are asked for: a number that somebody gives is the one that is used."""
+    observer = make("histogram", base_name=base_name, **options)
+    observer(torch.randn(4, 50))  # 200 values, one scale
+    assert observer._histogram.bins == bins

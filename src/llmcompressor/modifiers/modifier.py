@@ -226,10 +226,6 @@ class PlannedModule:
     has_group: bool = True
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 class Modifier(HooksMixin):
     """A technique that changes a model: its fields are its arguments in a recipe.
 
@@ -326,9 +322,9 @@ class Modifier(HooksMixin):
         """An empty name is that of the whole model, an empty pattern is in every name."""
         given = getattr(self, "targets", None)
         named = [given] if isinstance(given, str) else given
-        if isinstance(named, list | tuple) and {"", "re:"} & {*filter(_is_text, named)}:
+        if isinstance(named, list | tuple) and any(one in ("", "re:") for one in named):
             raise RecipeError(
-                f"targets is {given!r}: an empty name stands for the whole model",
+                f"targets is {given!r}: an empty name or pattern stands for the whole model",
                 "Give a name, a class name such as Linear, or a 're:' pattern; 're:.*' means all.",
             )
         return self

@@ -38,8 +38,8 @@ class HistogramOptions(ObserverOptions):
         method: keep a percentile of the values, or the least mean square error, or the least
             divergence of the rounded values' distribution.
         percentile: for that method, the percentage of values to keep.
-        bins: bins on each side of zero; for a weight, which is seen once, no more than values that
-            share a scale, rounded up to a power of two, but at least 128.
+        bins: bins on each side of zero. Unless given, a weight, which is seen once, has no more
+            than values that share a scale, rounded up to a power of two, but at least 128.
     """
 
     method: Method = "mse"
@@ -85,7 +85,8 @@ class HistogramObserver(Observer):
 
     def _counted(self, observed: Canonical) -> Histogram:
         bins = self.options.bins
-        if self.base_name == "weight":  # it may have a hundred thousand scales of as many values
+        is_asked_for = "bins" in self.options.model_fields_set
+        if self.base_name == "weight" and not is_asked_for:  # it may have 10^5 scales
             bins = min(bins, max(_FEWEST_BINS, 1 << (observed.values.shape[1] - 1).bit_length()))
         seen = Histogram.of(observed.values, bins)
         if not observed.partition.divides(*observed.matrix.shape):

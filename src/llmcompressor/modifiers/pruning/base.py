@@ -66,7 +66,7 @@ class MaskingModifier(Modifier):
     @field_validator("targets")
     @classmethod
     def _check_targets(cls, targets: str | list[str]) -> str | list[str]:
-        if not as_targets(targets) or "" in as_targets(targets):
+        if not as_targets(targets):
             raise RecipeError("there is no target", "Give one, as in targets: Linear.")
         return targets
 
