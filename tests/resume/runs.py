@@ -30,7 +30,7 @@ from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModif
 from llmcompressor.modifiers.rotation import learned as rotations
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
-from llmcompressor.modifiers.transform import SpinQuantModifier
+from llmcompressor.modifiers.transform import AWQModifier, SpinQuantModifier
 
 BLOCKS = 3
 KILLED = -signal.SIGKILL
@@ -114,6 +114,11 @@ def rotated_between() -> list[Any]:
     ]
 
 
+def smoothed() -> list[Any]:
+    """Mappings that are found, unless some are registered."""
+    return [AWQModifier(), QuantizationModifier(targets=_MLP, scheme="W4A16")]
+
+
 def learned() -> list[Any]:
     """Rotations that are learned before the first block is rotated; on random weights they may be
     no better than the first ones, and are kept all the same."""
@@ -160,6 +165,7 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "pruned_rounded": pruned_rounded,
     "rotated": rotated,
     "rotated_between": rotated_between,
+    "smoothed": smoothed,
     "learned": learned,
     "dropped": dropped,
     "dropped_quantized": dropped_quantized,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import RECIPES, rows, tree, write_model
+from runs import NEEDS_DATA, RECIPES, rows, tree, write_model
 from safetensors.torch import load_file, save_file
 
 from llmcompressor import oneshot
@@ -19,6 +19,11 @@ from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.checkpoint.reading import TensorReader
 from llmcompressor.errors import CheckpointError, OutputError
 from llmcompressor.logger import logger
+from llmcompressor.modifiers.transform.awq import AWQ_MAPPING_REGISTRY, AWQMapping
+from llmcompressor.modifiers.transform.spinquant.norm_mappings import (
+    NORM_MAPPING_REGISTRY,
+    NormMapping,
+)
 
 FIRST, LAST = "model.layers.0", "model.layers.2"
 
@@ -31,7 +36,7 @@ def call(recipe: str, folder: Path, output: str = "output", **arguments: Any) ->
     oneshot(
         model=str(folder / "model"),
         recipe=RECIPES[recipe](),
-        dataset=rows() if recipe == "gptq" else None,
+        dataset=rows() if recipe in NEEDS_DATA else None,
         output_dir=str(folder / output),
         verify=False,
         **arguments,
@@ -198,3 +203,37 @@ def test_a_source_that_is_changed_while_it_is_read(
     call("rtn", tmp_path, resume="must")  # what it had read is the same still
     call("rtn", tmp_path, "whole")
     assert tree(tmp_path / "output") == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "registry", "mappings"),
+    [
+        (
+            "smoothed",
+            AWQ_MAPPING_REGISTRY,
+            [AWQMapping("re:.*post_attention_layernorm", ["re:.*(gate|up)_proj"])],
+        ),
+        (
+            "rotated",
+            NORM_MAPPING_REGISTRY,
+            [
+                NormMapping(norm="re:.*input_layernorm", linears=["re:.*[qkv]_proj"]),
+                NormMapping(norm="re:.*post_attention_layernorm", linears=["re:.*(gate|up)_proj"]),
+                NormMapping(norm="model.norm", linears=["lm_head"]),
+            ],
+        ),
+    ],
+)
+def test_mappings_that_are_registered_meanwhile_make_it_another_run(
+    recipe: str,
+    registry: dict[str, Any],
+    mappings: list[Any],
+    halfway: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = halfway(recipe)
+    monkeypatch.setitem(registry, "LlamaForCausalLM", mappings)
+    with pytest.raises(OutputError, match="registered"):
+        call(recipe, folder, resume="must")
+    monkeypatch.delitem(registry, "LlamaForCausalLM")
+    call(recipe, folder, resume="must")

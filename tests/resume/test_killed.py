@@ -36,6 +36,7 @@ OTHERS = [
     *(("pruned_rounded", "append", number) for number in (3, 5, 7)),
     *(("rotated", "append", number) for number in (2, 3, 5)),
     *(("rotated_between", "append", number) for number in (3, 5, 6, 8)),
+    *(("smoothed", "append", number) for number in (1, 2, 3, 5)),
     *(("learned", "append", number) for number in (1, 2, 3, 4, 6, 8, 10)),
     ("learned", "torn", 3),
     ("learned", "appended", 2),

@@ -397,6 +397,10 @@ class _Run:
                 else type(processor).__name__,
             },
         )
+        model, modifiers = self.blueprint.model, self._modifiers
+        registered = {str(i): one.registered(model) for i, one in enumerate(modifiers)}
+        registered = {i: found for i, found in registered.items() if found is not None}
+        prints |= {"registered": registered} if registered else {}
         return prints | {"weights": self.weights.fingerprint}
 
 

@@ -423,6 +423,13 @@ class Modifier(HooksMixin):
         """Field → the file that it names, and that is written beside the output."""
         return {}
 
+    def registered(self, model: Module) -> Any:
+        """What was registered for the class of ``model`` in place of fields, as JSON values.
+
+        It decides the result as they do, and stands in no recipe.
+        """
+        del model
+
     @property
     def works_by_block(self) -> bool:
         """Whether :meth:`finish` completes single blocks, so that others need not be loaded."""

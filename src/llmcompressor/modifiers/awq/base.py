@@ -7,7 +7,7 @@ Lin et al., arXiv:2306.00978; see :mod:`llmcompressor.numerics.awq` for the equa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -87,6 +87,10 @@ class AWQMapping:
 
 AWQ_MAPPING_REGISTRY: dict[str, list[AWQMapping]] = {}
 """Mappings that users add for a model's class, by its name; others are found from the model."""
+
+
+def _registered(model: Module) -> list[AWQMapping] | None:
+    return AWQ_MAPPING_REGISTRY.get(type(model).__name__)
 
 
 class _Moments:
@@ -198,10 +202,15 @@ class AWQModifier(SmoothingMixin):
         """The mappings as smooth target and targets of its readers."""
         mappings = self.mappings
         if mappings is None:
-            mappings = AWQ_MAPPING_REGISTRY.get(type(model).__name__)
+            mappings = _registered(model)
         if mappings is None:
             return None
         return [(one.smooth_layer, tuple(one.balance_layers)) for one in mappings]
+
+    def registered(self, model: Module) -> Any:
+        """Mappings."""
+        found = None if self.mappings is not None else _registered(model)
+        return None if found is None else [asdict(one) for one in found]
 
     def wanted_sets(self) -> list[SmoothSet]:
         """Those with a Linear that a later modifier quantizes."""

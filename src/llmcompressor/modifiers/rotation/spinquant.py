@@ -195,12 +195,27 @@ class SpinQuantModifier(RotationModifier):
         """What the recipe says of the parts of ``model``, or what is registered for its class."""
         return self.mappings or SPINQUANT_MAPPING_REGISTRY.get(type(model).__name__)
 
+    def _norms(self, model: Any) -> list[NormMapping] | None:
+        """Likewise, of its norms."""
+        return self.norm_mappings or NORM_MAPPING_REGISTRY.get(type(model).__name__)
+
+    def registered(self, model: Any) -> Any:
+        """The parts of the model, and what its norms feed."""
+        parts, norms = (self._parts(model), self._norms(model))
+        found = {
+            "mappings": None if self.mappings or parts is None else parts.model_dump(),
+            "norm_mappings": None
+            if self.norm_mappings or norms is None
+            else [one.model_dump() for one in norms],
+        }
+        return found if any(found.values()) else None
+
     def _find_stream(self, model: Any) -> Stream:
         if self._stream is None:
             self._stream = find_stream(
                 model,
                 self._parts(model),
-                self.norm_mappings or NORM_MAPPING_REGISTRY.get(type(model).__name__),
+                self._norms(model),
             )
         return self._stream
 
