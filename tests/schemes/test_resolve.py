@@ -14,7 +14,14 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
 )
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 from transformers.pytorch_utils import Conv1D
 
 from llmcompressor.errors import InputError, RecipeError, TargetError
@@ -416,6 +423,18 @@ def test_matrices_that_no_reader_knows_are_told_beside_others(log: list[tuple[st
     assert list(schemes) == ["a"]
     assert [level for level, _ in log] == ["INFO"]
     assert log[0][1].endswith("targets match (b); no reader knows a quantized Conv1D.")
+
+
+def test_embeddings_that_want_more_than_their_input_stay_in_full(log: list[tuple[str, str]]) -> None:
+    """Readers give a quantized module its input alone; OPT's positions want a cache's length."""
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = OPTForCausalLM(OPTConfig(vocab_size=64, max_position_embeddings=16, **sizes))
+    for targets in (["Embedding"], ["re:.*embed_"]):
+        schemes = resolve_schemes(scheme="W8A16", targets=targets)
+        assert [*schemes.schemes_by_module(model)] == ["model.decoder.embed_tokens"], targets
+    assert "(model.decoder.embed_positions); no reader knows a quantized OPTLearned" in log[0][1]
+    with pytest.raises(TargetError, match="no reader knows a quantized OPTLearnedPositional"):
+        resolve_schemes(scheme="FP8", targets=["re:.*positions"]).schemes_by_module(model)
 
 
 def test_attention_is_reached_as_the_library_does() -> None:

@@ -16,7 +16,7 @@ from llmcompressor.modifiers.modifier import Modifier, PlannedModule
 from llmcompressor.names import Forms, named_modules, own_parameters
 from llmcompressor.planning.result import Match, ModuleRow
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.schemes.assign import is_router, matching_targets
+from llmcompressor.schemes.assign import is_quantizable, is_router, matching_targets
 from llmcompressor.schemes.presets import format_of
 
 __all__ = ["STACK", "describe", "descriptions", "match_patterns", "module_rows", "numberless"]
@@ -154,7 +154,7 @@ def _tally(
         for one in hits.targets:
             decides = name in quantized and one in hits.deciding
             tallies["target", one].add(name, decides=decides)
-        is_wanted = bool(hits.targets) and isinstance(module, Linear | Embedding)
+        is_wanted = bool(hits.targets) and is_quantizable(module)
         for one in hits.ignore:
             tallies["ignore", one].add(name, decides=is_wanted)
     return tallies

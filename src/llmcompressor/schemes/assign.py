@@ -19,6 +19,8 @@ Around it, four decisions keep the checkpoint servable. Each is logged once, wit
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +43,7 @@ from llmcompressor.schemes.attention import is_cached_attention
 __all__ = [
     "assign_schemes",
     "is_empty",
+    "is_quantizable",
     "is_router",
     "listed",
     "matching_targets",
@@ -236,7 +239,7 @@ class _Walk:
 
     def _can_carry(self, name: str, module: Module, scheme: QuantizationScheme) -> bool:
         """Linears and embeddings carry any scheme; attention carries one for its inputs only."""
-        if isinstance(module, Linear | Embedding):
+        if is_quantizable(module):
             return True
         for_inputs = scheme.input_activations is not None and scheme.weights is None
         return (
@@ -275,9 +278,24 @@ def output_head(model: Module) -> Module | None:
     return None
 
 
+def is_quantizable(module: Module) -> bool:
+    """Whether it is a Linear or an Embedding that computes from its input alone.
+
+    That is what readers give to a quantized module; learned positions of many classes (OPT's,
+    BART's, Whisper's) are Embeddings that want the length of a cache or a mask, too.
+    """
+    return isinstance(module, Linear | Embedding) and _takes_one(type(module))
+
+
+@functools.cache
+def _takes_one(kind: type[Module]) -> bool:
+    parameters = list(inspect.signature(kind.forward).parameters.values())
+    return len(parameters) == 2 and parameters[1].kind is not inspect.Parameter.VAR_KEYWORD
+
+
 def _is_unreadable(module: Module) -> bool:
-    """Whether its weight is a matrix, of a class that compressed-tensors does not know."""
-    if isinstance(module, Linear | Embedding):
+    """Whether its weight is a matrix, of a class that compressed-tensors cannot run quantized."""
+    if is_quantizable(module):
         return False
     weight = weight_of(module)
     return weight is not None and weight.ndim > 1

@@ -12,7 +12,7 @@ from torch.nn import Embedding, Linear, Module
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.names import named_modules
-from llmcompressor.schemes.assign import listed, output_head, weight_of
+from llmcompressor.schemes.assign import is_quantizable, listed, output_head, weight_of
 from llmcompressor.schemes.presets import format_of
 
 __all__ = [
@@ -86,6 +86,8 @@ def _why_not(module: Module) -> str:
     weight = weight_of(module)
     if not isinstance(module, Linear | Embedding) or weight is None:
         return "no Linear or Embedding with a weight"
+    if not is_quantizable(module):
+        return "its forward takes more than one input, which no reader gives it"
     if weight.dim() != 2:
         return f"the weight has {weight.dim()} dimensions"
     if not weight.is_floating_point():
