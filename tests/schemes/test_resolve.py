@@ -425,7 +425,9 @@ def test_matrices_that_no_reader_knows_are_told_beside_others(log: list[tuple[st
     assert log[0][1].endswith("targets match (b); no reader knows a quantized Conv1D.")
 
 
-def test_embeddings_that_want_more_than_their_input_stay_in_full(log: list[tuple[str, str]]) -> None:
+def test_embeddings_that_want_more_than_their_input_stay_in_full(
+    log: list[tuple[str, str]],
+) -> None:
     """Readers give a quantized module its input alone; OPT's positions want a cache's length."""
     sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = OPTForCausalLM(OPTConfig(vocab_size=64, max_position_embeddings=16, **sizes))

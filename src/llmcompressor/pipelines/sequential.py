@@ -469,7 +469,8 @@ class _Stepper:
                 brought = None if brought is None else brought.clone()  # it may be added to
                 with input_capture([*unit.modules, unit.stop]) as captured:
                     if last:
-                        self._try(one, None)
+                        with self.originals.in_place(one, stop.module):
+                            self._try(one, None)
                     else:
                         self._send_on(one, hooks_on=True)
                 if brought is not None:
