@@ -10,7 +10,8 @@ lies between an expert's matrices is computed once more in the last stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch.nn import Module
 
 from llmcompressor.modeling.expert_forms import DOWN
 from llmcompressor.modeling.experts import LinearExperts, Routes
+from llmcompressor.modeling.input_rotations import product
 
-__all__ = ["ExpertStage", "begin_stages"]
+__all__ = ["ExpertStage", "begin_stages", "stages_passed"]
 
 
 def begin_stages(mixture: LinearExperts, wave: int | None = None) -> None:
@@ -44,6 +46,19 @@ def begin_stages(mixture: LinearExperts, wave: int | None = None) -> None:
     mixture.calibrating = True
     mixture.tokens = [0] * mixture.num_experts
     mixture.starved = {}
+
+
+@contextmanager
+def stages_passed(model: Module) -> Iterator[None]:
+    """Have experts run inside as when nothing is calibrated, each Linear called for its tokens."""
+    staged = [one for one in model.modules() if isinstance(one, LinearExperts) and one.calibrating]
+    for one in staged:
+        one.calibrating = False
+    try:
+        yield
+    finally:
+        for one in staged:
+            one.calibrating = True
 
 
 class ExpertStage(Module):
@@ -114,8 +129,7 @@ class ExpertStage(Module):
     def _output(self, expert: int, routes: Routes) -> Tensor:
         mixture = self.mixture
         between = mixture.between(expert, routes.input_of(expert))
-        result: Tensor = mixture.linear(expert, DOWN).forward(between)
-        return result
+        return product(mixture.linear(expert, DOWN), between)
 
     def _show_between(self, routes: Routes) -> dict[int, Tensor]:
         made = {}
@@ -132,7 +146,7 @@ class ExpertStage(Module):
                 continue
             if shown is not None and len(shown):
                 down(shown)
-            made[expert] = down.forward(own)
+            made[expert] = product(down, own)
         return made
 
     def _shown_between(self, expert: int, own: Tensor, routes: Routes) -> Tensor | None:

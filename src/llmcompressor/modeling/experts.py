@@ -30,6 +30,7 @@ from llmcompressor.modeling.expert_forms import (
     matrices_of,
     matrix_of,
 )
+from llmcompressor.modeling.input_rotations import product
 
 __all__ = ["Expert", "LinearExperts", "Routes", "Shown", "put_together", "take_apart"]
 
@@ -262,7 +263,7 @@ class LinearExperts(Module):
 
     def between(self, expert: int, given: Tensor) -> Tensor:
         """What an expert has between its matrices; no hook of its Linears is called."""
-        return self._gated(*(self.linear(expert, role).forward(given) for role in self.entrances))
+        return self._gated(*(product(self.linear(expert, role), given) for role in self.entrances))
 
 
 def take_apart(mixture: Mixture, names: Mapping[str, str]) -> LinearExperts:

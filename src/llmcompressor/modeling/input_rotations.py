@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations in the forward of a module, between what it is given and what it multiplies."""
+"""Rotations in the forward of a module: of what it is given, and of what it returns."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from compressed_tensors.transform import TransformBase, TransformLocation
+from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["RESTS", "input_rotations", "resting"]
+__all__ = ["RESTS", "input_rotations", "product", "resting"]
 
 RESTS = "rotation_rests"
 """Attribute of a rotation: true while it gives back what it is given."""
@@ -39,7 +40,26 @@ def resting(model: Module) -> Iterator[None]:
             one.__dict__[RESTS] = False
 
 
+def product(linear: Module, given: Tensor) -> Tensor:
+    """What a Linear makes of its input, rotations and all; no hook is told of the call."""
+    for one in reversed(list(_of_inputs(linear.children()))):  # each stands before the earlier
+        given = _turned(one, given)
+    made: Tensor = linear.forward(given)
+    for one in _at(TransformLocation.OUTPUT, linear.children()):
+        made = _turned(one, made)
+    return made
+
+
+def _turned(rotation: TransformBase, values: Tensor) -> Tensor:
+    turned: Tensor = values if rotation.__dict__.get(RESTS) else rotation(values)
+    return turned
+
+
 def _of_inputs(modules: Iterator[Module]) -> Iterator[TransformBase]:
+    return _at(TransformLocation.INPUT, modules)
+
+
+def _at(location: TransformLocation, modules: Iterator[Module]) -> Iterator[TransformBase]:
     for one in modules:
-        if isinstance(one, TransformBase) and one.args.location == TransformLocation.INPUT:
+        if isinstance(one, TransformBase) and one.args.location == location:
             yield one

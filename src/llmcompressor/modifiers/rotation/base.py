@@ -20,6 +20,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.expert_stages import stages_passed
 from llmcompressor.modifiers.modifier import DataSize, Granularity, Modifier, Work
 from llmcompressor.modifiers.rotation.effort import rotating_work, trial_work
 from llmcompressor.modifiers.rotation.online import (
@@ -316,9 +317,10 @@ class RotationModifier(Modifier):
         Raises:
             TargetError: it would not, or does not run on token ids alone.
         """
-        probe = Probe(model)
-        self.check_called(model, plan, probe)
-        self.check_outputs(model, plan, probe, by_part=by_part)
+        with stages_passed(model):
+            probe = Probe(model)
+            self.check_called(model, plan, probe)
+            self.check_outputs(model, plan, probe, by_part=by_part)
         self._tried = True
 
     def check_called(self, model: Any, plan: Plan, probe: Probe) -> None:
