@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ import torch
 
 from llmcompressor import active_session, create_session, oneshot
 from llmcompressor.core import Event, State
+from llmcompressor.logger import logger
 from llmcompressor.modifiers import Modifier
 from llmcompressor.recipe import Recipe
 
@@ -26,10 +28,9 @@ class LoggingModifier(Modifier):
         return True
 
 
-class TokenCounter(Modifier):
+class Undeclared(Modifier):
     """Counts the tokens that go into each layer, with hooks and calibration events."""
 
-    requires_calibration_data: ClassVar[bool] = True
     counts: ClassVar[dict[str, int]] = {}
     events: ClassVar[list[str]] = []
 
@@ -56,11 +57,41 @@ class TokenCounter(Modifier):
         self.remove_hooks()
 
 
+class TokenCounter(Undeclared):
+    """The same, and says that it needs data."""
+
+    requires_calibration_data: ClassVar[bool] = True
+
+
+class Spoiler(Modifier):
+    """Changes a weight at the very end."""
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        return True
+
+    def on_finalize(self, state: State, **kwargs: Any) -> bool:
+        with torch.no_grad():
+            state.model.model.layers[1].mlp.up_proj.weight.mul_(1.1)
+        return True
+
+
 @pytest.fixture(autouse=True)
 def _nothing_seen() -> None:
     LoggingModifier.seen.clear()
     TokenCounter.counts.clear()
     TokenCounter.events.clear()
+
+
+@pytest.fixture
+def log() -> Iterator[list[tuple[str, str]]]:
+    lines: list[tuple[str, str]] = []
+
+    def sink(message: Any) -> None:
+        lines.append((message.record["level"].name, message.record["message"]))
+
+    handle = logger.add(sink, level="INFO")
+    yield lines
+    logger.remove(handle)
 
 
 RECIPE = "modifiers:\n  LoggingModifier: {}\n"
@@ -83,12 +114,21 @@ def test_it_works_without_a_session_of_its_own(llama_folder: Path) -> None:
     assert LoggingModifier.seen == [(model, model.device, None, active_session())]
 
 
-@pytest.mark.parametrize("pipeline", ["independent", "sequential", "basic", "layer_sequential"])
-def test_its_hooks_see_every_calibration_token_once(pipeline: str) -> None:
+BY_DATA = ("sequential", "basic", "layer_sequential")
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline"),
+    [
+        *(("TokenCounter", each) for each in ("independent", *BY_DATA)),
+        *(("Undeclared", each) for each in BY_DATA),
+    ],
+)
+def test_its_hooks_see_every_calibration_token_once(name: str, pipeline: str) -> None:
     model = small.llama()
     oneshot(
         model=model,
-        recipe="modifiers: {TokenCounter: {}}",
+        recipe=f"modifiers: {{{name}: {{}}}}",
         dataset=small.token_rows(samples=5, length=12),
         num_calibration_samples=5,
         batch_size=2,
@@ -97,6 +137,39 @@ def test_its_hooks_see_every_calibration_token_once(pipeline: str) -> None:
     assert TokenCounter.counts == {f"model.layers.{n}.mlp.down_proj": 5 * 12 for n in (0, 1)}
     assert TokenCounter.events == ["start", "end"]
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("pipeline", [None, "datafree"])
+def test_without_a_pipeline_that_runs_data_it_is_told_how_to_get_some(
+    pipeline: str | None, log: list[tuple[str, str]]
+) -> None:
+    recipe = "modifiers: {Undeclared: {}}"
+    oneshot(small.llama(), recipe=recipe, dataset=small.token_rows(), pipeline=pipeline)
+    assert set(TokenCounter.counts.values()) == {0}
+    (said,) = [text for level, text in log if "is not read" in text and level == "WARNING"]
+    assert "Undeclared" in said
+    assert "requires_calibration_data" in said
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "W8A16_ASYM"])
+@pytest.mark.parametrize("spoils", [False, True])
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_a_weight_that_is_changed_after_it_was_quantized_is_told(
+    scheme: str, spoils: bool, is_raw: bool, tmp_path: Path, log: list[tuple[str, str]]
+) -> None:
+    modifier = "QuantizationModifier" if is_raw else "GPTQModifier"
+    recipe = f"modifiers: {{{modifier}: {{targets: Linear, scheme: {scheme}, ignore: [lm_head]}}"
+    recipe += ", Spoiler: {}}" if spoils else "}"
+    oneshot(
+        small.llama().to(torch.bfloat16),
+        recipe=recipe,
+        dataset=None if is_raw else small.token_rows(),
+        num_calibration_samples=4,
+        output_dir=tmp_path / "out",
+    )
+    said = [text for _, text in log if "after they were quantized" in text]
+    assert len(said) == spoils
+    assert not spoils or "weights of model.layers.1.mlp.up_proj after" in said[0]
 
 
 def test_it_runs_beside_ours(tmp_path: Path) -> None:

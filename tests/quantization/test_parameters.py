@@ -187,3 +187,25 @@ def test_the_absolute_maximum_counts_both_signs(dtype: torch.dtype) -> None:
     assert weight_amax(torch.tensor([[1.0, -3.0]], dtype=dtype)).tolist() == [3.0]
     assert weight_amax(torch.tensor([[2.0, -1.0]], dtype=dtype)).tolist() == [2.0]
     assert weight_amax(torch.ones(1, 1, dtype=dtype)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("observer", ["nvfp4_expanded_mse", "fouroversix"])
+def test_scales_beyond_the_extremes_find_room_under_the_global_one(observer: str) -> None:
+    """In the group with the largest value of all, too: it ends at 4, and its scale at 1.5 times."""
+    torch.manual_seed(0)
+    weight_RC = torch.randn(64, 256) * 0.02
+    weight_RC[:, :16] = torch.tensor([1.0, 0.75] * 8)  # 4 and 3 are values of the grid, 4.5 is not
+    args = arguments("NVFP4A16").model_copy(update={"observer": observer})
+    parameters = observe_weight(weight_RC, args)
+    cut = observe_weight(weight_RC, args, global_scale=global_scale_from_amax(torch.ones(1)))
+
+    def error(found: WeightParameters) -> Tensor:
+        scale, grid, partition = found.effective_scale, grid_of(args), partition_of(args)
+        rounded_RC = fake_quantize_matrix(weight_RC, scale, None, grid, partition)
+        return (rounded_RC - weight_RC)[:, :16].square().mean()
+
+    assert float(cut.scale.max()) == 448
+    assert float(parameters.scale.max()) < 448
+    assert error(parameters) < 0.25 * error(cut)
+    plain = observe_weight(weight_RC, arguments("NVFP4A16"))
+    assert float(plain.global_scale) == float(global_scale_from_amax(weight_amax(weight_RC)))

@@ -21,6 +21,7 @@ from llmcompressor.checkpoint.compress import (
 from llmcompressor.checkpoint.contents import Contents, divide
 from llmcompressor.checkpoint.extras import extra_ignore, extra_tensors
 from llmcompressor.checkpoint.layout import checkpoint_layout, checkpoint_names
+from llmcompressor.checkpoint.on_grid import is_on_grid, warn_off_grid
 from llmcompressor.checkpoint.output_layout import Stored
 from llmcompressor.checkpoint.reading import dtype_name
 from llmcompressor.checkpoint.shards import natural_key
@@ -128,6 +129,7 @@ def stored_block(
             plain[key] = tensor
     found = checkpoint_layout(model, plain, list(own))
     places = checkpoint_names(model, list(own))
+    warn_off_grid(one.name for one in quantized if not is_on_grid(one, own[one.name]))
     for entry in quantized:
         found |= {
             f"{places[entry.name]}.{name}": tensor.detach().to("cpu")

@@ -35,6 +35,7 @@ from llmcompressor.checkpoint.extras import (
 )
 from llmcompressor.checkpoint.layout import checkpoint_names
 from llmcompressor.checkpoint.model_config import checkpoint_config, write_json
+from llmcompressor.checkpoint.on_grid import is_on_grid, warn_off_grid
 from llmcompressor.checkpoint.output_layout import OutputLayout
 from llmcompressor.checkpoint.prediction import Prediction
 from llmcompressor.checkpoint.processor import PROCESSOR_FILES, processor_directory
@@ -424,17 +425,21 @@ def _in_order(model: PreTrainedModel, contents: Contents) -> Iterator[dict[str, 
     """All tensors under their names in the checkpoint, layer by layer; compressed when reached."""
     stored = checkpoint_names(model, contents.compressed)
     pieces: dict[str, Callable[[], dict[str, Tensor]]] = {}
+    off_grid: list[str] = []
     for name, tensor in contents.plain.items():
         pieces[name] = partial(dict, {name: tensor})
     for name, (entry, tensors) in contents.compressed.items():
-        pieces[stored[name]] = partial(_compressed, entry, tensors, stored[name])
+        pieces[stored[name]] = partial(_compressed, entry, tensors, stored[name], off_grid)
     for name in sorted(pieces, key=natural_key):
         yield pieces[name]()
+    warn_off_grid(off_grid)
 
 
 def _compressed(
-    entry: QuantizedModule, tensors: Mapping[str, Tensor], stored: str
+    entry: QuantizedModule, tensors: Mapping[str, Tensor], stored: str, off_grid: list[str]
 ) -> dict[str, Tensor]:
+    if not is_on_grid(entry, tensors):
+        off_grid.append(entry.name)
     return {f"{stored}.{own}": tensor for own, tensor in compress(entry, tensors).items()}
 
 

@@ -35,6 +35,7 @@ from llmcompressor.recipe import Recipe
 
 __all__ = ["Job", "Records", "compression_report", "report_of", "undone_on_error"]
 
+_OWN = __name__.partition(".")[0]
 _WITHOUT_DATA = "QuantizationModifier needs none with a scheme such as FP8_DYNAMIC."
 
 
@@ -50,6 +51,7 @@ class Job(Task):
         super().__init__("oneshot", output_dir, (), arguments, also_known=("log_dir",))
         self.log_dir = as_path("log_dir", log_dir)
         self._check_log_dir()
+        self._give_data()
         self._check_data_needed()
         self._check_pipeline()
         self._tell_of_schedules()
@@ -82,6 +84,24 @@ class Job(Task):
                 "Choose a folder beside it: the output appears at the end, as a whole.",
             )
 
+    def _give_data(self) -> None:
+        """A pipeline that is asked for runs: modifiers of others may watch with hooks of theirs.
+
+        The project's own say what they need; for them alone it would run the model for nothing.
+        """
+        if not self.has_data or self.dataset_args.pipeline in (None, "independent", "datafree"):
+            return
+        for each in self._foreign():
+            each.be_given_data()
+
+    def _foreign(self) -> list[Modifier]:
+        """The modifiers that are not the project's own."""
+        return [
+            each
+            for each in self.recipe.modifiers
+            if type(each).__module__.partition(".")[0] != _OWN
+        ]
+
     def _check_data_needed(self) -> None:
         needing = self.needing_data
         if needing and not self.has_data:
@@ -91,6 +111,15 @@ class Job(Task):
             )
         if self.has_data and self.recipe.modifiers and not needing:
             logger.info("The dataset is not read: no modifier of the recipe needs data.")
+            self._tell_how_to_ask()
+
+    def _tell_how_to_ask(self) -> None:
+        names = ", ".join(type(each).__name__ for each in self._foreign())
+        if names:
+            logger.warning(
+                f"The dataset is not read, and {names} may want it: set requires_calibration_data "
+                "to True in the class, or ask for a pipeline (sequential)."
+            )
 
     def _tell_of_schedules(self) -> None:
         for each in self.recipe.modifiers:

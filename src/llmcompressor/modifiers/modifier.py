@@ -284,6 +284,7 @@ class Modifier(HooksMixin):
     # Every phase that was entered, so that a finalized modifier still knows whether it started.
     _passed: tuple[Phase, ...] = PrivateAttr((Phase.CREATED,))
     _latest: Event | None = PrivateAttr(None)
+    _is_given_data: bool = PrivateAttr(False)
 
     if not TYPE_CHECKING:  # type checkers see the constructor that pydantic derives
 
@@ -351,7 +352,14 @@ class Modifier(HooksMixin):
     @property
     def requires_calibration_data(self) -> bool:
         """Whether calibration data has to run through the model."""
-        return False
+        return self._is_given_data
+
+    def be_given_data(self) -> None:
+        """Have data run through the model for it, as the user asks: it may watch in its own way.
+
+        A class that says by itself whether it :attr:`requires_calibration_data` is not overruled.
+        """
+        self._is_given_data = True
 
     @property
     def learns_first(self) -> bool:

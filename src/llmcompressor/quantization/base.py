@@ -44,9 +44,9 @@ from llmcompressor.quantization.parameters import (
     check_observers,
     observe_weight,
     weighs_inputs,
-    weight_amax,
     weight_of,
     weight_range,
+    weight_span,
 )
 from llmcompressor.quantization.taking_over import Quantizer, are_alike, taken_from
 from llmcompressor.quantization.untying import untie_what_is_meant
@@ -418,10 +418,12 @@ class QuantizationMixin(Modifier):
         return self._global_scales.get(module)
 
     def _amax(self, module: Module) -> Tensor:
-        """The absolute maximum of a module's weight, ``[1]``."""
+        """What the global scale of a module's weight has to hold, ``[1]``."""
         found = self._ranges.get(module)
         if found is None:
-            return weight_amax(weight_of(module).detach())
+            args = self._schemes[module].weights
+            assert args is not None
+            return weight_span(weight_of(module).detach(), args)
         return found.maximum.amax().float().reshape(1)
 
     # ------------------------------------------------------------------ while

@@ -34,8 +34,8 @@ from llmcompressor.quantization.parameters import (
     extreme_parameters,
     follows_extremes,
     observe_weight,
-    weight_amax,
     weight_of,
+    weight_span,
 )
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of, scale_format_of
 
@@ -217,6 +217,9 @@ class FakeWeights:
         lasting: list[Any] = [getattr(one, "ds_tensor", one) for one in present]  # see flat_pieces
         return tuple((local(one).data_ptr(), one._version) for one in lasting)
 
+    def _span(self, module: Module) -> Tensor:
+        return weight_span(whole(weight_of(module)).detach(), self._args[module])
+
     def _global_scale(self, module: Module) -> Tensor | None:
         """The scale that ``module`` shares with all fused with it, from their present weights."""
         members = self._fused.get(module)
@@ -226,9 +229,8 @@ class FakeWeights:
         held = self._global_scales.get(module)
         if held is None or held[0] != key:
             device = weight_of(module).device
-            weights = (whole(weight_of(one)).detach() for one in members)
-            amax = torch.stack([weight_amax(one).to(device) for one in weights])
-            scale = global_scale_from_amax(amax)
+            spans = [self._span(one).to(device) for one in members]
+            scale = global_scale_from_amax(torch.stack(spans))
             held = (key, scale)
             for member in members:
                 self._global_scales[member] = (key, scale.to(weight_of(member).device))

@@ -44,6 +44,7 @@ __all__ = [
     "weight_amax",
     "weight_of",
     "weight_range",
+    "weight_span",
 ]
 
 _FROM_EXTREMES = ("observe", "measure", "qparams")
@@ -120,6 +121,18 @@ def weight_amax(weight_RC: Tensor) -> Tensor:
     return torch.maximum(-least, greatest).float().reshape(1)
 
 
+def weight_span(weight_RC: Tensor, args: QuantizationArgs) -> Tensor:
+    """The largest bound that the scales of a weight may have to reach, float32 ``[1]``.
+
+    Its absolute maximum; more where an observer also tries ranges beyond the extremes: scales under
+    a global one that left no room for them would be cut (arXiv:2512.02010, which leaves 448/256).
+    """
+    name = default_observer(args, "weight")
+    assert name is not None, "weights are never quantized dynamically"
+    observer = Observer.load_from_registry(name, base_name="weight", args=args)
+    return weight_amax(weight_RC) * max(1.0, float(getattr(observer.options, "expand", 1.0)))
+
+
 def check_observers(resolved: ResolvedSchemes, modifier: str = "") -> None:
     """Make every observer once that will be needed: its name and options are checked by that.
 
@@ -187,7 +200,7 @@ def observe_weight(
     observer.importance = importance_C
     observer.observe(weight_RC)
     if needs_global_scale(args) and global_scale is None:
-        global_scale = global_scale_from_amax(weight_amax(weight_RC))
+        global_scale = global_scale_from_amax(weight_span(weight_RC, args))
     scale, zero_point = observer.qparams(global_scale, dtype=weight_RC.dtype)
     return WeightParameters(args, scale, zero_point, global_scale)
 

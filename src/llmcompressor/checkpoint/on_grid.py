@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a quantized weight is still what its scales can hold, when it is written.
+
+Codes are found from the weight in memory and the scales that it was rounded with. Where something
+has changed the weight since, the file would hold another one than the model, and nobody would know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from llmcompressor.checkpoint.codes import codes_of
+from llmcompressor.checkpoint.compress import QuantizedModule
+from llmcompressor.logger import logger
+from llmcompressor.numerics.grid import Grid
+from llmcompressor.numerics.scales import effective_scale
+from llmcompressor.schemes.assign import listed
+from llmcompressor.schemes.bridge import grid_of, partition_of
+
+__all__ = ["is_on_grid", "warn_off_grid"]
+
+_OF_A_STEP = 0.25
+_OF_A_FLOAT = 2.0**-6
+"""Off by more of its size, a float of eight or four bits was not rounded to one."""
+_OF_A_VALUE = 2.0**-7
+"""Codes less their zero point, and what they stand for, were rounded to the model's dtype:
+bfloat16 may be off by 2^-9 of each, and a scale in it too."""
+_LEAST = 2.0**-12
+
+
+def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
+    """Whether the weight of a module is one that its codes and scales give back.
+
+    Args:
+        entry: the module and its scheme.
+        own: own name → tensor, as for :func:`.compress.compress`.
+
+    Returns:
+        True as well where it is still to be rounded, or has no data.
+    """
+    weights, weight = entry.scheme.weights, own.get("weight")
+    if entry.is_raw or entry.is_attention or weights is None or weight is None:
+        return True
+    if weight.is_meta or weight.ndim != 2 or "weight_scale" not in own:
+        return True
+    grid, wide = grid_of(weights), torch.float32
+    scale = effective_scale(own["weight_scale"].to(wide), own.get("weight_global_scale"))
+    zero = None if weights.symmetric else own["weight_zero_point"]
+    if weights.strategy == "tensor":
+        scale, zero = scale.reshape(1), None if zero is None else zero.reshape(1)
+
+    def far(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        return _is_far(grid, x.to(wide), scale, zero).to(wide)
+
+    off = codes_of(weight, scale, zero, far, partition_of(weights), _any_of_row)
+    return not bool(off.any())
+
+
+def warn_off_grid(names: Iterable[str]) -> None:
+    """Say which weights are not what they were rounded to, if any."""
+    names = list(names)
+    if names:
+        logger.warning(
+            f"Something has changed the weights of {listed(names)} after they were quantized: "
+            "they are stored as the nearest that their scales can hold, which is not what the "
+            "model in memory computes with. Change weights before the modifier that quantizes them."
+        )
+
+
+def _is_far(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    distance = (x - grid.fake_quantize(x, scale, zero)).abs()
+    if grid.kind == "float":
+        return distance > _OF_A_FLOAT * x.abs() + _LEAST * scale
+    return distance > _OF_A_STEP * scale + _OF_A_VALUE * x.abs()
+
+
+def _any_of_row(far: Tensor) -> Tensor:
+    return far.any(-1, keepdim=True)
