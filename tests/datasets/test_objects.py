@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.datasets import load_calibration
+from llmcompressor.datasets import load_calibration, load_training
 from llmcompressor.errors import DatasetError
 
 FIRST = {"shuffle_calibration_samples": False}
@@ -195,6 +195,49 @@ def test_a_mask_that_is_no_mask_is_refused(batches):
     rows = [{"input_ids": [5, 6], "loss_mask": [0.5, 1.0]}]
     with pytest.raises(DatasetError, match="values in loss_mask that are no whole numbers"):
         batches(rows, use_loss_mask=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": None}, r"sample 1 has no value \(None\) in its column 'input_ids'"),
+        ({"input_ids": None, "text": None}, r"sample 1 has no value \(None\).*'input_ids'"),
+        ({"input_ids": [5, None]}, "sample 1 has input_ids .*number 1 of them is None"),
+        ({"input_ids": [5, 6.5]}, r"sample 1 has input_ids .*number 1 of them is 6\.5"),
+        ({"input_ids": [[5, 6], [7, 8]]}, "sample 1 has input_ids .*they are 2 sequences"),
+        ({"input_ids": "ab"}, "sample 1 has input_ids .*they are a str"),
+        ({"input_ids": [5, 6], "attention_mask": [1, None]}, "sample 1 has attention_mask .*None"),
+        ({"input_ids": [5, 6], "attention_mask": "11"}, "sample 1 has attention_mask .*a str"),
+    ],
+)
+def test_a_row_that_came_tokenized_and_cannot_be_used_is_named(batches, row, message):
+    with pytest.raises(DatasetError, match=message) as caught:
+        batches([{"input_ids": [5, 6, 7]}, row], shuffle_calibration_samples=False)
+    assert caught.value.remedy
+
+
+def test_labels_that_hold_no_number_are_refused_where_they_are_learned():
+    args = DatasetArguments(dataset=[{"input_ids": [5, 6], "labels": [None, 6]}])
+    with pytest.raises(DatasetError, match=r"sample 0 has labels .*number 0 of them is None"):
+        load_training(args)
+    assert len(load_calibration(args)) == 1
+
+
+def test_a_row_without_token_ids_is_tokenized_if_it_has_text(texts):
+    assert texts([{"input_ids": None, "text": "a = 1"}]) == ["a = 1"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": []}, "sample 0 has empty input_ids"),
+        ({"input_ids": [5], "attention_mask": [0]}, "attention_mask of sample 0 is 0 everywhere"),
+        ({"text": " "}, "sample 0 has a text without a word"),
+    ],
+)
+def test_data_without_tokens_says_what_its_first_row_lacks(batches, row, message):
+    with pytest.raises(DatasetError, match=f"without tokens.*{message}"):
+        batches([row])
 
 
 @pytest.mark.parametrize("token", [2048, -1])

@@ -21,6 +21,7 @@ from llmcompressor.datasets.samples import (
     from_tokenized,
     num_tokens,
     pad,
+    token_list,
     unbatched,
 )
 from llmcompressor.errors import DatasetError
@@ -45,6 +46,7 @@ class SampleMaker:
         )
         self._encoder: Encoder | None = None
         self._read = self._empty = self._long = self._longest = 0
+        self._first_empty = ""
         # A user's own collator is given rows that came tokenized just as they are.
         self._as_given = (
             callable(args.data_collator)
@@ -60,7 +62,7 @@ class SampleMaker:
         for index, given in numbered:
             where = self._where(index)
             row = self._rows(given, where)
-            if self._it.main_inputs & row.keys() and ("input_ids" in row or "text" not in row):
+            if self._is_tokenized(row, where):
                 made[index] = self._tokenized(row, where)
             elif not _is_blank(row):
                 raw[index] = row
@@ -72,6 +74,7 @@ class SampleMaker:
                 kept.append(made[index])
             else:
                 self._empty += 1
+                self._first_empty = self._first_empty or self._said_of_empty(index, made.get(index))
         return kept
 
     def report(self, samples: int, wanted: int | None, *, packed: bool) -> None:
@@ -84,7 +87,8 @@ class SampleMaker:
             )
         if not samples:
             problem = f"All {self._read} samples are without tokens" if self._read else "no sample"
-            raise DatasetError(f"{name} is empty: {problem}.", "Give data that holds text.")
+            first = f" ({self._first_empty})" if self._first_empty else ""
+            raise DatasetError(f"{name} is empty: {problem}{first}.", "Give data that holds text.")
         if self._empty:
             logger.warning(f"{name}: {self._empty} samples without tokens are left out.")
         if self._long:
@@ -94,6 +98,25 @@ class SampleMaker:
 
     def _where(self, index: int) -> str:
         return f"{self._it.name}: sample {index}"
+
+    @staticmethod
+    def _said_of_empty(index: int, sample: Sample | None) -> str:
+        if sample is None:
+            return f"sample {index} has a text without a word"
+        if not token_list(sample["input_ids"]):
+            return f"sample {index} has empty input_ids"
+        return f"the attention_mask of sample {index} is 0 everywhere"
+
+    def _is_tokenized(self, row: Row, where: str) -> bool:
+        """Whether a row needs no processor any more."""
+        inputs = self._it.main_inputs & row.keys()
+        given = {name for name in inputs if row[name] is not None}
+        if inputs and not given and row.get("text") is None:
+            raise DatasetError(
+                f"{where} has no value (None) in its column {min(inputs)!r}.",
+                "Give the token ids of each sample, or leave such samples out.",
+            )
+        return bool(given) and ("input_ids" in given or "text" not in row)
 
     def _tokenized(self, row: Row, where: str) -> Sample:
         if self._as_given:
