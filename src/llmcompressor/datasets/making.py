@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmcompressor.datasets.chat import ChatRenderer
+from llmcompressor.datasets.chat import ChatRenderer, fault_of_chat
 from llmcompressor.datasets.checks import check_token_ids
 from llmcompressor.datasets.encode import Encoder, pad_id_of, padding_side_of
 from llmcompressor.datasets.preparation import Preparation
@@ -263,7 +263,9 @@ def _is_blank(row: Row) -> bool:
 def _check_text(row: Row, where: str) -> None:
     text = row.get("text")
     if text is not None and not isinstance(text, str):
+        turns = isinstance(text, list) and any(isinstance(one, Mapping) for one in text)
+        fault = f": {fault_of_chat(text)}" if turns else ""
         raise DatasetError(
-            f"{where} has a {type(text).__name__} for its text.",
+            f"{where} has a {type(text).__name__} for its text{fault}.",
             "Make a string of it with a preprocessing_func, or name another text_column.",
         )

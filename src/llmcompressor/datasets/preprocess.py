@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmcompressor.datasets.chat import ChatRenderer, is_chat, turns
+from llmcompressor.datasets.chat import ChatRenderer, fault_of_chat, is_chat, turns
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.samples import MAIN_INPUTS
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 
-__all__ = ["RowPreparer", "load_function"]
+__all__ = ["RowPreparer", "load_function", "refuse_broken_chat"]
 
 _CHATS = ("messages", "conversations")
 
@@ -88,15 +88,27 @@ class RowPreparer:
             del row[name]
         if self._text_column != "text":
             self._name_text(row, where, is_made=_is_text_made(row, given))
+        column = self._text_column
         if "text" not in row:
             chats = [name for name in _CHATS if is_chat(row.get(name))]
             if chats:
-                row["text"] = row.pop(chats[0])
+                column = chats[0]
+                row["text"] = row.pop(column)
             elif _is_silent(row) and not self._main_inputs & row.keys():
                 row["text"] = None
         if is_chat(row.get("text")):
-            row["text"] = self._chat(turns(row["text"]))
+            row["text"] = self._rendered(row["text"], column, where)
         return row
+
+    def _rendered(self, conversation: Any, column: str, where: str) -> str:
+        """A conversation as text; an error says which it is."""
+        _check_chat(conversation, column, where)
+        try:
+            return self._chat(turns(conversation))
+        except DatasetError as error:
+            raise DatasetError(
+                f"{where}, column {column!r}: {error.problem}", error.remedy
+            ) from error
 
     def _name_text(self, row: Row, where: str, *, is_made: bool) -> None:
         """Make the column that the user named ``text``; rows that came tokenized need none."""
@@ -119,7 +131,10 @@ class RowPreparer:
         """Raise an error that says which columns there are, if none of them is usable."""
         if any(row.get(name) is not None for name in usable) or "text" in row:
             return
-        texts = sorted(name for name, value in row.items() if isinstance(value, str))
+        refuse_broken_chat(row, where)
+        texts = sorted(
+            name for name, value in row.items() if isinstance(value, str) or is_chat(value)
+        )
         remedy = "Make text or input_ids of them with a preprocessing_func."
         if texts:
             named = " or ".join(f"text_column={name!r}" for name in texts[:3])
@@ -146,6 +161,28 @@ class RowPreparer:
             raise DatasetError(
                 f"{where} cannot be preprocessed: {error!r}.", "Check the preprocessing_func."
             ) from error
+
+
+def refuse_broken_chat(row: Row, where: str) -> None:
+    """Raise an error for a row without text whose conversation cannot be rendered.
+
+    Raises:
+        DatasetError: names the turn.
+    """
+    for name in _CHATS:
+        if row.get(name) is not None:
+            _check_chat(row[name], name, where)
+
+
+def _check_chat(value: Any, column: str, where: str) -> None:
+    fault = fault_of_chat(value)
+    if fault is not None:
+        plain = f"say text_column={column!r} if it is plain text"
+        other = plain if isinstance(value, str) else "make text of it with a preprocessing_func"
+        raise DatasetError(
+            f"{where} has no conversation in its column {column!r}: {fault}.",
+            f"Give a list of turns such as {{'role': 'user', 'content': '...'}}, or {other}.",
+        )
 
 
 def _is_silent(row: Row) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import table
+from llmcompressor.datasets.chat import is_chat
 from llmcompressor.datasets.files import is_saved_dataset, read_path
 from llmcompressor.datasets.formats import KINDS, kind_of
 from llmcompressor.datasets.rows import Columns, Items, Rows, Stream
@@ -250,6 +251,8 @@ def _has_columns(data: Mapping[str, Any]) -> bool:
 def _is_one_row(data: Mapping[str, Any]) -> bool:
     """Whether it is a single text, or what a tokenizer makes of one."""
     first = next(iter(data.get("input_ids", ())), None)
+    if any(is_chat(data.get(name)) for name in ("conversations", "messages")):
+        return True
     return isinstance(data.get("text"), str) or isinstance(first, int) or _is_scalar(first)
 
 
