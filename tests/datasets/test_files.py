@@ -47,6 +47,13 @@ def test_a_file_gives_its_rows(texts, tmp_path, kind):
     assert texts("custom", dataset_path=path, **FIRST) == WORDS
 
 
+def test_a_path_may_begin_at_home(texts, tmp_path, monkeypatch):
+    write(tmp_path / "data.jsonl", "jsonl")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert texts("~/data.jsonl", **FIRST) == WORDS
+    assert texts(None, dataset_path="~/data.jsonl", **FIRST) == WORDS
+
+
 def test_the_kind_can_be_named(texts, tmp_path):
     path = write(tmp_path / "data.dump", "jsonl")
     assert texts("json", dataset_path=path, **FIRST) == WORDS
@@ -216,6 +223,9 @@ def test_lines_are_parsed_only_when_they_are_taken(texts, tmp_path):
         ({"dataset_path": "nowhere.json"}, "There is no file or folder nowhere.json"),
         ({"data": "json"}, "which.*dataset_path"),
         ({"data": "jsn", "dataset_path": "x.json"}, "names no kind.*Did you mean json"),
+        ({"dataset_path": "x" * 5000}, "There is no file or folder x+…"),
+        ({"data": "x" * 5000}, "There is no data set, file or folder 'x+…'"),
+        ({"data": "a\0b"}, "There is no data set, file or folder 'a"),
         ({"data": "nowhere.json"}, "There is no data set, file or folder 'nowhere.json'"),
         ({"data": "ultrachat200k"}, "Did you mean ultrachat_200k"),
     ],

@@ -8,6 +8,7 @@ import copy
 import datasets
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,6 +33,7 @@ def test_a_dataset_and_a_list_of_dicts_give_what_a_list_of_strings_gives(texts):
     rows = [{"text": word} for word in WORDS]
     expected = texts(WORDS)
     assert texts(rows) == expected
+    assert texts(pyarrow.Table.from_pylist(rows)) == expected
     assert texts(datasets.Dataset.from_list(rows)) == expected
     assert texts(datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})) == expected
 
@@ -150,6 +152,10 @@ def test_a_mask_of_another_length_is_refused(batches):
         batches([{"input_ids": [5, 6], "attention_mask": [1]}], processor=None)
 
 
+def batches_of_nothing():
+    return []
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -164,12 +170,33 @@ def test_a_mask_of_another_length_is_refused(batches):
         ([{"input_ids": [1.5, 2.5]}], "no sequence of whole numbers"),
         (object(), "has no rows"),
         ([{"text": 7}], "has a int for its text"),
+        (batches_of_nothing, r"is a function, which has no rows.*dataset=batches_of_nothing\(\)"),
+        (lambda: [], r"is a function, which has no rows.*Give what it returns\."),
+        (dict, "is a type, which has no rows.*an object of it"),
+        (np.array(4), "a single number"),
+        ([{1: "a"}], "neither text nor input_ids; it has 1.*preprocessing_func"),
+        (["\u00fc\ud800"], r"sample 0 has '\\ud800' in its text, at 1"),
         (pandas.Series(["a", "b"], index=[7, 8]), r"is a Series, and its sample \d cannot be read"),
     ],
 )
 def test_data_that_cannot_be_used(batches, data, message):
     with pytest.raises(DatasetError, match=message):
         batches(data)
+
+
+def test_a_part_that_is_empty_is_told_apart_from_data_that_is(batches):
+    with pytest.raises(DatasetError, match=r"no rows in 'train\[50%:10%\]'.*leave splits out"):
+        batches(WORDS, splits="train[50%:10%]")
+
+
+def test_columns_that_are_removed_are_spoken_of(batches):
+    with pytest.raises(DatasetError, match="it has body without text"):
+        batches([{"text": "a", "body": "b"}], remove_columns=["text"])
+
+
+def test_a_path_beside_data_is_said_to_be_unread(texts, logged):
+    assert texts(["a = 1"], dataset_path="nowhere.json") == ["a = 1"]
+    assert any("dataset_path is not read" in line for line in logged)
 
 
 def test_text_without_a_tokenizer_is_an_error(batches):

@@ -269,3 +269,17 @@ def _check_text(row: Row, where: str) -> None:
             f"{where} has a {type(text).__name__} for its text{fault}.",
             "Make a string of it with a preprocessing_func, or name another text_column.",
         )
+    if text is not None and not text.isascii():
+        _check_unicode(text, where)
+
+
+def _check_unicode(text: str, where: str) -> None:
+    """Refuse half of a pair of UTF-16, which Python lets into a text and no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DatasetError(
+            f"{where} has {text[error.start]!r} in its text, at {error.start}: it is no character "
+            "by itself.",
+            "Read the text with errors='replace', or clean it in a preprocessing_func.",
+        ) from error

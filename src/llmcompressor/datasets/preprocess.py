@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ def load_function(given: str | Callable[..., Any]) -> Callable[..., Any]:
     if callable(given):
         return given
     file, _, name = given.rpartition(":")
-    path = Path(file).expanduser()
-    if not path.is_file():
+    path = Path(os.path.expanduser(file))
+    if not os.path.isfile(path):
         raise DatasetError(f"There is no file {path}.", "Check preprocessing_func.")
     spec = importlib.util.spec_from_file_location(f"_preprocessing_{path.stem}", path)
     assert spec is not None
@@ -124,7 +125,7 @@ class RowPreparer:
         elif not self._main_inputs & row.keys():
             raise DatasetError(
                 f"{where} has no column {self._text_column!r}; it has {_columns(row)}.",
-                did_you_mean(self._text_column, row) or "Give rows that have it.",
+                did_you_mean(self._text_column, map(str, row)) or "Give rows that have it.",
             )
 
     def check_columns(self, row: Row, usable: Iterable[str], where: str) -> None:
@@ -133,14 +134,17 @@ class RowPreparer:
             return
         refuse_broken_chat(row, where)
         texts = sorted(
-            name for name, value in row.items() if isinstance(value, str) or is_chat(value)
+            name
+            for name, value in row.items()
+            if isinstance(name, str) and (isinstance(value, str) or is_chat(value))
         )
         remedy = "Make text or input_ids of them with a preprocessing_func."
         if texts:
             named = " or ".join(f"text_column={name!r}" for name in texts[:3])
             remedy = f"Name the column of the text: {named}."
+        removed = f" without {', '.join(sorted(self._remove))}" if self._remove else ""
         raise DatasetError(
-            f"{where} has neither text nor input_ids; it has {_columns(row)}.", remedy
+            f"{where} has neither text nor input_ids; it has {_columns(row)}{removed}.", remedy
         )
 
     def _preprocessed(self, row: Row, where: str) -> Row:
@@ -154,7 +158,7 @@ class RowPreparer:
             raise
         except KeyError as error:
             raise DatasetError(
-                f"{where} has no column {error}; it has {', '.join(sorted(row))}.",
+                f"{where} has no column {error}; it has {_columns(row)}.",
                 "Check that this is the data that the preprocessing was written for.",
             ) from error
         except Exception as error:
@@ -192,7 +196,7 @@ def _is_silent(row: Row) -> bool:
 
 
 def _columns(row: Row) -> str:
-    return ", ".join(sorted(row)) or "no columns at all"
+    return ", ".join(sorted(map(str, row))) or "no columns at all"
 
 
 def _is_text_made(row: Row, given: Row) -> bool:
