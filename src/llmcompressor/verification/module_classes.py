@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 
-from llmcompressor.verification.built import bare_model, stored_names
+from llmcompressor.verification.built import bare_model, every_name
 from llmcompressor.verification.families import text_settings
 
-__all__ = ["dtype_by_class", "kind_by_class", "takes_experts"]
+__all__ = ["Own", "dtype_by_class", "kind_by_class", "modules_by_class", "takes_experts"]
+
+Own = tuple[str, str]
+"""Path of a module in the class, and what it is: ``linear``, ``embedding``, ``other`` or empty."""
 
 _OF_CODES = frozenset({"quantization_config", "compression_config"})
 
@@ -32,15 +35,19 @@ class _Class:
     Attributes:
         kinds: path of a module → what it is.
         tensors: the names of its parameters and stored buffers.
-        stored: name of a tensor in the file → its name here.
+        names: name of a tensor in the file → the names here of what it becomes.
         kept: name of a dtype → what the names match of the tensors that become float32 all the
             same; ``None`` if there are none.
     """
 
     kinds: Mapping[str, str]
     tensors: frozenset[str]
-    stored: Callable[[str], str]
+    names: Callable[[str], tuple[str, ...]]
     kept: Mapping[str, re.Pattern[str] | None]
+
+    def stored(self, name: str) -> str:
+        """The name here of a tensor in the file; the first, if it becomes several."""
+        return self.names(name)[0]
 
 
 def kind_by_class(config: Mapping[str, Any]) -> Callable[[str], str] | None:
@@ -63,6 +70,31 @@ def kind_by_class(config: Mapping[str, Any]) -> Callable[[str], str] | None:
         return found.kinds.get(own, found.kinds.get(path, ""))
 
     return kind
+
+
+def modules_by_class(config: Mapping[str, Any]) -> Callable[[str], tuple[Own, ...]] | None:
+    """Ask the class of a configuration which of its modules have their weight from one of a file.
+
+    transformers looks for targets, and for what is ignored, among the names of the class. A file
+    may hold one tensor for several of its modules, or several for one.
+
+    Args:
+        config: the content of ``config.json``.
+
+    Returns:
+        Path of a module in the file → the modules of the class; none where it has none for it.
+        ``None`` where the class cannot be built.
+    """
+    found = _class_of(config)
+    if found is None:
+        return None
+
+    def modules(path: str) -> tuple[Own, ...]:
+        names = (name for name in found.names(f"{path}.weight") if name in found.tensors)
+        owners = (name.rpartition(".")[0] for name in names)
+        return tuple((owner, found.kinds.get(owner, "")) for owner in owners)
+
+    return modules
 
 
 def takes_experts(config: Mapping[str, Any], path: str) -> bool:
@@ -140,7 +172,7 @@ def _asked(config: str) -> _Class | None:
         return None
     kinds = {name: _kind(module) for name, module in model.named_modules()}
     kept = {name: _kept(model, getattr(torch, name)) for name in ("float16", "bfloat16")}
-    return _Class(kinds, frozenset(model.state_dict()), stored_names(model), kept)
+    return _Class(kinds, frozenset(model.state_dict()), every_name(model), kept)
 
 
 def _kept(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
