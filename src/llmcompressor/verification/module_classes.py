@@ -20,11 +20,19 @@ import torch
 from llmcompressor.verification.built import bare_model, every_name
 from llmcompressor.verification.families import text_settings
 
-__all__ = ["Own", "dtype_by_class", "kind_by_class", "modules_by_class", "takes_experts"]
+__all__ = [
+    "Own",
+    "dtype_by_class",
+    "experts_by_class",
+    "kind_by_class",
+    "modules_by_class",
+    "takes_experts",
+]
 
 Own = tuple[str, str]
 """Path of a module in the class, and what it is: ``linear``, ``embedding``, ``other`` or empty."""
 
+_DIMENSIONS_OF_STACK = 3
 _OF_CODES = frozenset({"quantization_config", "compression_config"})
 
 
@@ -34,14 +42,14 @@ class _Class:
 
     Attributes:
         kinds: path of a module → what it is.
-        tensors: the names of its parameters and stored buffers.
+        tensors: its parameters and stored buffers, each with its shape.
         names: name of a tensor in the file → the names here of what it becomes.
         kept: name of a dtype → what the names match of the tensors that become float32 all the
             same; ``None`` if there are none.
     """
 
     kinds: Mapping[str, str]
-    tensors: frozenset[str]
+    tensors: Mapping[str, tuple[int, ...]]
     names: Callable[[str], tuple[str, ...]]
     kept: Mapping[str, re.Pattern[str] | None]
 
@@ -114,6 +122,24 @@ def takes_experts(config: Mapping[str, Any], path: str) -> bool:
     return any(_has_table(holder.get("model_type")) for holder in (config, text_settings(config)))
 
 
+def experts_by_class(config: Mapping[str, Any], path: str) -> int | None:
+    """How many experts the class stacks of one list of them, in one stack or in several.
+
+    Args:
+        config: the content of ``config.json``.
+        path: of one expert's projection in the file.
+
+    Returns:
+        Their number. ``None`` where the class makes no stack of it, or cannot be built.
+    """
+    found = _class_of(config)
+    shapes = (
+        [found.tensors.get(name, ()) for name in found.names(f"{path}.weight")] if found else []
+    )
+    stacks = [shape[0] for shape in shapes if len(shape) == _DIMENSIONS_OF_STACK]
+    return sum(stacks) or None
+
+
 def dtype_by_class(config: Mapping[str, Any], dtype: str) -> Callable[[str], str] | None:
     """Ask the class what dtype tensors are loaded as, where anything is quantized.
 
@@ -172,7 +198,8 @@ def _asked(config: str) -> _Class | None:
         return None
     kinds = {name: _kind(module) for name, module in model.named_modules()}
     kept = {name: _kept(model, getattr(torch, name)) for name in ("float16", "bfloat16")}
-    return _Class(kinds, frozenset(model.state_dict()), every_name(model), kept)
+    tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return _Class(kinds, tensors, every_name(model), kept)
 
 
 def _kept(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
