@@ -852,9 +852,9 @@ def encoder_that_generate_calls(sample: Sample) -> None:
     sample.config["is_encoder_decoder"] = True
 
 
-@fault("L2", DOWN, deployment=Deployment(server="transformers"), also="C5")
+@fault("L2", f"{LAYER}.self_attn.o_proj", deployment=Deployment(server="transformers"), also="C5")
 def packed_weights_of_another_type(sample: Sample) -> None:
-    sample.config["model_type"] = "recurrent_gemma"
+    sample.config["model_type"] = "nanochat"
 
 
 @fault("L4", DOWN, base="NVFP4", deployment=Deployment(server="transformers"))

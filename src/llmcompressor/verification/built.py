@@ -28,6 +28,7 @@ __all__ = [
     "bare_model",
     "build",
     "build_others",
+    "class_of_type",
     "every_name",
     "is_known_type",
     "is_of_another_type",
@@ -154,6 +155,20 @@ def build_others(
         if type(settings) in mapping:
             yield _load(mapping[type(settings)], settings, headers)
             return
+
+
+def class_of_type(config: Mapping[str, Any]) -> str:
+    """The name of the class that transformers has for a model type; empty if there is none."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: PLC0415
+
+    if _most_layers(config) > _MOST_LAYERS:
+        return ""
+    settings = configuration(config, _FROM_FILES)
+    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM):
+        mapping: Any = auto._model_mapping
+        if type(settings) in mapping:
+            return str(mapping[type(settings)].__name__)
+    return ""
 
 
 def bare_model(config: Mapping[str, Any]) -> Any:

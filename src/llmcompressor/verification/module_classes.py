@@ -12,13 +12,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 
-from llmcompressor.verification.built import bare_model, every_name
+from llmcompressor.verification.built import bare_model, class_of_type, every_name
 from llmcompressor.verification.families import text_settings
+from llmcompressor.verification.initialization import named_weights
 
 __all__ = [
     "Own",
@@ -26,6 +27,7 @@ __all__ = [
     "experts_by_class",
     "kind_by_class",
     "modules_by_class",
+    "named_by_class",
     "takes_experts",
 ]
 
@@ -46,16 +48,23 @@ class _Class:
         names: name of a tensor in the file → the names here of what it becomes.
         kept: name of a dtype → what the names match of the tensors that become float32 all the
             same; ``None`` if there are none.
+        model: the model itself.
     """
 
     kinds: Mapping[str, str]
     tensors: Mapping[str, tuple[int, ...]]
     names: Callable[[str], tuple[str, ...]]
     kept: Mapping[str, re.Pattern[str] | None]
+    model: Any
 
     def stored(self, name: str) -> str:
         """The name here of a tensor in the file; the first, if it becomes several."""
         return self.names(name)[0]
+
+    @cached_property
+    def named(self) -> Mapping[str, str]:
+        """The Linears whose weight initialization names, each with the class that does."""
+        return named_weights(self.model)
 
 
 def kind_by_class(config: Mapping[str, Any]) -> Callable[[str], str] | None:
@@ -103,6 +112,25 @@ def modules_by_class(config: Mapping[str, Any]) -> Callable[[str], tuple[Own, ..
         return tuple((owner, found.kinds.get(owner, "")) for owner in owners)
 
     return modules
+
+
+def named_by_class(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Ask the class of a configuration whose weights its initialization names.
+
+    Where it names no class, or one that is not of its model type, transformers goes by the type.
+
+    Args:
+        config: the content of ``config.json``.
+
+    Returns:
+        Path of a Linear in the class → the class whose initialization names its weight. None
+        where the class cannot be built.
+    """
+    found = _class_of(config)
+    if found is None:
+        name = class_of_type(config)
+        found = _class_of({**config, "architectures": [name]}) if name else None
+    return {} if found is None else found.named
 
 
 def takes_experts(config: Mapping[str, Any], path: str) -> bool:
@@ -199,7 +227,7 @@ def _asked(config: str) -> _Class | None:
     kinds = {name: _kind(module) for name, module in model.named_modules()}
     kept = {name: _kept(model, getattr(torch, name)) for name in ("float16", "bfloat16")}
     tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return _Class(kinds, tensors, every_name(model), kept)
+    return _Class(kinds, tensors, every_name(model), kept, model)
 
 
 def _kept(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
