@@ -16,9 +16,7 @@ from llmcompressor.numerics.hadamard import (
     usable_block_sizes,
 )
 
-UNKNOWN = [668, 716, 892, 1132, 1244, 1388, 1436, 1676, 1772, 1916, 1948, 1964]
-"""The orders up to 2000 for which nobody knows a matrix."""
-KNOWN = [1, 2, *(n for n in range(4, 2001, 4) if n not in UNKNOWN)]
+ORDERS = [1, 2, *range(4, 2001, 4)]
 
 
 def is_hadamard(matrix: torch.Tensor, order: int) -> bool:
@@ -30,17 +28,17 @@ def is_hadamard(matrix: torch.Tensor, order: int) -> bool:
     )
 
 
-@pytest.mark.parametrize("order", [n for n in KNOWN if n < 668])
+@pytest.mark.parametrize("order", [n for n in ORDERS if n <= 668])
 def test_rows_are_orthogonal_signs(order: int) -> None:
     assert is_hadamard(hadamard(order), order)
 
 
 # 724 and 1460: Paley II over 19^2 and 3^6; 732: Williamson sequences of 61; 836, 852, 996:
-# T-sequences of 209, 71, 83; 876, 1340: T-matrices of 73, 67; 764, 956, 1004: stored circulants;
-# 772, 1444: Miyamoto's four times 193 and 19^2; 1336, 1432: eight times 167 and 179
+# T-sequences of 209, 71, 83; 876, 1340: T-matrices of 73, 67; 764, 892: circulants; 772, 1444:
+# Miyamoto's four times 193 and 19^2; 1336, 1432: eight times 167 and 179; 716: a border
 @pytest.mark.parametrize(
     "order",
-    [684, 724, 732, 756, 764, 772, 836, 852, 876, 956, 996, 1004, 1336, 1340, 1432, 1444, 1460],
+    [684, 716, 724, 732, 756, 764, 772, 836, 852, 876, 892, 996, 1336, 1340, 1432, 1444, 1460],
 )
 def test_large_orders(order: int) -> None:
     assert is_hadamard(hadamard(order), order)
@@ -48,7 +46,7 @@ def test_large_orders(order: int) -> None:
 
 @pytest.mark.slow
 def test_every_order_up_to_2000() -> None:
-    assert [n for n in KNOWN if n > 668 and not is_hadamard(hadamard(n), n)] == []
+    assert [n for n in ORDERS if n > 668 and not is_hadamard(hadamard(n), n)] == []
 
 
 @pytest.mark.parametrize("order", [n for n in range(3, 258) if n % 4 and n != 2])
@@ -58,10 +56,14 @@ def test_no_other_order_is_claimed(order: int) -> None:
         hadamard(order)
 
 
-def test_orders_not_made_are_the_unknown_ones() -> None:
-    assert [n for n in range(1, 2001) if has_hadamard(n)] == KNOWN
-    with pytest.raises(ValueError, match="no Hadamard matrix of order 668 is known here"):
-        hadamard(668)
+def test_no_multiple_of_4_is_missing_up_to_2000() -> None:
+    assert [n for n in range(1, 2001) if has_hadamard(n)] == ORDERS
+
+
+def test_an_order_that_is_not_made() -> None:
+    assert not has_hadamard(2060)
+    with pytest.raises(ValueError, match="no Hadamard matrix of order 2060 is known here"):
+        hadamard(2060)
 
 
 # hidden and intermediate sizes of published models; 29568 has a product of two in it
@@ -130,5 +132,5 @@ def test_usable_sizes_divide() -> None:
     assert usable_block_sizes(90) == [2]
     assert usable_block_sizes(260) == [260, 52, 20, 4]
     assert usable_block_sizes(268) == [268, 4, 2]
-    assert usable_block_sizes(668) == [4, 2]
+    assert usable_block_sizes(2060) == [412, 20, 4, 2]
     assert all(260 % size == 0 and has_hadamard(size) for size in usable_block_sizes(260))

@@ -14,10 +14,22 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.circulants import t_sequences, williamson
-from llmcompressor.numerics.cyclotomy import circulants, has_t_circulants, t_circulants
 from llmcompressor.numerics.finite_fields import power_of_prime, powers
+from llmcompressor.numerics.orbits import (
+    circulants,
+    has_t_circulants,
+    t_circulants,
+)
 
-__all__ = ["characters", "cooper_wallis", "goethals_seidel", "paley_1", "paley_2", "sylvester"]
+__all__ = [
+    "characters",
+    "cooper_wallis",
+    "goethals_seidel",
+    "goethals_seidel_array",
+    "paley_1",
+    "paley_2",
+    "sylvester",
+]
 
 
 def sylvester(power: int) -> Tensor:
@@ -64,7 +76,7 @@ def characters(q: int) -> Tensor:
 
 def goethals_seidel(m: int) -> Tensor:
     """Of order 4 m, from the circulants that are stored."""
-    return _array([_circulant(row) for row in circulants(m)], m)
+    return goethals_seidel_array([_circulant(row) for row in circulants(m)], _reversal(m))
 
 
 def cooper_wallis(t: int, w: int) -> Tensor:
@@ -76,17 +88,17 @@ def cooper_wallis(t: int, w: int) -> Tensor:
     blocks = torch.zeros(4, t * w, t * w, dtype=torch.float64)
     for row, i in itertools.product(range(4), range(4)):
         blocks[row] += signs[row][i] * torch.kron(T[i], W[places[row][i]])
-    return _array(list(blocks), t)
+    return goethals_seidel_array(list(blocks), torch.kron(_reversal(t), torch.eye(w)))
 
 
-def _array(blocks: list[Tensor], m: int) -> Tensor:
-    """The array of Goethals and Seidel for four blocks with A Aᵀ + B Bᵀ + C Cᵀ + D Dᵀ = n I.
+def goethals_seidel_array(blocks: list[Tensor], R: Tensor) -> Tensor:
+    """The array of Goethals and Seidel.
 
-    Each is a sum of products T ⊗ W, T a circulant of order m, the W symmetric and commuting.
+    Args:
+        blocks: A, B, C and D that commute, with A Aᵀ + B Bᵀ + C Cᵀ + D Dᵀ = n I.
+        R: a permutation of order 2 with R A R = Aᵀ, and so for B, C and D.
     """
     A, B, C, D = blocks
-    inner = len(A) // m
-    R = torch.kron(torch.eye(m).flip(0), torch.eye(inner)).double()
     array = [
         [A, B @ R, C @ R, D @ R],
         [-B @ R, A, D.T @ R, -C.T @ R],
@@ -94,6 +106,10 @@ def _array(blocks: list[Tensor], m: int) -> Tensor:
         [-D @ R, C.T @ R, -B.T @ R, A],
     ]
     return torch.cat([torch.cat(row, 1) for row in array])
+
+
+def _reversal(m: int) -> Tensor:
+    return torch.eye(m, dtype=torch.float64).flip(0)
 
 
 def _circulant(row: list[int]) -> Tensor:

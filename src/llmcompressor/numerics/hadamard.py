@@ -7,19 +7,18 @@ How each order is reached (n is 1, 2 or a multiple of 4):
 Sylvester           n = 2^k: the Kronecker power of [[1, 1], [1, -1]]
 Paley I             n = q + 1, q = 3 mod 4: from the quadratic character of a field of q elements
 Paley II            n = 2 (q + 1), q = 1 mod 4
-Goethals-Seidel     n = 4 m: four circulants whose squares sum to n I, for eight primes m
+Goethals-Seidel     n = 4 m: four circulants whose squares sum to n I, for 13 primes m; for seven
+                    orders with a border
 Kronecker product   n = a b of two of these
 Cooper-Wallis       n = 4 t w: T-matrices of order t and Williamson sequences of length w
 Miyamoto            n = 4 q, q = 1 mod 4: from a matrix of order q - 1;
                     n = 8 q, q = 3 mod 4: from one of order 2 (q - 1), of a certain form
 ==================  ============================================================================
 
-q is a power of a prime. Together they reach every order up to 2000 for which a matrix is known at
-all: the multiples of 4 but 668, 716, 892, 1132, 1244, 1388, 1436, 1676, 1772, 1916, 1948 and 1964;
-above, most orders and 2^k times each. Paley, J. Math. Phys. 12 (1933); Goethals and Seidel, J.
-Austral. Math. Soc. 11 (1970), where the arrays stand; Cooper and J. Wallis, Bull. Austral. Math.
-Soc. 7 (1972); Miyamoto, J. Combin. Theory A 57 (1991). Which orders are known: Cati and Pasechnik,
-arXiv:2411.18897.
+q is a power of a prime. Together they reach every multiple of 4 up to 2000, most above, and 2^k
+times each. Paley, J. Math. Phys. 12 (1933); Goethals and Seidel, J. Austral. Math. Soc. 11 (1970),
+where the arrays stand; Cooper and J. Wallis, Bull. Austral. Math. Soc. 7 (1972); Miyamoto, J.
+Combin. Theory A 57 (1991).
 
 Legend: N order; B the part that is no power of two.
 """
@@ -33,6 +32,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llmcompressor.numerics.bordered import bordered, has_bordered
 from llmcompressor.numerics.circulants import has_t_sequences, has_williamson
 from llmcompressor.numerics.constructions import (
     cooper_wallis,
@@ -41,13 +41,16 @@ from llmcompressor.numerics.constructions import (
     paley_2,
     sylvester,
 )
-from llmcompressor.numerics.cyclotomy import has_circulants, has_t_circulants
 from llmcompressor.numerics.finite_fields import is_prime, is_prime_power
 from llmcompressor.numerics.miyamoto import (
     miyamoto_4,
     miyamoto_8,
     paired_paley,
     symmetric_paley,
+)
+from llmcompressor.numerics.orbits import (
+    has_circulants,
+    has_t_circulants,
 )
 
 __all__ = [
@@ -207,6 +210,8 @@ def _paley(base: int) -> _Make | None:
 
 
 def _goethals_seidel(base: int) -> _Make | None:
+    if has_bordered(base):
+        return functools.partial(bordered, base)
     return functools.partial(goethals_seidel, base // 4) if has_circulants(base // 4) else None
 
 

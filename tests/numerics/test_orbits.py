@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are constant on cyclotomic classes make what they are said to make."""
+"""Rows that are constant on the orbits of a multiplier make what they are said to make."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from llmcompressor.numerics.cyclotomy import (
+from llmcompressor.numerics.orbits import (
     circulants,
+    four_rows,
     has_circulants,
     has_t_circulants,
     t_circulants,
@@ -24,7 +25,8 @@ def autocorrelations(rows: list[list[int]]) -> list[int]:
 
 
 def test_orders() -> None:
-    assert ORDERS == [103, 127, 151, 163, 191, 239, 251, 463]
+    assert ORDERS[:8] == [103, 127, 151, 163, 191, 223, 239, 251]
+    assert ORDERS[8:] == [283, 311, 463, 487, 491]
     assert T_ORDERS == [19, 43, 67, 73]
 
 
@@ -40,3 +42,10 @@ def test_t_circulants(t: int) -> None:
     rows = t_circulants(t)
     assert all(sorted(map(abs, place)) == [0, 0, 0, 1] for place in zip(*rows, strict=True))
     assert autocorrelations(rows) == [t] + [0] * (t - 1)
+
+
+def test_orbits() -> None:
+    """Of 2 modulo 7 they are 0, {1, 2, 4} and {3, 5, 6}; a quotient by 7 has its own."""
+    assert four_rows(7, 7, 2, "018")[0] == [1, 1, 1, -1, 1, -1, -1]
+    assert four_rows(7, 7, 2, "018")[3] == [1, -1, -1, 1, -1, 1, 1]
+    assert four_rows(6, 3, 2, "0480")[:2] == [[1, 1, 1, -1, 1, 1], [1, -1, -1, 1, 1, 1]]
