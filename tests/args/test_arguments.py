@@ -114,6 +114,7 @@ def test_thirteen_names_are_ignored_in_tracing():
         ("data_collator", "truncate"),
         ("pipeline", "sequental"),
         ("splits", []),
+        ("splits", {}),
         ("splits", {"calibration": 3}),
         ("preprocessing_func", "no_such_form"),
         ("sequential_targets", [3]),

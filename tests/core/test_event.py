@@ -76,13 +76,24 @@ def test_setting_the_index_moves_step_and_batch(per_epoch, per_step, value, step
 
 @pytest.mark.parametrize(
     "fields",
-    [{"steps_per_epoch": 0}, {"steps_per_epoch": -2}, {"global_step": -3}, {"global_batch": -1}],
+    [
+        {"steps_per_epoch": 0},
+        {"steps_per_epoch": -2},
+        {"steps_per_epoch": "4"},
+        {"steps_per_epoch": float("nan")},
+        {"batches_per_step": -1},
+        {"invocations_per_step": 0},
+        {"invocations_per_step": True},
+        {"global_step": -3},
+        {"global_step": "1"},
+        {"global_batch": -1},
+    ],
 )
 def test_counts_that_no_run_has_are_refused(fields):
     ((name, value),) = fields.items()
-    with pytest.raises(InputError, match=f"{name} is {value}, and"):
+    with pytest.raises(InputError, match=f"{name} is {value!r}, and"):
         Event(**fields)
-    with pytest.raises(InputError, match=f"{name} is {value}, and"):
+    with pytest.raises(InputError, match=f"{name} is {value!r}, and"):
         Event().new_instance(**fields)
 
 

@@ -416,6 +416,36 @@ def test_accumulated_batches_advance_the_batch_and_not_the_step():
     assert {(event.batches_per_step, event.invocations_per_step) for event in events} == {(2, 1)}
 
 
+def test_calls_for_one_step_are_told_with_every_event_and_to_no_modifier():
+    events, given = [], []
+
+    class Probe(Modifier):
+        def on_initialize(self, state, **kwargs):
+            given.append((state.invocations_per_step, kwargs))
+            return True
+
+        def on_event(self, state, event, **kwargs):
+            events.append(event)
+
+    lifecycle = begun(Probe(), invocations_per_step=3, own="kept")
+    run_batch(lifecycle)
+    lifecycle.event(EventType.CALIBRATION_EPOCH_START)
+    assert given == [(3, {"own": "kept"})]
+    assert {event.invocations_per_step for event in events} == {3}
+
+
+@pytest.mark.parametrize(
+    "given", [{"invocations_per_step": 0}, {"batches_per_step": -1}, {"start": float("nan")}]
+)
+def test_counts_that_no_run_has_initialize_nothing(given):
+    lifecycle = CompressionLifecycle()
+    ((name, value),) = given.items()
+    with pytest.raises(InputError, match=f"{name} is {value!r}, and"):
+        lifecycle.initialize(recipe=[Recorder()], **given)
+    assert not lifecycle.initialized_
+    assert getattr(lifecycle.state, name) is None
+
+
 def test_a_resumed_run_goes_on_where_it_was():
     past, current, future = Recorder(start=1, end=2), Recorder(start=2), Recorder(start=3.5)
     lifecycle = begun(past, current, future, start=2.5)

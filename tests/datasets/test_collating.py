@@ -3,7 +3,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
+import torch
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.datasets import load_calibration, load_training, make_collator
+from llmcompressor.errors import DatasetError
 
 ROWS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
 OPTIONS = {"processor": None, "batch_size": 3, "shuffle_calibration_samples": False}
@@ -100,8 +107,49 @@ def test_what_is_padded_with(batches, pad, eos, expected):
 
 def test_a_collator_of_the_users_gets_the_rows_as_they_are(batches):
     rows = [{"input_ids": [[1, 2]], "note": "kept"}]
-    got = batches(rows, data_collator=lambda samples: samples, **OPTIONS)
-    assert got == [rows]
+    got = batches(rows, data_collator=lambda samples: {"rows": samples}, **OPTIONS)
+    assert got == [{"rows": rows}]
+
+
+def refuses(samples):
+    raise TypeError("no way")
+
+
+@pytest.mark.parametrize(
+    ("collator", "message"),
+    [
+        (refuses, r"data_collator fails on a batch of 3 samples: TypeError: no way.*input_ids"),
+        (lambda: {}, r"data_collator fails .* takes 0 positional arguments"),
+        (lambda samples: None, r"batches of type NoneType.*dictionaries"),
+        (lambda samples: [1, 2], r"batches of type list.*dictionaries"),
+        (lambda samples: {}, r"empty.*input_ids"),
+        (lambda samples: {"input_ids": [[1, 2]]}, r"a list for its input_ids.*torch\.long"),
+        (lambda samples: {"input_ids": torch.ones(1, 2)}, r"torch\.float32.*torch\.long"),
+        (lambda samples: {"input_ids": torch.tensor([1, 2])}, r"shape \[2\].*\[1, tokens\]"),
+        (lambda samples: {"input_ids": torch.tensor([[1, 60]])}, r"token id 60.*ends at 49"),
+    ],
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_collator_of_the_users_that_cannot_be_used_is_one_error(collator, message, training):
+    args = DatasetArguments(dataset=ROWS, data_collator=collator, batch_size=3)
+
+    def batches_of_training():
+        return make_collator(args, vocab_size=50)(load_training(args))
+
+    def batches_of_calibration():
+        return list(load_calibration(args, vocab_size=50))
+
+    make = batches_of_training if training else batches_of_calibration
+    with pytest.raises(DatasetError, match=message) as caught:
+        make()
+    assert caught.value.remedy
+
+
+def test_a_checked_collator_goes_to_workers_and_gives_the_users_batch():
+    args = DatasetArguments(dataset=ROWS, data_collator=torch.utils.data.default_collate)
+    checked = pickle.loads(pickle.dumps(make_collator(args, vocab_size=50)))
+    batch = checked([{"input_ids": torch.tensor([1, 2])}] * 2)
+    assert batch["input_ids"].tolist() == [[1, 2]] * 2
 
 
 @pytest.mark.parametrize(("size", "warned"), [(16, False), (17, True)])

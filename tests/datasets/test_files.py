@@ -47,6 +47,13 @@ def test_a_file_gives_its_rows(texts, tmp_path, kind):
     assert texts("custom", dataset_path=path, **FIRST) == WORDS
 
 
+def test_a_path_may_begin_at_home(texts, tmp_path, monkeypatch):
+    write(tmp_path / "data.jsonl", "jsonl")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert texts("~/data.jsonl", **FIRST) == WORDS
+    assert texts(None, dataset_path="~/data.jsonl", **FIRST) == WORDS
+
+
 def test_the_kind_can_be_named(texts, tmp_path):
     path = write(tmp_path / "data.dump", "jsonl")
     assert texts("json", dataset_path=path, **FIRST) == WORDS
@@ -86,6 +93,17 @@ def test_text_by_line_paragraph_or_document(tmp_path, options, expected):
             {},
             [{"messages": [{"role": "user", "content": "a"}]}],
         ),
+        ('{"text": ["a", "b"]}', {}, [{"text": "a"}, {"text": "b"}]),
+        ('{\n"q": ["a", "b"],\n"n": [1, 2]}', {}, [{"q": "a", "n": 1}, {"q": "b", "n": 2}]),
+        ('{"rows": {"text": ["a"]}, "v": 1}', {"field": "rows"}, [{"text": "a"}]),
+        ('{"input_ids": [[1, 2], [3]]}', {}, [{"input_ids": [1, 2]}, {"input_ids": [3]}]),
+        ('{"input_ids": [1, 2]}', {}, [{"input_ids": [1, 2]}]),
+        (
+            '{"messages": [[{"role": "user", "content": "a"}], [{"role": "user"}]]}',
+            {},
+            [{"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "user"}]}],
+        ),
+        ('{"text": []}', {}, []),
         ("", {}, []),
     ],
 )
@@ -135,6 +153,15 @@ def test_one_line_of_a_json_file_may_hold_the_rows(tmp_path):
         ("data.parquet", b"PAR1 not really", "cannot be read as parquet"),
         ("data.json", b"", "is empty"),
         ("data.csv", b"text\n", "is empty"),
+        ("data.csv", b"text\n\xff\n", "not UTF-8.*Save it as UTF-8"),
+        ("data.csv", b"text;n\na, b;1\nc;2\n", r"seems to have ';'.*raw_kwargs=.'delimiter': ';'"),
+        ("data.csv", b"n|text\n1|a\n", r"seems to have '\|'.*raw_kwargs"),
+        ("data.csv", b"text,n\na;b,1,2\n", r"Row 0 of .* has 3 cells.*Quote"),
+        ("data.csv", b"text,text\na,b\n", "names the column 'text' more than once"),
+        ("data.json", b"3", "is a int.*Give strings"),
+        ("data.json", b'{"text": ["a", "b"], "n": [1]}', "text has 2, n has 1"),
+        ("data.json", b'{"a": [{"text": "b"}], "c": [{"text": "d"}]}', "under several keys.*field"),
+        ("data.jsonl", b"null\n", "is a NoneType.*Give strings"),
     ],
 )
 def test_a_file_that_cannot_be_read(texts, tmp_path, name, content, message):
@@ -142,6 +169,28 @@ def test_a_file_that_cannot_be_read(texts, tmp_path, name, content, message):
     path.write_bytes(content)
     with pytest.raises(DatasetError, match=message):
         texts(None, dataset_path=path)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        ("text;n\na, b;1\n", {"delimiter": ";"}, [{"text": "a, b", "n": "1"}]),
+        ("this; or that\na\nb; c\n", {}, [{"this; or that": "a"}, {"this; or that": "b; c"}]),
+        ("text;n\na;1\n", {"delimiter": ","}, [{"text;n": "a;1"}]),
+    ],
+)
+def test_the_delimiter_is_the_one_that_is_given(tmp_path, content, options, expected):
+    path = tmp_path / "data.csv"
+    path.write_text(content)
+    rows = read_file(path, "csv", options)
+    assert rows.fetch(range(len(rows))) == expected
+
+
+@pytest.mark.parametrize("delimiter", [";;", 5])
+def test_a_delimiter_is_one_character(texts, tmp_path, delimiter):
+    (tmp_path / "data.csv").write_text("text\na\n")
+    with pytest.raises(DatasetError, match=r"'delimiter' cannot be .*one character"):
+        texts(tmp_path / "data.csv", raw_kwargs={"delimiter": delimiter})
 
 
 def test_long_cells_are_read_and_the_limit_is_put_back(tmp_path):
@@ -174,6 +223,9 @@ def test_lines_are_parsed_only_when_they_are_taken(texts, tmp_path):
         ({"dataset_path": "nowhere.json"}, "There is no file or folder nowhere.json"),
         ({"data": "json"}, "which.*dataset_path"),
         ({"data": "jsn", "dataset_path": "x.json"}, "names no kind.*Did you mean json"),
+        ({"dataset_path": "x" * 5000}, "There is no file or folder x+…"),
+        ({"data": "x" * 5000}, "There is no data set, file or folder 'x+…'"),
+        ({"data": "a\0b"}, "There is no data set, file or folder 'a"),
         ({"data": "nowhere.json"}, "There is no data set, file or folder 'nowhere.json'"),
         ({"data": "ultrachat200k"}, "Did you mean ultrachat_200k"),
     ],

@@ -8,12 +8,13 @@ import copy
 import datasets
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.datasets import load_calibration
+from llmcompressor.datasets import load_calibration, load_training
 from llmcompressor.errors import DatasetError
 
 FIRST = {"shuffle_calibration_samples": False}
@@ -32,6 +33,7 @@ def test_a_dataset_and_a_list_of_dicts_give_what_a_list_of_strings_gives(texts):
     rows = [{"text": word} for word in WORDS]
     expected = texts(WORDS)
     assert texts(rows) == expected
+    assert texts(pyarrow.Table.from_pylist(rows)) == expected
     assert texts(datasets.Dataset.from_list(rows)) == expected
     assert texts(datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})) == expected
 
@@ -150,6 +152,10 @@ def test_a_mask_of_another_length_is_refused(batches):
         batches([{"input_ids": [5, 6], "attention_mask": [1]}], processor=None)
 
 
+def batches_of_nothing():
+    return []
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -164,12 +170,33 @@ def test_a_mask_of_another_length_is_refused(batches):
         ([{"input_ids": [1.5, 2.5]}], "no sequence of whole numbers"),
         (object(), "has no rows"),
         ([{"text": 7}], "has a int for its text"),
+        (batches_of_nothing, r"is a function, which has no rows.*dataset=batches_of_nothing\(\)"),
+        (lambda: [], r"is a function, which has no rows.*Give what it returns\."),
+        (dict, "is a type, which has no rows.*an object of it"),
+        (np.array(4), "a single number"),
+        ([{1: "a"}], "neither text nor input_ids; it has 1.*preprocessing_func"),
+        (["\u00fc\ud800"], r"sample 0 has '\\ud800' in its text, at 1"),
         (pandas.Series(["a", "b"], index=[7, 8]), r"is a Series, and its sample \d cannot be read"),
     ],
 )
 def test_data_that_cannot_be_used(batches, data, message):
     with pytest.raises(DatasetError, match=message):
         batches(data)
+
+
+def test_a_part_that_is_empty_is_told_apart_from_data_that_is(batches):
+    with pytest.raises(DatasetError, match=r"no rows in 'train\[50%:10%\]'.*leave splits out"):
+        batches(WORDS, splits="train[50%:10%]")
+
+
+def test_columns_that_are_removed_are_spoken_of(batches):
+    with pytest.raises(DatasetError, match="it has body without text"):
+        batches([{"text": "a", "body": "b"}], remove_columns=["text"])
+
+
+def test_a_path_beside_data_is_said_to_be_unread(texts, logged):
+    assert texts(["a = 1"], dataset_path="nowhere.json") == ["a = 1"]
+    assert any("dataset_path is not read" in line for line in logged)
 
 
 def test_text_without_a_tokenizer_is_an_error(batches):
@@ -195,6 +222,49 @@ def test_a_mask_that_is_no_mask_is_refused(batches):
     rows = [{"input_ids": [5, 6], "loss_mask": [0.5, 1.0]}]
     with pytest.raises(DatasetError, match="values in loss_mask that are no whole numbers"):
         batches(rows, use_loss_mask=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": None}, r"sample 1 has no value \(None\) in its column 'input_ids'"),
+        ({"input_ids": None, "text": None}, r"sample 1 has no value \(None\).*'input_ids'"),
+        ({"input_ids": [5, None]}, "sample 1 has input_ids .*number 1 of them is None"),
+        ({"input_ids": [5, 6.5]}, r"sample 1 has input_ids .*number 1 of them is 6\.5"),
+        ({"input_ids": [[5, 6], [7, 8]]}, "sample 1 has input_ids .*they are 2 sequences"),
+        ({"input_ids": "ab"}, "sample 1 has input_ids .*they are a str"),
+        ({"input_ids": [5, 6], "attention_mask": [1, None]}, "sample 1 has attention_mask .*None"),
+        ({"input_ids": [5, 6], "attention_mask": "11"}, "sample 1 has attention_mask .*a str"),
+    ],
+)
+def test_a_row_that_came_tokenized_and_cannot_be_used_is_named(batches, row, message):
+    with pytest.raises(DatasetError, match=message) as caught:
+        batches([{"input_ids": [5, 6, 7]}, row], shuffle_calibration_samples=False)
+    assert caught.value.remedy
+
+
+def test_labels_that_hold_no_number_are_refused_where_they_are_learned():
+    args = DatasetArguments(dataset=[{"input_ids": [5, 6], "labels": [None, 6]}])
+    with pytest.raises(DatasetError, match=r"sample 0 has labels .*number 0 of them is None"):
+        load_training(args)
+    assert len(load_calibration(args)) == 1
+
+
+def test_a_row_without_token_ids_is_tokenized_if_it_has_text(texts):
+    assert texts([{"input_ids": None, "text": "a = 1"}]) == ["a = 1"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": []}, "sample 0 has empty input_ids"),
+        ({"input_ids": [5], "attention_mask": [0]}, "attention_mask of sample 0 is 0 everywhere"),
+        ({"text": " "}, "sample 0 has a text without a word"),
+    ],
+)
+def test_data_without_tokens_says_what_its_first_row_lacks(batches, row, message):
+    with pytest.raises(DatasetError, match=f"without tokens.*{message}"):
+        batches([row])
 
 
 @pytest.mark.parametrize("token", [2048, -1])

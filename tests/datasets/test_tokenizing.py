@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from datasets import Dataset
@@ -161,8 +163,6 @@ class TestChat:
         assert texts([{"turns": MESSAGES}], text_column="turns") == [CHATML]
 
     def test_the_tokenizers_own_template_is_used_and_begins_only_once(self, batches, tokenizer):
-        import copy
-
         own = copy.deepcopy(tokenizer)
         own.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }};{% endfor %}"
         (batch,) = batches([{"messages": MESSAGES}], processor=own)
@@ -171,8 +171,6 @@ class TestChat:
         assert ids.count(own.bos_token_id) == 1
 
     def test_a_template_that_refuses_is_an_error(self, batches, tokenizer):
-        import copy
-
         own = copy.deepcopy(tokenizer)
         own.chat_template = "{{ raise_exception('no') }}"
         with pytest.raises(DatasetError, match="chat template refuses"):
@@ -188,6 +186,78 @@ class TestChat:
         first, second = texts(rows, **FIRST)
         assert first == second
         assert "assistant" in first
+
+    @pytest.mark.parametrize(
+        ("column", "turns", "message"),
+        [
+            ("messages", [{"content": "hi"}], "turn 0 has no 'role', only content"),
+            ("messages", [MESSAGES[0], {"role": "user"}], "turn 1 has no 'content', only role"),
+            ("messages", [{"role": "user", "text": "hi"}], "turn 0 has no 'content'"),
+            ("messages", [{"role": None, "content": "hi"}], "turn 0 has a NoneType for its role"),
+            ("messages", ["hi"], "turn 0 is a str, and not a dict"),
+            ("messages", MESSAGES[0], "it is a dict, and not a list of turns"),
+            ("messages", "hi", r"it is a str.*text_column='messages'"),
+            ("conversations", [{"from": "human"}], "turn 0 has no 'value'"),
+        ],
+    )
+    def test_what_is_no_conversation_is_named(self, batches, column, turns, message):
+        rows = [{"messages": MESSAGES}, {column: turns}]
+        with pytest.raises(DatasetError, match=rf"sample 1 .*column '{column}': {message}"):
+            batches(rows, **FIRST)
+
+    def test_a_conversation_under_text_says_what_it_lacks(self, batches):
+        with pytest.raises(DatasetError, match=r"sample 0 .*its text: turn 0 has no 'role'"):
+            batches([{"text": [{"content": "hi"}]}])
+
+    def test_a_column_of_conversations_is_offered(self, batches):
+        with pytest.raises(DatasetError, match="text_column='dialog'"):
+            batches([{"dialog": MESSAGES, "id": 3}])
+
+    def test_one_conversation_is_one_row(self, texts):
+        assert texts({"messages": MESSAGES}) == [CHATML]
+
+    @pytest.mark.parametrize(
+        "template", [None, "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"]
+    )
+    @pytest.mark.parametrize(
+        "parts", [[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], ["a", "b"]]
+    )
+    def test_parts_of_text_are_joined_where_a_template_takes_one_text(
+        self, texts, tokenizer, template, parts
+    ):
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = template
+        one, other = (
+            texts([{"messages": [{"role": "user", "content": content}]}], processor=own)
+            for content in (parts, "a\nb")
+        )
+        assert one == other
+
+    def test_parts_that_a_template_writes_as_python_does_are_joined(self, texts, tokenizer):
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = "{% for m in messages %}{{ m['content'] }};{% endfor %}"
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        rows = [{"messages": [{"role": "user", "content": parts}, MESSAGES[1]]}]
+        assert texts(rows, processor=own) == ["a\nb;yo;"]
+
+    def test_a_template_that_knows_parts_gets_them(self, texts, tokenizer):
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = (
+            "{% for m in messages %}{% for p in m['content'] %}"
+            "{{ p['text'] if p['type'] == 'text' else '[image]' }};{% endfor %}{% endfor %}"
+        )
+        parts = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        rows = [{"messages": [{"role": "user", "content": some}]} for some in (parts, parts[1:])]
+        assert texts(rows, processor=own, **FIRST) == ["[image];a;b;", "a;b;"]
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [([{"type": "image", "url": "x"}], "a part of type 'image'"), (5, "a int"), ([5], "a int")],
+    )
+    def test_chatml_knows_text_only(self, batches, content, message):
+        rows = [{"messages": [{"role": "user", "content": content}]}]
+        with pytest.raises(DatasetError, match=f"sample 0, column 'messages'.*{message}"):
+            batches(rows)
 
     def test_chats_need_a_tokenizer(self, batches):
         with pytest.raises(DatasetError, match="conversations"):
@@ -308,7 +378,7 @@ class TestProcessors:
         batches(
             PICTURES,
             processor=FakeProcessor(tokenizer),
-            data_collator=lambda samples: seen.extend(samples) or samples,
+            data_collator=lambda samples: seen.extend(samples) or {"rows": samples},
         )
         assert seen[0]["pixel_values"].shape == (3, 2, 2)
         assert isinstance(seen[0]["input_ids"], list)

@@ -144,6 +144,12 @@ def output_file(place: Place) -> dict[str, Any]:
     return {}
 
 
+def circle(place: Place) -> str:
+    link = place.root / "circle"
+    link.symlink_to(link)
+    return str(link)
+
+
 def emptied_model(place: Place) -> dict[str, Any]:
     shutil.rmtree(place.model)
     place.model.mkdir()
@@ -304,6 +310,34 @@ CASES = [
         "an output_dir that is no path", lambda _: {"output_dir": 5}, ArgumentError, ("5", "path")
     ),
     Case("an empty output_dir", lambda _: {"output_dir": ""}, OutputError, ("output_dir", "empty")),
+    Case(
+        "an output_dir with a zero byte",
+        lambda _: {"output_dir": "a\0b"},
+        OutputError,
+        ("no path",),
+    ),
+    Case(
+        "an output_dir of links in a circle",
+        lambda place: {"output_dir": circle(place)},
+        OutputError,
+        ("output_dir", "no path", "loop"),
+    ),
+    Case(
+        "an output_dir that is too long",
+        lambda place: {"output_dir": str(place.root / ("x" * 300))},
+        OutputError,
+        ("xxx", "300 bytes", "shorter name"),
+    ),
+    Case("the root as output_dir", lambda _: {"output_dir": "/"}, OutputError, ("/", "input")),
+    Case(
+        "a log_dir that is a file",
+        lambda place: {"log_dir": str(place.model / "config.json")},
+        OutputError,
+        ("log_dir", "config.json", "Choose"),
+    ),
+    Case(
+        "a log_dir that cannot be made", lambda _: {"log_dir": "/proc/x"}, OutputError, ("/proc",)
+    ),
     Case("an empty log_dir", lambda _: {"log_dir": ""}, OutputError, ("log_dir", "empty")),
     Case(
         "an output_dir that is the current directory",

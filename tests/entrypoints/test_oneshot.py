@@ -639,3 +639,11 @@ class TestRecipeOfTheSource:
         assert weights.stat().st_mtime_ns == when
         with pytest.raises(OutputError, match="already holds files"):
             oneshot(**arguments)
+
+
+def test_a_folder_for_the_log_may_lie_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny(log_dir="~/logs")
+    assert list((tmp_path / "logs").iterdir())

@@ -29,6 +29,11 @@ DISTILL = "modifiers: {{OutputDistillationModifier: {{{0}}}}}"
 
 Case = tuple[dict[str, Any], type[InputError], tuple[str, ...]]
 
+
+def _refusing(samples: Any) -> Any:
+    raise TypeError("no way")
+
+
 CASES: dict[str, Case] = {
     "ends before it starts": (
         {"recipe": PRUNE.format("targets: [Linear], start: 2, end: 1, update: 0.5")},
@@ -117,6 +122,16 @@ CASES: dict[str, Case] = {
         {"dataset": lambda: DataLoader([{"input_ids": [1, 2]}])},  # type: ignore[arg-type]
         DatasetError,
         ("DataLoader", "data_collator"),
+    ),
+    "a collator that raises": (
+        {"data_collator": lambda: _refusing},
+        DatasetError,
+        ("data_collator", "TypeError: no way", "input_ids"),
+    ),
+    "a collator that gives nothing": (
+        {"data_collator": lambda: lambda samples: None},
+        DatasetError,
+        ("data_collator", "NoneType", "dictionaries"),
     ),
     "no data": ({"dataset": None}, DatasetError, ("dataset",)),
     "data that is not there": (

@@ -89,6 +89,19 @@ def test_an_empty_name_is_no_target(targets):
     Pruner(targets=[])
 
 
+@pytest.mark.parametrize("ignore", [[""], "re:", ["lm_head", "re:"]])
+def test_an_empty_name_is_not_ignored(ignore):
+    """The pattern is in every name: nothing would be left."""
+
+    class Sparing(Pruner):
+        ignore: list[str] | str = ""
+
+    with pytest.raises(RecipeError, match=r"ignore is .*an empty name or pattern stands for the"):
+        Sparing(ignore=ignore)
+    Sparing(ignore=[])
+    Sparing()
+
+
 def test_public_names():
     assert modifiers.__all__ == ["Modifier", "ModifierFactory"]
     assert all(hasattr(modifiers, name) for name in modifiers.__all__)

@@ -277,9 +277,9 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         r"There is no Hadamard matrix of order 90, .*transform_block_size to 2,",
     ),
     "no construction": (
-        lambda: llama(intermediate_size=536),
+        lambda: llama(intermediate_size=2060),
         {"rotations": ["R4"]},
-        r"No construction is known here of a Hadamard matrix of order 536, .*to 8, 4",
+        r"No construction is known here of a Hadamard matrix of order 2060, .*to 412, 20",
     ),
     "blocks without a Hadamard matrix": (
         lambda: llama(hidden_size=72, num_attention_heads=4, num_key_value_heads=4),

@@ -16,16 +16,37 @@ from llmcompressor.numerics.hadamard import (
     usable_block_sizes,
 )
 
-SMALL = [1, 2, *range(4, 257, 4)]
-UNMADE = [268, 292, 412, 436, 508, 536, 584, 596, 604, 652]
-"""The orders below 668 that the module says it lacks."""
+ORDERS = [1, 2, *range(4, 2001, 4)]
 
 
-@pytest.mark.parametrize("order", [*SMALL, *(n for n in range(260, 668, 4) if n not in UNMADE)])
+def is_hadamard(matrix: torch.Tensor, order: int) -> bool:
+    """The product of float32 signs is exact."""
+    signs = matrix.float()
+    product = signs @ signs.T
+    return torch.equal(matrix.abs(), torch.ones(order, order, dtype=torch.float64)) and torch.equal(
+        product, order * torch.eye(order)
+    )
+
+
+@pytest.mark.parametrize("order", [n for n in ORDERS if n <= 668])
 def test_rows_are_orthogonal_signs(order: int) -> None:
-    matrix = hadamard(order)
-    assert torch.equal(matrix.abs(), torch.ones(order, order, dtype=torch.float64))
-    assert torch.equal(matrix @ matrix.T, order * torch.eye(order, dtype=torch.float64))
+    assert is_hadamard(hadamard(order), order)
+
+
+# 724 and 1460: Paley II over 19^2 and 3^6; 732: Williamson sequences of 61; 836, 852, 996:
+# T-sequences of 209, 71, 83; 876, 1340: T-matrices of 73, 67; 764, 892: circulants; 772, 1444:
+# Miyamoto's four times 193 and 19^2; 1336, 1432: eight times 167 and 179; 716: a border
+@pytest.mark.parametrize(
+    "order",
+    [684, 716, 724, 732, 756, 764, 772, 836, 852, 876, 892, 996, 1336, 1340, 1432, 1444, 1460],
+)
+def test_large_orders(order: int) -> None:
+    assert is_hadamard(hadamard(order), order)
+
+
+@pytest.mark.slow
+def test_every_order_up_to_2000() -> None:
+    assert [n for n in ORDERS if n > 668 and not is_hadamard(hadamard(n), n)] == []
 
 
 @pytest.mark.parametrize("order", [n for n in range(3, 258) if n % 4 and n != 2])
@@ -35,18 +56,14 @@ def test_no_other_order_is_claimed(order: int) -> None:
         hadamard(order)
 
 
-def test_orders_not_made_are_those_said() -> None:
-    assert [n for n in range(4, 668, 4) if not has_hadamard(n)] == UNMADE
-    with pytest.raises(ValueError, match="no Hadamard matrix of order 268 is known here"):
-        hadamard(268)
+def test_no_multiple_of_4_is_missing_up_to_2000() -> None:
+    assert [n for n in range(1, 2001) if has_hadamard(n)] == ORDERS
 
 
-# 1460 = 2 (3^6 + 1); 732 has Williamson sequences of 61, 836 stored T- and Williamson sequences
-@pytest.mark.parametrize("order", [684, 732, 756, 836, 852, 1460])
-def test_fields_and_sequences(order: int) -> None:
-    matrix = hadamard(order)
-    assert torch.equal(matrix.abs(), torch.ones(order, order, dtype=torch.float64))
-    assert torch.equal(matrix @ matrix.T, order * torch.eye(order, dtype=torch.float64))
+def test_an_order_that_is_not_made() -> None:
+    assert not has_hadamard(2060)
+    with pytest.raises(ValueError, match="no Hadamard matrix of order 2060 is known here"):
+        hadamard(2060)
 
 
 # hidden and intermediate sizes of published models; 29568 has a product of two in it
@@ -114,5 +131,6 @@ def test_orthogonal_matrices_favour_no_direction() -> None:
 def test_usable_sizes_divide() -> None:
     assert usable_block_sizes(90) == [2]
     assert usable_block_sizes(260) == [260, 52, 20, 4]
-    assert usable_block_sizes(268) == [4, 2]
+    assert usable_block_sizes(268) == [268, 4, 2]
+    assert usable_block_sizes(2060) == [412, 20, 4, 2]
     assert all(260 % size == 0 and has_hadamard(size) for size in usable_block_sizes(260))

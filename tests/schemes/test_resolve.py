@@ -215,6 +215,21 @@ def group(**fields: Any) -> dict[str, Any]:
         ({"scheme": "W4A16", "observer": {"weights": 3}}, "name of an observer"),
         ({"scheme": "W4A16", "targets": []}, "targets"),
         ({"scheme": "W4A16", "targets": 5}, "must name modules"),
+        (
+            {"scheme": "W4A16", "targets": ["re:"]},
+            r"targets is \['re:'\]: an empty name or pattern",
+        ),
+        ({"scheme": "W4A16", "ignore": "re:"}, r"ignore is \['re:'\]: an empty name or pattern"),
+        ({"scheme": {"W4A16": "re:"}}, r"scheme\.W4A16 is \['re:'\]: an empty name or pattern"),
+        ({"config_groups": {"W4A16": ["re:"]}}, r"config_groups\.W4A16 is \['re:'\]: an empty"),
+        (
+            {"config_groups": {"g": {"targets": ["Linear", "re:"], "weights": {"num_bits": 8}}}},
+            r"config_groups\.g\.targets is \['Linear', 're:'\]: an empty name or pattern",
+        ),
+        (
+            {"config_groups": {"g": preset_scheme("W4A16", ["re:"])}},
+            r"config_groups\.g\.targets is \['re:'\]: an empty name or pattern",
+        ),
         ({"scheme": 4}, "scheme is 4"),
         ({"config_groups": ["W4A16"]}, "must be a mapping"),
         ({"config_groups": {"W4A61": ["Linear"]}}, "Did you mean W4A16"),

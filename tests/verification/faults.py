@@ -701,8 +701,22 @@ def rotation_of_experts(sample: Sample) -> None:
     _transform(sample)
 
 
-@fault("S74", "R", base="qwen3_moe", also="S76")
+@fault("S74", "R", base="qwen2_moe", also="S76")
 def rotation_of_routers(sample: Sample) -> None:
+    _transform(sample, targets=["re:.*mlp[.]gate$"])
+
+
+@fault("S74", "R", base="qwen2_moe", also="S76")
+def rotation_of_what_is_never_quantized(sample: Sample) -> None:
+    for index in range(2):
+        name = f"model.layers.{index}.mlp.shared_expert_gate"
+        sample.tensors[f"{name}.weight"] = torch.ones(1, HIDDEN).bfloat16()
+        sample.settings["ignore"].append(name)
+    _transform(sample, targets=["re:.*shared_expert_gate$"])
+
+
+@fault("S76", f"{LAYER}.mlp.gate", base="qwen3_moe")
+def rotation_of_routers_that_are_built_as_linears(sample: Sample) -> None:
     _transform(sample, targets=["re:.*mlp[.]gate$"])
 
 
@@ -852,9 +866,9 @@ def encoder_that_generate_calls(sample: Sample) -> None:
     sample.config["is_encoder_decoder"] = True
 
 
-@fault("L2", DOWN, deployment=Deployment(server="transformers"), also="C5")
+@fault("L2", f"{LAYER}.self_attn.o_proj", deployment=Deployment(server="transformers"), also="C5")
 def packed_weights_of_another_type(sample: Sample) -> None:
-    sample.config["model_type"] = "recurrent_gemma"
+    sample.config["model_type"] = "nanochat"
 
 
 @fault("L4", DOWN, base="NVFP4", deployment=Deployment(server="transformers"))

@@ -340,10 +340,12 @@ def test_one_class_alone_takes_experts_as_linears() -> None:
 
 
 ONE = {"num_hidden_layers": 1}
+UNITS = {"t2u_encoder_layers": 1, "t2u_decoder_layers": 1, "encoder_layers": 1}
 TOWER = {"vision_config": {"model_type": "siglip_vision_model", **ONE}, "text_config": ONE}
 AUTO: dict[str, Any] = {
     "t5": AutoModelForSeq2SeqLM,
     "bart": AutoModelForSeq2SeqLM,
+    "seamless_m4t": AutoModelForSpeechSeq2Seq,
     "whisper": AutoModelForSpeechSeq2Seq,
     "gemma3": AutoModelForImageTextToText,
     "llava": AutoModelForImageTextToText,
@@ -391,21 +393,22 @@ def named_by_initialization(model: PreTrainedModel) -> set[str]:
         ("qwen3_next", ONE),
         ("recurrent_gemma", {"num_hidden_layers": 3}),
         ("rwkv", {"num_hidden_layers": 2}),
+        ("seamless_m4t", {"decoder_layers": 1, "speech_encoder_layers": 1, **UNITS}),
         ("t5", {"num_layers": 1, "tie_word_embeddings": False}),
         ("whisper", {"encoder_layers": 1, "decoder_layers": 1}),
     ],
 )
-def test_the_table_is_what_initialization_names(name: str, more: dict[str, Any]) -> None:
+def test_what_initialization_names_is_found(name: str, more: dict[str, Any]) -> None:
     config: PretrainedConfig = AutoConfig.for_model(name, **more)
     if name == "llava":
         config.text_config.num_hidden_layers = 1
     with torch.device("meta"):
         model = AUTO.get(name, AutoModelForCausalLM).from_config(config)
-    rows = named_weights(config.to_dict())
-    linears = [path for path, module in model.named_modules() if isinstance(module, Linear)]
-    said = {path for path in linears if any(row.fullmatch(path) for _, row in rows)}
+    before = {name: id(tensor) for name, tensor in model.named_parameters()}
+    said = set(named_weights(model))
+    assert {name: id(tensor) for name, tensor in model.named_parameters()} == before
     assert said == named_by_initialization(model)
-    assert len(linears) > 1
+    assert sum(isinstance(module, Linear) for module in model.modules()) > 1
 
 
 def with_scales_in_float32() -> PreTrainedModel:

@@ -74,7 +74,8 @@ def _splits(name: str, value: Any) -> str | list[str] | dict[str, str]:
     if isinstance(value, str):
         return string(name, value)
     if isinstance(value, Mapping):
-        strings(name, list(value.values()))
+        if not value or not all(isinstance(split, str) for split in value.values()):
+            raise reject(name, value, "a split for each role, as in {'calibration': 'train[:5%]'}")
         return dict(mapping(name, value))
     several = strings(name, value)
     if not several:

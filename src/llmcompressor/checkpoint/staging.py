@@ -248,7 +248,7 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
 
 def _check_names(target: Path) -> None:
     # of a name that is too long Path.exists raises an error
-    existing = next(path for path in target.parents if os.path.isdir(path))
+    existing = next((path for path in target.parents if os.path.isdir(path)), target)  # the root
     check_name(target, existing, len(f".partial-{_owner()}-999"))
 
 
@@ -277,7 +277,7 @@ def _make_parents(parent: Path) -> list[Path]:
 
 def _must_stage_inside(target: Path) -> bool:
     """A mount point, or a directory in a read-only parent, cannot be renamed over."""
-    if not target.is_dir():
+    if not os.path.isdir(target):  # Path.is_dir fails on a name that is too long
         return False
     return os.path.ismount(target) or not os.access(target.parent, os.W_OK)
 

@@ -214,7 +214,7 @@ def reserved(target: Path, *, resume: str = "auto") -> Iterator[None]:
 def was_published(target: Path) -> bool:
     """Whether a run was killed after its output got its name and before it had tidied up."""
     folder = work_folder(target.expanduser().resolve())
-    has_config = (target / "config.json").is_file()
+    has_config = os.path.isfile(target / "config.json")
     return has_config and not (folder / _FILES).exists() and _is_ready(folder)
 
 
@@ -248,7 +248,7 @@ def _remove_all_but(folder: Path, *kept: str) -> None:
 
 def _is_ready(folder: Path) -> bool:
     try:
-        return (folder / _JOURNAL).is_file() and Journal(folder / _JOURNAL).is_ready
+        return os.path.isfile(folder / _JOURNAL) and Journal(folder / _JOURNAL).is_ready
     except OutputError:
         return False  # a damaged journal; the run itself says so
 

@@ -25,13 +25,24 @@ _IN_TEXT = {
 
 
 def check_named(argument: str, given: str | os.PathLike[str]) -> None:
-    """Refuse an empty name, which to ``Path`` is the folder one stands in.
+    """Refuse an empty name, which to ``Path`` is the folder one stands in, and what is no path.
 
     Raises:
         OutputError: names the argument.
     """
     if not os.fspath(given):
         raise OutputError(f"The argument {argument!r} is empty.", "Give the path of a folder.")
+    try:
+        # RuntimeError: links in a circle, or the home of a user that there is not
+        os.stat(Path(given).expanduser().resolve())
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ELOOP:
+            return  # what is not there can be made, and what cannot is told of later
+        reason = (getattr(error, "strerror", None) or str(error)).rstrip(".")
+        raise OutputError(
+            f"The argument {argument!r} is {os.fspath(given)[:300]!r}, which is no path: {reason}.",
+            "Give the path of a folder.",
+        ) from error
 
 
 def write_error(error: BaseException, target: Path, remedy: str) -> OutputError | None:

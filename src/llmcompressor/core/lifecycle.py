@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -83,7 +84,7 @@ class CompressionLifecycle:
             RecipeError: the recipe cannot be used.
         """
         self._expect_not_finalized("initialize")
-        Event(steps_per_epoch=kwargs.get("steps_per_epoch"))  # refuses an epoch without steps
+        _check_counts(kwargs)
         self.state.hardware = Hardware.detect(kwargs.get("model", self.state.model))
         unknown = self.state.update(**kwargs)
         if not self._seen_event:
@@ -120,6 +121,7 @@ class CompressionLifecycle:
             type_=event_type,
             steps_per_epoch=self.state.steps_per_epoch,
             batches_per_step=self.state.batches_per_step,
+            invocations_per_step=self.state.invocations_per_step or 1,
             global_step=self.global_step,
             global_batch=self.global_batch,
         )
@@ -364,6 +366,18 @@ class CompressionLifecycle:
             self.state.batch_data = given.get("batch_data")
         if given.get("loss") is not None:
             self.state.loss = given["loss"]
+
+
+def _check_counts(given: Mapping[str, Any]) -> None:
+    """Refuse numbers that no run has, before anything is changed."""
+    counts = ("steps_per_epoch", "batches_per_step", "invocations_per_step")
+    Event(**{name: given[name] for name in counts if given.get(name) is not None})
+    start = given.get("start")
+    if start is not None and not (isinstance(start, int | float) and math.isfinite(start)):
+        raise InputError(
+            f"start is {start!r}, and is where a run begins.",
+            "Give a number of epochs where the run has them, else of steps; or leave it out.",
+        )
 
 
 def _warn_of_lost_start(modifier: Modifier) -> None:

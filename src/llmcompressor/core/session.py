@@ -50,6 +50,7 @@ class CompressionSession:
         batches_per_step: int | None = None,
         loggers: Any = None,
         resumes: bool = False,
+        invocations_per_step: int | None = None,
         **kwargs: Any,
     ) -> ModifiedState:
         """Begin the run; while it goes on, only update its state.
@@ -73,6 +74,8 @@ class CompressionSession:
             loggers: a ``LoggerManager``, or loggers to make one of.
             resumes: the run goes on from a checkpoint: no modifier starts before
                 ``session.lifecycle.load_state_dict`` has put it where it was.
+            invocations_per_step: calls of whatever steps the optimizer, for one step of it; told
+                with every event.
             **kwargs: goes to the ``on_initialize`` of every modifier.
 
         Returns:
@@ -102,6 +105,7 @@ class CompressionSession:
                 batches_per_step=batches_per_step,
                 loggers=loggers,
                 resumes=resumes or None,  # an update does not take it back
+                invocations_per_step=invocations_per_step,
                 **kwargs,
             )
         )

@@ -129,6 +129,7 @@ class State:
             finalized, and not completed.
         steps_per_epoch: optimizer steps in an epoch.
         batches_per_step: batches that make up one optimizer step.
+        invocations_per_step: calls of whatever steps the optimizer, for one step of it.
         token_mask: bool ``[batch, tokens]``, true where the current calibration batch has a
             token and not padding.
         batch_sizes: how many samples each of the calibration batches had that are now run as one.
@@ -172,6 +173,7 @@ class State:
     broken_off: bool = False
     steps_per_epoch: int | None = None
     batches_per_step: int | None = None
+    invocations_per_step: int | None = None
     token_mask: Tensor | None = None
     batch_sizes: tuple[int, ...] | None = None
     propagates: bool = False
@@ -213,6 +215,7 @@ class State:
         steps_per_epoch: int | None = None,
         batches_per_step: int | None = None,
         loggers: Any = None,
+        invocations_per_step: int | None = None,
         model_log_cadence: float | None = None,
         device: torch.device | str | None = None,
         distributed_strategy: str | None = None,
@@ -235,6 +238,7 @@ class State:
             steps_per_epoch: optimizer steps in an epoch.
             batches_per_step: batches that make up one optimizer step.
             loggers: the ``LoggerManager`` of the run.
+            invocations_per_step: calls of whatever steps the optimizer, for one step of it.
             model_log_cadence: epochs between two logs of the model's own figures.
             device: the device to report instead of the one found.
             distributed_strategy: how the model will be spread over the processes, where it is
@@ -253,6 +257,7 @@ class State:
             "start": start,
             "steps_per_epoch": steps_per_epoch,
             "batches_per_step": batches_per_step,
+            "invocations_per_step": invocations_per_step,
             "loggers": loggers,
             "model_log_cadence": model_log_cadence,
             "resumes": resumes,

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from llmcompressor.args import DatasetArguments
-from llmcompressor.datasets.checks import CheckedLoader
+from llmcompressor.datasets.batch_checks import BatchCheck, CheckedCollator, CheckedLoader
 from llmcompressor.datasets.collate import PaddingCollator, TruncationCollator
 from llmcompressor.datasets.encode import pad_id_of, padding_side_of
 from llmcompressor.datasets.prepare import Preparation, prepare_samples
@@ -66,15 +66,16 @@ def load_calibration(
     Raises:
         DatasetError: for data that cannot be used, before any of it is handed out.
     """
+    positions = model_max_length if in_table else None
     if is_loader(args.dataset):
         loader: DataLoader[Any] = args.dataset
-        return CheckedLoader(loader, vocab_size, model_max_length if in_table else None)
+        return CheckedLoader(loader, BatchCheck(vocab_size, positions))
     source = source or open_source(args, processor=processor)
     if source is None:
         logger.info("No calibration data was given.")
         return None
     seed = args.seed if seed is None else seed
-    collator = make_collator(args, processor=processor, vocab_size=vocab_size)
+    collator = make_collator(args, processor=processor, vocab_size=vocab_size, positions=positions)
     samples = prepare_samples(
         source.rows,
         Preparation(
@@ -156,17 +157,23 @@ def load_training(
 
 
 def make_collator(
-    args: DatasetArguments, *, processor: Any = None, vocab_size: int | None = None
+    args: DatasetArguments,
+    *,
+    processor: Any = None,
+    vocab_size: int | None = None,
+    positions: int | None = None,
 ) -> Callable[[Any], Any]:
-    """The function from samples to a batch that ``data_collator`` names.
+    """The function from samples to a batch that ``data_collator`` names; a user's is checked.
 
     Args:
         args: ``data_collator``, ``batch_size`` and ``max_seq_length`` are read.
         processor: says what to pad with, and on which side.
-        vocab_size: a token to pad with that is not below it is not used.
+        vocab_size: rows of the model's embedding; a token to pad with that is not below it is not
+            used.
+        positions: rows of the model's table of positions, beyond which it fails.
     """
     if callable(args.data_collator):
-        return args.data_collator
+        return CheckedCollator(args.data_collator, BatchCheck(vocab_size, positions))
     if args.data_collator == "padding":
         return PaddingCollator(pad_id_of(processor, vocab_size), padding_side_of(processor))
     if args.batch_size > _LARGE_BATCH:

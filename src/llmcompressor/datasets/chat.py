@@ -9,7 +9,7 @@ from typing import Any
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
-__all__ = ["CHATML", "ChatRenderer", "is_chat", "turns"]
+__all__ = ["CHATML", "ChatRenderer", "fault_of_chat", "is_chat", "turns"]
 
 CHATML = (
     "{% for message in messages %}"
@@ -27,6 +27,9 @@ _ROLES = {
     "model": "assistant",
 }
 
+_NO_CONTENT = frozenset({"from", "message", "name", "role", "text"})
+"""Keys of a turn that may have no other: what it says stands nowhere, or under a wrong name."""
+
 
 def is_chat(value: Any) -> bool:
     """Whether a value is turns with ``role`` and ``content``, or ``from`` and ``value``.
@@ -41,6 +44,29 @@ def is_chat(value: Any) -> bool:
     if not all(isinstance(turn, Mapping) and turn.keys() & {"role", "from"} for turn in value):
         return False
     return any(turn.keys() & {"content", "from"} for turn in value)
+
+
+def fault_of_chat(value: Any) -> str | None:
+    """What keeps a value from being a conversation that can be rendered; ``None`` if nothing does.
+
+    A turn may go without ``content`` if it has something else than text, such as calls of tools.
+
+    >>> fault_of_chat([{"content": "2 + 2?"}])
+    "turn 0 has no 'role', only content"
+    """
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        return f"it is a {type(value).__name__}, and not a list of turns"
+    for place, turn in enumerate(value):
+        if not isinstance(turn, Mapping):
+            return f"turn {place} is a {type(turn).__name__}, and not a dict"
+        if not turn.keys() & {"role", "from"}:
+            return f"turn {place} has no 'role', only {', '.join(map(str, turn)) or 'nothing'}"
+        if "from" not in turn and not isinstance(turn["role"], str):
+            return f"turn {place} has a {type(turn['role']).__name__} for its role"
+        said = "value" if "from" in turn else "content"
+        if said not in turn and turn.keys() <= _NO_CONTENT:
+            return f"turn {place} has no {said!r}, only {', '.join(turn)}"
+    return None if is_chat(value) else "no turn has any content"
 
 
 def turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -76,8 +102,9 @@ class ChatRenderer:
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": False}
         if template is not None:
             options["chat_template"] = template
+        given = list(messages) if template is None else [_of_text(turn) for turn in messages]
         try:
-            return str(owner.apply_chat_template(list(messages), **options))
+            return _rendered(owner, given, options)
         except Exception as error:  # a template is a program of its own
             raise DatasetError(
                 f"The chat template refuses a conversation: {error}.",
@@ -117,3 +144,55 @@ class ChatRenderer:
             logger.warning("The tokenizer has no chat template; ChatML is used.")
             self._warned = True
         return candidates[-1], CHATML
+
+
+def _of_text(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn whose content is one text, for templates that know nothing else.
+
+    Raises:
+        DatasetError: it holds something that is no text.
+    """
+    content = turn.get("content")
+    if content is None or isinstance(content, str):
+        return dict(turn)
+    parts = list(content) if isinstance(content, (list, tuple)) else [content]
+    for part in parts:
+        if _text_of(part) is None:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            raise DatasetError(
+                f"A turn holds {f'a part of type {kind!r}' if kind else f'a {type(part).__name__}'}"
+                ", and there is no chat template for anything but text.",
+                "Give the model's own processor, or make text of it in a preprocessing_func.",
+            )
+    return {**turn, "content": "\n".join(str(_text_of(part)) for part in parts)}
+
+
+def _text_of(part: Any) -> str | None:
+    """The text of a part of a turn's content; ``None`` if it is something else."""
+    if isinstance(part, Mapping) and part.get("type", "text") == "text":
+        part = part.get("text")
+    return part if isinstance(part, str) else None
+
+
+def _rendered(owner: Any, messages: list[Any], options: Mapping[str, Any]) -> str:
+    """The text, of one text to a turn where the template knows no lists of them.
+
+    Such a template fails on a list, or writes it out as Python does.
+    """
+    lists = [turn["content"] for turn in messages if _is_list_of_texts(turn.get("content"))]
+    try:
+        text = str(owner.apply_chat_template(messages, **options))
+    except Exception:
+        if not lists:
+            raise
+    else:
+        if not any(str(each) in text for each in lists):
+            return text
+    joined = [
+        _of_text(turn) if _is_list_of_texts(turn.get("content")) else turn for turn in messages
+    ]
+    return str(owner.apply_chat_template(joined, **options))
+
+
+def _is_list_of_texts(content: Any) -> bool:
+    return bool(content) and isinstance(content, list) and None not in map(_text_of, content)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmcompressor.datasets.chat import ChatRenderer
+from llmcompressor.datasets.chat import ChatRenderer, fault_of_chat
 from llmcompressor.datasets.checks import check_token_ids
 from llmcompressor.datasets.encode import Encoder, pad_id_of, padding_side_of
 from llmcompressor.datasets.preparation import Preparation
@@ -21,6 +21,7 @@ from llmcompressor.datasets.samples import (
     from_tokenized,
     num_tokens,
     pad,
+    token_list,
     unbatched,
 )
 from llmcompressor.errors import DatasetError
@@ -45,6 +46,7 @@ class SampleMaker:
         )
         self._encoder: Encoder | None = None
         self._read = self._empty = self._long = self._longest = 0
+        self._first_empty = ""
         # A user's own collator is given rows that came tokenized just as they are.
         self._as_given = (
             callable(args.data_collator)
@@ -60,7 +62,7 @@ class SampleMaker:
         for index, given in numbered:
             where = self._where(index)
             row = self._rows(given, where)
-            if self._it.main_inputs & row.keys() and ("input_ids" in row or "text" not in row):
+            if self._is_tokenized(row, where):
                 made[index] = self._tokenized(row, where)
             elif not _is_blank(row):
                 raw[index] = row
@@ -72,6 +74,7 @@ class SampleMaker:
                 kept.append(made[index])
             else:
                 self._empty += 1
+                self._first_empty = self._first_empty or self._said_of_empty(index, made.get(index))
         return kept
 
     def report(self, samples: int, wanted: int | None, *, packed: bool) -> None:
@@ -84,7 +87,8 @@ class SampleMaker:
             )
         if not samples:
             problem = f"All {self._read} samples are without tokens" if self._read else "no sample"
-            raise DatasetError(f"{name} is empty: {problem}.", "Give data that holds text.")
+            first = f" ({self._first_empty})" if self._first_empty else ""
+            raise DatasetError(f"{name} is empty: {problem}{first}.", "Give data that holds text.")
         if self._empty:
             logger.warning(f"{name}: {self._empty} samples without tokens are left out.")
         if self._long:
@@ -94,6 +98,25 @@ class SampleMaker:
 
     def _where(self, index: int) -> str:
         return f"{self._it.name}: sample {index}"
+
+    @staticmethod
+    def _said_of_empty(index: int, sample: Sample | None) -> str:
+        if sample is None:
+            return f"sample {index} has a text without a word"
+        if not token_list(sample["input_ids"]):
+            return f"sample {index} has empty input_ids"
+        return f"the attention_mask of sample {index} is 0 everywhere"
+
+    def _is_tokenized(self, row: Row, where: str) -> bool:
+        """Whether a row needs no processor any more."""
+        inputs = self._it.main_inputs & row.keys()
+        given = {name for name in inputs if row[name] is not None}
+        if inputs and not given and row.get("text") is None:
+            raise DatasetError(
+                f"{where} has no value (None) in its column {min(inputs)!r}.",
+                "Give the token ids of each sample, or leave such samples out.",
+            )
+        return bool(given) and ("input_ids" in given or "text" not in row)
 
     def _tokenized(self, row: Row, where: str) -> Sample:
         if self._as_given:
@@ -240,7 +263,23 @@ def _is_blank(row: Row) -> bool:
 def _check_text(row: Row, where: str) -> None:
     text = row.get("text")
     if text is not None and not isinstance(text, str):
+        turns = isinstance(text, list) and any(isinstance(one, Mapping) for one in text)
+        fault = f": {fault_of_chat(text)}" if turns else ""
         raise DatasetError(
-            f"{where} has a {type(text).__name__} for its text.",
+            f"{where} has a {type(text).__name__} for its text{fault}.",
             "Make a string of it with a preprocessing_func, or name another text_column.",
         )
+    if text is not None and not text.isascii():
+        _check_unicode(text, where)
+
+
+def _check_unicode(text: str, where: str) -> None:
+    """Refuse half of a pair of UTF-16, which Python lets into a text and no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DatasetError(
+            f"{where} has {text[error.start]!r} in its text, at {error.start}: it is no character "
+            "by itself.",
+            "Read the text with errors='replace', or clean it in a preprocessing_func.",
+        ) from error

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmcompressor.datasets.chat import ChatRenderer, is_chat, turns
+from llmcompressor.datasets.chat import ChatRenderer, fault_of_chat, is_chat, turns
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.samples import MAIN_INPUTS
 from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 
-__all__ = ["RowPreparer", "load_function"]
+__all__ = ["RowPreparer", "load_function", "refuse_broken_chat"]
 
 _CHATS = ("messages", "conversations")
 
@@ -29,8 +30,8 @@ def load_function(given: str | Callable[..., Any]) -> Callable[..., Any]:
     if callable(given):
         return given
     file, _, name = given.rpartition(":")
-    path = Path(file).expanduser()
-    if not path.is_file():
+    path = Path(os.path.expanduser(file))
+    if not os.path.isfile(path):
         raise DatasetError(f"There is no file {path}.", "Check preprocessing_func.")
     spec = importlib.util.spec_from_file_location(f"_preprocessing_{path.stem}", path)
     assert spec is not None
@@ -88,15 +89,27 @@ class RowPreparer:
             del row[name]
         if self._text_column != "text":
             self._name_text(row, where, is_made=_is_text_made(row, given))
+        column = self._text_column
         if "text" not in row:
             chats = [name for name in _CHATS if is_chat(row.get(name))]
             if chats:
-                row["text"] = row.pop(chats[0])
+                column = chats[0]
+                row["text"] = row.pop(column)
             elif _is_silent(row) and not self._main_inputs & row.keys():
                 row["text"] = None
         if is_chat(row.get("text")):
-            row["text"] = self._chat(turns(row["text"]))
+            row["text"] = self._rendered(row["text"], column, where)
         return row
+
+    def _rendered(self, conversation: Any, column: str, where: str) -> str:
+        """A conversation as text; an error says which it is."""
+        _check_chat(conversation, column, where)
+        try:
+            return self._chat(turns(conversation))
+        except DatasetError as error:
+            raise DatasetError(
+                f"{where}, column {column!r}: {error.problem}", error.remedy
+            ) from error
 
     def _name_text(self, row: Row, where: str, *, is_made: bool) -> None:
         """Make the column that the user named ``text``; rows that came tokenized need none."""
@@ -112,20 +125,26 @@ class RowPreparer:
         elif not self._main_inputs & row.keys():
             raise DatasetError(
                 f"{where} has no column {self._text_column!r}; it has {_columns(row)}.",
-                did_you_mean(self._text_column, row) or "Give rows that have it.",
+                did_you_mean(self._text_column, map(str, row)) or "Give rows that have it.",
             )
 
     def check_columns(self, row: Row, usable: Iterable[str], where: str) -> None:
         """Raise an error that says which columns there are, if none of them is usable."""
         if any(row.get(name) is not None for name in usable) or "text" in row:
             return
-        texts = sorted(name for name, value in row.items() if isinstance(value, str))
+        refuse_broken_chat(row, where)
+        texts = sorted(
+            name
+            for name, value in row.items()
+            if isinstance(name, str) and (isinstance(value, str) or is_chat(value))
+        )
         remedy = "Make text or input_ids of them with a preprocessing_func."
         if texts:
             named = " or ".join(f"text_column={name!r}" for name in texts[:3])
             remedy = f"Name the column of the text: {named}."
+        removed = f" without {', '.join(sorted(self._remove))}" if self._remove else ""
         raise DatasetError(
-            f"{where} has neither text nor input_ids; it has {_columns(row)}.", remedy
+            f"{where} has neither text nor input_ids; it has {_columns(row)}{removed}.", remedy
         )
 
     def _preprocessed(self, row: Row, where: str) -> Row:
@@ -139,13 +158,35 @@ class RowPreparer:
             raise
         except KeyError as error:
             raise DatasetError(
-                f"{where} has no column {error}; it has {', '.join(sorted(row))}.",
+                f"{where} has no column {error}; it has {_columns(row)}.",
                 "Check that this is the data that the preprocessing was written for.",
             ) from error
         except Exception as error:
             raise DatasetError(
                 f"{where} cannot be preprocessed: {error!r}.", "Check the preprocessing_func."
             ) from error
+
+
+def refuse_broken_chat(row: Row, where: str) -> None:
+    """Raise an error for a row without text whose conversation cannot be rendered.
+
+    Raises:
+        DatasetError: names the turn.
+    """
+    for name in _CHATS:
+        if row.get(name) is not None:
+            _check_chat(row[name], name, where)
+
+
+def _check_chat(value: Any, column: str, where: str) -> None:
+    fault = fault_of_chat(value)
+    if fault is not None:
+        plain = f"say text_column={column!r} if it is plain text"
+        other = plain if isinstance(value, str) else "make text of it with a preprocessing_func"
+        raise DatasetError(
+            f"{where} has no conversation in its column {column!r}: {fault}.",
+            f"Give a list of turns such as {{'role': 'user', 'content': '...'}}, or {other}.",
+        )
 
 
 def _is_silent(row: Row) -> bool:
@@ -155,7 +196,7 @@ def _is_silent(row: Row) -> bool:
 
 
 def _columns(row: Row) -> str:
-    return ", ".join(sorted(row)) or "no columns at all"
+    return ", ".join(sorted(map(str, row))) or "no columns at all"
 
 
 def _is_text_made(row: Row, given: Row) -> bool:

@@ -9,6 +9,7 @@ axis along which the samples of a batch are joined.
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
@@ -137,14 +138,33 @@ def from_tokenized(
             sample[name] = tokens
         elif name == "input_ids":
             raise DatasetError(
-                f"{where} has input_ids that are no sequence of whole numbers.",
+                f"{where} has input_ids that are no sequence of whole numbers: {_fault(value)}.",
                 "Give one sequence of token ids for each sample.",
             )
         elif name in _MASKS and (mask := _mask(value, name, where)) is not None:
             sample[name] = mask
         elif (tensor := _as_tensor(value)) is not None and tensor.ndim:
             sample[name] = tensor if batched else tensor.unsqueeze(0)
+        elif tensor is None and (name in _MASKS or (name in SEQUENCES and _is_sequence(value))):
+            raise DatasetError(
+                f"{where} has {name} that are no sequence of whole numbers: {_fault(value)}.",
+                "Give one whole number for each token, or leave the column out.",
+            )
     return _with_mask(sample, where, decodes="decoder_input_ids" in model_input_names)
+
+
+def _fault(value: Any) -> str:
+    """What keeps a value from being a sequence of whole numbers."""
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, (list, tuple)):
+        return f"they are a {type(values).__name__}"
+    if len(values) > 1 and all(_is_sequence(each) for each in values):
+        return f"they are {len(values)} sequences"
+    wrong = (place for place, each in enumerate(values) if not hasattr(each, "__index__"))
+    place = next(wrong, None)
+    if place is None:
+        return "they are nested"
+    return f"number {place} of them is {reprlib.repr(values[place])}"
 
 
 def _is_input(name: str, model_input_names: Collection[str]) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import table
+from llmcompressor.datasets.chat import is_chat
 from llmcompressor.datasets.files import is_saved_dataset, read_path
 from llmcompressor.datasets.formats import KINDS, kind_of
 from llmcompressor.datasets.rows import Columns, Items, Rows, Stream
@@ -36,11 +38,14 @@ _ADAPTERS = (
     ("datasets", "IterableDataset", "llmcompressor.datasets.hub:HubStream"),
     ("torch.utils.data", "IterableDataset", "llmcompressor.datasets.rows:Stream"),
     ("pandas", "DataFrame", "llmcompressor.datasets.hub:rows_of_frame"),
+    ("pyarrow", "Table", "llmcompressor.datasets.hub:rows_of_table"),
 )
 """Classes by package and name → what makes rows of their objects, imported when there is one."""
 
 _COLUMNS = MAIN_INPUTS | {"conversations", "messages", "text"}
 """A mapping with one of these for a key holds columns; any other holds splits."""
+
+_LONGEST_SHOWN = 300
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -91,8 +96,15 @@ def open_source(
     if isinstance(data, str) or data is None:
         source = _open_named(args, split, processor)
     else:
+        if args.dataset_path is not None:
+            logger.warning("dataset_path is not read: dataset is the data itself.")
         source = Source("The given data", _rows_of_object(data, split))
     if not isinstance(source.rows, Stream) and not len(source.rows):
+        if split is not None and "[" in split:
+            raise DatasetError(
+                f"{source.name} has no rows in {split!r}: this part of it is empty.",
+                "Give a larger part, or leave splits out.",
+            )
         raise DatasetError(f"{source.name} is empty.", "Give at least one sample.")
     return source
 
@@ -113,14 +125,20 @@ def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> So
             f"The argument dataset={name!r} says what kind of files to read, but not which.",
             "Give their path with dataset_path.",
         )
-    if Path(name).exists():
+    if os.path.exists(os.path.expanduser(name)):
         return Source(f"The data {name}", _local(args, None, split, name))
     if _HUB_NAME.fullmatch(name) and kind_of(Path(name)) is None:
         return Source(f"The data set {name}", _from_hub(args, name, split))
     raise DatasetError(
-        f"There is no data set, file or folder {name!r}.",
+        f"There is no data set, file or folder {_short(name)!r}.",
         f"{did_you_mean(name, table.names())} Data sets on the hub are named 'owner/name'.",
     )
+
+
+def _short(name: str | Path) -> str:
+    """A name, of which something that is none would fill pages."""
+    text = str(name)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def _kind(name: str) -> str | None:
@@ -151,7 +169,9 @@ def _local(
     path = path or str(args.dataset_path)
     if path.startswith("dvc://"):
         return _from_dvc(args, kind, path, split)
-    where = Path(path).expanduser()
+    where = Path(os.path.expanduser(path))
+    if not os.path.exists(where):  # Path.exists fails on a name that is too long
+        raise DatasetError(f"There is no file or folder {_short(where)}.", "Check dataset_path.")
     if is_saved_dataset(where):
         saved = resolve("llmcompressor.datasets.hub:load_saved")(str(where))
         if isinstance(saved, Mapping):
@@ -250,6 +270,8 @@ def _has_columns(data: Mapping[str, Any]) -> bool:
 def _is_one_row(data: Mapping[str, Any]) -> bool:
     """Whether it is a single text, or what a tokenizer makes of one."""
     first = next(iter(data.get("input_ids", ())), None)
+    if any(is_chat(data.get(name)) for name in ("conversations", "messages")):
+        return True
     return isinstance(data.get("text"), str) or isinstance(first, int) or _is_scalar(first)
 
 
@@ -266,14 +288,19 @@ def rows_of(data: Any, split: str | None = None) -> Rows | Stream:
             return cut(resolve(adapter)(data), split)
     if isinstance(data, Mapping):
         return _rows_of_object(data, split)
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    is_class = isinstance(data, type)
+    if not is_class and hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        if _is_scalar(data):
+            raise DatasetError("The data is a single number.", "Give a row for each sample.")
         return cut(Items(data), split)
-    if hasattr(data, "__iter__"):
+    if not is_class and hasattr(data, "__iter__"):
         return cut(Stream(data), split)
-    raise DatasetError(
-        f"The data is a {type(data).__name__}, which has no rows.",
-        "Give a Dataset, a DataLoader, a list, a path or a name.",
-    )
+    remedy = "Give a Dataset, a DataLoader, a list, a path or a name."
+    if callable(data) and hasattr(data, "__name__"):
+        what = "an object of it" if is_class else "what it returns"
+        call = f", as in dataset={data.__name__}()" if data.__name__.isidentifier() else ""
+        remedy = f"Give {what}{call}."
+    raise DatasetError(f"The data is a {type(data).__name__}, which has no rows.", remedy)
 
 
 def _is_a(data: Any, package: str, name: str) -> bool:

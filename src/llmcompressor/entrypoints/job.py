@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from llmcompressor.checkpoint.finished_run import FinishedRun
 from llmcompressor.checkpoint.save import RECIPE_FILE
+from llmcompressor.checkpoint.write_errors import check_file
 from llmcompressor.datasets import table
 from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import Source, open_source
@@ -75,9 +76,10 @@ class Job(Task):
         return found == self.applied_recipe(self.recipe)
 
     def _check_log_dir(self) -> None:
-        if self.log_dir is None or self.output_dir is None:
+        if self.log_dir is None:
             return
-        logs = self.log_dir.expanduser().resolve()
+        self.log_dir = logs = self.log_dir.expanduser().resolve()
+        check_file(logs / "oneshot.log", "The file of log_dir")
         if self.output_dir in (logs, *logs.parents):
             raise OutputError(
                 f"log_dir, {logs}, lies in the output directory {self.output_dir}.",

@@ -100,7 +100,13 @@ class TrainingData:
                 sample to the shortest, would throw text away.
         """
         args = self._train.args if given else replace(self._train.args, data_collator="padding")
-        return make_collator(args, processor=processor, vocab_size=vocabulary(model))
+        positions = positions_of(model)
+        return make_collator(
+            args,
+            processor=processor,
+            vocab_size=vocabulary(model),
+            positions=positions.limit if positions.in_table else None,
+        )
 
 
 def check_targets(samples: Any) -> None:

@@ -12,7 +12,7 @@ from llmcompressor.datasets import Source, open_source
 from llmcompressor.datasets.chat import ChatRenderer
 from llmcompressor.datasets.encode import own_bos, tokenizer_of
 from llmcompressor.datasets.formats import KINDS, kind_of
-from llmcompressor.datasets.preprocess import RowPreparer
+from llmcompressor.datasets.preprocess import RowPreparer, refuse_broken_chat
 from llmcompressor.datasets.samples import from_tokenized
 from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.evaluation.stdlib_text import held_out_texts
@@ -131,8 +131,9 @@ def _rows(opened: Source) -> Iterator[dict[str, Any]]:
 def _tokens(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Window]:
     bos = own_bos(tokenizer_of(tokenizer))
     for index, row in enumerate(rows):
+        where = f"The data: sample {index}"
         if row.get("input_ids") is not None:
-            yield _real_tokens(row, f"The data: sample {index}")
+            yield _real_tokens(row, where)
         elif tokenizer is None:
             raise DatasetError(
                 "The data holds text, and the model came without its tokenizer.",
@@ -140,7 +141,7 @@ def _tokens(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> Iterator[Windo
             )
         else:
             # Rendered chats begin with the token that the tokenizer is about to add once more.
-            yield from tokenize([_text(row).removeprefix(bos)], tokenizer)
+            yield from tokenize([_text(row, where).removeprefix(bos)], tokenizer)
 
 
 def _real_tokens(row: Mapping[str, Any], where: str) -> Window:
@@ -151,9 +152,10 @@ def _real_tokens(row: Mapping[str, Any], where: str) -> Window:
     return [token for token, real in pairs if real]
 
 
-def _text(row: Mapping[str, Any]) -> str:
+def _text(row: Mapping[str, Any], where: str) -> str:
     if isinstance(row.get("text"), str):
         return str(row["text"])
+    refuse_broken_chat(row, where)
     texts = [name for name, value in row.items() if isinstance(value, str)]
     raise DatasetError(
         "The data has no text column 'text' and no `input_ids`; "

@@ -319,15 +319,19 @@ class Modifier(HooksMixin):
         return [cls(**fields)]
 
     @model_validator(mode="after")
-    def _check_no_empty_target(self) -> Self:
+    def _check_no_empty_name(self) -> Self:
         """An empty name is that of the whole model, an empty pattern is in every name."""
-        given = getattr(self, "targets", None)
-        named = [given] if isinstance(given, str) else given
-        if isinstance(named, list | tuple) and any(one in ("", "re:") for one in named):
-            raise RecipeError(
-                f"targets is {given!r}: an empty name or pattern stands for the whole model",
-                "Give a name, a class name such as Linear, or a 're:' pattern; 're:.*' means all.",
-            )
+        for field in ("targets", "ignore"):
+            given = getattr(self, field, None)
+            if given == "" and field == "ignore":
+                continue  # nothing is ignored
+            named = [given] if isinstance(given, str) else given
+            if isinstance(named, list | tuple) and any(one in ("", "re:") for one in named):
+                raise RecipeError(
+                    f"{field} is {given!r}: an empty name or pattern stands for the whole model",
+                    "Give a name, a class name such as Linear, or a 're:' pattern; 're:.*' means "
+                    "all.",
+                )
         return self
 
     @model_validator(mode="after")

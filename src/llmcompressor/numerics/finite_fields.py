@@ -12,7 +12,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
-__all__ = ["Numbering", "is_prime_power", "power_of_prime", "powers"]
+__all__ = ["Numbering", "is_prime", "is_prime_power", "power_of_prime", "powers"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,15 @@ class Numbering:
             total += (first - second) % self.p * place
             first, second, place = first // self.p, second // self.p, place * self.p
         return total
+
+
+def is_prime(q: int) -> bool:
+    """Whether the integers modulo q are a field.
+
+    >>> [q for q in range(12) if is_prime(q)]
+    [2, 3, 5, 7, 11]
+    """
+    return power_of_prime(q) == (q, 1)
 
 
 def is_prime_power(q: int) -> bool:

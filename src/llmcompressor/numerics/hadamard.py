@@ -7,18 +7,18 @@ How each order is reached (n is 1, 2 or a multiple of 4):
 Sylvester           n = 2^k: the Kronecker power of [[1, 1], [1, -1]]
 Paley I             n = q + 1, q = 3 mod 4: from the quadratic character of a field of q elements
 Paley II            n = 2 (q + 1), q = 1 mod 4
-Goethals-Seidel     n = 4 m: four circulants whose squares sum to n I; m = 23, 29, 39, 43, 47, 59
-Cooper-Wallis       n = 4 t w: T-sequences of length t and Williamson sequences of length w
-Kronecker product   n = a b of the above
+Goethals-Seidel     n = 4 m: four circulants whose squares sum to n I, for 13 primes m; for seven
+                    orders with a border
+Kronecker product   n = a b of two of these
+Cooper-Wallis       n = 4 t w: T-matrices of order t and Williamson sequences of length w
+Miyamoto            n = 4 q, q = 1 mod 4: from a matrix of order q - 1;
+                    n = 8 q, q = 3 mod 4: from one of order 2 (q - 1), of a certain form
 ==================  ============================================================================
 
-q is a power of a prime. Together they reach every multiple of 4 up to 664 but 268, 292, 412, 436,
-508, 536, 584, 596, 604 and 652, orders for which a matrix exists but is not made here (668 is the
-least for which none is known at all), and 2^k times each of these. That covers the widths that
-language models have (11008 = 64 * 172, 18944 = 128 * 148, 13696 = 32 * 428). Paley, J. Math. Phys.
-12 (1933); Goethals and Seidel, J. Austral. Math. Soc. 11 (1970), where the arrays stand; the first
-rows of the circulants are those of Williamson's and Turyn's matrices; Cooper and J. Wallis, Bull.
-Austral. Math. Soc. 7 (1972).
+q is a power of a prime. Together they reach every multiple of 4 up to 2000, most above, and 2^k
+times each. Paley, J. Math. Phys. 12 (1933); Goethals and Seidel, J. Austral. Math. Soc. 11 (1970),
+where the arrays stand; Cooper and J. Wallis, Bull. Austral. Math. Soc. 7 (1972); Miyamoto, J.
+Combin. Theory A 57 (1991).
 
 Legend: N order; B the part that is no power of two.
 """
@@ -26,20 +26,32 @@ Legend: N order; B the part that is no power of two.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from llmcompressor.numerics.circulants import (
-    has_t_sequences,
-    has_williamson,
-    t_sequences,
-    williamson,
+from llmcompressor.numerics.bordered import bordered, has_bordered
+from llmcompressor.numerics.circulants import has_t_sequences, has_williamson
+from llmcompressor.numerics.constructions import (
+    cooper_wallis,
+    goethals_seidel,
+    paley_1,
+    paley_2,
+    sylvester,
 )
-from llmcompressor.numerics.finite_fields import is_prime_power, power_of_prime, powers
+from llmcompressor.numerics.finite_fields import is_prime, is_prime_power
+from llmcompressor.numerics.miyamoto import (
+    miyamoto_4,
+    miyamoto_8,
+    paired_paley,
+    symmetric_paley,
+)
+from llmcompressor.numerics.orbits import (
+    has_circulants,
+    has_t_circulants,
+)
 
 __all__ = [
     "fast_hadamard",
@@ -50,16 +62,6 @@ __all__ = [
     "split_order",
     "usable_block_sizes",
 ]
-
-_CIRCULANTS: dict[int, tuple[int, int, int, int]] = {
-    23: (0x7740BB, 0x71AD63, 0x5B3F36, 0x622D11),
-    29: (0x192EF749, 0x1ED1F8B7, 0x1465FA62, 0x1C650A63),
-    39: (0x7282619053, 0x7898528647, 0x73452128B3, 0x46A0EDC158),
-    43: (0x467AECDD798, 0x6FC29B650FD, 0x7595E85EA6B, 0x63D260192F1),
-    47: (0x5090C78A1F91, 0x44FC288E7B7A, 0x49704465BA91, 0x4970441A456E),
-    59: (0x7DE99E8BD1627BC, 0x4BA761097433421, 0x610DCBA28BCCBDF, 0x4BA7610A8BCCBDE),
-}
-"""m → the first rows of four circulants, as m bits with a one for +1, the first entry foremost."""
 
 _Make = Callable[[], Tensor]
 
@@ -74,7 +76,7 @@ def hadamard(order: int) -> Tensor:
     [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
     """
     power, base = split_order(order)
-    return torch.kron(_sylvester(power), _base(base))
+    return torch.kron(sylvester(power), _base(base))
 
 
 def has_hadamard(order: int) -> bool:
@@ -187,27 +189,8 @@ def _split(order: int) -> tuple[int, int] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _maker(base: int) -> _Make | None:
-    """How a matrix of this order is made without splitting off a power of two."""
-    if is_prime_power(base - 1) and (base - 1) % 4 == 3:
-        return functools.partial(_paley_1, base - 1)
-    half = base // 2 - 1
-    if base % 2 == 0 and half % 4 == 1 and is_prime_power(half):
-        return functools.partial(_paley_2, half)
-    if base // 4 in _CIRCULANTS and base % 4 == 0:
-        return functools.partial(_stored, base // 4)
-    for factor in range(12, math.isqrt(base) + 1, 4):
-        other = base // factor
-        if base % factor == 0 and other % 4 == 0 and _maker(factor) and _maker(other):
-            return functools.partial(_product, factor, other)
-    return _cooper_wallis_of(base // 4) if base % 4 == 0 else None
-
-
-def _cooper_wallis_of(length: int) -> _Make | None:
-    for w in range(1, length, 2):
-        t = length // w
-        if length % w == 0 and has_williamson(w) and has_t_sequences(t):
-            return functools.partial(_cooper_wallis, t, w)
-    return None
+    """How a matrix of this order, a multiple of 4, is made without splitting off a power of two."""
+    return next((made for way in _WAYS if (made := way(base)) is not None), None)
 
 
 @functools.lru_cache(maxsize=8)
@@ -219,89 +202,68 @@ def _base(order: int) -> Tensor:
     return make()
 
 
-def _product(first: int, second: int) -> Tensor:
-    return torch.kron(_base(first), _base(second))
+def _paley(base: int) -> _Make | None:
+    if is_prime_power(base - 1):  # 3 mod 4, as base is a multiple of 4
+        return functools.partial(paley_1, base - 1)
+    half = base // 2 - 1
+    return functools.partial(paley_2, half) if half % 4 == 1 and is_prime_power(half) else None
 
 
-def _sylvester(power: int) -> Tensor:
-    """``H[i, j] = (-1)^(number of ones that i and j share)``."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < power:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
+def _goethals_seidel(base: int) -> _Make | None:
+    if has_bordered(base):
+        return functools.partial(bordered, base)
+    return functools.partial(goethals_seidel, base // 4) if has_circulants(base // 4) else None
 
 
-# ---------------------------------------------------------------------- constructions
+def _product(base: int) -> _Make | None:
+    for factor in range(12, math.isqrt(base) + 1, 4):
+        other = base // factor
+        if base % factor == 0 and other % 4 == 0 and _maker(factor) and _maker(other):
+            return lambda: torch.kron(_base(factor), _base(other))
+    return None
 
 
-def _paley_1(q: int) -> Tensor:
-    """I + S with S = [[0, 1], [-1, Q]], Q the character of differences (skew for q = 3 mod 4)."""
-    S_NN = torch.zeros(q + 1, q + 1, dtype=torch.float64)
-    S_NN[0, 1:], S_NN[1:, 0] = 1, -1
-    S_NN[1:, 1:] = _characters(q)
-    return S_NN + torch.eye(q + 1, dtype=torch.float64)
+def _cooper_wallis(base: int) -> _Make | None:
+    length = base // 4
+    for w in range(1, length, 2):
+        t = length // w
+        if length % w == 0 and has_williamson(w) and (has_t_circulants(t) or has_t_sequences(t)):
+            return functools.partial(cooper_wallis, t, w)
+    return None
 
 
-def _paley_2(q: int) -> Tensor:
-    """C ⊗ [[1, 1], [1, -1]] + I ⊗ [[1, -1], [-1, -1]], C = [[0, 1], [1, Q]] (symmetric)."""
-    C = torch.zeros(q + 1, q + 1, dtype=torch.float64)
-    C[0, 1:], C[1:, 0] = 1, 1
-    C[1:, 1:] = _characters(q)
-    plus = torch.tensor([[1, 1], [1, -1]], dtype=torch.float64)
-    minus = torch.tensor([[1, -1], [-1, -1]], dtype=torch.float64)
-    return torch.kron(C, plus) + torch.kron(torch.eye(q + 1, dtype=torch.float64), minus)
+def _miyamoto_4(base: int) -> _Make | None:
+    q = base // 4
+    if q % 4 == 1 and is_prime_power(q) and has_hadamard(q - 1):
+        return lambda: miyamoto_4(q, hadamard(q - 1))
+    return None
 
 
-def _characters(q: int) -> Tensor:
-    """``Q[a, b]``: 0 for a = b, 1 where a - b is another square of the field, or -1."""
-    found = power_of_prime(q)
-    assert found is not None
-    p, k = found
-    squares = {x * x % p for x in range(p)} if k == 1 else powers(q)[0][::2]
-    character_q = torch.full((q,), -1.0, dtype=torch.float64)
-    character_q[list(squares)] = 1.0
-    character_q[0] = 0.0
-    numbers_q, differences_qq = torch.arange(q), torch.zeros(q, q, dtype=torch.int64)
-    for place in (p**i for i in range(k)):
-        digits_q = numbers_q // place % p
-        differences_qq += (digits_q[:, None] - digits_q) % p * place
-    return character_q[differences_qq]
+def _miyamoto_8(base: int) -> _Make | None:
+    q = base // 8
+    if base % 8 or q % 4 != 3 or not is_prime_power(q):
+        return None
+    make = _paired(q - 1)
+    return None if make is None else functools.partial(_miyamoto_8_of, q, make)
 
 
-def _goethals_seidel(blocks: list[Tensor], m: int) -> Tensor:
-    """The array of Goethals and Seidel for four blocks with A Aᵀ + B Bᵀ + C Cᵀ + D Dᵀ = n I.
-
-    Each is a sum of products T ⊗ W, T a circulant of order m, the W symmetric and commuting.
-    """
-    A, B, C, D = blocks
-    inner = len(A) // m
-    R = torch.kron(torch.eye(m).flip(0), torch.eye(inner)).double()
-    array = [
-        [A, B @ R, C @ R, D @ R],
-        [-B @ R, A, D.T @ R, -C.T @ R],
-        [-C @ R, -D.T @ R, A, B.T @ R],
-        [-D @ R, C.T @ R, -B.T @ R, A],
-    ]
-    return torch.cat([torch.cat(row, 1) for row in array])
+def _miyamoto_8_of(q: int, make: _Make) -> Tensor:
+    return miyamoto_8(q, make())
 
 
-def _stored(m: int) -> Tensor:
-    rows = [[2 * int(bit) - 1 for bit in f"{row:0{m}b}"] for row in _CIRCULANTS[m]]
-    return _goethals_seidel([_circulant(row) for row in rows], m)
+def _paired(half: int) -> _Make | None:
+    """How a paired matrix of order 2 ``half``, an odd multiple of 4, is made."""
+    if is_prime(2 * half - 1):
+        return functools.partial(paired_paley, 2 * half - 1)
+    q = half // 2
+    if q % 4 != 1 or not is_prime_power(q) or not has_hadamard(q - 1):
+        return None
+    power, base = split_order(q - 1)
+    if base == 1:
+        return lambda: miyamoto_4(q, sylvester(power))
+    if is_prime(base - 1):
+        return lambda: miyamoto_4(q, torch.kron(sylvester(power), symmetric_paley(base - 1)))
+    return None
 
 
-def _cooper_wallis(t: int, w: int) -> Tensor:
-    """Four sums of Tᵢ ⊗ Wⱼ, signed and placed as the entries of a quaternion's matrix."""
-    T = [_circulant(row) for row in t_sequences(t)]
-    W = [_circulant(row) for row in williamson(w)]
-    places = [(0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0)]
-    signs = [(1, 1, 1, 1), (-1, 1, 1, -1), (-1, -1, 1, 1), (-1, 1, -1, 1)]
-    blocks = torch.zeros(4, t * w, t * w, dtype=torch.float64)
-    for row, i in itertools.product(range(4), range(4)):
-        blocks[row] += signs[row][i] * torch.kron(T[i], W[places[row][i]])
-    return _goethals_seidel(list(blocks), t)
-
-
-def _circulant(row: list[int]) -> Tensor:
-    first = torch.tensor(row, dtype=torch.float64)
-    return torch.stack([first.roll(shift) for shift in range(len(row))])
+_WAYS = (_paley, _goethals_seidel, _product, _cooper_wallis, _miyamoto_4, _miyamoto_8)

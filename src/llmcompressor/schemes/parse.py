@@ -8,7 +8,7 @@ key is an error that says where it stands and which key was meant.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,16 @@ def names_list(value: Any, where: str) -> list[str]:
             f"{where} is {value!r}, but must name modules.",
             "Give a name, a class name such as Linear, a 're:' pattern, or a list of these.",
         )
+    _refuse_empty_pattern(names, where)
     return list(names)
+
+
+def _refuse_empty_pattern(names: Collection[str], where: str) -> None:
+    if "re:" in names:
+        raise RecipeError(
+            f"{where} is {list(names)!r}: an empty name or pattern stands for the whole model.",
+            "Give a name, a class name such as Linear, or a 're:' pattern; 're:.*' means all.",
+        )
 
 
 def check_actorder(value: Any, where: str) -> None:
@@ -91,6 +100,7 @@ def parse_scheme(value: Mapping[str, Any], where: str) -> QuantizationScheme:
 def parse_group(name: str, value: Any, where: str) -> QuantizationScheme:
     """One entry of ``config_groups``: a scheme, a mapping, or targets under a preset's name."""
     if isinstance(value, QuantizationScheme):
+        _refuse_empty_pattern(value.targets, f"{where}.targets")
         return _checked(value, where)
     if isinstance(value, Mapping):
         return parse_scheme(value, where)

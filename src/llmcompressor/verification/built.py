@@ -28,6 +28,8 @@ __all__ = [
     "bare_model",
     "build",
     "build_others",
+    "class_of_type",
+    "every_name",
     "is_known_type",
     "is_of_another_type",
     "refusal",
@@ -153,6 +155,20 @@ def build_others(
         if type(settings) in mapping:
             yield _load(mapping[type(settings)], settings, headers)
             return
+
+
+def class_of_type(config: Mapping[str, Any]) -> str:
+    """The name of the class that transformers has for a model type; empty if there is none."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM  # noqa: PLC0415
+
+    if _most_layers(config) > _MOST_LAYERS:
+        return ""
+    settings = configuration(config, _FROM_FILES)
+    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM):
+        mapping: Any = auto._model_mapping
+        if type(settings) in mapping:
+            return str(mapping[type(settings)].__name__)
+    return ""
 
 
 def bare_model(config: Mapping[str, Any]) -> Any:
@@ -301,7 +317,16 @@ def _not_floats(
 
 
 def stored_names(model: Any) -> Callable[[str], str]:
-    """Name of a tensor in the file → its name in the model, as transformers renames it."""
+    """Name of a tensor in the file → its name in the model, as transformers renames it.
+
+    Of several that a tensor is split into it is the first (:func:`every_name`).
+    """
+    names = every_name(model)
+    return lambda name: names(name)[0]
+
+
+def every_name(model: Any) -> Callable[[str], tuple[str, ...]]:
+    """Name of a tensor in the file → those of all that it becomes, or becomes a part of."""
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     from transformers.core_model_loading import (  # noqa: PLC0415
         WeightConverter,
@@ -309,13 +334,32 @@ def stored_names(model: Any) -> Callable[[str], str]:
         rename_source_key,
     )
 
-    every = get_model_conversion_mapping(model)
+    every: list[Any] = get_model_conversion_mapping(model)
     renamings = [one for one in every if isinstance(one, WeightRenaming)]
     converters = [one for one in every if isinstance(one, WeightConverter)]
+    parts = {pattern: _parts(one) for one in converters for pattern in one.source_patterns}
     own = dict(model.state_dict())
     prefix = model.base_model_prefix
 
-    def renamed(name: str) -> str:
-        return str(rename_source_key(name, renamings, converters, prefix, own)[0])
+    def renamed(name: str, converters: list[Any]) -> tuple[str, str | None]:
+        found, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        return str(found), pattern
 
-    return renamed
+    def names(name: str) -> tuple[str, ...]:
+        first, pattern = renamed(name, converters)
+        return (first, *(renamed(name, [part])[0] for part in parts.get(pattern or "", ())))
+
+    return names
+
+
+def _parts(converter: Any) -> list[Any]:
+    """What renames a tensor to the others of what it is split into."""
+    from transformers.core_model_loading import WeightTransform  # noqa: PLC0415
+
+    found = []
+    for target in converter._original_target_patterns[1:]:
+        part: Any = WeightTransform([*converter._original_source_patterns], [target])
+        part.scope_prefix = converter.scope_prefix
+        part.base_model_prefix = converter.base_model_prefix
+        found.append(part)
+    return found

@@ -12,16 +12,29 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 
-from llmcompressor.verification.built import bare_model, stored_names
+from llmcompressor.verification.built import bare_model, class_of_type, every_name
 from llmcompressor.verification.families import text_settings
+from llmcompressor.verification.initialization import named_weights
 
-__all__ = ["dtype_by_class", "kind_by_class", "takes_experts"]
+__all__ = [
+    "Own",
+    "dtype_by_class",
+    "experts_by_class",
+    "kind_by_class",
+    "modules_by_class",
+    "named_by_class",
+    "takes_experts",
+]
 
+Own = tuple[str, str]
+"""Path of a module in the class, and what it is: ``linear``, ``embedding``, ``other`` or empty."""
+
+_DIMENSIONS_OF_STACK = 3
 _OF_CODES = frozenset({"quantization_config", "compression_config"})
 
 
@@ -31,16 +44,27 @@ class _Class:
 
     Attributes:
         kinds: path of a module → what it is.
-        tensors: the names of its parameters and stored buffers.
-        stored: name of a tensor in the file → its name here.
+        tensors: its parameters and stored buffers, each with its shape.
+        names: name of a tensor in the file → the names here of what it becomes.
         kept: name of a dtype → what the names match of the tensors that become float32 all the
             same; ``None`` if there are none.
+        model: the model itself.
     """
 
     kinds: Mapping[str, str]
-    tensors: frozenset[str]
-    stored: Callable[[str], str]
+    tensors: Mapping[str, tuple[int, ...]]
+    names: Callable[[str], tuple[str, ...]]
     kept: Mapping[str, re.Pattern[str] | None]
+    model: Any
+
+    def stored(self, name: str) -> str:
+        """The name here of a tensor in the file; the first, if it becomes several."""
+        return self.names(name)[0]
+
+    @cached_property
+    def named(self) -> Mapping[str, str]:
+        """The Linears whose weight initialization names, each with the class that does."""
+        return named_weights(self.model)
 
 
 def kind_by_class(config: Mapping[str, Any]) -> Callable[[str], str] | None:
@@ -65,6 +89,50 @@ def kind_by_class(config: Mapping[str, Any]) -> Callable[[str], str] | None:
     return kind
 
 
+def modules_by_class(config: Mapping[str, Any]) -> Callable[[str], tuple[Own, ...]] | None:
+    """Ask the class of a configuration which of its modules have their weight from one of a file.
+
+    transformers looks for targets, and for what is ignored, among the names of the class. A file
+    may hold one tensor for several of its modules, or several for one.
+
+    Args:
+        config: the content of ``config.json``.
+
+    Returns:
+        Path of a module in the file → the modules of the class; none where it has none for it.
+        ``None`` where the class cannot be built.
+    """
+    found = _class_of(config)
+    if found is None:
+        return None
+
+    def modules(path: str) -> tuple[Own, ...]:
+        names = (name for name in found.names(f"{path}.weight") if name in found.tensors)
+        owners = (name.rpartition(".")[0] for name in names)
+        return tuple((owner, found.kinds.get(owner, "")) for owner in owners)
+
+    return modules
+
+
+def named_by_class(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Ask the class of a configuration whose weights its initialization names.
+
+    Where it names no class, or one that is not of its model type, transformers goes by the type.
+
+    Args:
+        config: the content of ``config.json``.
+
+    Returns:
+        Path of a Linear in the class → the class whose initialization names its weight. None
+        where the class cannot be built.
+    """
+    found = _class_of(config)
+    if found is None:
+        name = class_of_type(config)
+        found = _class_of({**config, "architectures": [name]}) if name else None
+    return {} if found is None else found.named
+
+
 def takes_experts(config: Mapping[str, Any], path: str) -> bool:
     """Whether transformers has a place for one expert's weight: in a stack, or as it is.
 
@@ -80,6 +148,24 @@ def takes_experts(config: Mapping[str, Any], path: str) -> bool:
     if found is not None:
         return found.stored(f"{path}.weight") in found.tensors
     return any(_has_table(holder.get("model_type")) for holder in (config, text_settings(config)))
+
+
+def experts_by_class(config: Mapping[str, Any], path: str) -> int | None:
+    """How many experts the class stacks of one list of them, in one stack or in several.
+
+    Args:
+        config: the content of ``config.json``.
+        path: of one expert's projection in the file.
+
+    Returns:
+        Their number. ``None`` where the class makes no stack of it, or cannot be built.
+    """
+    found = _class_of(config)
+    shapes = (
+        [found.tensors.get(name, ()) for name in found.names(f"{path}.weight")] if found else []
+    )
+    stacks = [shape[0] for shape in shapes if len(shape) == _DIMENSIONS_OF_STACK]
+    return sum(stacks) or None
 
 
 def dtype_by_class(config: Mapping[str, Any], dtype: str) -> Callable[[str], str] | None:
@@ -140,7 +226,8 @@ def _asked(config: str) -> _Class | None:
         return None
     kinds = {name: _kind(module) for name, module in model.named_modules()}
     kept = {name: _kept(model, getattr(torch, name)) for name in ("float16", "bfloat16")}
-    return _Class(kinds, frozenset(model.state_dict()), stored_names(model), kept)
+    tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return _Class(kinds, tensors, every_name(model), kept, model)
 
 
 def _kept(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:

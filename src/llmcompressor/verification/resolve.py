@@ -28,6 +28,8 @@ _CLASSES = {
 }
 _CLASS_OF = {"embedding": "VocabParallelEmbedding", "head": "ParallelLMHead", "gate": "GateLinear"}
 _PLAIN_CLASS = {"linear": "Linear", "head": "Linear", "embedding": "Embedding"}
+_TAKEN = frozenset({"linear", "embedding"})
+"""What compressed-tensors quantizes, of all that targets may name."""
 
 
 @dataclass(frozen=True)
@@ -264,10 +266,25 @@ class Resolver:
                 return group
         return None
 
-    def transformers(self, entry: Entry) -> Choice:
-        """What compressed-tensors 0.19, and so transformers 5.17, makes of a module."""
-        cls = _PLAIN_CLASS.get(entry.kind, "")
-        names = dict.fromkeys((entry.name, self.served(entry.name)))
+    def transformers(self, entry: Entry, own: Sequence[tuple[str, str]] = ()) -> Choice:
+        """What compressed-tensors 0.19, and so transformers 5.17, makes of a module.
+
+        Args:
+            entry: the module.
+            own: the modules of the class that have their weight from it, and what they are. Of
+                several that differ, it is one of which something else is made than is stored.
+        """
+        if not own:
+            names = (entry.name, self.served(entry.name))
+            return self._by_class_or_name(_PLAIN_CLASS.get(entry.kind, ""), names)
+        choices = [
+            self._by_class_or_name(_PLAIN_CLASS[kind], (name,)) if kind in _TAKEN else Choice()
+            for name, kind in own
+        ]
+        strange = (one for one in choices if (one.group is None) is entry.is_quantized)
+        return next(strange, choices[0])
+
+    def _by_class_or_name(self, cls: str, names: Sequence[str]) -> Choice:
         if cls in self.ignore or any(self._plain_ignore.first(name) is not None for name in names):
             return Choice(ignored=True)
         for name in names:

@@ -59,17 +59,20 @@ class Event:
     global_batch: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps_per_epoch is not None and self.steps_per_epoch <= 0:
-            raise InputError(
-                f"steps_per_epoch is {self.steps_per_epoch}, and an epoch has at least one step.",
-                "Give the optimizer steps of an epoch, or leave it out to count in steps.",
-            )
+        if self.steps_per_epoch is not None:
+            what = "an epoch has at least one step"
+            remedy = "Give the optimizer steps of an epoch, or leave it out to count in steps."
+            _check_count("steps_per_epoch", self.steps_per_epoch, 1, what, remedy)
+        if self.batches_per_step is not None:
+            remedy = "Give how many batches make up one optimizer step, or leave it out."
+            what = "is a number of batches"
+            _check_count("batches_per_step", self.batches_per_step, 0, what, remedy)
+        remedy = "Give how many calls make up one optimizer step, or leave it out."
+        what = "a step is taken with at least one call"
+        _check_count("invocations_per_step", self.invocations_per_step, 1, what, remedy)
+        remedy = "Give how many there were since the run began."
         for name in ("global_step", "global_batch"):
-            if getattr(self, name) < 0:
-                raise InputError(
-                    f"{name} is {getattr(self, name)}, and is counted from 0 on.",
-                    "Give how many there were since the run began.",
-                )
+            _check_count(name, getattr(self, name), 0, "is counted from 0 on", remedy)
 
     @property
     def epoch_based(self) -> bool:
@@ -156,3 +159,9 @@ class Event:
                 "Give steps_per_epoch to session.initialize, or count in steps (global_step)."
             )
         return self.steps_per_epoch
+
+
+def _check_count(name: str, value: Any, least: int, what: str, remedy: str) -> None:
+    is_number = hasattr(value, "__float__") and not isinstance(value, bool)
+    if not is_number or not least <= value < math.inf:  # NaN is not at least anything
+        raise InputError(f"{name} is {value!r}, and {what}.", remedy)

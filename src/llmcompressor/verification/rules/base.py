@@ -20,7 +20,7 @@ from llmcompressor.verification.expected import (
 from llmcompressor.verification.facts import Deployment, Severity, TensorInfo, Tensors
 from llmcompressor.verification.families import Family, family_of, text_settings
 from llmcompressor.verification.layout import EXPERT, Entry, entries_of, is_doubtful
-from llmcompressor.verification.module_classes import kind_by_class
+from llmcompressor.verification.module_classes import Own, kind_by_class, modules_by_class
 from llmcompressor.verification.resolve import Choice, Resolver
 from llmcompressor.verification.scheme import Group, Scheme, parse_groups, settings_of
 
@@ -236,8 +236,22 @@ class View:
         """What a server makes of a module."""
         key = (server, entry.name)
         if key not in self._choices:
-            self._choices[key] = getattr(self.resolver, server)(entry)
+            more = (self.own_modules(entry),) if server == "transformers" else ()
+            self._choices[key] = getattr(self.resolver, server)(entry, *more)
         return self._choices[key]
+
+    def own_modules(self, entry: Entry) -> tuple[Own, ...]:
+        """The modules of transformers' class that have their weight from a module of the file.
+
+        None where nothing is known of them: the class cannot be built, or has no such module.
+        """
+        if self._modules_of is None or entry.is_expert:
+            return ()
+        return self._modules_of(entry.name)
+
+    @cached_property
+    def _modules_of(self) -> Callable[[str], tuple[Own, ...]] | None:
+        return modules_by_class(self.config) if self.groups else None
 
     def scheme(self, entry: Entry) -> Scheme | None:
         """The scheme that vLLM looks up for a module."""

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import EXPERT, Entry
+from llmcompressor.verification.module_classes import experts_by_class
 from llmcompressor.verification.rules.base import DEPLOYMENT, TENSORS, Problem, Rule, View, joined
 from llmcompressor.verification.scheme import Args, Group, Scheme
 
@@ -222,25 +223,26 @@ def _one(value: torch.Tensor) -> str:
 
 def experts_are_named(view: View) -> Iterator[Problem]:
     """S68."""
-    count = number_of_experts(view)
     for path, experts in view.mixtures.items():
+        fewest, most = _numbers(view, path, experts)
         last = max(experts)
-        missing = [index for index in range(max(count or 0, last + 1)) if index not in experts]
+        count = max(fewest or 0, last + 1) if most is None or last >= most else fewest
+        missing = [index for index in range(count or 0) if index not in experts]
         if missing:
             yield Problem(
                 path,
-                f"It lacks the experts {joined(map(str, missing))} of "
-                f"{max(count or 0, last + 1)}; servers do not notice.",
+                f"It lacks the experts {joined(map(str, missing))} of {count}; servers do not "
+                "notice.",
                 "Copy them from the original model.",
             )
-        elif count is not None and last >= count:
+        elif most is not None and last >= most:
             yield Problem(
-                path, f"It holds {last + 1} experts, the configuration says {count}.", "Correct it."
+                path, f"It holds {last + 1} experts, the configuration says {most}.", "Correct it."
             )
         sets = sorted((set(own) for own in experts.values()), key=len)
         usual = sets[-1]
         for index, own in experts.items():
-            if set(own) < usual:
+            if set(own) < usual and (fewest is None or index < fewest):
                 yield Problem(
                     f"{path}.{index}",
                     f"It has no {joined(sorted(usual - set(own)))}.",
@@ -254,6 +256,23 @@ def experts_are_named(view: View) -> Iterator[Problem]:
                 "Name them gate_proj, up_proj and down_proj.",
                 Severity.WARNING,
             )
+
+
+def _numbers(
+    view: View, path: str, experts: Mapping[int, Mapping[str, Entry]]
+) -> tuple[int | None, int | None]:
+    """How many experts a list of them must have, and how many it may have.
+
+    Several mixtures may share one list, and only some of its places be whole experts, as where
+    others pass on what they get. The class knows, and else there is what the configuration says.
+    """
+    owns = {own for each in experts.values() for own in each}
+    found = [experts_by_class(view.config, f"{path}.0.{own}") for own in owns]
+    numbers = [number for number in found if number is not None]
+    if not numbers or len(numbers) < len(owns):
+        count = number_of_experts(view)
+        return count, count
+    return min(numbers), max(numbers)
 
 
 def no_quantized_stacks(view: View) -> Iterator[Problem]:

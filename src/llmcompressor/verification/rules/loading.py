@@ -25,8 +25,7 @@ import re
 from collections.abc import Iterator
 
 from llmcompressor.verification.facts import Severity
-from llmcompressor.verification.initialization import named_weights
-from llmcompressor.verification.module_classes import dtype_by_class
+from llmcompressor.verification.module_classes import dtype_by_class, named_by_class
 from llmcompressor.verification.rules.base import FLOATS, Problem, Rule, View
 from llmcompressor.verification.rules.transformers import experts_are_linears
 
@@ -55,11 +54,13 @@ def embeddings_are_unpacked(view: View) -> Iterator[Problem]:
 
 def named_weights_are_unpacked(view: View) -> Iterator[Problem]:
     """L2."""
-    rows = named_weights(view.config)
-    for entry in view.quantized if rows else ():
-        if entry.form != "packed" or entry.kind == "embedding":
-            continue
-        owner = next((name for name, path in rows if path.fullmatch(entry.name)), "")
+    packed = [
+        entry for entry in view.quantized if entry.form == "packed" and entry.kind != "embedding"
+    ]
+    named = named_by_class(view.config) if packed else {}
+    for entry in packed if named else ():
+        paths = [path for path, _ in view.own_modules(entry)] or [entry.name]
+        owner = next((named[path] for path in paths if path in named), "")
         if owner:
             yield Problem(
                 entry.name,

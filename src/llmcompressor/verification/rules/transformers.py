@@ -106,8 +106,8 @@ def _plain_instead(view: View) -> Iterator[Problem]:
         group = view.choice(entry, "transformers").group
         if group is None or group.scheme.weights is None or group.scheme.format == "dense":
             continue
-        if _may_be_another_class(entry):
-            continue
+        if entry.kind == "gate" and not view.own_modules(entry):
+            continue  # often of a class of its own, which the target Linear does not reach
         yield Problem(
             entry.name,
             f"transformers looks for its codes ({group.name}), and the file holds a plain weight.",
@@ -127,11 +127,6 @@ def _tied_head(view: View) -> Iterator[Problem]:
             f"It is tied to the embedding, and transformers looks for its codes ({group.name}).",
             "Add it to ignore.",
         )
-
-
-def _may_be_another_class(entry: Entry) -> bool:
-    """Router gates are often of a class of their own, which the target Linear does not reach."""
-    return entry.kind == "gate"
 
 
 def selection_is_the_same(view: View) -> Iterator[Problem]:

@@ -138,7 +138,7 @@ def transforms_reach_linears(view: View) -> Iterator[Problem]:
         lost = [
             entry.name
             for entry in _reached(view, one)
-            if entry.is_expert or entry.kind in ("head", "embedding", "gate")
+            if entry.is_expert or entry.kind in ("head", "embedding") or view.is_plain(entry)
         ]
         if lost:
             yield Problem(

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that a DataLoader or a collator of the user's makes, before any model sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from llmcompressor.errors import DatasetError
+
+__all__ = ["BatchCheck", "CheckedCollator", "CheckedLoader"]
+
+
+@dataclass(frozen=True)
+class BatchCheck:
+    """Gives a batch by the names of the model's inputs, and refuses what no model could take.
+
+    Attributes:
+        vocab_size: rows of the model's embedding; ``None`` if it has none.
+        positions: rows of the model's table of positions; ``None`` if it has none.
+    """
+
+    vocab_size: int | None = None
+    positions: int | None = None
+
+    def __call__(self, batch: Any, what: str, maker: str) -> Mapping[str, Any]:
+        """The batch, checked.
+
+        Args:
+            batch: as it was made.
+            what: which batch it is, for an error.
+            maker: what made it.
+
+        Raises:
+            DatasetError: it is no mapping, or its token ids are none of the model's.
+        """
+        named = _named(batch, maker)
+        if not named:
+            raise DatasetError(
+                f"{_capital(what)} is empty: it holds no input of the model.",
+                "Have it hold at least input_ids, or what else the model takes.",
+            )
+        ids = named.get("input_ids")
+        if ids is not None:
+            _check_form(ids, what)
+            self._check_vocabulary(ids, what)
+            self._check_length(ids, named.get("attention_mask"), what)
+        return named
+
+    def _check_vocabulary(self, ids: torch.Tensor, what: str) -> None:
+        if self.vocab_size is None:
+            return
+        outside = (ids < 0) | (ids >= self.vocab_size)
+        if bool(outside.any()):
+            row = int(outside.nonzero()[0, 0])
+            raise DatasetError(
+                f"Sample {row} of {what} holds the token id {int(ids[outside][0])}, and the "
+                f"model's vocabulary ends at {self.vocab_size - 1}.",
+                "Tokenize with the model's own tokenizer.",
+            )
+
+    def _check_length(self, ids: torch.Tensor, mask: Any, what: str) -> None:
+        if self.positions is None or not ids.numel():
+            return
+        # Some models count positions by the mask: padding beyond the table does them no harm.
+        longest = ids.shape[-1]
+        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+            longest = int(mask.sum(dim=-1).max())
+        if longest > self.positions:
+            raise DatasetError(
+                f"{_capital(what)} has samples of {longest} tokens, and the model has positions "
+                f"for {self.positions}.",
+                "Cut them before they are put into a batch.",
+            )
+
+
+class CheckedLoader(DataLoader[Any]):
+    """A user's DataLoader as it is, with each batch checked as it comes.
+
+    Args:
+        loader: the user's; it makes the batches, and is not changed.
+        check: what is refused.
+    """
+
+    def __init__(self, loader: DataLoader[Any], check: BatchCheck) -> None:
+        # The loader's own settings (batch_size, dataset, ...) are seen through this object.
+        self.__dict__.update(loader.__dict__)
+        self._loader, self._batch_check = loader, check
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """The user's batches."""
+        for number, batch in enumerate(_told(self._loader)):
+            yield self._batch_check(
+                batch, f"batch {number} of the given DataLoader", "The DataLoader"
+            )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+@dataclass(frozen=True)
+class CheckedCollator:
+    """A user's function from samples to a batch, with what it makes checked.
+
+    Attributes:
+        function: the user's; it can be pickled if that can, for the workers of a DataLoader.
+        check: what is refused.
+    """
+
+    function: Callable[[Any], Any]
+    check: BatchCheck
+
+    def __call__(self, samples: Any) -> Mapping[str, Any]:
+        """The user's batch."""
+        try:
+            batch = self.function(samples)
+        except DatasetError:
+            raise
+        except Exception as error:
+            raise DatasetError(
+                f"The data_collator fails on a batch of {len(samples)} samples: "
+                f"{type(error).__name__}: {error}.",
+                f"Correct it; {_columns_of(samples)}.",
+            ) from error
+        return self.check(batch, "a batch of the data_collator", "The data_collator")
+
+
+def _columns_of(samples: Any) -> str:
+    """What a collator is given."""
+    first = samples[0] if isinstance(samples, (list, tuple)) and samples else None
+    if not isinstance(first, Mapping):
+        return "it is given a list of samples"
+    return f"it is given a list of dicts with {', '.join(map(str, first))}"
+
+
+def _told(loader: Iterable[Any]) -> Iterator[Any]:
+    """A loader's batches; what it fails on is told with the number of the batch."""
+    batches = iter(loader)
+    number = 0
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise DatasetError(
+                f"The given DataLoader fails on batch {number}: {type(error).__name__}: {error}",
+                "Correct its dataset or its collate_fn; iterate over it once to see.",
+            ) from error
+        yield batch
+        number += 1
+
+
+def _check_form(ids: Any, what: str) -> None:
+    """Refuse token ids that no embedding takes."""
+    if not isinstance(ids, torch.Tensor):
+        raise DatasetError(
+            f"{_capital(what)} has a {type(ids).__name__} for its input_ids.",
+            "Give a tensor of torch.long, [samples, tokens].",
+        )
+    if ids.dtype not in (torch.long, torch.int):
+        raise DatasetError(
+            f"{_capital(what)} has input_ids of {ids.dtype}.",
+            "Token ids are whole numbers: give torch.long.",
+        )
+    if ids.ndim < 2:  # some models have several ids for each token
+        raise DatasetError(
+            f"{_capital(what)} has input_ids of shape {list(ids.shape)}.",
+            "Give them as [samples, tokens]; of one sample, [1, tokens].",
+        )
+
+
+def _named(batch: Any, maker: str) -> Mapping[str, Any]:
+    """A batch by the names of the model's inputs; a matrix of whole numbers is token ids."""
+    if isinstance(batch, Mapping):
+        return batch
+    if isinstance(batch, torch.Tensor) and batch.ndim == 2 and not batch.is_floating_point():
+        return {"input_ids": batch}
+    raise DatasetError(
+        f"{maker} gives batches of type {type(batch).__name__}, so it is not known which input of "
+        "the model is which.",
+        "Have it give dictionaries, such as {'input_ids': ..., 'attention_mask': ...}.",
+    )
+
+
+def _capital(what: str) -> str:
+    return what[:1].upper() + what[1:]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many experts a list must hold: its class knows where mixtures share one, or some are bare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from llmcompressor.verification import Deployment, TensorInfo, check_serving
+from llmcompressor.verification.module_classes import experts_by_class
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+EXPERTS = "model.layers.0.mlp.experts"
+OWN = ("gate_proj", "up_proj", "down_proj")
+
+
+def two_in_one_list() -> dict[str, Any]:
+    """Four experts for text and four for images."""
+    text = {
+        **SIZES,
+        "model_type": "ernie4_5_vl_moe_text",
+        "mlp_layer_types": ["sparse"],
+        "moe_intermediate_size": [32, 32],
+        "moe_num_experts": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [3, 3, 2],
+        },
+    }
+    tower = {"depth": 1, "hidden_size": 64, "num_heads": 4, "intermediate_size": 64}
+    config = AutoConfig.for_model("ernie4_5_vl_moe", text_config=text, vision_config=tower)
+    return {**config.to_dict(), "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"]}
+
+
+def with_a_bare_one() -> dict[str, Any]:
+    """Four experts and one that passes on what it gets, with rows in one of the stacks."""
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    more = {"num_layers": 1, "n_routed_experts": 4, "zero_expert_num": 1, "moe_topk": 2}
+    config = AutoConfig.for_model(
+        "longcat_flash", **{**SIZES, "num_hidden_layers": 2}, **ranks, **more, ffn_hidden_size=64
+    )
+    return {**config.to_dict(), "architectures": ["LongcatFlashForCausalLM"]}
+
+
+def nobody() -> dict[str, Any]:
+    return {**SIZES, "model_type": "nobody_knows", "num_experts": 4}
+
+
+def said(config: dict[str, Any], tensors: Iterable[str]) -> set[str]:
+    headers = {f"{EXPERTS}.{name}.weight": TensorInfo("BF16", (64, 64)) for name in tensors}
+    found = check_serving(config, headers, deployment=Deployment("vllm"))
+    return {one.module for one in found if one.rule == "S68"}
+
+
+def whole(*numbers: int) -> set[str]:
+    return {f"{number}.{own}" for number in numbers for own in OWN}
+
+
+@pytest.mark.parametrize(
+    "config", [two_in_one_list(), with_a_bare_one(), nobody()], ids=["shared", "bare", "unknown"]
+)
+def test_a_whole_list_is_good(config: dict[str, Any]) -> None:
+    number = 8 if "text_config" in config else 4
+    assert not said(config, whole(*range(number)))
+    assert said(config, whole(*range(number + 2))) == {EXPERTS}
+    assert said(config, whole(*range(number - 1))) == {EXPERTS}
+    assert said(config, whole(*range(number)) - whole(1)) == {EXPERTS}
+    assert said(config, whole(*range(number)) - {"1.up_proj"}) == {f"{EXPERTS}.1"}
+
+
+def test_a_bare_expert_has_what_the_class_stacks_of_it() -> None:
+    config = with_a_bare_one()
+    assert not said(config, {*whole(0, 1, 2, 3), "4.gate_proj", "4.up_proj"})
+    assert said(config, {*whole(0, 1, 3), "4.gate_proj", "4.up_proj"}) == {EXPERTS}
+
+
+def test_the_class_tells_how_many_it_stacks() -> None:
+    path = f"{EXPERTS}.0"
+    assert experts_by_class(two_in_one_list(), f"{path}.up_proj") == 8
+    assert experts_by_class(with_a_bare_one(), f"{path}.up_proj") == 5
+    assert experts_by_class(with_a_bare_one(), f"{path}.down_proj") == 4
+    assert experts_by_class(nobody(), f"{path}.up_proj") is None
