@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import DataLoader
 
-from llmcompressor import oneshot
-from llmcompressor.errors import TargetError
+from llmcompressor import callbacks, create_session, oneshot
+from llmcompressor.errors import InputError, TargetError
 from llmcompressor.modifiers import awq as one_class
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -182,3 +182,42 @@ def test_any_other_pair_is_refused(recipe: list[Modifier], said: str) -> None:
     with pytest.raises(TargetError, match=f"q_proj is quantized already, {said}"):
         tiny.run(model, *recipe)
     assert tiny.traces(model) == {}
+
+
+# ---------------------------------------------------------------- one calibration, by hand
+
+
+def by_hand(model: Any, *recipe: Modifier) -> Any:
+    """The events of a calibration, sent by whoever runs the model."""
+    given = tiny.batches()
+    with create_session() as session, torch.no_grad():
+        session.initialize(recipe=list(recipe), model=model, calib_data=given, start=-1)
+        callbacks.calibration_epoch_start()
+        for batch in given:
+            model(**batch, use_cache=False)
+        callbacks.sequential_epoch_end(list(model.modules()))
+        callbacks.calibration_epoch_end()
+        session.finalize()
+    return model
+
+
+SMOOTHING = {"SmoothQuant": SmoothQuantModifier, "AWQ": AWQModifier}
+
+
+@pytest.mark.parametrize("smoothing", SMOOTHING.values(), ids=SMOOTHING)
+def test_by_hand_weights_are_rounded_as_they_are_once_smoothed(smoothing: Any) -> None:
+    recipe = smoothing(), rounding()
+    expected = weights_of(tiny.run(tiny.llama(), *recipe, pipeline="basic"))
+    found = weights_of(by_hand(tiny.llama(), smoothing(), rounding()))
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert torch.allclose(weight, expected[name], rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("smoothing", SMOOTHING.values(), ids=SMOOTHING)
+def test_by_hand_nothing_is_collected_that_is_smoothed_meanwhile(smoothing: Any) -> None:
+    before = weights_of(tiny.llama())
+    model = tiny.llama()
+    with pytest.raises(InputError, match="changes what GPTQModifier, behind it, collects"):
+        by_hand(model, smoothing(), solving())
+    assert not changed(model, before)

@@ -300,12 +300,28 @@ class CompressionLifecycle:
                 "LOSS_CALCULATED came without a loss.",
                 "Call callbacks.loss_calculated(loss=...) with the loss of this batch.",
             )
+        if event_type is EventType.CALIBRATION_EPOCH_START:
+            self._expect_none_rewritten()
         if event_type in _BATCH_ORDER and not self._is_in_order(event_type):
             order = " -> ".join(each.name for each in _BATCH_ORDER)
             raise InputError(
                 f"{event_type.name} cannot come after {self._last.name}.",
                 f"Call the events of a batch in this order: {order}.",
             )
+
+    def _expect_none_rewritten(self) -> None:
+        """Refuse one calibration for a modifier and for one that changes what it collects."""
+        rewriting = None
+        for modifier in self.recipe.modifiers:
+            if rewriting is not None and modifier.collects:
+                raise InputError(
+                    f"{type(rewriting).__name__} changes what {type(modifier).__name__}, behind "
+                    "it, collects, and both would collect it in one calibration.",
+                    "Calibrate for one after the other: in a session for each, or with oneshot, "
+                    "whose pipelines do so.",
+                )
+            if modifier.rewrites_inputs and modifier.collects:
+                rewriting = modifier
 
     def _is_in_order(self, event_type: EventType) -> bool:
         if event_type is EventType.BATCH_START:

@@ -311,13 +311,19 @@ class SmoothingMixin(Modifier):
     def on_sequential_epoch_end(
         self, state: State, event: Event, modules: Iterable[Module], **kwargs: Any
     ) -> None:
-        """Find the scales of the sets that have seen everything; drop what was collected."""
+        """Find the scales of the sets that have seen everything; drop what was collected.
+
+        Where no pipeline says when passes have left a block, the weights change at once: whoever
+        is told behind this modifier sees them as they will be.
+        """
         self._seen |= set(modules)
         for one in self.wanted_sets():
             if one.name not in self._records and self._seen.issuperset(one.linears.values()):
                 self._solve(one)
         self.after_sets()
         self._forget()
+        if state.call_order is None and state.keeper is None:
+            self.finish(state, self._seen)
 
     @torch.no_grad()
     def _solve(self, one: SmoothSet) -> None:
