@@ -338,6 +338,13 @@ class TestDataLoader:
             for batch, expected in zip(checked, loader, strict=True):
                 assert torch.equal(batch["input_ids"], expected["input_ids"])
 
+    def test_what_has_no_effect_on_it_is_said(self, logged):
+        loader = DataLoader([{"input_ids": torch.ones(1, 2, dtype=torch.long)}], batch_size=None)
+        load_calibration(DatasetArguments(dataset=loader, max_seq_length=4))
+        assert not logged
+        load_calibration(DatasetArguments(dataset=loader, preprocessing_func=dict, splits="train"))
+        assert any("DataLoader" in line and "preprocessing_func, splits" in line for line in logged)
+
     def test_its_token_ids_are_checked(self):
         loader = DataLoader([{"input_ids": torch.tensor([1, i])} for i in range(6)], batch_size=2)
         checked = load_calibration(DatasetArguments(dataset=loader), vocab_size=5)
