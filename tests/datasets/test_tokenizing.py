@@ -412,13 +412,13 @@ class TestProcessors:
     @pytest.mark.parametrize(
         ("made", "message"),
         [
-            (None, "makes a NoneType"),
-            ([5, 6], "makes a list"),
-            ({"input_ids": "ab"}, "makes input_ids where they are a str"),
-            ({"input_ids": [1.5, 2]}, r"makes input_ids where number 0 of them is 1\.5"),
-            ({"input_ids": torch.ones(1, 3)}, "makes input_ids where"),
-            ({"pixels": [1]}, "makes pixels, no input of the model"),
-            ({}, "makes nothing, no input of the model"),
+            (None, "becomes a NoneType"),
+            ([5, 6], "becomes a list"),
+            ({"input_ids": "ab"}, "becomes input_ids where they are a str"),
+            ({"input_ids": [1.5, 2]}, r"becomes input_ids where number 0 of them is 1\.5"),
+            ({"input_ids": torch.ones(1, 3)}, "becomes input_ids where"),
+            ({"pixels": [1]}, "becomes pixels, no input of the model"),
+            ({}, "becomes nothing, no input of the model"),
         ],
     )
     def test_what_a_processor_makes_and_no_model_takes_names_the_sample(

@@ -262,7 +262,7 @@ def _are_ids(value: Any) -> bool:
 
 def _unusable(where: str, made: str, wanted: str) -> DatasetError:
     return DatasetError(
-        f"Of {where} the tokenizer or processor makes {made}.",
+        f"{where} becomes {made} in the tokenizer or processor.",
         f"Give one that makes {wanted}, or data with input_ids.",
     )
 
