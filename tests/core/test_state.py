@@ -9,6 +9,7 @@ from torch import distributed, nn
 
 from llmcompressor import core
 from llmcompressor.core import Hardware, State
+from llmcompressor.errors import InputError
 
 
 def test_every_public_name_can_be_imported():
@@ -27,6 +28,13 @@ def test_update_replaces_only_what_is_given():
     assert state.optim_wrapped is True
     assert (state.steps_per_epoch, state.batches_per_step, state.start) == (5, 3, 2.0)
     assert (state.teacher_model, state.loggers) == ("teacher", "loggers")
+
+
+def test_a_device_that_there_is_not_changes_nothing():
+    state = State()
+    with pytest.raises(InputError, match=r"'fantasy'.*cuda:0"):
+        state.update(model="model", device="fantasy")
+    assert state.model is None
 
 
 def test_unknown_arguments_are_returned():

@@ -338,6 +338,13 @@ class TestDataLoader:
             for batch, expected in zip(checked, loader, strict=True):
                 assert torch.equal(batch["input_ids"], expected["input_ids"])
 
+    def test_what_has_no_effect_on_it_is_said(self, logged):
+        loader = DataLoader([{"input_ids": torch.ones(1, 2, dtype=torch.long)}], batch_size=None)
+        load_calibration(DatasetArguments(dataset=loader, max_seq_length=4))
+        assert not logged
+        load_calibration(DatasetArguments(dataset=loader, preprocessing_func=dict, splits="train"))
+        assert any("DataLoader" in line and "preprocessing_func, splits" in line for line in logged)
+
     def test_its_token_ids_are_checked(self):
         loader = DataLoader([{"input_ids": torch.tensor([1, i])} for i in range(6)], batch_size=2)
         checked = load_calibration(DatasetArguments(dataset=loader), vocab_size=5)
@@ -357,16 +364,58 @@ class Failing:
         return {"input_ids": torch.ones(1, 3, dtype=torch.long)}
 
 
+IDS = torch.ones(1, 3, dtype=torch.long)
+
+
+def of_ids(**more):
+    return [{"input_ids": IDS, **more}]
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         ([{"input_ids": torch.ones(1, 3)}], r"batch 0 .* torch\.float32"),
         ([{"input_ids": torch.ones(3, dtype=torch.long)}], r"batch 0 .* shape \[3\]"),
-        (Failing(), "fails on batch 2: OSError: the disk is gone"),
+        ([{"input_ids": IDS[:, :0]}], r"batch 0 .* no token.* shape \[1, 0\]"),
+        ([{"input_ids": IDS[:0]}], r"batch 0 .* no token.* shape \[0, 3\]"),
+        ([{"input_ids": IDS.tolist()}], "batch 0 .* a list for its input_ids"),
+        ([{"input_ids": IDS.to("meta")}], "batch 0 .* meta device"),
+        ([{0: IDS}], "batch 0 .* 0 for the name of an input"),
+        ([{}], "batch 0 .* is empty"),
+        (of_ids(attention_mask=IDS[:, :2]), r"attention_mask of shape \[1, 2\].* \[1, 3\]"),
+        (of_ids(position_ids=IDS[:, :2]), r"position_ids of shape \[1, 2\].* \[1, 3\]"),
+        (of_ids(attention_mask=[[1, 1, 1]]), "a list for its attention_mask"),
+        (of_ids(attention_mask=IDS * float("nan")), "NaN in its attention_mask"),
+        ([*of_ids(), {"input_ids": None}], "batch 1 .* has no input_ids"),
+        ([*of_ids(), {"labels": IDS}], "batch 1 .* has no input_ids"),
+        (Failing(), r"fails on batch 2: OSError: the disk is gone\."),
     ],
-    ids=["numbers", "one dimension", "an error"],
 )
 def test_batches_of_a_loader_that_cannot_be_used_are_one_error(data, message):
     arguments = DatasetArguments(dataset=DataLoader(data, batch_size=None))
-    with pytest.raises(DatasetError, match=f"(?i){message}"):
+    with pytest.raises(DatasetError, match=f"(?i){message}") as caught:
         list(load_calibration(arguments, vocab_size=100))
+    assert caught.value.remedy
+
+
+def test_what_fails_in_a_worker_is_told_without_its_traceback():
+    loader = DataLoader(Failing(), batch_size=None, num_workers=1)
+    with pytest.raises(DatasetError, match="batch 2: OSError: the disk is gone") as caught:
+        list(load_calibration(DatasetArguments(dataset=loader)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"attention_mask": None},
+        {"attention_mask": IDS},
+        {"attention_mask": torch.ones(1, 1, 3, 3)},
+        {"position_ids": torch.ones(3, 1, 3, dtype=torch.long)},
+    ],
+    ids=["none", "tokens", "pairs", "three axes"],
+)
+def test_masks_and_positions_of_a_loader_are_handed_on(more):
+    loader = DataLoader(of_ids(**more), batch_size=None)
+    (batch,) = load_calibration(DatasetArguments(dataset=loader), vocab_size=100)
+    assert batch.keys() == {"input_ids", *more}

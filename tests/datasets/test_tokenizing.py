@@ -409,6 +409,32 @@ class TestProcessors:
         (batch,) = batches(["ab"], processor=letters)
         assert batch["input_ids"].tolist() == [[97, 98]]
 
+    @pytest.mark.parametrize(
+        ("made", "message"),
+        [
+            (None, "becomes a NoneType"),
+            ([5, 6], "becomes a list"),
+            ({"input_ids": "ab"}, "becomes input_ids where they are a str"),
+            ({"input_ids": [1.5, 2]}, r"becomes input_ids where number 0 of them is 1\.5"),
+            ({"input_ids": torch.ones(1, 3)}, "becomes input_ids where"),
+            ({"pixels": [1]}, "becomes pixels, no input of the model"),
+            ({}, "becomes nothing, no input of the model"),
+        ],
+    )
+    def test_what_a_processor_makes_and_no_model_takes_names_the_sample(
+        self, batches, made, message
+    ):
+        names = ("input_ids", "attention_mask")
+        with pytest.raises(DatasetError, match=f"sample 0 .*{message}") as caught:
+            batches(["ab"], processor=lambda text: made, model_input_names=names)
+        assert caught.value.remedy
+
+    def test_a_forward_that_names_no_input_is_taken_to_know_its_own(self, batches):
+        (batch,) = batches(
+            ["ab"], processor=lambda text: {"pixels": [[1]]}, model_input_names=("args", "kwargs")
+        )
+        assert batch["pixels"].tolist() == [[1]]
+
     def test_what_the_processor_refuses_names_the_sample(self, batches):
         def broken(text):
             raise RuntimeError("no")

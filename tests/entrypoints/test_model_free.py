@@ -323,6 +323,8 @@ def test_the_command(odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"scheme": "W4A16", "resume": "perhaps"}, "resume"),
         ({"config": {"config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}}, "kv_cache_scheme"),
         ({"config": "W4A16"}, "config"),
+        ({"scheme": "W4A16", "ignore": 5}, "'ignore' cannot be 5"),
+        ({"scheme": "W4A16", "ignore": "re:"}, "empty name or pattern"),
         (
             {"scheme": {"input_activations": {"num_bits": 8, "dynamic": True}}},
             "quantizes no weights",
@@ -335,6 +337,11 @@ def test_arguments_that_cannot_be_used(
     with pytest.raises(ValueError, match=said):
         model_free_ptq(odd, tmp_path / "out", **arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_is_a_path_or_a_name(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"'model_stub' cannot be 5.*path"):
+        model_free_ptq(5, tmp_path / "out", "FP8_DYNAMIC")  # type: ignore[arg-type]
 
 
 def test_the_models_with_transposed_weights_are_those_of_transformers() -> None:

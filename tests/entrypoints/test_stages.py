@@ -292,3 +292,16 @@ def test_the_last_recipe_tells_of_all_stages(llama_folder: Path, tmp_path: Path)
     _stages(llama_folder, tmp_path / "out")
     found = Recipe.create_instance(tmp_path / "out" / "stage_quant" / "recipe.yaml")
     assert [stage.name for stage in found.stages] == ["halving", "fine", "quant"]
+
+
+def test_a_stage_that_cannot_begin_leaves_no_record(llama_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no-model"):
+        run_stages("./no-model", RECIPE, **arguments(tmp_path / "new" / "out"))
+    assert not list(tmp_path.iterdir())
+    recipe = RECIPE.replace("targets: Linear", "targets: Liner")
+    with pytest.raises(InputError, match="Liner"):
+        _stages(llama_folder, tmp_path / "out", recipe)
+    noted = json.loads((tmp_path / "out" / "stages.json").read_text())["stages"]
+    assert list(noted) == ["halving", "fine"]
+    with pytest.raises(ArgumentError, match=r"'output_dir' cannot be None"):
+        run_stages(str(llama_folder), RECIPE, **{**arguments(tmp_path), "output_dir": None})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import small_models as small
+import torch
 from torch.utils.data import DataLoader
 from training_cases import QUANTIZE, Breaker, Freezer, WeightHalver, arguments
 
@@ -133,6 +134,26 @@ CASES: dict[str, Case] = {
         DatasetError,
         ("data_collator", "NoneType", "dictionaries"),
     ),
+    "an infinite learning rate": (
+        {"learning_rate": float("inf")},
+        ArgumentError,
+        ("learning_rate", "finite"),
+    ),
+    "a seed that numpy does not take": ({"seed": 2**40}, ArgumentError, ("seed", str(2**32 - 1))),
+    "a text for true or false": ({"bf16": "false"}, ArgumentError, ("bf16", "True or False")),
+    "a text for an own flag": ({"do_oneshot": "no"}, ArgumentError, ("do_oneshot", "True or")),
+    "a text for a number": ({"adam_epsilon": "small"}, ArgumentError, ("adam_epsilon", "number")),
+    "more smoothing than all": (
+        {"label_smoothing_factor": 2},
+        ArgumentError,
+        ("label_smoothing_factor", "0 to 1"),
+    ),
+    "noise below zero": ({"neftune_noise_alpha": -1}, ArgumentError, ("neftune_noise_alpha",)),
+    "a number for a checkpoint": (
+        {"resume_from_checkpoint": 5},
+        ArgumentError,
+        ("resume_from_checkpoint", "folder"),
+    ),
     "no data": ({"dataset": None}, DatasetError, ("dataset",)),
     "data that is not there": (
         {"dataset": "./no-such.jsonl"},
@@ -238,6 +259,17 @@ def test_one_error_before_the_first_step(name: str, llama_folder: Path, tmp_path
     assert "\n" not in str(caught.value)
     assert forwards == []
     assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def test_batches_without_labels_are_one_error(llama_folder: Path, tmp_path: Path) -> None:
+    def only_ids(samples: Any) -> dict[str, Any]:
+        return {"input_ids": torch.tensor([samples[0]["input_ids"]])}
+
+    given = {"model": str(llama_folder), "recipe": QUANTIZE, **arguments(tmp_path / "out")}
+    with pytest.raises(DatasetError, match=r"no labels.*data_collator") as caught:
+        train(**given, data_collator=only_ids)
+    assert caught.value.remedy
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_modifier_of_train_is_refused_by_oneshot(llama_folder: Path, tmp_path: Path) -> None:

@@ -97,6 +97,29 @@ def test_data_that_cannot_be_used(pico: PreTrainedModel, dataset: object, match:
         evaluate(pico, dataset=dataset)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_seq_length": 1},
+        {"max_seq_length": "64"},
+        {"num_samples": 0},
+        {"num_samples": 1.5},
+        {"batch_size": "8"},
+        {"batch_size": None},
+    ],
+    ids=str,
+)
+def test_numbers_are_checked_before_a_model_is_loaded(given: dict[str, object]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(ArgumentError, match=f"{name}.*{value!r}.*whole number"):
+        evaluate("./no-such-model", **given)  # type: ignore[arg-type]
+
+
+def test_what_is_no_tokenizer_is_refused(pico: PreTrainedModel) -> None:
+    with pytest.raises(ArgumentError, match=r"'tokenizer' is a int.*Give a tokenizer"):
+        evaluate(pico, tokenizer=5, dataset=TEXTS)
+
+
 ROWS = [{"text": text} for text in TEXTS]
 
 
@@ -201,7 +224,7 @@ def test_what_transformers_cannot_run_is_said_by_its_rule(
     with pytest.raises(CheckpointError, match=f"transformers cannot run .*Error: .*{said}"):
         evaluate(tmp_path / "out", dataset=TEXTS)
     if recipe.get("scheme"):  # it loads: what is wrong with the call is not put down to the rule
-        with pytest.raises(ArgumentError, match="batch_size is 0"):
+        with pytest.raises(ArgumentError, match="'batch_size' cannot be 0"):
             evaluate(tmp_path / "out", dataset=TEXTS, batch_size=0)
 
 

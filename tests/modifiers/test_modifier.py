@@ -110,6 +110,12 @@ def test_public_names():
 
 
 @pytest.mark.parametrize("make", [lambda kw: Pruner(**kw), Pruner.model_validate])
+def test_a_wrong_value_names_the_default(make):
+    with pytest.raises(RecipeError, match=r"'sparsity': .*given: 'much'.*its default, 0\.5\."):
+        make({"sparsity": "much"})
+
+
+@pytest.mark.parametrize("make", [lambda kw: Pruner(**kw), Pruner.model_validate])
 def test_wrong_field_names_modifier_field_and_the_right_ones(make):
     with pytest.raises(RecipeError) as caught:
         make({"sparsty": 0.5})

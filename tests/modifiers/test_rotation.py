@@ -389,6 +389,7 @@ def test_rotations_come_first() -> None:
     [
         ({"rotations": ["R1", "r1"]}, "at most once"),
         ({"rotations": None}, r"rotations are \[\]"),
+        ({"rotations": 1}, r"'rotations': .*list \(given: 1\)"),
         ({"rotations": ["R5"]}, "R1"),
         ({"transform_type": "hadamar"}, "hadamard"),
         ({"precision": "float46"}, "no precision 'float46'"),

@@ -200,3 +200,24 @@ def test_what_looks_like_a_path(text, is_path):
 def test_the_loader_is_a_safe_one():
     assert issubclass(RecipeLoader, yaml.SafeLoader)
     assert yaml.safe_load("x: 12:30") == {"x": 750}  # PyYAML's own loader is as it was
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("modifiers:\n\tThing: {}", "Indent with spaces"),
+        ("modifiers: {Thing: {rate: 1}", "Correct it there"),
+        ('{"modifiers": [}', "Correct it there"),
+        ("a: &a {b: *a}", "holds itself"),
+    ],
+)
+def test_what_cannot_be_parsed_has_a_remedy(text, remedy):
+    with pytest.raises(RecipeError) as caught:
+        parse_text(text)
+    assert remedy in caught.value.remedy
+
+
+def test_what_is_no_text_has_a_remedy(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(RecipeError, match=r"no text in UTF-8.*Save it as UTF-8"):
+        read_file(tmp_path / "r.yaml")

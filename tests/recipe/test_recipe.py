@@ -193,3 +193,8 @@ def test_expressions_load_without_modifiers_or_torch():
 def test_the_package_has_no_other_names():
     with pytest.raises(AttributeError, match="nothing"):
         _ = llmcompressor.recipe.nothing
+
+
+def test_a_class_of_modifiers_is_no_recipe():
+    with pytest.raises(RecipeError, match=r"give an object of it, RecipeCutter\(\.\.\.\)"):
+        Recipe.create_instance([RecipeCutter])

@@ -14,7 +14,7 @@ from checkpoint_samples import INDEX, Sample, dense, made
 from safetensors.torch import load_file, save_file
 
 from llmcompressor import verify
-from llmcompressor.errors import CheckpointError
+from llmcompressor.errors import ArgumentError, CheckpointError
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 NORM = "model.norm.weight"
@@ -203,6 +203,15 @@ def test_a_folder_without_a_model_cannot_be_read(tmp_path: Path) -> None:
         verify(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="holds no model"):
         verify(tmp_path)
+
+
+@pytest.mark.parametrize("given", ["", 5, None, b"model"])
+def test_what_is_no_path_is_an_argument_error(given: object, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"'checkpoint' cannot be .*path"):
+        verify(given)  # type: ignore[arg-type]
+    if given is not None:
+        with pytest.raises(ArgumentError, match="'reference' cannot be"):
+            verify(tmp_path, given)  # type: ignore[arg-type]
 
 
 def test_a_damaged_reference_is_refused(sample: Sample, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ Import it as ``llmcompressor.args.TrainingArguments``; this module loads transfo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any
 
@@ -24,7 +24,7 @@ __all__ = ["TrainingArguments"]
 def _positive(name: str, value: Any) -> Any:
     """A number above zero, given as a number or a text."""
     found = _number(name, value)
-    if found <= 0:
+    if not 0 < float(found) < inf:
         raise reject(name, value, "a number above 0")
     return found
 
@@ -40,6 +40,13 @@ def _number(name: str, value: Any) -> Any:
     return value
 
 
+def _finite(name: str, value: Any) -> Any:
+    """The same, but not infinite."""
+    if float(found := _number(name, value)) == inf:
+        raise reject(name, value, "a finite number")
+    return found
+
+
 def _max_steps(name: str, value: Any) -> Any:
     """-1 for as many steps as the epochs have, or how many."""
     return value if value == -1 and not isinstance(value, bool) else integer(1)(name, value)
@@ -47,23 +54,37 @@ def _max_steps(name: str, value: Any) -> Any:
 
 _CHECKS: Mapping[str, Check] = {
     "gradient_accumulation_steps": integer(1),
-    "learning_rate": _number,
+    "label_smoothing_factor": number(0, 1),
+    "learning_rate": _finite,
     "logging_steps": _positive,
     "max_grad_norm": optional(_number),
     "max_steps": _max_steps,
+    "neftune_noise_alpha": optional(_finite),
     "num_train_epochs": _positive,
     "per_device_eval_batch_size": integer(1),
     "per_device_train_batch_size": integer(1),
     "save_steps": _positive,
     "save_total_limit": optional(integer(1)),
-    "seed": integer(0),
-    "warmup_steps": _number,
-    "weight_decay": _number,
+    "seed": integer(0, 2**32 - 1),
+    "warmup_steps": _finite,
+    "weight_decay": _finite,
 }
 """What transformers itself would find out late, or not at all."""
 
 _FOUND_OTHERWISE = ("azure_ml", "flyte", "kubeflow")
 """Of these transformers does not list whether they are installed, or not always."""
+
+
+def _check_kind(name: str, value: Any, default: Any) -> None:
+    """Refuse a text for a number, and what is neither true nor false where one of them is needed.
+
+    transformers takes any text for true, ``"false"`` too.
+    """
+    if isinstance(default, bool) and not (isinstance(value, bool) or value is None):
+        raise reject(name, value, "True or False")
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    if is_number and isinstance(value, str):
+        raise reject(name, value, "a number")
 
 
 def _check_reports(names: Any) -> None:
@@ -112,6 +133,9 @@ class TrainingArguments(transformers.TrainingArguments):
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             setattr(self, name, check(name, getattr(self, name)))
+        for each in fields(self):
+            if each.name not in _CHECKS:
+                _check_kind(each.name, getattr(self, each.name), each.default)
         try:
             super().__post_init__()  # type: ignore[no-untyped-call]  # transformers'
         except ArgumentError:

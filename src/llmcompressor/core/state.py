@@ -249,6 +249,7 @@ class State:
         Returns:
             The keyword arguments that the state has no use for.
         """
+        place = None if device is None else _as_device(device)
         given = {
             "model": model,
             "teacher_model": teacher_model,
@@ -269,8 +270,8 @@ class State:
         for role, value in sets.items():
             if value is not None:
                 setattr(self.data, role, _copied(role, value) if copy_data else value)
-        if device is not None:
-            self.hardware.device = _as_device(device)
+        if place is not None:
+            self.hardware.device = place
         if distributed_strategy is not None:
             self.hardware.distributed_strategy = distributed_strategy
         return kwargs
@@ -279,7 +280,12 @@ class State:
 def _as_device(device: torch.device | str) -> torch.device:
     import torch  # noqa: PLC0415
 
-    return torch.device(device)
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"The device {device!r} is none that torch knows.", 'Give a device such as "cuda:0".'
+        ) from error
 
 
 def _copied(role: str, value: Any) -> Any:

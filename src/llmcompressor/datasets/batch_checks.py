@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from llmcompressor.datasets.samples import MAIN_INPUTS
 from llmcompressor.errors import DatasetError
 
 __all__ = ["BatchCheck", "CheckedCollator", "CheckedLoader"]
@@ -44,9 +45,15 @@ class BatchCheck:
                 f"{_capital(what)} is empty: it holds no input of the model.",
                 "Have it hold at least input_ids, or what else the model takes.",
             )
+        if unnamed := [name for name in named if not isinstance(name, str)]:
+            raise DatasetError(
+                f"{_capital(what)} has {unnamed[0]!r} for the name of an input.",
+                "Name each as the model does, such as input_ids.",
+            )
         ids = named.get("input_ids")
         if ids is not None:
             _check_form(ids, what)
+            _check_beside(named, ids, what)
             self._check_vocabulary(ids, what)
             self._check_length(ids, named.get("attention_mask"), what)
         return named
@@ -64,7 +71,7 @@ class BatchCheck:
             )
 
     def _check_length(self, ids: torch.Tensor, mask: Any, what: str) -> None:
-        if self.positions is None or not ids.numel():
+        if self.positions is None:
             return
         # Some models count positions by the mask: padding beyond the table does them no harm.
         longest = ids.shape[-1]
@@ -93,10 +100,18 @@ class CheckedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The user's batches."""
+        has_ids = False
         for number, batch in enumerate(_told(self._loader)):
-            yield self._batch_check(
-                batch, f"batch {number} of the given DataLoader", "The DataLoader"
-            )
+            what = f"batch {number} of the given DataLoader"
+            checked = self._batch_check(batch, what, "The DataLoader")
+            given = {name for name, value in checked.items() if value is not None}
+            if has_ids and not given & MAIN_INPUTS:
+                raise DatasetError(
+                    f"{_capital(what)} has no input_ids, and those before it have.",
+                    "Give all batches the model's inputs, or leave this one out.",
+                )
+            has_ids |= "input_ids" in given
+            yield checked
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -148,11 +163,45 @@ def _told(loader: Iterable[Any]) -> Iterator[Any]:
             return
         except Exception as error:
             raise DatasetError(
-                f"The given DataLoader fails on batch {number}: {type(error).__name__}: {error}",
+                f"The given DataLoader fails on batch {number}: {_reason(error)}.",
                 "Correct its dataset or its collate_fn; iterate over it once to see.",
             ) from error
         yield batch
         number += 1
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong; of an error that came from a worker, without the worker's traceback."""
+    text = str(error).strip()
+    if text.startswith("Caught ") and "Traceback" in text:
+        return text.splitlines()[-1].rstrip(".")
+    return f"{type(error).__name__}: {text}".rstrip(".")
+
+
+def _check_beside(batch: Mapping[str, Any], ids: torch.Tensor, what: str) -> None:
+    """Refuse a mask, or positions, of other tokens than the batch has."""
+    for name in ("attention_mask", "position_ids", "token_type_ids"):
+        beside = batch.get(name)
+        if beside is None:
+            continue
+        if not isinstance(beside, torch.Tensor):
+            raise DatasetError(
+                f"{_capital(what)} has a {type(beside).__name__} for its {name}.",
+                "Give a tensor of the shape of input_ids.",
+            )
+        # Some models take masks and positions of more dimensions.
+        fits = beside.ndim > 2 or beside.shape[-1:] == ids.shape[-1:]
+        if ids.ndim == 2 and not fits:
+            raise DatasetError(
+                f"{_capital(what)} has {name} of shape {list(beside.shape)}, and input_ids of "
+                f"shape {list(ids.shape)}.",
+                "Give both for the same tokens.",
+            )
+        if beside.is_floating_point() and bool(beside.isnan().any()):
+            raise DatasetError(
+                f"{_capital(what)} has NaN in its {name}.",
+                "Give 1 for a token that counts, and 0 for one that does not.",
+            )
 
 
 def _check_form(ids: Any, what: str) -> None:
@@ -166,6 +215,16 @@ def _check_form(ids: Any, what: str) -> None:
         raise DatasetError(
             f"{_capital(what)} has input_ids of {ids.dtype}.",
             "Token ids are whole numbers: give torch.long.",
+        )
+    if ids.is_meta:
+        raise DatasetError(
+            f"{_capital(what)} has input_ids on the meta device, which have no values.",
+            "Make them on the CPU.",
+        )
+    if not ids.numel():
+        raise DatasetError(
+            f"{_capital(what)} has no token: its input_ids are of shape {list(ids.shape)}.",
+            "Leave such batches out.",
         )
     if ids.ndim < 2:  # some models have several ids for each token
         raise DatasetError(

@@ -69,6 +69,7 @@ def load_calibration(
     positions = model_max_length if in_table else None
     if is_loader(args.dataset):
         loader: DataLoader[Any] = args.dataset
+        _warn_of_unread(args)
         return CheckedLoader(loader, BatchCheck(vocab_size, positions))
     source = source or open_source(args, processor=processor)
     if source is None:
@@ -182,6 +183,26 @@ def make_collator(
             "batch; data_collator='padding' keeps all tokens."
         )
     return TruncationCollator(args.max_seq_length)
+
+
+def _warn_of_unread(args: DatasetArguments) -> None:
+    """Say which arguments have no effect on a loader, which makes its batches itself."""
+    plain = DatasetArguments()
+    preparing = (
+        "concatenate_data",
+        "data_collator",
+        "dataset_path",
+        "pad_to_max_length",
+        "preprocessing_func",
+        "remove_columns",
+        "splits",
+        "text_column",
+    )
+    given = [name for name in preparing if getattr(args, name) != getattr(plain, name)]
+    if given:
+        logger.warning(
+            f"Without effect on a DataLoader, which makes its batches itself: {', '.join(given)}."
+        )
 
 
 def _template(

@@ -76,8 +76,8 @@ def _check_delimiter(path: Path, header: Sequence[str], delimiter: str) -> None:
             raise DatasetError(
                 f"The file {path} is read with {delimiter!r} between its cells, and it seems to "
                 f"have {other!r}: its header is {header[0]!r}.",
-                f"Give raw_kwargs={{'delimiter': {other!r}}}, or {delimiter!r} there if it is "
-                "meant so.",
+                f"Give raw_kwargs={{'delimiter': {other!r}}} (--raw-kwargs 'delimiter={other}'), "
+                f"or {delimiter!r} there if it is meant so.",
             )
 
 

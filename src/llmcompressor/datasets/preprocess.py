@@ -167,7 +167,7 @@ class RowPreparer:
             ) from error
 
 
-def refuse_broken_chat(row: Row, where: str) -> None:
+def refuse_broken_chat(row: Mapping[str, Any], where: str) -> None:
     """Raise an error for a row without text whose conversation cannot be rendered.
 
     Raises:

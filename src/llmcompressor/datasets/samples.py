@@ -228,18 +228,43 @@ def from_processor(
         model_input_names: what the model takes; empty if that is not known.
         keep_labels: for training; else a transcript becomes the decoder's input.
         where: which sample this is, for an error.
+
+    Raises:
+        DatasetError: it made no mapping, no token ids of them, or no input of the model.
     """
+    if not isinstance(outputs, Mapping):
+        raise _unusable(where, f"a {type(outputs).__name__}", "a dict of the model's inputs")
     sample: Sample = {}
     for name, value in outputs.items():
         if value is None or (name in _BY_PRODUCTS and name not in model_input_names):
             continue
         tokens = token_list(value) if name in SEQUENCES else None
         sample[name] = tokens if tokens is not None else _batch_of_one(value)
+        if name == "input_ids" and not _are_ids(sample[name]):
+            raise _unusable(where, f"input_ids where {_fault(value)}", "a sequence of token ids")
+    # A forward that only hands its arguments on names none of them.
+    if MAIN_INPUTS.intersection(model_input_names) and not set(model_input_names) & sample.keys():
+        made = ", ".join(sorted(map(str, sample))) or "nothing"
+        raise _unusable(where, f"{made}, no input of the model", "a dict of the model's inputs")
     speech = "labels" in sample and "decoder_input_ids" in model_input_names
     if speech and not keep_labels:
         sample.setdefault("decoder_input_ids", sample["labels"])
         del sample["labels"]
     return _with_mask(sample, where, decodes="decoder_input_ids" in model_input_names)
+
+
+def _are_ids(value: Any) -> bool:
+    """Whether a processor's token ids are whole numbers, in whatever shape."""
+    if isinstance(value, torch.Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    return isinstance(value, list) and all(hasattr(each, "__index__") for each in value)
+
+
+def _unusable(where: str, made: str, wanted: str) -> DatasetError:
+    return DatasetError(
+        f"{where} becomes {made} in the tokenizer or processor.",
+        f"Give one that makes {wanted}, or data with input_ids.",
+    )
 
 
 def _batch_of_one(value: Any) -> Any:

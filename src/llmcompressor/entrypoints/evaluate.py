@@ -12,6 +12,7 @@ import torch
 from torch.nn import Module
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from llmcompressor.args.checks import integer, optional
 from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.entrypoints.positions import positions_of
@@ -30,6 +31,7 @@ from llmcompressor.verification.facts import Finding, Severity
 __all__ = ["evaluate"]
 
 _WINDOW = 256
+_LEAST_WINDOW = 2  # one token to see, and one to predict
 
 
 def evaluate(
@@ -79,6 +81,7 @@ def evaluate(
         DatasetError: the text is missing, empty, or does not fit the model.
         ArgumentError: the two models have different vocabularies, or a number is out of range.
     """
+    _check_numbers(max_seq_length=max_seq_length, num_samples=num_samples, batch_size=batch_size)
     with other_bars_hidden():
         model = _load(checkpoint, trust_remote_code_model)
         original = None if reference is None else _load(reference, trust_remote_code_model)
@@ -95,6 +98,17 @@ def evaluate(
         _check_windows(windows, model)
         with _explained(checkpoint, reference):
             return measure(model, windows, reference=original, batch_size=batch_size)
+
+
+def _check_numbers(**given: Any) -> None:
+    """Refuse what is no whole number before a model is loaded.
+
+    Raises:
+        ArgumentError: names the argument.
+    """
+    for name, value in given.items():
+        least = _LEAST_WINDOW if name == "max_seq_length" else 1
+        (integer(least) if name == "batch_size" else optional(integer(least)))(name, value)
 
 
 def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreTrainedModel:
@@ -171,6 +185,11 @@ def _tokenizer(
 ) -> Any:
     """The tokenizer given, or the first that is found; ``None`` if there is none."""
     if given is not None and not isinstance(given, str | Path):
+        if not callable(given):
+            raise ArgumentError(
+                f"The argument 'tokenizer' is a {type(given).__name__}.",
+                "Give a tokenizer, a folder with tokenizer files, or the name of a model.",
+            )
         return given
     for source in (checkpoint, reference) if given is None else (given,):
         place = source.config.name_or_path if isinstance(source, Module) else source

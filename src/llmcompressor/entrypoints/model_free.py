@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from torch import nn
 from torch.nn import Linear, Module
 
+from llmcompressor.args.checks import path, reject
 from llmcompressor.checkpoint.blueprint import Blueprint
 from llmcompressor.checkpoint.existing_quantization import existing_quantization
 from llmcompressor.checkpoint.expert_stacks import ExpertStack, find_stacks, split_stacks
@@ -48,7 +49,7 @@ def model_free_ptq(
     model_stub: str | os.PathLike[str],
     save_directory: str | os.PathLike[str],
     scheme: str | QuantizationScheme | Mapping[str, Any] | None = None,
-    ignore: str | Iterable[str] = (),
+    ignore: str | Iterable[str] | None = (),
     max_workers: int = 1,
     device: str | torch.device | Sequence[str | torch.device] | None = None,
     converter: None = None,
@@ -96,14 +97,14 @@ def model_free_ptq(
         model_free_ptq("./new-model", "./new-model-FP8", "FP8_BLOCK", ignore=["re:.*gate$"])
     """
     _check_unused(max_workers, converter)
-    fields = _fields(scheme, config, ignore)
+    fields = _fields(scheme, config, () if ignore is None else ignore)
     modifier = QuantizationModifier(**fields)
     resolved = modifier.resolve_quantization_config()
     _check_needs_no_data(modifier, resolved)
     job = Job(
         as_path("save_directory", save_directory),
         None,
-        model=os.fspath(model_stub),
+        model=path("model_stub", model_stub),
         recipe=modifier,
         device=_device(device),
         resume=resume,
@@ -163,6 +164,8 @@ def _fields(scheme: Any, config: Any, ignore: str | Iterable[str]) -> dict[str, 
             f"One of 'scheme' and 'config' says how to quantize. {given} given.",
             'Give a preset, scheme="FP8_DYNAMIC", or several groups in config.',
         )
+    if not isinstance(ignore, str | Iterable):
+        raise reject("ignore", ignore, "names, 're:' patterns or class names in a list")
     ignored = [ignore] if isinstance(ignore, str) else list(ignore)
     if isinstance(scheme, QuantizationScheme):
         return {"config_groups": {"group_0": _targeted(scheme)}, "ignore": ignored}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,8 @@ class StageRecord:
         self._root = root.expanduser().resolve()
         self._file = self._root / _RECORD
         self._stages: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}
+        self._made: list[Path] = []
         if self._root.exists() and not self._root.is_dir():
             raise OutputError(f"The output {root} is a file.", "Choose another output directory.")
         if self._file.is_file():
@@ -117,7 +120,25 @@ class StageRecord:
 
     def begin(self, stage: str, present: Mapping[str, Any]) -> None:
         """Note what a stage is begun with."""
+        self._before = dict(self._stages)
         self._stages[stage] = dict(present)
+        self._made = [each for each in (self._root, *self._root.parents) if not each.exists()]
+        self._write()
+
+    def take_back(self, folder: Path) -> None:
+        """Forget the stage that was begun last, of which there is nothing in its ``folder``."""
+        if any(self._root.glob(f"{folder.name}*")):
+            return
+        self._stages = self._before
+        if self._stages:
+            self._write()
+            return
+        self._file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # something else is in it
+            for each in self._made:
+                each.rmdir()
+
+    def _write(self) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
         new = self._file.with_suffix(".new")
         new.write_text(json.dumps({"stages": self._stages}, indent=2) + "\n", encoding="utf-8")

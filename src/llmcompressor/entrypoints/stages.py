@@ -31,17 +31,16 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
-from llmcompressor.checkpoint.write_errors import check_named
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.model_prints import note_change
 from llmcompressor.entrypoints.oneshot import oneshot
 from llmcompressor.entrypoints.stage_record import StageRecord, shown, shown_model
-from llmcompressor.entrypoints.task import check_run_types, is_idle
+from llmcompressor.entrypoints.task import as_path, check_run_types, is_idle
 from llmcompressor.entrypoints.teacher import check_teacher, load_possibly_compressed
 from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import NOT_OF_TRAINING, Training
-from llmcompressor.errors import ArgumentError, RecipeError
+from llmcompressor.errors import ArgumentError, InputError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
@@ -101,7 +100,11 @@ def run_stages(
     Called again, with the same recipe, arguments, model and data, it skips the stages that are
     finished and continues the one that was broken off.
     """
-    check_named("output_dir", output_dir)
+    if as_path("output_dir", output_dir) is None:
+        raise ArgumentError(
+            "The argument 'output_dir' cannot be None: each stage is written for the next one.",
+            "Give the path of a folder.",
+        )
     given = {"dataset": dataset, **arguments}
     for name in ("run_stages", "do_oneshot"):
         given.pop(name, None)
@@ -224,6 +227,9 @@ def _run(plan: list[_Stage], record: StageRecord, model: Any) -> Any:
         record.begin(stage.name, stage.record)
         try:
             result = stage.run()
+        except InputError:
+            record.take_back(stage.folder)
+            raise
         finally:
             note_change(stage.model, stage.record["model"])
     if result is None:

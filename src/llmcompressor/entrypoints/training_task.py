@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -161,7 +162,12 @@ class Training(Task):
                 )
             object.__setattr__(self.run_args, "resume", "must")
             return None
-        return checkpoint_to_resume(given, self.output_dir)
+        if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+            raise ArgumentError(
+                f"The argument 'resume_from_checkpoint' cannot be {given!r}.",
+                "Give the folder of a checkpoint, or True for the last one.",
+            )
+        return checkpoint_to_resume(os.fspath(given), self.output_dir)
 
     def fingerprint(self, model: Module, teacher: Module | None, samples: Any) -> dict[str, Any]:
         """What makes a training the same training, so that only the same one is continued.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from llmcompressor.args.checks import path
 from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.verification.check import verify_files
 from llmcompressor.verification.facts import DEFAULT_TP, Deployment
@@ -55,13 +56,14 @@ def verify(
     sizes = DEFAULT_TP if tp is None else (tp,) if isinstance(tp, int) else tuple(tp)
     deployment = Deployment(server=serve, tp=sizes, gpu=gpu, dtype=dtype)
     return verify_files(
-        _folder(checkpoint),
-        None if reference is None else _folder(reference),
+        _folder("checkpoint", checkpoint),
+        None if reference is None else _folder("reference", reference),
         deployment=deployment,
         workers=workers,
     )
 
 
-def _folder(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
+def _folder(argument: str, given: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """The folder of a model in the hub's cache; anything else as it is."""
+    model = path(argument, given)
     return local_directory(model) or model

@@ -849,6 +849,7 @@ def _as_recipe_error(cls: type[Modifier], error: ValidationError) -> RecipeError
             remedies.append(_nearest_fields(cls, field))
         elif detail["type"] == "missing":
             reason = "it is required"
+            remedies.append(f"Give {field}.")
         elif isinstance(cause, InputError):
             reason = cause.problem.rstrip(".")
             remedies.append(cause.remedy)
@@ -856,12 +857,22 @@ def _as_recipe_error(cls: type[Modifier], error: ValidationError) -> RecipeError
             reason = str(cause or detail["msg"]).rstrip(".")
             if field:
                 reason += f" (given: {detail['input']!r})"
+                remedies.append(_default_of(cls, field))
         problems.setdefault(field, []).append(reason)
     told = [
         (f"field {field!r}: " if field else "") + ", or ".join(dict.fromkeys(reasons))
         for field, reasons in problems.items()
     ]
-    return RecipeError(f"{cls.__name__}: {'; '.join(told)}.", " ".join(filter(None, remedies)))
+    said = " ".join(dict.fromkeys(filter(None, remedies)))
+    return RecipeError(f"{cls.__name__}: {'; '.join(told)}.", said)
+
+
+def _default_of(cls: type[Modifier], field: str) -> str:
+    known = cls.model_fields.get(field)
+    if known is None or known.is_required():
+        return f"Correct {field}."
+    default = known.get_default(call_default_factory=True, validated_data={})
+    return f"Correct {field}, or leave it out for its default, {default!r}."
 
 
 def _nearest_fields(cls: type[Modifier], field: str) -> str:

@@ -31,6 +31,7 @@ __all__ = [
 
 MAX_VALUES = 100_000
 """Most values in one recipe; aliases of aliases can spell billions in a few lines."""
+_FLATTER = "Look for a mapping or a list in it that holds itself."
 MAX_DEPTH = 64
 
 _INT = re.compile(
@@ -137,8 +138,15 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         raise _no_such_file(file)
     try:
         text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"The recipe {file} cannot be read: {error}.") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"The recipe {file} cannot be read: it is no text in UTF-8 ({error}).",
+            "Save it as UTF-8.",
+        ) from error
+    except OSError as error:
+        raise RecipeError(
+            f"The recipe {file} cannot be read: {error}.", "Check who may read it."
+        ) from error
     return parse_text(text, source=f"The recipe {file}", extension=file.suffix.lower())
 
 
@@ -168,13 +176,16 @@ def parse_text(text: str, *, source: str = "The recipe", extension: str = "") ->
         ) from None
     except json.JSONDecodeError as error:
         problem = f"{error.msg} (line {error.lineno}, column {error.colno})"
-        raise RecipeError(f"{source} is not valid JSON: {problem}.") from None
+        raise RecipeError(f"{source} is not valid JSON: {problem}.", "Correct it there.") from None
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, RecipeError):
             raise
-        raise RecipeError(f"{source} is not valid YAML: {_yaml_problem(error)}.") from None
+        problem = _yaml_problem(error)
+        tab = "Indent with spaces: YAML takes no tabs." if "'\\t'" in problem else ""
+        remedy = tab or "Correct it there; what belongs below a name is indented by spaces."
+        raise RecipeError(f"{source} is not valid YAML: {problem}.", remedy) from None
     except RecursionError:
-        raise RecipeError(f"{source} is nested too deeply.") from None
+        raise RecipeError(f"{source} is nested too deeply.", _FLATTER) from None
 
 
 def _load(text: str, extension: str) -> Any:
@@ -238,9 +249,9 @@ class _Copier:
     def copy(self, value: Any, depth: int = 0) -> Any:
         self._count += 1
         if depth > MAX_DEPTH:
-            raise RecipeError(f"The recipe is nested more than {MAX_DEPTH} deep.")
+            raise RecipeError(f"The recipe is nested more than {MAX_DEPTH} deep.", _FLATTER)
         if self._count > MAX_VALUES:
-            raise RecipeError(f"The recipe has more than {MAX_VALUES} values.")
+            raise RecipeError(f"The recipe has more than {MAX_VALUES} values.", _FLATTER)
         if isinstance(value, Mapping):
             return {key: self.copy(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list):

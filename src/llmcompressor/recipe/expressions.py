@@ -135,9 +135,11 @@ def names_in(expression: str) -> frozenset[str]:
 
 def _error(expression: str, reason: str) -> RecipeError:
     shown = expression if len(expression) <= 80 else f"{expression[:77]}..."
-    said = reason.rstrip(". ")
-    end = "" if said.endswith("?") else "."
-    return RecipeError(f"The expression {shown!r} cannot be evaluated: {said}{end}")
+    said, found, near = reason.rstrip(". ").partition("Did you mean")
+    return RecipeError(
+        f"The expression {shown!r} cannot be evaluated: {said.rstrip('. ')}.",
+        f"{found}{near}" if found else "Correct it, or write its value instead.",
+    )
 
 
 def _parse(expression: str) -> ast.expr:

@@ -218,10 +218,10 @@ def _pieces(given: Any) -> Iterator[Recipe | Modifier | _Text]:
         for item in given:
             yield from _pieces(item)
     else:
-        raise RecipeError(
-            f"A recipe cannot be made of {given!r:.80}.",
-            "Give a path, a text in YAML or JSON, a mapping, modifiers, or a list of these.",
-        )
+        remedy = "Give a path, a text in YAML or JSON, a mapping, modifiers, or a list of these."
+        if isinstance(given, type) and issubclass(given, Modifier):
+            remedy = f"It is a class: give an object of it, {given.__name__}(...)."
+        raise RecipeError(f"A recipe cannot be made of {given!r:.80}.", remedy)
 
 
 def _read_string(text: str) -> _Text:

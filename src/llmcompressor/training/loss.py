@@ -22,12 +22,14 @@ so small that terms which are weighted by targets vanish, and its own weight is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from llmcompressor.errors import DatasetError
 from llmcompressor.observers.tokens import token_total
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RunLoss",
     "StepLoss",
+    "loss_expected",
     "mean_of",
     "micro_batch_share",
     "scaled_back",
@@ -46,6 +49,20 @@ __all__ = [
 
 _IGNORED = -100  # transformers' label of a position without a target
 _NO_SHARE = 2.0**-20  # in place of zero; a power of two, so that nothing is rounded
+
+
+@contextmanager
+def loss_expected() -> Iterator[None]:
+    """Say what is missing where the trainer finds no loss in what the model returned."""
+    try:
+        yield
+    except ValueError as error:
+        if "did not return a loss" not in str(error):
+            raise
+        raise DatasetError(
+            f"A batch has no labels, and so there is nothing to learn. {error}",
+            "Have the data, or its data_collator, give labels.",
+        ) from error
 
 
 def micro_batch_share(

@@ -34,6 +34,7 @@ from llmcompressor.training.checks import check_can_train, check_trainer, zero_s
 from llmcompressor.training.driver import Inputs, SessionDriver, modifiers_to_apply
 from llmcompressor.training.loss import (
     RunLoss,
+    loss_expected,
     micro_batch_share,
     targets_of,
     token_weight,
@@ -319,13 +320,14 @@ class SessionManagerMixIn(_Base):
             targets = targets_of(self, inputs)  # now: labels may be taken out
             share = micro_batch_share(self, inputs, num_items_in_batch)
             weight = token_weight(self, inputs, self._tokens_in_step, share)
-        result: Any = super().compute_loss(
-            model,
-            inputs,
-            return_outputs=return_outputs,
-            num_items_in_batch=num_items_in_batch,
-            **kwargs,
-        )
+        with loss_expected():
+            result: Any = super().compute_loss(
+                model,
+                inputs,
+                return_outputs=return_outputs,
+                num_items_in_batch=num_items_in_batch,
+                **kwargs,
+            )
         if driver is None or not in_training:
             return result
         if not return_outputs:

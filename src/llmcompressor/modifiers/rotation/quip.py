@@ -12,7 +12,7 @@ stay in the forward. They cost it a product each; ``v`` also spreads the outlier
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
@@ -61,6 +61,8 @@ class QuIPModifier(RotationModifier):
     @field_validator("rotations", mode="before")
     @classmethod
     def _read_rotations(cls, value: Any) -> Any:
+        if not isinstance(value, str | Iterable | None):
+            return value  # pydantic says what it is to be
         names = [value] if isinstance(value, str) else list(value or ())
         read = [str(getattr(name, "value", name)).lower() for name in names]
         if not read or len(set(read)) < len(read):

@@ -16,7 +16,7 @@ Linears behind it first. Outliers, which stand in a few channels, are spread ove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from compressed_tensors.transform import (
@@ -104,6 +104,8 @@ class SpinQuantModifier(RotationModifier):
     @field_validator("rotations", mode="before")
     @classmethod
     def _read_rotations(cls, value: Any) -> Any:
+        if not isinstance(value, str | Iterable | None):
+            return value  # pydantic says what it is to be
         names = [value] if isinstance(value, str) else list(value or ())
         read = [str(getattr(name, "value", name)).upper() for name in names]
         if not read or len(set(read)) < len(read):
