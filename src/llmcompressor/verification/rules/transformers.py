@@ -15,7 +15,7 @@ from llmcompressor.verification.rules.config import raw_groups, where
 from llmcompressor.verification.rules.tensors import KNOWN
 from llmcompressor.verification.scheme import Args, Group, Scheme
 
-__all__ = ["RULES", "experts_are_linears"]
+__all__ = ["RULES", "experts_are_linears", "is_small_float", "loaded_mixtures"]
 
 _GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
 _AS_LINEARS = frozenset({"llama4", "llama4_text"})
@@ -174,7 +174,7 @@ def experts_are_restored(view: View) -> Iterator[Problem]:
     if experts_are_linears(view):
         yield from _left_in_stacks(view)
         return
-    for path, expert in _loaded(view):
+    for path, expert in loaded_mixtures(view):
         if not all(takes_experts(view.config, entry.name) for entry in expert):
             yield Problem(
                 path,
@@ -198,7 +198,7 @@ def _left_in_stacks(view: View) -> Iterator[Problem]:
         )
 
 
-def _loaded(view: View) -> Iterator[tuple[str, list[Entry]]]:
+def loaded_mixtures(view: View) -> Iterator[tuple[str, list[Entry]]]:
     """Paths of the mixtures that transformers loads, with the projections of one expert."""
     for path, experts in view.mixtures.items():
         if not view.is_draft(path):
@@ -234,7 +234,8 @@ def _merged(view: View, path: str, entry: Entry) -> Iterator[Problem]:
         )
 
 
-def _is_small_float(args: Args | None) -> bool:
+def is_small_float(args: Args | None) -> bool:
+    """Whether something is quantized to floats of 8 bits."""
     return args is not None and (args.kind, args.bits) == ("float", 8)
 
 
@@ -243,13 +244,13 @@ def _is_read_alike(one: Scheme, other: Scheme) -> bool:
 
     8-bit floats are multiplied with their scales, whatever these are shared by.
     """
-    if _is_small_float(one.weights) and _is_small_float(other.weights):
+    if is_small_float(one.weights) and is_small_float(other.weights):
         return True
     return (one.weights, one.format) == (other.weights, other.format)
 
 
 def _dense_experts(path: str, taken: Group | None) -> Iterator[Problem]:
-    if taken is not None and _is_small_float(taken.scheme.weights):
+    if taken is not None and is_small_float(taken.scheme.weights):
         return
     yield Problem(
         path,
