@@ -265,7 +265,7 @@ def _only_joined(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
         for entry in entries
         if isinstance(entry, WeightConverter)
         and [type(one) for one in entry.operations] == [Concatenate]
-        and entry.operations[0].dim == 1
+        and getattr(entry.operations[0], "dim", None) == 1
         for place, pattern in enumerate(entry.source_patterns)
     }
 

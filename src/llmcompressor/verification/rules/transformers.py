@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from llmcompressor.verification.expected import expected_tensors, is_stored_so, misfits
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
-from llmcompressor.verification.module_classes import takes_experts
+from llmcompressor.verification.module_classes import takes_experts, takes_plain_experts
 from llmcompressor.verification.rules.base import Problem, Rule, View, joined
 from llmcompressor.verification.rules.config import raw_groups, where
 from llmcompressor.verification.rules.tensors import KNOWN
@@ -210,6 +210,13 @@ def _merged(view: View, path: str, entry: Entry) -> Iterator[Problem]:
     taken = _taken(view)
     if not entry.is_quantized:
         yield from _dense_experts(path, taken)
+        if not takes_plain_experts(view.config, entry.name):
+            yield Problem(
+                path,
+                "Its experts are plain, and transformers fails to load them where anything is "
+                "quantized: it looks for their scales.",
+                "Serve it with vLLM.",
+            )
         return
     group = view.choice(entry).group
     scheme = group.scheme if group is not None else None
