@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
@@ -364,3 +367,42 @@ def test_blocks_that_shared_weights_are_compressed_each_for_itself(tmp_path: Pat
     assert not torch.equal(*weights), "each saw inputs of its own"
     loaded = ZambaForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(found))
+
+
+STEP: dict[str, Any] = {
+    "vision_config": {
+        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1},
+        **{"num_attention_heads": 4, "image_size": 32, "patch_size": 16},
+        **{"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}, "mlp_ratio": 2.0},
+    },
+    "text_config": {
+        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 96},
+        **{"num_attention_heads": 4, "num_sliding_attention_heads": 4, "num_key_value_heads": 2},
+        **{"head_dim": 16, "layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]},
+        **{"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"share_expert_dim": 64, "mtp_layer_types": None, "num_nextn_predict_layers": 0},
+    },
+}
+
+
+def test_stacks_that_are_put_below_each_other_are_cut_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file has a stack of gates and one of ups, and its class one of both."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("step3p7", **STEP)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"])
+    reasons: list[str] = []
+    monkeypatch.setattr("llmcompressor.entrypoints.streamed._say_in_memory", reasons.append)
+    written = {}
+    for name, source in (("streamed", str(tmp_path / "model")), ("in_memory", model)):
+        oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / name))
+        written[name] = load_file(tmp_path / name / "model.safetensors")
+    assert not reasons
+    assert {name for name in written["streamed"] if ".experts.3.up_proj." in name}
+    assert written["streamed"].keys() == written["in_memory"].keys()
+    for name, tensor in written["in_memory"].items():
+        assert torch.equal(tensor, written["streamed"][name]), name
+    assert verify(tmp_path / "streamed", str(tmp_path / "model")).ok

@@ -161,8 +161,49 @@ def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
     assert written["model.layers.0.up.weight"].dtype == torch.float8_e4m3fn
     assert config_of(folder)["tie_word_embeddings"] is True
     assert "lm_head" in config_of(folder)["quantization_config"]["ignore"]
-    with pytest.raises(TargetError, match="tied"):
-        model_free_ptq(source, tmp_path / "other", config={"W8A16": ["lm_head", "re:.*up"]})
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+@pytest.mark.parametrize("targets", [["lm_head"], ["Embedding"], ["re:.*lm_head", "Embedding"]])
+def test_a_tied_head_that_is_meant_is_untied(
+    targets: list[str], is_stored: bool, tmp_path: Path
+) -> None:
+    """It gets the embedding's weight, which readers take for it, whatever is stored beside that."""
+    embedding = torch.randn(WORDS, HIDDEN)
+    tensors = {
+        "model.embed_tokens.weight": embedding,
+        "model.layers.0.up.weight": torch.randn(HIDDEN, HIDDEN),
+    }
+    if is_stored:
+        tensors["lm_head.weight"] = torch.randn(WORDS, HIDDEN)
+    source = write(tmp_path / "source", tensors, {**CONFIG, "tie_word_embeddings": True})
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    group = {"targets": [*targets, "re:.*up"], "weights": weights}
+    folder = model_free_ptq(source, tmp_path / "out", config={"group_0": group})
+    written = tensors_of(folder)
+    assert config_of(folder)["tie_word_embeddings"] is False
+    both = {"lm_head": targets != ["Embedding"], "model.embed_tokens": "Embedding" in targets}
+    for name, meant in both.items():
+        weight, scale = written[f"{name}.weight"], written.get(f"{name}.weight_scale")
+        if scale is None:
+            assert not meant
+            assert same(weight, embedding)
+        else:
+            assert meant
+            torch.testing.assert_close(weight.float() * scale, embedding, rtol=0.07, atol=0.01)
+
+
+def test_an_ignored_tied_head_stays_tied(tmp_path: Path) -> None:
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(WORDS, HIDDEN),
+        "lm_head.weight": torch.randn(WORDS, HIDDEN),
+        "model.layers.0.up.weight": torch.randn(HIDDEN, HIDDEN),
+    }
+    source = write(tmp_path / "source", tensors, {**CONFIG, "tie_word_embeddings": True})
+    groups = {"FP8_DYNAMIC": ["Linear", "lm_head"]}
+    folder = model_free_ptq(source, tmp_path / "out", config=groups, ignore="lm_head")
+    assert config_of(folder)["tie_word_embeddings"] is True
+    assert same(tensors_of(folder)["lm_head.weight"], tensors["lm_head.weight"])
 
 
 # ---------------------------------------------------------------------- an unknown one

@@ -20,6 +20,7 @@ from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+from llmcompressor.pipelines.passes import passes_of
 
 ATTENTION = r"re:.*self_attn\.[qkvo]_proj$"
 MLP = r"re:.*mlp\.(gate|up|down)_proj$"
@@ -148,6 +149,22 @@ def test_what_solves_takes_modules_from_what_rounds() -> None:
     found = tiny.logits(tiny.run(tiny.llama(), *both, solving()), given)
     assert torch.equal(found, tiny.logits(tiny.run(tiny.llama(), AWQModifier(), solving()), given))
     assert not torch.equal(found, tiny.logits(tiny.run(tiny.llama(), *both), given))
+
+
+def test_no_pass_is_made_for_what_has_lost_all_its_modules() -> None:
+    """Static inputs ask for data, and those of modules that GPTQ took are watched by it."""
+    groups = {"all": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": CACHE}}
+
+    def recipe(*targets: str) -> list[Modifier]:
+        taking = {"all": {**groups["all"], "targets": list(targets)}}
+        both: Any = one_class.AWQModifier(config_groups=groups, ignore=["lm_head"])
+        return [*both, GPTQModifier(config_groups=taking, ignore=["lm_head"])]
+
+    for targets, number in ((["Linear"], 2), (["re:.*down_proj$"], 3)):
+        modifiers = recipe(*targets)
+        assert len(passes_of(modifiers, "independent")) == 3
+        tiny.run(tiny.llama(), *modifiers)
+        assert len(passes_of(modifiers, "independent")) == number
 
 
 @pytest.mark.parametrize("changes", [{}, {"input_activations": CACHE}])

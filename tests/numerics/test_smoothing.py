@@ -73,6 +73,25 @@ def test_a_channel_that_never_varied_is_left_alone() -> None:
     assert float(smoothquant_scales(torch.zeros(1), torch.ones(1), 0.5)) == 1.0
 
 
+def test_a_constant_channel_does_not_drown_the_others(weights: list[torch.Tensor]) -> None:
+    """It has no range and may be far from zero: divided by the floor, it alone would be rounded."""
+    x_TC = torch.randn(64, 24, generator=torch.Generator().manual_seed(2))
+    x_TC[:, 0] = 1.0
+    range_C = x_TC.amax(dim=0) - x_TC.amin(dim=0)
+    weight_RC = torch.cat(weights)
+    scale_C = smoothquant_scales(range_C, column_range(weights), 0.5)
+
+    def error(scale_C: torch.Tensor) -> float:
+        smooth_TC = x_TC / scale_C
+        step_T1 = smooth_TC.abs().amax(dim=1, keepdim=True) / 127
+        rounded_TC = (smooth_TC / step_T1).round() * step_T1 * scale_C
+        return float(((rounded_TC - x_TC) @ weight_RC.T).norm() / (x_TC @ weight_RC.T).norm())
+
+    floored_C = torch.where(range_C > 0, scale_C, 1e-5)
+    assert error(scale_C) < 0.02
+    assert error(floored_C) > 0.5
+
+
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
 def test_where_weights_are_zero_the_scale_is_the_range(strength: float) -> None:
     ranges, weights = torch.tensor([7.0, 3.0]), torch.tensor([0.0, 2.0])

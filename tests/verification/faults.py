@@ -274,6 +274,19 @@ def static_asymmetric_inputs(sample: Sample) -> None:
     sample.group["input_activations"]["symmetric"] = False
 
 
+@fault("S23", UP, base="FP8", also="S70")
+def zero_point_of_a_float(sample: Sample) -> None:
+    sample.group["input_activations"]["symmetric"] = False
+    zero = torch.zeros(1).to(torch.float8_e4m3fn)
+    sample.tensors[f"{UP}.input_zero_point"] = zero
+
+
+@fault("S38", UP, base="FP8", also="S23 S70")
+def zero_point_in_another_type(sample: Sample) -> None:
+    sample.group["input_activations"]["symmetric"] = False
+    sample.tensors[f"{UP}.input_zero_point"] = torch.zeros(1, dtype=torch.int8)
+
+
 @fault("S23", UP, also="T4")
 def zero_point_of_a_symmetric_weight(sample: Sample) -> None:
     sample.tensors[f"{UP}.weight_zero_point"] = torch.zeros(32, 1, dtype=torch.int32)

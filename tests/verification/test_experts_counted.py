@@ -84,6 +84,35 @@ def test_a_bare_expert_has_what_the_class_stacks_of_it() -> None:
     assert said(config, {*whole(0, 1, 3), "4.gate_proj", "4.up_proj"}) == {EXPERTS}
 
 
+def alone() -> dict[str, Any]:
+    config = AutoConfig.for_model("qwen3_moe", **SIZES, num_experts=4, moe_intermediate_size=64)
+    return {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "number", "is_taken"),
+    [(two_in_one_list(), 8, False), (with_a_bare_one(), 4, True), (alone(), 4, True)],
+    ids=["shared", "bare", "alone"],
+)
+def test_plain_experts_of_a_shared_list_are_not_loaded(
+    config: dict[str, Any], number: int, is_taken: bool
+) -> None:
+    """What splits the list of two mixtures insists on all that it looks for, and so on scales."""
+    floats = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": floats}},
+        "ignore": ["re:.*experts.*"],
+    }
+    names = whole(*range(number))
+    headers = {f"{EXPERTS}.{name}.weight": TensorInfo("BF16", (64, 64)) for name in names}
+    found = check_serving(config, headers, deployment=Deployment("transformers"))
+    said = [one.module for one in found if one.rule == "T6"]
+    assert said == ([] if is_taken else [EXPERTS])
+
+
 def test_the_class_tells_how_many_it_stacks() -> None:
     path = f"{EXPERTS}.0"
     assert experts_by_class(two_in_one_list(), f"{path}.up_proj") == 8

@@ -222,6 +222,52 @@ def test_what_is_said_to_run_runs(preset: str, runs: bool, dtype: str, tmp_path:
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_of_small_floats_compute_in_bfloat16(dtype: str, tmp_path: Path) -> None:
+    """Products of stacks take inputs of another dtype, those of one expert after another do not."""
+    source = mixture("mixtral", tmp_path / "source", getattr(torch, dtype))
+    recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"])
+    reset_session()
+    oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    report = verify(tmp_path / "model", serve="transformers")
+    said = [one for one in report.findings if one.rule == "L4"]
+    assert report.ok
+    path = "model.layers.0.block_sparse_moe.experts"
+    assert [one.module for one in said] == ([] if dtype == "bfloat16" else [path])
+    assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")).isfinite().all()
+    eager = {"experts_implementation": "eager"}
+    if dtype != "bfloat16":
+        with pytest.raises(RuntimeError, match="same dtype"):
+            logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model", **eager))
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **eager)
+        assert logits(loaded).isfinite().all()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_zero_points_of_small_floats_are_read_by_transformers(
+    symmetric: bool, tmp_path: Path
+) -> None:
+    """They have the dtype of the codes; vLLM has no place for those of inputs."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16)
+    more = {"symmetric": symmetric, "strategy": "tensor"}
+    group = {"targets": ["Linear"], "weights": {**FP8, "symmetric": symmetric}}
+    group["input_activations"] = {"num_bits": 8, "type": "float", **more}
+    rows = [{"input_ids": [5, 6, 7, 8, 9]}] * 2
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=model, recipe=recipe, dataset=rows, output_dir=str(tmp_path / "model"))
+    reset_session()
+    assert verify(tmp_path / "model", serve="transformers").ok
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(logits(loaded), logits(model))
+    elsewhere = verify(tmp_path / "model", serve="vllm").findings
+    errors = {one.rule for one in elsewhere if one.severity == "error"}
+    assert errors == (set() if symmetric else {"S21", "S23"})
+
+
 @pytest.mark.parametrize("scheme", [INT4, FP8])
 def test_a_buffer_that_is_cast_anew_stays_float32(scheme: dict[str, Any], tmp_path: Path) -> None:
     """What compressed-tensors holds keeps its dtype, whatever the model assigns to it."""

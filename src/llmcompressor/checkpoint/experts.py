@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
 from llmcompressor.checkpoint.blueprint import Blueprint
 from llmcompressor.checkpoint.expert_names import part_names, stacking_converters
@@ -93,7 +93,7 @@ def open_blueprint(
     model = blueprint.model
     converters = stacking_converters(model)
     names = {one.name: part_names(one, converters) for one in mixtures}
-    finder = _Finder({one.name: one for one in mixtures}, names, _only_turned(model))
+    finder = _Finder({one.name: one for one in mixtures}, names, model)
     cut: dict[str, list[_Placed]] = {}
     for name, header in blueprint.source.tensors.items():
         own = blueprint.names.get(name)
@@ -148,11 +148,12 @@ class _Finder:
         self,
         mixtures: Mapping[str, Mixture],
         names: Mapping[str, Mapping[str, str]],
-        turned: set[str],
+        model: PreTrainedModel,
     ) -> None:
         self._mixtures = mixtures
         self._names = names
-        self._turned = turned
+        self._turned = _only_turned(model)
+        self._joined = _only_joined(model)
 
     def pieces_of(
         self, name: str, own: LoadedName, header: TensorHeader
@@ -168,6 +169,9 @@ class _Finder:
         if own.merged and single is not None:
             target = f"{holder}.{single.group(1)}.{single.group(2)}"
             return [_Placed(name, LoadedName(target, merged=False), header)]
+        if own.pattern in self._joined:
+            place, count = self._joined[own.pattern]
+            return self._cut_joined(mixture, stack, name, header, place, count)
         if own.merged and own.pattern not in self._turned:
             return f"transformers makes {own.target} of {name} in a way that is not known here"
         turned = _is_turned(header, wanted, mixture.form, stack)
@@ -175,14 +179,42 @@ class _Finder:
             return f"{name} has the shape {list(header.shape)}, not {list(wanted.shape)}"
         return list(self._cut(mixture, stack, name, header, turned=turned))
 
+    def _cut_joined(
+        self, mixture: Mixture, stack: str, name: str, header: TensorHeader, place: int, count: int
+    ) -> list[_Placed] | str:
+        """The matrices in a stack that is one of ``count`` whose rows make those of another."""
+        form, wanted = mixture.form, mixture.module._parameters[stack]
+        assert form is not None
+        assert wanted is not None
+        experts, rows, columns = wanted.shape
+        share = rows // count
+        if form.transposed or tuple(header.shape) != (experts, share, columns):
+            return f"{name} has the shape {list(header.shape)}, not {[experts, share, columns]}"
+        first = place * share
+        own = [
+            replace(part, rows=slice(part.rows.start - first, part.rows.stop - first))
+            for part in form.parts
+            if part.stack == stack and first <= part.rows.start <= part.rows.stop <= first + share
+        ]
+        if sum(part.rows.stop - part.rows.start for part in own) != share:
+            return f"{name} holds no whole matrices of {stack}"
+        return list(self._cut(mixture, stack, name, header, turned=False, parts=own))
+
     def _cut(
-        self, mixture: Mixture, stack: str, name: str, header: TensorHeader, *, turned: bool
+        self,
+        mixture: Mixture,
+        stack: str,
+        name: str,
+        header: TensorHeader,
+        *,
+        turned: bool,
+        parts: Sequence[Part] | None = None,
     ) -> Iterator[_Placed]:
         form = mixture.form
         assert form is not None
         kind = "bias" if stack.endswith("_bias") else "weight"
         for expert in range(form.experts):
-            for part in form.parts:
+            for part in form.parts if parts is None else parts:
                 if part.stack == stack.removesuffix("_bias"):
                     own = self._names[mixture.name][part.role]
                     target = f"{mixture.name}.{expert}.{own}.{kind}"
@@ -223,6 +255,19 @@ def _piece(header: TensorHeader, expert: int, part: Part, *, turned: bool) -> Te
         turned=turned,
         rows=(part.rows.start, part.rows.stop, part.rows.step or 1),
     )
+
+
+def _only_joined(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Patterns of stacks whose matrices are put below each other; the place, and of how many."""
+    entries: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
+    return {
+        pattern: (place, len(entry.source_patterns))
+        for entry in entries
+        if isinstance(entry, WeightConverter)
+        and [type(one) for one in entry.operations] == [Concatenate]
+        and getattr(entry.operations[0], "dim", None) == 1
+        for place, pattern in enumerate(entry.source_patterns)
+    }
 
 
 def _only_turned(model: PreTrainedModel) -> set[str]:

@@ -33,7 +33,7 @@ from llmcompressor.checkpoint.shards import natural_key
 from llmcompressor.checkpoint.source import SourceInfo, TensorHeader
 from llmcompressor.errors import CheckpointError
 
-__all__ = ["TreeModel", "build_tree"]
+__all__ = ["TreeModel", "build_tree", "tied_pair", "untied"]
 
 _EMBEDDING = re.compile(
     r"emb|embeds?|embeddings?|embed_(?:in|tokens|positions)|wte|wpe|tok_embeddings"
@@ -50,6 +50,7 @@ _MATRIX = 2
 _CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
+_NUMBERED = re.compile(r"\.\d+\.")
 _HEAD_NAME = "lm_head"
 """What transformers and the servers call the output head."""
 
@@ -192,6 +193,71 @@ def build_tree(
     model.train(mode=False)
     names = {name: LoadedName(name, merged=False) for name in headers}
     return Blueprint(model, replace(source, tensors=headers), names, dtype)
+
+
+def tied_pair(
+    config: Mapping[str, Any], headers: Mapping[str, TensorHeader]
+) -> tuple[str, str] | None:
+    """The head that a configuration ties to an embedding, and that embedding.
+
+    Args:
+        config: the content of ``config.json``.
+        headers: the tensors.
+
+    Returns:
+        Their paths; that of the head is the usual one where no tensor is stored for it. ``None`` if
+        nothing is tied, or there is not one embedding that it may be tied to.
+    """
+    facts = _Facts.read(config)
+    matrices = {
+        name.removesuffix(".weight"): header.shape
+        for name, header in headers.items()
+        if name.endswith(".weight")
+        and len(header.shape) == _MATRIX
+        and header.shape[0] in facts.vocabulary
+        and not _NUMBERED.search(name)
+    }
+    inputs = [name for name in matrices if _is_embedding(name.rpartition(".")[2])]
+    if not facts.is_tied or len(inputs) != 1:
+        return None
+    stored = [
+        name
+        for name, shape in matrices.items()
+        if name not in inputs
+        and shape == matrices[inputs[0]]
+        and _HEAD.fullmatch(name.rpartition(".")[2])
+    ]
+    return next(iter(stored), _usual_head(inputs[0])), inputs[0]
+
+
+def _usual_head(embedding: str) -> str:
+    """What a head is called, beside the part that holds an embedding.
+
+    >>> _usual_head("model.embed_tokens"), _usual_head("language_model.model.embed_tokens")
+    ('lm_head', 'language_model.lm_head')
+    """
+    *outer, inner, _ = ["", *embedding.split(".")]
+    return ".".join([*filter(None, outer), _HEAD_NAME]) if inner == "model" else _HEAD_NAME
+
+
+def untied(
+    source: SourceInfo, headers: Mapping[str, TensorHeader], pair: tuple[str, str]
+) -> tuple[SourceInfo, dict[str, TensorHeader]]:
+    """A checkpoint as it would be if a head had its own copy of an embedding.
+
+    Args:
+        source: the checkpoint.
+        headers: its tensors.
+        pair: of :func:`tied_pair`.
+    """
+    head, embedding = pair
+    config = dict(source.config)
+    for level in (config, config.get("text_config")):
+        if isinstance(level, Mapping) and "tie_word_embeddings" in level:
+            own = {**level, "tie_word_embeddings": False}
+            config = own if level is config else {**config, "text_config": own}
+    changed = {**headers, f"{head}.weight": headers[f"{embedding}.weight"]}
+    return replace(source, config=config), changed
 
 
 @dataclass(frozen=True)
@@ -342,7 +408,7 @@ def _find_embeddings(model: TreeModel, facts: _Facts) -> None:
     outside = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, Linear | Embedding) and not re.search(r"\.\d+\.", name)
+        if isinstance(module, Linear | Embedding) and not _NUMBERED.search(name)
     ]
     inputs = {name: module for name, module in outside if isinstance(module, Embedding)}
     sizes = facts.vocabulary | {module.num_embeddings for module in inputs.values()}

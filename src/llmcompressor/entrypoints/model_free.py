@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import nn
-from torch.nn import Linear, Module
+from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.args.checks import path, reject
 from llmcompressor.checkpoint.blueprint import Blueprint
 from llmcompressor.checkpoint.existing_quantization import existing_quantization
 from llmcompressor.checkpoint.expert_stacks import ExpertStack, find_stacks, split_stacks
 from llmcompressor.checkpoint.hub import fetch
-from llmcompressor.checkpoint.source import SourceInfo, inspect_source, is_hub_id
-from llmcompressor.checkpoint.tree_model import TreeModel, build_tree
+from llmcompressor.checkpoint.source import SourceInfo, TensorHeader, inspect_source, is_hub_id
+from llmcompressor.checkpoint.tree_model import TreeModel, build_tree, tied_pair, untied
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.streamed import run_blueprint
@@ -248,11 +248,31 @@ def _blueprint(source: SourceInfo, resolved: ResolvedSchemes) -> Blueprint:
     if kept:
         logger.info(f"Left as they are: the experts of {listed(kept)}.")
     existing = existing_quantization(str(source.directory), source.config)
-    blueprint = build_tree(source, split_stacks(source.tensors, meant), existing)
+    headers: Mapping[str, TensorHeader] = split_stacks(source.tensors, meant)
+    pair = tied_pair(source.config, headers)
+    if pair is not None and _means_one_of(pair, resolved):
+        source, headers = untied(source, headers, pair)
+        logger.info(
+            f"{listed(pair)} shared one weight, and one of them is to be quantized: each gets a "
+            "weight of its own, and config.json says tie_word_embeddings: false."
+        )
+    blueprint = build_tree(source, headers, existing)
     assert isinstance(blueprint.model, TreeModel)
     if blueprint.model.compressed:
         logger.info(f"Quantized already, and kept: {listed(blueprint.model.compressed)}.")
     return blueprint
+
+
+def _means_one_of(pair: tuple[str, str], resolved: ResolvedSchemes) -> bool:
+    """Whether a tied head is named, or the embedding that it is tied to is reached."""
+    head, embedding = pair
+    is_named = any(matches_name(head, target) for target in resolved.targets)
+    stand_ins = {head: Linear(1, 1, device="meta"), embedding: Embedding(1, 1, device="meta")}
+    return any(
+        (is_named if name == head else _matches_any(name, module, resolved.targets))
+        and not _matches_any(name, module, resolved.ignore)
+        for name, module in stand_ins.items()
+    )
 
 
 def _is_meant(stack: ExpertStack, resolved: ResolvedSchemes) -> bool:

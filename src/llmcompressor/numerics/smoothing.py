@@ -12,6 +12,10 @@ the activations alone::
     s_j = range(X_j) / log2(2 + range(X_j))
 
 C channels, R rows of a weight. No scale is zero, negative, infinite or NaN, whatever is given.
+
+A channel that never varied has no range, and need not be zero: divided by the smallest scale, a
+constant would become the greatest value of each token by far, and rounding would leave nothing of
+the others. It keeps its scale.
 """
 
 from __future__ import annotations

@@ -107,6 +107,7 @@ class QuantizationMixin(Modifier):
     _resolved: ResolvedSchemes | None = PrivateAttr(None)
     _schemes: dict[Module, QuantizationScheme] = PrivateAttr(default_factory=dict)
     _names: dict[Module, str] = PrivateAttr(default_factory=dict)
+    _was_left: bool = PrivateAttr(False)
     _parameters: dict[Module, WeightParameters] = PrivateAttr(default_factory=dict)
     _rounded: set[Module] = PrivateAttr(default_factory=set)
     _finished: set[Module] = PrivateAttr(default_factory=set)
@@ -163,9 +164,13 @@ class QuantizationMixin(Modifier):
     def requires_calibration_data(self) -> bool:
         """Whether a static activation scale, a cache scale or an observer asks for data.
 
+        None does any more once all modules were left to a later modifier.
+
         Raises:
             RecipeError: there is no observer of a name that a field gives.
         """
+        if self._was_left and not self._schemes and not self._attention:
+            return False
         resolved = self._with_observers()
         weighs = any(weighs_inputs(scheme.weights) for scheme in resolved.groups.values())
         return weighs or resolved.requires_calibration_data
@@ -277,6 +282,7 @@ class QuantizationMixin(Modifier):
         """Leave a module to a later modifier (:mod:`llmcompressor.quantization.taking_over`)."""
         for each in (self._schemes, self._names, self._fused):
             each.pop(module, None)
+        self._was_left = True
 
     def on_all_initialized(self, state: State) -> None:
         """Warn of sets that are served as one, and whose members get different schemes.

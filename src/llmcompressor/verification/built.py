@@ -33,6 +33,7 @@ __all__ = [
     "is_known_type",
     "is_of_another_type",
     "refusal",
+    "renamed_names",
     "stored_names",
 ]
 
@@ -323,6 +324,20 @@ def stored_names(model: Any) -> Callable[[str], str]:
     """
     names = every_name(model)
     return lambda name: names(name)[0]
+
+
+def renamed_names(model: Any) -> Callable[[str], str]:
+    """As :func:`stored_names`, of tensors that are loaded as they are: none is split or joined."""
+    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+    from transformers.core_model_loading import (  # noqa: PLC0415
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    every: list[Any] = get_model_conversion_mapping(model)
+    renamings = [one for one in every if isinstance(one, WeightRenaming)]
+    own, prefix = dict(model.state_dict()), model.base_model_prefix
+    return lambda name: str(rename_source_key(name, renamings, [], prefix, own)[0])
 
 
 def every_name(model: Any) -> Callable[[str], tuple[str, ...]]:

@@ -173,7 +173,7 @@ def _zero_point(args: Args, scales: tuple[tuple[int, ...], ...], is_packed: bool
     if is_packed and args.strategy in ("group", "channel"):
         packed = tuple((ceil(shape[0] * args.bits / 32), *shape[1:]) for shape in scales)
         return Expected(_INT32, packed)
-    return Expected(frozenset({"I8"}), scales)
+    return Expected(frozenset({"F8_E4M3" if args.kind == "float" else "I8"}), scales)
 
 
 def _of_activations(base: str, args: Args) -> Iterator[tuple[str, Expected]]:
@@ -185,10 +185,8 @@ def _of_activations(base: str, args: Args) -> Iterator[tuple[str, Expected]]:
         return
     yield f"{base}_scale", Expected(_SCALE, _ONE if args.strategy == "tensor" else ())
     if not args.symmetric:
-        yield (
-            f"{base}_zero_point",
-            Expected(frozenset({"I8"}), _ONE if args.strategy == "tensor" else ()),
-        )
+        shapes = _ONE if args.strategy == "tensor" else ()
+        yield f"{base}_zero_point", _zero_point(args, shapes, is_packed=False)
 
 
 def misfits(

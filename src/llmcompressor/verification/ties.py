@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompressor.verification.built import bare_model, stored_names
+from llmcompressor.verification.built import bare_model, renamed_names
 from llmcompressor.verification.decode import CHUNK
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.families import text_settings
@@ -76,7 +76,8 @@ class Twins:
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         if not tied:
             return {}, str, {}
-        stored = stored_names(model)
+        # one that is split, as its parts are called by the class, is no twin of the first of them
+        stored = renamed_names(model)
         return tied, stored, {stored(name): name for name in self._files.places}
 
 

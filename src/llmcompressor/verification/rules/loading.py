@@ -27,7 +27,11 @@ from collections.abc import Iterator
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.module_classes import dtype_by_class, named_by_class
 from llmcompressor.verification.rules.base import FLOATS, Problem, Rule, View
-from llmcompressor.verification.rules.transformers import experts_are_linears
+from llmcompressor.verification.rules.transformers import (
+    experts_are_linears,
+    is_small_float,
+    loaded_mixtures,
+)
 
 __all__ = ["RULES"]
 
@@ -90,6 +94,22 @@ def dtypes_meet(view: View) -> Iterator[Problem]:
     yield from _unpacked_to_bfloat16(view)
     yield from _left_in_float32(view)
     yield from _unpacked_to_that_of_scales(view)
+    yield from _experts_in_bfloat16(view)
+
+
+def _experts_in_bfloat16(view: View) -> Iterator[Problem]:
+    if view.dtype == "bfloat16" or experts_are_linears(view):
+        return
+    for path, expert in loaded_mixtures(view):
+        scheme = view.written(expert[0]) if expert[0].is_quantized else None
+        if scheme is not None and is_small_float(scheme.weights):
+            yield Problem(
+                path,
+                "transformers unpacks experts of 8-bit floats to bfloat16, and the model computes "
+                f'in {view.dtype}: with experts_implementation="eager" the first forward fails.',
+                f"Leave experts_implementation at its default, grouped_mm. Or: {_ANEW}.",
+                Severity.WARNING,
+            )
 
 
 def _unpacked_to_that_of_scales(view: View) -> Iterator[Problem]:

@@ -94,6 +94,7 @@ def experts_fit(view: View) -> Iterator[Problem]:
 def no_strays(view: View) -> Iterator[Problem]:
     """S23, for modules that hold no codes: scales of nothing, or of weights left uncompressed."""
     yield from _is("extra", lambda one: one.own in KNOWN - _OTHERS, _STRAY)(view)
+    yield from _zero_points_of_floats(view)
     uncompressed = []
     for entry in view.entries.values():
         if entry.is_quantized:
@@ -111,6 +112,19 @@ def no_strays(view: View) -> Iterator[Problem]:
             "stored dense beside their scales, for transformers alone: servers do not read that.",
             "To serve it, write it with save_compressed=True and without format: dense.",
         )
+
+
+def _zero_points_of_floats(view: View) -> Iterator[Problem]:
+    """Zero points of inputs that vLLM leaves alone (S22), so that it has no place for them."""
+    for entry, scheme in view.coded():
+        inputs = scheme.inputs
+        is_unread = inputs is not None and inputs.kind == "float" and not inputs.symmetric
+        if is_unread and "input_zero_point" in entry.own:
+            yield Problem(
+                entry.name,
+                "It has an input_zero_point, and there is no place for one beside 8-bit floats.",
+                "Quantize inputs symmetrically, or dynamically.",
+            )
 
 
 def _kept_scales(view: View, entry: Entry) -> set[str]:

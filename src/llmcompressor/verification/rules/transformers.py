@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from llmcompressor.verification.expected import expected_tensors, is_stored_so, misfits
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
-from llmcompressor.verification.module_classes import takes_experts
+from llmcompressor.verification.module_classes import takes_experts, takes_plain_experts
 from llmcompressor.verification.rules.base import Problem, Rule, View, joined
 from llmcompressor.verification.rules.config import raw_groups, where
 from llmcompressor.verification.rules.tensors import KNOWN
 from llmcompressor.verification.scheme import Args, Group, Scheme
 
-__all__ = ["RULES", "experts_are_linears"]
+__all__ = ["RULES", "experts_are_linears", "is_small_float", "loaded_mixtures"]
 
 _GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
 _AS_LINEARS = frozenset({"llama4", "llama4_text"})
@@ -174,7 +174,7 @@ def experts_are_restored(view: View) -> Iterator[Problem]:
     if experts_are_linears(view):
         yield from _left_in_stacks(view)
         return
-    for path, expert in _loaded(view):
+    for path, expert in loaded_mixtures(view):
         if not all(takes_experts(view.config, entry.name) for entry in expert):
             yield Problem(
                 path,
@@ -198,7 +198,7 @@ def _left_in_stacks(view: View) -> Iterator[Problem]:
         )
 
 
-def _loaded(view: View) -> Iterator[tuple[str, list[Entry]]]:
+def loaded_mixtures(view: View) -> Iterator[tuple[str, list[Entry]]]:
     """Paths of the mixtures that transformers loads, with the projections of one expert."""
     for path, experts in view.mixtures.items():
         if not view.is_draft(path):
@@ -210,6 +210,13 @@ def _merged(view: View, path: str, entry: Entry) -> Iterator[Problem]:
     taken = _taken(view)
     if not entry.is_quantized:
         yield from _dense_experts(path, taken)
+        if not takes_plain_experts(view.config, entry.name):
+            yield Problem(
+                path,
+                "Its experts are plain, and transformers fails to load them where anything is "
+                "quantized: it looks for their scales.",
+                "Serve it with vLLM.",
+            )
         return
     group = view.choice(entry).group
     scheme = group.scheme if group is not None else None
@@ -234,7 +241,8 @@ def _merged(view: View, path: str, entry: Entry) -> Iterator[Problem]:
         )
 
 
-def _is_small_float(args: Args | None) -> bool:
+def is_small_float(args: Args | None) -> bool:
+    """Whether something is quantized to floats of 8 bits."""
     return args is not None and (args.kind, args.bits) == ("float", 8)
 
 
@@ -243,13 +251,13 @@ def _is_read_alike(one: Scheme, other: Scheme) -> bool:
 
     8-bit floats are multiplied with their scales, whatever these are shared by.
     """
-    if _is_small_float(one.weights) and _is_small_float(other.weights):
+    if is_small_float(one.weights) and is_small_float(other.weights):
         return True
     return (one.weights, one.format) == (other.weights, other.format)
 
 
 def _dense_experts(path: str, taken: Group | None) -> Iterator[Problem]:
-    if taken is not None and _is_small_float(taken.scheme.weights):
+    if taken is not None and is_small_float(taken.scheme.weights):
         return
     yield Problem(
         path,
