@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
@@ -27,7 +27,7 @@ from llmcompressor.checkpoint.shards import natural_key
 from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.names import named_modules
 
-__all__ = ["Prediction", "predict", "stored_block"]
+__all__ = ["Prediction", "module_kinds", "predict", "stored_block"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Prediction:
         extras: tensors of the source that the model class does not own.
         ignore: patterns that keep those unquantized.
         tied: whether input and output embeddings are one tensor; ``None`` if there is no pair.
+        kinds: stored path of a module → ``linear`` or ``embedding``, whichever its class is.
     """
 
     quantized: Sequence[QuantizedModule]
@@ -49,6 +50,7 @@ class Prediction:
     extras: Sequence[str]
     ignore: Sequence[str]
     tied: bool | None
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
 
 def predict(
@@ -97,7 +99,9 @@ def predict(
     stored += [Stored(name, headers[name].dtype, headers[name].shape) for name in extras]
     own = checkpoint_names(model, [entry.name for entry in quantized])
     ignore = extra_ignore(extras, names, [*own, *own.values()]) if extras else []
-    return Prediction(quantized, stored, contents.plain_keys, extras, ignore, contents.tied)
+    return Prediction(
+        quantized, stored, contents.plain_keys, extras, ignore, contents.tied, module_kinds(model)
+    )
 
 
 def stored_block(
@@ -134,6 +138,17 @@ def stored_block(
             for name, tensor in compress(entry, own[entry.name]).items()
         }
     return found
+
+
+def module_kinds(model: PreTrainedModel) -> dict[str, str]:
+    """Stored path of each Linear and embedding → ``linear`` or ``embedding``: names may mislead."""
+    kinds = {
+        name: "embedding" if isinstance(module, Embedding) else "linear"
+        for name, module in named_modules(model)
+        if isinstance(module, Linear | Embedding)
+    }
+    places = checkpoint_names(model, kinds)
+    return {places[name]: kind for name, kind in kinds.items()}
 
 
 def _expected_state(
