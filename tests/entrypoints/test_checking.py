@@ -134,3 +134,69 @@ def test_no_preset_is_warned_of(
     recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
     oneshot(normal, recipe, ROWS, output_dir=tmp_path / "out")
     assert not [line for line in warned if "would not" in line]
+
+
+INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32}
+INT8 = {**INT4, "num_bits": 8}
+FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+UP, DOWN = r"re:.*experts\..*(gate|up)_proj", r"re:.*experts\..*down_proj"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of eight experts in each block, in stacks."""
+    folder = tmp_path_factory.mktemp("source") / "mixture"
+    small.mixture().save_pretrained(folder)
+    return folder
+
+
+def groups(*pairs: tuple[str, dict[str, object]], **more: object) -> QuantizationModifier:
+    config = {
+        f"group_{index}": {"targets": [target], "weights": weights, **more}
+        for index, (target, weights) in enumerate(pairs)
+    }
+    return QuantizationModifier(config_groups=config, ignore=["lm_head"])
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(UP, INT4), (DOWN, INT8)],
+        [(r"re:.*experts\.0\..*", INT4), (r"re:.*experts\.[1-7]\..*", INT8)],
+        [(r"re:.*experts\.[02]\..*", INT4)],
+        [(r"re:.*experts\.[02]\..*", FLOATS)],
+        [(UP, INT4)],
+    ],
+)
+def test_experts_that_differ_are_refused_before_the_work(
+    pairs: list[tuple[str, dict[str, object]]], mixture: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match="No server") as error:
+        oneshot(mixture, groups(*pairs), output_dir=tmp_path / "out")
+    for word in ("vllm (S62, model.layers.0", "transformers (T6, model.layers.0", "sglang (G6, "):
+        assert word in error.value.problem
+    assert "Quantize all experts of a layer alike" in error.value.remedy
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "pairs", [[(UP, FLOATS)], [(UP, FLOATS), (DOWN, {**FLOATS, "strategy": "tensor"})]]
+)
+def test_experts_of_small_floats_that_differ_are_left_to_transformers(
+    pairs: list[tuple[str, dict[str, object]]], mixture: Path, tmp_path: Path
+) -> None:
+    model = oneshot(mixture, groups(*pairs), output_dir=tmp_path / "out").eval()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
+    with torch.no_grad():
+        assert torch.equal(read(small.probe()).logits, model(small.probe()).logits)
+
+
+def test_outputs_of_experts_that_transformers_does_not_round_are_said(
+    mixture: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    outputs = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    for target, is_said in ((r"re:.*self_attn\..*", False), (r"re:.*experts\..*", True)):
+        recipe = groups((target, FLOATS), output_activations=outputs)
+        oneshot(mixture, recipe, small.token_rows(), output_dir=tmp_path / target[4:8])
+        said = [line for line in warned if "does not round what comes out" in line]
+        assert bool(said) is is_said
