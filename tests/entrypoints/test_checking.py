@@ -9,7 +9,10 @@ import pytest
 import small_models as small
 import torch
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from safetensors.torch import load_file
 from transformers import (
+    AudioFlamingo3Config,
+    AudioFlamingo3ForConditionalGeneration,
     AutoModelForCausalLM,
     FalconConfig,
     FalconForCausalLM,
@@ -134,6 +137,34 @@ def test_no_preset_is_warned_of(
     recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
     oneshot(normal, recipe, ROWS, output_dir=tmp_path / "out")
     assert not [line for line in warned if "would not" in line]
+
+
+def test_a_tower_that_transformers_rounds_without_scales_is_said(
+    tmp_path: Path, warned: list[str]
+) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+    text = {**sizes, "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AudioFlamingo3Config(
+        audio_config={**sizes, "num_attention_heads": 4, "max_source_positions": 64},
+        text_config={**text, "vocab_size": small.VOCABULARY},
+        audio_token_id=10,
+    )
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    recipe = QuantizationModifier(targets=[], kv_cache_scheme=cache)
+    model = AudioFlamingo3ForConditionalGeneration(config).bfloat16()
+    oneshot(model, recipe, small.token_rows(), output_dir=tmp_path / "out")
+    tower = "audio_tower.layers.0.self_attn"
+    said = [line for line in warned if "would not" in line]
+    assert len(said) == 1, "vLLM keeps no cache there"
+    for word in ("transformers", "(L7)", f"model.{tower}", "random", "Leave kv_cache_scheme out"):
+        assert word in said[0]
+    read = AudioFlamingo3ForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert hasattr(read.model.get_submodule(tower), "k_scale")  # as the rule says
+    assert not [
+        name
+        for name in load_file(tmp_path / "out" / "model.safetensors")
+        if tower in name and "scale" in name
+    ]
 
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32}

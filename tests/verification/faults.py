@@ -467,6 +467,7 @@ def heads_without_groups(sample: Sample) -> None:
 
 
 @fault("S54", f"{LAYER}.self_attn", base="cache")
+@fault("L7", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS)
 def scale_of_the_cache_is_missing(sample: Sample) -> None:
     sample.drop(f"{LAYER}.self_attn.k_scale")
 

@@ -44,6 +44,8 @@ WRITTEN = "written"
 VERSIONS = {"vllm": "0.33", "transformers": "5.17", "sglang": "0.5"}
 """The releases whose rules these are; a rule that holds for others as well says so itself."""
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
+_TOWER = re.compile(r".*vision|(?:.*\.)?(?:visual|(?:image|audio|speech)_(?:tower|encoder))\.")
+"""Where images or sounds are read, all at once: there is no cache."""
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """How headers name a dtype → how a configuration does."""
 
@@ -464,7 +466,7 @@ class View:
         parents = {
             entry.parent
             for entry in self.matrices
-            if entry.last in ("k_proj", "qkv_proj") and "vision" not in entry.name
+            if entry.last in ("k_proj", "qkv_proj") and not _TOWER.match(entry.name)
         }
         return sorted(path for path in parents if not self._is_linear_attention(path))
 
