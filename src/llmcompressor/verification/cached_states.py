@@ -15,11 +15,10 @@ from typing import Any
 from compressed_tensors.quantization import is_cached_attention_module
 from torch.nn import Module
 
-from llmcompressor.verification.built import bare_model, stored_names
+from llmcompressor.verification.built import stored_names
+from llmcompressor.verification.class_model import class_model
 
 __all__ = ["without_scales"]
-
-_NOT_THE_MODEL = frozenset({"quantization_config", "compression_config"})
 
 
 def without_scales(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -32,7 +31,7 @@ def without_scales(config: Mapping[str, Any], names: Iterable[str]) -> list[str]
     Returns:
         Paths in the class; none where it cannot be built.
     """
-    model = bare_model({key: each for key, each in config.items() if key not in _NOT_THE_MODEL})
+    model = class_model(config)
     if model is None:
         return []
     stored = stored_names(model)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from llmcompressor.verification.conversions import stacks_quantized
 from llmcompressor.verification.expected import expected_tensors, is_stored_so, misfits
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
@@ -181,6 +182,13 @@ def experts_are_restored(view: View) -> Iterator[Problem]:
                 "Its experts are stored one by one, and transformers has no table for them and "
                 "looks for their stacks: they are random there.",
                 "Ignore the experts, or serve it with vLLM.",
+            )
+        elif view.settings and not stacks_quantized(view.config):
+            yield Problem(
+                path,
+                "transformers fails to stack these experts, plain or quantized, where anything is "
+                "quantized: its table insists on tensors that are no part of a stack.",
+                "Serve it with vLLM.",
             )
         elif view.settings:
             yield from _merged(view, path)
