@@ -139,6 +139,19 @@ def test_no_preset_is_warned_of(
     assert not [line for line in warned if "would not" in line]
 
 
+def test_what_an_earlier_run_has_quantized_is_known(tmp_path: Path, warned: list[str]) -> None:
+    floats = QuantizationModifier(targets=["re:.*self_attn.*"], scheme="FP8_DYNAMIC")
+    packed = QuantizationModifier(targets=["re:.*mlp.*"], scheme="W4A16")
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    model = small.llama()
+    for recipe in (floats, packed, QuantizationModifier(targets=[], kv_cache_scheme=cache)):
+        oneshot(model, recipe, small.token_rows(), output_dir=tmp_path / "out", overwrite=True)
+    assert not [line for line in warned if "would not" in line]
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
+    with torch.no_grad():
+        assert torch.equal(read(small.probe()).logits, model.eval()(small.probe()).logits)
+
+
 def test_a_tower_that_transformers_rounds_without_scales_is_said(
     tmp_path: Path, warned: list[str]
 ) -> None:

@@ -17,6 +17,7 @@ from llmcompressor.checkpoint.compress import (
     compress,
     parse_format,
     quantized_module,
+    quantized_modules,
 )
 from llmcompressor.checkpoint.contents import Contents, divide
 from llmcompressor.checkpoint.extras import extra_ignore, extra_tensors
@@ -65,7 +66,8 @@ def predict(
     Args:
         model: the model; its weights may be on the meta device.
         planned: what the modifiers say that its modules will be stored as
-            (:class:`~llmcompressor.modifiers.modifier.PlannedModule`).
+            (:class:`~llmcompressor.modifiers.modifier.PlannedModule`). What an earlier run has
+            quantized of the model is written as it is.
         headers: the tensors of the source.
         save_compressed: weights are packed, not written dense.
     """
@@ -90,6 +92,11 @@ def predict(
             quantized.append(entry)
             tensors[plan.name] = plan.tensors
     order = {name: position for position, (name, _) in enumerate(named_modules(model))}
+    planned_modules = {plan.module for plan in planned}
+    for entry in quantized_modules(model, forced_format=forced):
+        if entry.module not in planned_modules and entry.name in order:
+            quantized.append(entry)
+            tensors[entry.name] = {}
     quantized.sort(key=lambda entry: order[entry.name])
     state = _expected_state(model, tensors)
     contents = divide(model, quantized, state)
