@@ -9,7 +9,10 @@ import pytest
 import small_models as small
 import torch
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from safetensors.torch import load_file
 from transformers import (
+    AudioFlamingo3Config,
+    AudioFlamingo3ForConditionalGeneration,
     AutoModelForCausalLM,
     FalconConfig,
     FalconForCausalLM,
@@ -134,3 +137,110 @@ def test_no_preset_is_warned_of(
     recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
     oneshot(normal, recipe, ROWS, output_dir=tmp_path / "out")
     assert not [line for line in warned if "would not" in line]
+
+
+def test_what_an_earlier_run_has_quantized_is_known(tmp_path: Path, warned: list[str]) -> None:
+    floats = QuantizationModifier(targets=["re:.*self_attn.*"], scheme="FP8_DYNAMIC")
+    packed = QuantizationModifier(targets=["re:.*mlp.*"], scheme="W4A16")
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    model = small.llama()
+    for recipe in (floats, packed, QuantizationModifier(targets=[], kv_cache_scheme=cache)):
+        oneshot(model, recipe, small.token_rows(), output_dir=tmp_path / "out", overwrite=True)
+    assert not [line for line in warned if "would not" in line]
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
+    with torch.no_grad():
+        assert torch.equal(read(small.probe()).logits, model.eval()(small.probe()).logits)
+
+
+def test_a_tower_that_transformers_rounds_without_scales_is_said(
+    tmp_path: Path, warned: list[str]
+) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64}
+    text = {**sizes, "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AudioFlamingo3Config(
+        audio_config={**sizes, "num_attention_heads": 4, "max_source_positions": 64},
+        text_config={**text, "vocab_size": small.VOCABULARY},
+        audio_token_id=10,
+    )
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    recipe = QuantizationModifier(targets=[], kv_cache_scheme=cache)
+    model = AudioFlamingo3ForConditionalGeneration(config).bfloat16()
+    oneshot(model, recipe, small.token_rows(), output_dir=tmp_path / "out")
+    tower = "audio_tower.layers.0.self_attn"
+    said = [line for line in warned if "would not" in line]
+    assert len(said) == 1, "vLLM keeps no cache there"
+    for word in ("transformers", "(L7)", f"model.{tower}", "random", "Leave kv_cache_scheme out"):
+        assert word in said[0]
+    read = AudioFlamingo3ForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert hasattr(read.model.get_submodule(tower), "k_scale")  # as the rule says
+    assert not [
+        name
+        for name in load_file(tmp_path / "out" / "model.safetensors")
+        if tower in name and "scale" in name
+    ]
+
+
+INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32}
+INT8 = {**INT4, "num_bits": 8}
+FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+UP, DOWN = r"re:.*experts\..*(gate|up)_proj", r"re:.*experts\..*down_proj"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of eight experts in each block, in stacks."""
+    folder = tmp_path_factory.mktemp("source") / "mixture"
+    small.mixture().save_pretrained(folder)
+    return folder
+
+
+def groups(*pairs: tuple[str, dict[str, object]], **more: object) -> QuantizationModifier:
+    config = {
+        f"group_{index}": {"targets": [target], "weights": weights, **more}
+        for index, (target, weights) in enumerate(pairs)
+    }
+    return QuantizationModifier(config_groups=config, ignore=["lm_head"])
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(UP, INT4), (DOWN, INT8)],
+        [(r"re:.*experts\.0\..*", INT4), (r"re:.*experts\.[1-7]\..*", INT8)],
+        [(r"re:.*experts\.[02]\..*", INT4)],
+        [(r"re:.*experts\.[02]\..*", FLOATS)],
+        [(UP, INT4)],
+    ],
+)
+def test_experts_that_differ_are_refused_before_the_work(
+    pairs: list[tuple[str, dict[str, object]]], mixture: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match="No server") as error:
+        oneshot(mixture, groups(*pairs), output_dir=tmp_path / "out")
+    for word in ("vllm (S62, model.layers.0", "transformers (T6, model.layers.0", "sglang (G6, "):
+        assert word in error.value.problem
+    assert "Quantize all experts of a layer alike" in error.value.remedy
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "pairs", [[(UP, FLOATS)], [(UP, FLOATS), (DOWN, {**FLOATS, "strategy": "tensor"})]]
+)
+def test_experts_of_small_floats_that_differ_are_left_to_transformers(
+    pairs: list[tuple[str, dict[str, object]]], mixture: Path, tmp_path: Path
+) -> None:
+    model = oneshot(mixture, groups(*pairs), output_dir=tmp_path / "out").eval()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
+    with torch.no_grad():
+        assert torch.equal(read(small.probe()).logits, model(small.probe()).logits)
+
+
+def test_outputs_of_experts_that_transformers_does_not_round_are_said(
+    mixture: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    outputs = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    for target, is_said in ((r"re:.*self_attn\..*", False), (r"re:.*experts\..*", True)):
+        recipe = groups((target, FLOATS), output_activations=outputs)
+        oneshot(mixture, recipe, small.token_rows(), output_dir=tmp_path / target[4:8])
+        said = [line for line in warned if "does not round what comes out" in line]
+        assert bool(said) is is_said

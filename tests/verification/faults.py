@@ -66,6 +66,8 @@ def fault(rule: str, module: str, *, also: str = "", **more: object) -> Callable
 
 
 WARNING, NOTE = Severity.WARNING, Severity.NOTE
+BY_TRANSFORMERS = Deployment(server="transformers", tp=(1,))
+SGLANG = Deployment(tp=(1,), server="sglang")
 
 # ------------------------------------------------------------------ the configuration (S1 to S10)
 
@@ -478,6 +480,7 @@ def heads_without_groups(sample: Sample) -> None:
 
 
 @fault("S54", f"{LAYER}.self_attn", base="cache")
+@fault("L7", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS)
 def scale_of_the_cache_is_missing(sample: Sample) -> None:
     sample.drop(f"{LAYER}.self_attn.k_scale")
 
@@ -541,13 +544,17 @@ def draft_head_is_dropped(sample: Sample) -> None:
 # ---------------------------------------------------------------------- experts (S62 to S69)
 
 
-@fault("S62", f"{LAYER}.mlp.experts", base="qwen3_moe", also="S19")
+@fault("S62", f"{LAYER}.mlp.experts", base="qwen3_moe")
+@fault("T6", f"{LAYER}.mlp.experts", base="qwen3_moe", deployment=BY_TRANSFORMERS)
+@fault("G6", f"{LAYER}.mlp.experts", base="qwen3_moe", deployment=SGLANG)
 def one_expert_is_dense(sample: Sample) -> None:
     sample.drop(f"{EXPERT}.up_proj.")
     sample.tensors[f"{EXPERT}.up_proj.weight"] = torch.randn(INNER, HIDDEN, dtype=torch.bfloat16)
 
 
 @fault("S62", f"{LAYER}.mlp.experts", base="qwen3_moe")
+@fault("T6", f"{LAYER}.mlp.experts", base="qwen3_moe", deployment=BY_TRANSFORMERS)
+@fault("G6", f"{LAYER}.mlp.experts", base="qwen3_moe", deployment=SGLANG)
 def experts_of_two_schemes(sample: Sample) -> None:
     other = {**sample.group, "weights": {**sample.group["weights"], "group_size": 64}}
     sample.groups["group_1"] = {**other, "targets": [r"re:.*layers\.0\.mlp\.experts\.1\..*"]}
@@ -774,9 +781,6 @@ def status_is_not_compressed(sample: Sample) -> None:
 
 
 # with its rules alone
-BY_TRANSFORMERS = Deployment(server="transformers", tp=(1,))
-
-
 @fault("T1", "quantization_config", deployment=BY_TRANSFORMERS)
 def configuration_is_nowhere(sample: Sample) -> None:
     del sample.config["quantization_config"]
@@ -900,8 +904,6 @@ def ragged_groups(sample: Sample) -> None:
 
 
 # ------------------------------------------------------------------------------ SGLang (G1 to G7)
-
-SGLANG = Deployment(tp=(1,), server="sglang")
 
 
 @fault("G1", Q, deployment=SGLANG, also="G5")

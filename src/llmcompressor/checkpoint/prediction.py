@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
@@ -17,6 +17,7 @@ from llmcompressor.checkpoint.compress import (
     compress,
     parse_format,
     quantized_module,
+    quantized_modules,
 )
 from llmcompressor.checkpoint.contents import Contents, divide
 from llmcompressor.checkpoint.extras import extra_ignore, extra_tensors
@@ -28,7 +29,7 @@ from llmcompressor.checkpoint.shards import natural_key
 from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.names import named_modules
 
-__all__ = ["Prediction", "predict", "stored_block"]
+__all__ = ["Prediction", "module_kinds", "predict", "stored_block"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Prediction:
         extras: tensors of the source that the model class does not own.
         ignore: patterns that keep those unquantized.
         tied: whether input and output embeddings are one tensor; ``None`` if there is no pair.
+        kinds: stored path of a module → ``linear`` or ``embedding``, whichever its class is.
     """
 
     quantized: Sequence[QuantizedModule]
@@ -50,6 +52,7 @@ class Prediction:
     extras: Sequence[str]
     ignore: Sequence[str]
     tied: bool | None
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
 
 def predict(
@@ -64,7 +67,8 @@ def predict(
     Args:
         model: the model; its weights may be on the meta device.
         planned: what the modifiers say that its modules will be stored as
-            (:class:`~llmcompressor.modifiers.modifier.PlannedModule`).
+            (:class:`~llmcompressor.modifiers.modifier.PlannedModule`). What an earlier run has
+            quantized of the model is written as it is.
         headers: the tensors of the source.
         save_compressed: weights are packed, not written dense.
     """
@@ -89,6 +93,11 @@ def predict(
             quantized.append(entry)
             tensors[plan.name] = plan.tensors
     order = {name: position for position, (name, _) in enumerate(named_modules(model))}
+    planned_modules = {plan.module for plan in planned}
+    for entry in quantized_modules(model, forced_format=forced):
+        if entry.module not in planned_modules and entry.name in order:
+            quantized.append(entry)
+            tensors[entry.name] = {}
     quantized.sort(key=lambda entry: order[entry.name])
     state = _expected_state(model, tensors)
     contents = divide(model, quantized, state)
@@ -98,7 +107,9 @@ def predict(
     stored += [Stored(name, headers[name].dtype, headers[name].shape) for name in extras]
     own = checkpoint_names(model, [entry.name for entry in quantized])
     ignore = extra_ignore(extras, names, [*own, *own.values()]) if extras else []
-    return Prediction(quantized, stored, contents.plain_keys, extras, ignore, contents.tied)
+    return Prediction(
+        quantized, stored, contents.plain_keys, extras, ignore, contents.tied, module_kinds(model)
+    )
 
 
 def stored_block(
@@ -136,6 +147,17 @@ def stored_block(
             for name, tensor in compress(entry, own[entry.name]).items()
         }
     return found
+
+
+def module_kinds(model: PreTrainedModel) -> dict[str, str]:
+    """Stored path of each Linear and embedding → ``linear`` or ``embedding``: names may mislead."""
+    kinds = {
+        name: "embedding" if isinstance(module, Embedding) else "linear"
+        for name, module in named_modules(model)
+        if isinstance(module, Linear | Embedding)
+    }
+    places = checkpoint_names(model, kinds)
+    return {places[name]: kind for name, kind in kinds.items()}
 
 
 def _expected_state(

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.experts import dense_closed
-from llmcompressor.checkpoint.output_layout import Stored, lay_out
-from llmcompressor.checkpoint.prediction import predict
+from llmcompressor.checkpoint.output_layout import lay_out
+from llmcompressor.checkpoint.prediction import Prediction, predict
 from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
 from llmcompressor.checkpoint.shards import parse_size
 from llmcompressor.checkpoint.space import beside_weights, check_space
@@ -39,7 +40,7 @@ _REMEDIES = {
 """What the user of a recipe can do, where the rule itself can only speak of a checkpoint."""
 
 
-def check_written(folder: Path) -> dict[str, Any]:
+def check_written(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Read a written checkpoint and say what came of it.
 
     What a server would refuse may be what the recipe asks for: it was said before
@@ -48,6 +49,7 @@ def check_written(folder: Path) -> dict[str, Any]:
 
     Args:
         folder: where its files are.
+        kinds: what its modules are (:func:`~llmcompressor.checkpoint.prediction.module_kinds`).
 
     Returns:
         What the run's report keeps of it.
@@ -55,7 +57,7 @@ def check_written(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: a file, a tensor or a value is wrong.
     """
-    report = verify_files(folder)
+    report = verify_files(folder, kinds=kinds)
     broken = [
         one
         for one in report.findings
@@ -84,7 +86,7 @@ def serves_nobody(modifiers: Iterable[Modifier]) -> bool:
 
 
 def check_servable(
-    config: Mapping[str, Any], stored: Iterable[Stored], *, is_meant: bool = False
+    config: Mapping[str, Any], prediction: Prediction, *, is_meant: bool = False
 ) -> None:
     """Say before the work what servers would refuse, or run wrong, of its output.
 
@@ -93,19 +95,24 @@ def check_servable(
 
     Args:
         config: the ``config.json`` that will be written.
-        stored: the tensors that will be.
+        prediction: the tensors that will be, and the modules they belong to.
         is_meant: the user has said that readers do not matter.
 
     Raises:
         RecipeError: every server of which rules are known would refuse it, or run it wrong, and
             that is not meant.
     """
-    headers = {one.name: TensorInfo(one.dtype, one.shape) for one in stored}
-    errors = _errors(config, headers)
-    of_transformers = check_serving(config, headers, deployment=Deployment("transformers"))
+    ask = partial(
+        check_serving,
+        config,
+        {one.name: TensorInfo(one.dtype, one.shape) for one in prediction.stored},
+        kinds=prediction.kinds,
+    )
+    errors = _errors(ask())
+    of_transformers = ask(deployment=Deployment("transformers"))
     limits = [one for one in of_transformers if one.severity is Severity.ERROR]
     if limits and not is_meant:
-        _refuse_unservable(config, headers)
+        _refuse_unservable(ask)
     for each in merged(errors, by_rule=True):
         logger.warning(
             f"{each.first.server or 'No server'} would {'not ' if each.first.server else ''}serve "
@@ -136,11 +143,11 @@ def _tell_how_transformers_differs(findings: Iterable[Finding]) -> None:
         )
 
 
-def _refuse_unservable(config: Mapping[str, Any], headers: Mapping[str, TensorInfo]) -> None:
+def _refuse_unservable(ask: Callable[..., list[Finding]]) -> None:
     """Refuse what none of the servers takes."""
     firsts = []
     for server in SERVERS:
-        found = _errors(config, headers, Deployment(server))
+        found = _errors(ask(deployment=Deployment(server)))
         if not found:
             return
         firsts.append((server, found[0]))
@@ -189,15 +196,10 @@ def check_writable_model(
     layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
     beside = beside_weights(folder, len(prediction.stored))
     check_space(Path(output_dir), output=layout.file_size + beside)
-    check_servable(config, prediction.stored, is_meant=is_meant)
+    check_servable(config, prediction, is_meant=is_meant)
 
 
-def _errors(
-    config: Mapping[str, Any],
-    headers: Mapping[str, TensorInfo],
-    deployment: Deployment | None = None,
-) -> list[Finding]:
-    found = check_serving(config, headers, deployment=deployment)
+def _errors(found: Iterable[Finding]) -> list[Finding]:
     return [one for one in found if one.severity is Severity.ERROR]
 
 

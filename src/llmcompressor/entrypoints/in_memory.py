@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from llmcompressor.checkpoint.load import (
     parse_precision,
     untie_embeddings,
 )
+from llmcompressor.checkpoint.prediction import module_kinds
 from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
 from llmcompressor.checkpoint.workspace import reserved
 from llmcompressor.core.session import CompressionSession
@@ -206,7 +208,7 @@ def _save(
         overwrite=job.model_args.overwrite,
         was_free=True,
         report=report,
-        check=check_written if job.run_args.verify else None,
+        check=partial(check_written, kinds=module_kinds(model)) if job.run_args.verify else None,
     )
 
 

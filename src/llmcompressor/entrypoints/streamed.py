@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from llmcompressor.checkpoint.finished_output import FinishedOutput
 from llmcompressor.checkpoint.finished_run import FinishedRun, forget_run, hash_of
 from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
-from llmcompressor.checkpoint.prediction import Prediction, predict
+from llmcompressor.checkpoint.prediction import Prediction, module_kinds, predict
 from llmcompressor.checkpoint.run_report import own_report
 from llmcompressor.checkpoint.save import (
     DEFAULT_SHARD_SIZE,
@@ -226,7 +227,7 @@ class _Run:
             compressed, source = job.model_args.save_compressed, self.blueprint.source.directory
             config = planned_config(model, source, prediction, compressed=compressed)
             is_meant = not job.run_args.verify or serves_nobody(self._modifiers)
-            check_servable(config, prediction.stored, is_meant=is_meant)
+            check_servable(config, prediction, is_meant=is_meant)
             layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
             left = sum(_stored_bytes(block) for block in find_blocks(model))
         passes = passes_of(self._modifiers, job.pipeline())
@@ -365,7 +366,9 @@ class _Run:
             recipe=job.applied_recipe(self.session.lifecycle.recipe),
             source=str(self.blueprint.source.directory),
             report=report,
-            check=check_written if job.run_args.verify else None,
+            check=partial(check_written, kinds=module_kinds(self.blueprint.model))
+            if job.run_args.verify
+            else None,
         )
 
     def _report(self, names: Sequence[str]) -> Records:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from torch.nn import Module
 from transformers import PrinterCallback
 from transformers.trainer_utils import rotate_checkpoints
 
+from llmcompressor.checkpoint.prediction import module_kinds
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import session_of_run
@@ -251,7 +253,9 @@ class _Run:
                 recipe=recipe,
                 source=task.source,
                 report=report,
-                check=check_written if task.run_args.verify else None,
+                check=partial(check_written, kinds=module_kinds(self.model))
+                if task.run_args.verify
+                else None,
             )
             write_checkpoint(self.model, folder.files, options, state)
             folder.mark_written()

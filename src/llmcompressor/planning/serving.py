@@ -20,5 +20,7 @@ def serving_notes(output: Output, deployment: Deployment | None = None) -> list[
     headers = {one.name: TensorInfo(one.dtype, one.shape) for one in output.prediction.stored}
     return [
         ServingNote(one.rule, one.severity.value, one.server, one.module, one.message, one.remedy)
-        for one in check_serving(output.config, headers, deployment=deployment)
+        for one in check_serving(
+            output.config, headers, deployment=deployment, kinds=output.prediction.kinds
+        )
     ]

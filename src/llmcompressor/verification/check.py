@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -50,6 +50,7 @@ def verify_files(
     *,
     deployment: Deployment | None = None,
     workers: int | None = None,
+    kinds: Mapping[str, str] | None = None,
 ) -> VerificationReport:
     """Read a checkpoint as its readers will and say what is wrong with it.
 
@@ -60,6 +61,7 @@ def verify_files(
         reference: the folder of the model that it was made from.
         deployment: where it is to be served.
         workers: threads that read; as many as there are cores by default, four at most.
+        kinds: path of a module → ``linear`` or ``embedding``, where the model itself is at hand.
 
     Returns:
         The report.
@@ -74,7 +76,7 @@ def verify_files(
         if reference is not None:
             original = _reference(reference, files)
             stack.enter_context(closing(original.files))
-        return _verify(files, original, deployment, workers, start)
+        return _verify(files, original, deployment, workers, start, kinds)
 
 
 def _verify(
@@ -83,9 +85,10 @@ def _verify(
     deployment: Deployment | None,
     workers: int | None,
     start: float,
+    kinds: Mapping[str, str] | None,
 ) -> VerificationReport:
     headers = {name: info for name, info in files.headers.items() if name not in files.broken}
-    view = View(files.config, headers, files.read, deployment)
+    view = View(files.config, headers, files.read, deployment, kinds)
     findings = [*files.findings, *check_view(view), *check_tie(files)]
     done = list(_read_all(files, view, original, workers))
     for one in done:

@@ -20,7 +20,6 @@ import torch
 from llmcompressor.verification.built import bare_model, class_of_type, every_name
 from llmcompressor.verification.families import text_settings
 from llmcompressor.verification.initialization import named_weights
-from llmcompressor.verification.plain_experts import stacks_plain_experts
 
 __all__ = [
     "Own",
@@ -30,7 +29,6 @@ __all__ = [
     "modules_by_class",
     "named_by_class",
     "takes_experts",
-    "takes_plain_experts",
 ]
 
 Own = tuple[str, str]
@@ -150,17 +148,6 @@ def takes_experts(config: Mapping[str, Any], path: str) -> bool:
     if found is not None:
         return found.stored(f"{path}.weight") in found.tensors
     return any(_has_table(holder.get("model_type")) for holder in (config, text_settings(config)))
-
-
-def takes_plain_experts(config: Mapping[str, Any], path: str) -> bool:
-    """Whether the class takes experts that are stored plain, in a model that is quantized.
-
-    Args:
-        config: the content of ``config.json``.
-        path: of an expert's projection in the file.
-    """
-    found = _class_of(config)
-    return found is None or stacks_plain_experts(found.model, f"{path}.weight")
 
 
 def experts_by_class(config: Mapping[str, Any], path: str) -> int | None:

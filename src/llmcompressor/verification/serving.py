@@ -19,6 +19,7 @@ def check_serving(
     *,
     tensors: Tensors | None = None,
     deployment: Deployment | None = None,
+    kinds: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """What servers would refuse or get wrong.
 
@@ -27,6 +28,8 @@ def check_serving(
         headers: every tensor's name, dtype and shape.
         tensors: reads a small tensor by name; without it rules about values are left out.
         deployment: where it is to be served; every server and 1, 2, 4 and 8 devices otherwise.
+        kinds: path of a module → ``linear`` or ``embedding``, where the model itself is at hand.
+            Otherwise the class that the configuration names is asked, then the names.
 
     Returns:
         The findings, rule by rule.
@@ -34,7 +37,7 @@ def check_serving(
     >>> check_serving({"model_type": "llama"}, {"lm_head.weight": TensorInfo("BF16", (8, 4))})
     []
     """
-    return check_view(View(config, headers, tensors, deployment))
+    return check_view(View(config, headers, tensors, deployment, kinds))
 
 
 def check_view(view: View) -> list[Finding]:

@@ -48,6 +48,7 @@ RULES: tuple[Rule, ...] = (
     *transforms.RULES,
     *transformers.RULES,
     *loading.RULES,
+    *attention.OF_TRANSFORMERS,
     *sglang.RULES,
 )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section 7: attention and the cache of keys and values (S49 to S55)."""
+"""Section 7: attention and the cache of keys and values (S49 to S55; L7 of transformers)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from llmcompressor.verification.cached_states import without_scales
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.rules.base import (
     CONFIG,
@@ -19,7 +20,7 @@ from llmcompressor.verification.rules.base import (
 )
 from llmcompressor.verification.scheme import Args, parse_args
 
-__all__ = ["RULES"]
+__all__ = ["OF_TRANSFORMERS", "RULES"]
 
 _SCALES = re.compile(r"(?P<base>[qkv])_(?:scale|zero_point)$")
 _ACCEPTED = re.compile(
@@ -177,6 +178,20 @@ def latent_attention(view: View) -> Iterator[Problem]:
         )
 
 
+def rounded_states_have_scales(view: View) -> Iterator[Problem]:
+    """L7."""
+    args = _cache(view)
+    if args is None or not args.is_static:
+        return
+    for path in without_scales(view.config, view.headers):
+        yield Problem(
+            path,
+            "transformers quantizes its keys and values too, and the file holds no scales for "
+            "that: they are random there.",
+            "Leave kv_cache_scheme out, or serve it with vLLM.",
+        )
+
+
 RULES = (
     Rule("S49", "the cache's scheme is served", cache_scheme_is_served, needs=CONFIG),
     Rule(
@@ -190,4 +205,13 @@ RULES = (
     Rule("S53", "scales per head", heads_need_groups, needs=DEPLOYMENT),
     Rule("S54", "scales of the cache are there", scales_are_there),
     Rule("S55", "latent attention has no scales", latent_attention, severity=Severity.WARNING),
+)
+OF_TRANSFORMERS = (
+    Rule(
+        "L7",
+        "keys and values that are rounded have scales",
+        rounded_states_have_scales,
+        server="transformers",
+        is_limit=True,
+    ),
 )

@@ -21,7 +21,7 @@ from llmcompressor.verification.facts import Deployment, Severity, TensorInfo, T
 from llmcompressor.verification.families import Family, family_of, text_settings
 from llmcompressor.verification.layout import EXPERT, Entry, entries_of, is_doubtful
 from llmcompressor.verification.module_classes import Own, kind_by_class, modules_by_class
-from llmcompressor.verification.resolve import Choice, Resolver
+from llmcompressor.verification.resolve import Choice, Resolver, compiled
 from llmcompressor.verification.scheme import Group, Scheme, parse_groups, settings_of
 
 __all__ = [
@@ -44,6 +44,8 @@ WRITTEN = "written"
 VERSIONS = {"vllm": "0.33", "transformers": "5.17", "sglang": "0.5"}
 """The releases whose rules these are; a rule that holds for others as well says so itself."""
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
+_TOWER = re.compile(r".*vision|(?:.*\.)?(?:visual|(?:image|audio|speech)_(?:tower|encoder))\.")
+"""Where images or sounds are read, all at once: there is no cache."""
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """How headers name a dtype → how a configuration does."""
 
@@ -126,6 +128,8 @@ class View:
         headers: tensor name → dtype and shape.
         tensors: reads a small tensor, ``None`` if data is out of reach.
         deployment: where it is to be served.
+        kinds: path of a module → ``linear`` or ``embedding``, as far as its class is known without
+            asking the configuration's.
     """
 
     def __init__(
@@ -134,11 +138,13 @@ class View:
         headers: Mapping[str, TensorInfo],
         tensors: Tensors | None = None,
         deployment: Deployment | None = None,
+        kinds: Mapping[str, str] | None = None,
     ) -> None:
         self.config = config
         self.headers = headers
         self.tensors = tensors
         self.deployment = deployment or Deployment()
+        self._kinds = kinds or {}
         self._choices: dict[tuple[str, str], Choice] = {}
         self._columns: dict[str, tuple[Scheme, int | None]] = {}
         self._stored_shapes: dict[str, tuple[int, ...]] = {}
@@ -179,10 +185,32 @@ class View:
     def entries(self) -> dict[str, Entry]:
         """The checkpoint's modules; classes are asked where names leave open what one is."""
         named = entries_of(self.headers)
-        if not self.groups or not any(map(is_doubtful, named.values())):
+        doubtful = [entry for entry in named.values() if is_doubtful(entry)]
+        if not self.groups or not doubtful:
             return named
-        kind_of = kind_by_class(self.config)
-        return named if kind_of is None else entries_of(self.headers, kind_of)
+        by_class = None
+        if not all(entry.name in self._kinds for entry in doubtful):
+            by_class = kind_by_class(self.config)
+        selected = {
+            entry.name: "linear" for entry in doubtful if self._is_selected_as_linear(entry)
+        }
+
+        def kind(name: str) -> str:
+            asked = by_class(name) if by_class is not None and name not in self._kinds else ""
+            return self._kinds.get(name, asked) or selected.get(name, "")
+
+        return entries_of(self.headers, kind)
+
+    def _is_selected_as_linear(self, entry: Entry) -> bool:
+        """Whether a module that holds codes can have been selected as a Linear alone.
+
+        Neither its name is a target nor ``Embedding``, and ``Linear`` is.
+        """
+        targets = {target for group in self.groups for target in group.targets}
+        if not entry.is_quantized or "Linear" not in targets or "Embedding" in targets:
+            return False
+        patterns = filter(None, map(compiled, targets))
+        return entry.name not in targets and not any(one.match(entry.name) for one in patterns)
 
     @cached_property
     def resolver(self) -> Resolver:
@@ -438,7 +466,7 @@ class View:
         parents = {
             entry.parent
             for entry in self.matrices
-            if entry.last in ("k_proj", "qkv_proj") and "vision" not in entry.name
+            if entry.last in ("k_proj", "qkv_proj") and not _TOWER.match(entry.name)
         }
         return sorted(path for path in parents if not self._is_linear_attention(path))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from llmcompressor.verification.expected import is_stored_so
 from llmcompressor.verification.facts import Severity
-from llmcompressor.verification.layout import Entry
+from llmcompressor.verification.layout import EXPERT, Entry
 from llmcompressor.verification.resolve import compiled, served_class
 from llmcompressor.verification.rules.base import CONFIG, Problem, Rule, View, joined
 from llmcompressor.verification.scheme import Group
@@ -248,7 +248,8 @@ def selection_is_complete(view: View) -> Iterator[Problem]:
         scheme = choice.group.scheme if choice.group is not None else None
         wants = scheme is not None and scheme.weights is not None and scheme.format != "dense"
         if wants and not entry.is_quantized:
-            if entry.kind != "gate":  # S58 speaks of gates
+            # S58 speaks of gates, and S62 of experts of which some are quantized
+            if entry.kind != "gate" and not _is_beside_codes(view, entry):
                 yield _left_dense(entry, str(scheme))
         elif entry.is_quantized and not wants:
             yield _left_out(view, entry, choice.ignored)
@@ -259,6 +260,12 @@ def selection_is_complete(view: View) -> Iterator[Problem]:
                 f"the format {scheme.format} has them otherwise.",
                 "Write the format in which it is stored.",
             )
+
+
+def _is_beside_codes(view: View, entry: Entry) -> bool:
+    found = EXPERT.match(entry.name)
+    experts = view.mixtures.get(found["experts"], {}) if found is not None else {}
+    return any(each.is_quantized for own in experts.values() for each in own.values())
 
 
 def _left_dense(entry: Entry, scheme: str) -> Problem:

@@ -273,7 +273,7 @@ def _ends(view: View) -> Iterator[Problem]:
     if not view.matrices or view.text.get("vocab_size") is None:
         return
     is_decoder = _is_decoder(view)
-    if "embedding" not in kinds and is_decoder:
+    if "embedding" not in kinds and is_decoder and not _has_other_embedding(view):
         yield Problem("", "The file holds no embedding.", _COPY)
     has_head = "head" in kinds or _has_other_head(view)
     if not has_head and is_decoder and not view.is_tied and _says_untied(view):
@@ -284,8 +284,19 @@ def _ends(view: View) -> Iterator[Problem]:
 
 def _has_other_head(view: View) -> bool:
     """Whether a matrix outside of the layers has a row for each token, whatever it is called."""
+    return _tall(view) > 0
+
+
+def _has_other_embedding(view: View) -> bool:
+    """Whether there is such a matrix beside the head, which may be of another name as well."""
+    has_own_head = not view.is_tied and _says_untied(view)
+    is_among = has_own_head and not any(entry.kind == "head" for entry in view.matrices)
+    return _tall(view) > is_among
+
+
+def _tall(view: View) -> int:
     rows = view.size("vocab_size")
-    return any(
+    return sum(
         entry.rows == rows and entry.kind == "linear" and not _LAYER.match(entry.name)
         for entry in view.matrices
     )

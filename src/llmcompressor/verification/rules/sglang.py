@@ -112,6 +112,7 @@ def _linear(scheme: Scheme) -> tuple[int, str]:
 def experts_are_served(view: View) -> Iterator[Problem]:
     """G6."""
     for path, experts in view.mixtures.items():
+        yield from _unlike(view, path)
         entry = next(iter(next(iter(experts.values())).values()))
         group = view.choice(entry).group
         if not entry.is_quantized or group is None or group.scheme.weights is None:
@@ -127,6 +128,16 @@ def experts_are_served(view: View) -> Iterator[Problem]:
                 "SGLang looks experts up as gate_proj, up_proj and down_proj.",
                 "Target them by class.",
             )
+
+
+def _unlike(view: View, path: str) -> Iterator[Problem]:
+    every = [entry for own in view.mixtures[path].values() for entry in own.values()]
+    if len({entry.is_quantized for entry in every}) > 1 or len(view.expert_schemes[path]) > 1:
+        yield Problem(
+            path,
+            "Its experts are quantized differently, and SGLang goes by expert 0 for all of them.",
+            "Quantize all experts of a layer alike, or none.",
+        )
 
 
 def head_and_cache(view: View) -> Iterator[Problem]:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+from llmcompressor.verification.conversions import stacks_quantized
 from llmcompressor.verification.expected import expected_tensors, is_stored_so, misfits
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
-from llmcompressor.verification.module_classes import takes_experts, takes_plain_experts
+from llmcompressor.verification.module_classes import takes_experts
 from llmcompressor.verification.rules.base import Problem, Rule, View, joined
 from llmcompressor.verification.rules.config import raw_groups, where
 from llmcompressor.verification.rules.tensors import KNOWN
@@ -182,8 +183,15 @@ def experts_are_restored(view: View) -> Iterator[Problem]:
                 "looks for their stacks: they are random there.",
                 "Ignore the experts, or serve it with vLLM.",
             )
+        elif view.settings and not stacks_quantized(view.config):
+            yield Problem(
+                path,
+                "transformers fails to stack these experts, plain or quantized, where anything is "
+                "quantized: its table insists on tensors that are no part of a stack.",
+                "Serve it with vLLM.",
+            )
         elif view.settings:
-            yield from _merged(view, path, expert[0])
+            yield from _merged(view, path)
 
 
 def _left_in_stacks(view: View) -> Iterator[Problem]:
@@ -205,26 +213,58 @@ def loaded_mixtures(view: View) -> Iterator[tuple[str, list[Entry]]]:
             yield path, list(next(iter(experts.values())).values())
 
 
-def _merged(view: View, path: str, entry: Entry) -> Iterator[Problem]:
-    """Experts that transformers unpacks one by one and puts into stacks."""
+def _merged(view: View, path: str) -> Iterator[Problem]:
+    """Experts that transformers unpacks one by one and stacks, one stack for each projection."""
     taken = _taken(view)
-    if not entry.is_quantized:
-        yield from _dense_experts(path, taken)
-        if not takes_plain_experts(view.config, entry.name):
-            yield Problem(
-                path,
-                "Its experts are plain, and transformers fails to load them where anything is "
-                "quantized: it looks for their scales.",
-                "Serve it with vLLM.",
-            )
+    forms: dict[str, set[bool]] = {}
+    for own in view.mixtures[path].values():
+        for name, entry in own.items():
+            forms.setdefault(name, set()).add(entry.is_quantized)
+    torn = [name for name, found in forms.items() if len(found) > 1]
+    if torn:
+        yield Problem(
+            path,
+            f"The {joined(torn)} of some of its experts are quantized and of others not, and "
+            "transformers makes one stack of those of one kind alone.",
+            "Quantize all experts of a layer alike, or none.",
+        )
         return
-    group = view.choice(entry).group
-    scheme = group.scheme if group is not None else None
-    if scheme is None or scheme.weights is None:
-        return
-    for reason in _lost(entry, scheme, scheme.weights):
+    plain = [name for name, found in forms.items() if not any(found)]
+    if plain:
+        what = "experts" if len(plain) == len(forms) else joined(plain)
+        yield from _dense_experts(path, what, taken)
+    yield from _coded_experts(view, path, taken)
+
+
+def _coded_experts(view: View, path: str, taken: Group | None) -> Iterator[Problem]:
+    schemes, lost = [], []
+    for scheme, name in view.expert_schemes[path].items():
+        entry = view.entries[name]
+        if entry.is_quantized and scheme.weights is not None:
+            schemes.append(scheme)
+            lost += _lost(entry, scheme, scheme.weights)
+    for reason in dict.fromkeys(lost):
         yield Problem(path, reason, "Serve it with vLLM.")
-    if scheme.inputs is not None:
+    yield from _not_rounded(path, schemes)
+    is_read = taken is None or all(_is_read_alike(taken.scheme, scheme) for scheme in schemes)
+    if taken is not None and not is_read and len(schemes) > 1:
+        yield Problem(
+            path,
+            f"Its projections have different schemes, and transformers takes {taken.name} for all "
+            "of them.",
+            "Quantize all experts of a layer alike.",
+        )
+    elif taken is not None and not is_read:
+        yield Problem(
+            path,
+            f"transformers takes {taken.name} for its experts, which have another scheme.",
+            "Name the experts by a pattern with 'experts' in it, in the first group that has "
+            "such a pattern.",
+        )
+
+
+def _not_rounded(path: str, schemes: Iterable[Scheme]) -> Iterator[Problem]:
+    if any(scheme.inputs is not None for scheme in schemes):
         yield Problem(
             path,
             "transformers does not round what goes into its experts: it computes with their "
@@ -232,12 +272,13 @@ def _merged(view: View, path: str, entry: Entry) -> Iterator[Problem]:
             "Serve it with vLLM.",
             Severity.NOTE,
         )
-    if taken is not None and not _is_read_alike(taken.scheme, scheme):
+    if any(scheme.outputs is not None for scheme in schemes):
         yield Problem(
             path,
-            f"transformers takes {taken.name} for its experts, which have another scheme.",
-            "Name the experts by a pattern with 'experts' in it, in the first group that has "
-            "such a pattern.",
+            "transformers does not round what comes out of its experts: it computes with their "
+            "weights alone.",
+            "Leave the outputs of experts unquantized.",
+            Severity.WARNING,
         )
 
 
@@ -256,15 +297,15 @@ def _is_read_alike(one: Scheme, other: Scheme) -> bool:
     return (one.weights, one.format) == (other.weights, other.format)
 
 
-def _dense_experts(path: str, taken: Group | None) -> Iterator[Problem]:
+def _dense_experts(path: str, what: str, taken: Group | None) -> Iterator[Problem]:
     if taken is not None and is_small_float(taken.scheme.weights):
         return
     yield Problem(
         path,
-        f"Its experts are plain, and transformers looks for codes of {taken.name}: they are "
+        f"Its {what} are plain, and transformers looks for codes of {taken.name}: they are "
         "random there."
         if taken is not None
-        else "Its experts are plain, and without any group transformers fails to load them.",
+        else f"Its {what} are plain, and without any group transformers fails to load them.",
         "Put a group of 8-bit floats first whose pattern says 'experts' and matches nothing.",
         Severity.ERROR,
     )

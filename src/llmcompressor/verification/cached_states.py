@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules of a class transformers quantizes keys and values of, where a cache is quantized.
+
+compressed-tensors, which transformers asks, goes by names and arguments. Towers that see or hear
+may have attention of such a form too: what stands for the cache is given to it like to any other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+from compressed_tensors.quantization import is_cached_attention_module
+from torch.nn import Module
+
+from llmcompressor.verification.built import stored_names
+from llmcompressor.verification.class_model import class_model
+
+__all__ = ["without_scales"]
+
+
+def without_scales(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Attention of the class whose keys and values are rounded with scales that no file holds.
+
+    Args:
+        config: the content of ``config.json``.
+        names: of the tensors in the file.
+
+    Returns:
+        Paths in the class; none where it cannot be built.
+    """
+    model = class_model(config)
+    if model is None:
+        return []
+    stored = stored_names(model)
+    held = {stored(name) for name in names if name.endswith((".k_scale", ".v_scale"))}
+    return [
+        path
+        for path, module in model.named_modules()
+        if is_cached_attention_module(module)
+        and _updates(module)
+        and not {f"{path}.k_scale", f"{path}.v_scale"} <= held
+    ]
+
+
+def _updates(module: Module) -> bool:
+    """Whether its class hands keys and values to a cache; linear attention keeps another state."""
+    kind = type(module)
+    own = kind.__mro__[: kind.__mro__.index(Module)]
+    methods = (inspect.unwrap(each) for one in own for each in vars(one).values() if callable(each))
+    codes = (getattr(method, "__code__", None) for method in methods)
+    return any("update" in _names(code) for code in codes if code is not None)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names that a function uses, also in functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model without data that several rules ask, built once for all servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from llmcompressor.verification.built import bare_model
+
+__all__ = ["class_model"]
+
+_OF_CODES = frozenset({"quantization_config", "compression_config"})
+
+
+def class_model(config: Mapping[str, Any]) -> Any:
+    """The model of a ``config.json``, not quantized; ``None`` where it cannot be built."""
+    try:
+        text = json.dumps({key: each for key, each in config.items() if key not in _OF_CODES})
+    except TypeError:  # what is no JSON was in no file
+        return None
+    return _of(text)
+
+
+@lru_cache(maxsize=2)
+def _of(config: str) -> Any:
+    return bare_model(json.loads(config))

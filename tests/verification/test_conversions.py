@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which mixtures transformers stacks where a model is quantized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    Ernie4_5_VLMoeConfig,
+    Ernie4_5_VLMoeForConditionalGeneration,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from llmcompressor import oneshot, verify
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.verification.class_model import class_model
+from llmcompressor.verification.conversions import stacks_quantized
+
+
+def two_mixtures_of_one_list() -> Ernie4_5_VLMoeForConditionalGeneration:
+    """Text and images have experts of their own, which a file numbers on."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+    text = {
+        **sizes,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": [32, 32],
+        "moe_num_experts": 4,
+        "moe_num_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+        "rope_parameters": rope,
+        "vocab_size": 128,
+    }
+    vision = {**sizes, "depth": 1, "num_heads": 4, "patch_size": 16}
+    torch.manual_seed(0)
+    config = Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision)
+    return Ernie4_5_VLMoeForConditionalGeneration(config).bfloat16()
+
+
+def test_a_table_that_insists_on_all_that_is_listed_is_told(
+    tmp_path: Path, warned: list[str]
+) -> None:
+    ignore = ["lm_head", "re:.*(vision_tower|resampler|experts).*"]
+    recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=ignore)
+    oneshot(two_mixtures_of_one_list(), recipe, output_dir=tmp_path / "out")
+    said = [line for line in warned if "transformers" in line and "(T6)" in line]
+    assert len(said) == 1
+    assert "model.layers.1.mlp.experts" in said[0]
+    assert "fails to stack these experts" in said[0]
+    found = verify(tmp_path / "out", serve="transformers").findings
+    assert [one.severity for one in found if one.rule == "T6"] == ["error"]
+    with pytest.raises(RuntimeError, match="CONVERSION"):  # as the rule says
+        Ernie4_5_VLMoeForConditionalGeneration.from_pretrained(tmp_path / "out")
+
+
+SMALL = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "ernie4_5_moe", "llama"])
+def test_other_tables_take_what_is_there(name: str) -> None:
+    changes: dict[str, Any] = {"first_k_dense_replace": 0} if name == "deepseek_v3" else {}
+    config = AutoConfig.for_model(name, **SMALL, **changes).to_dict()
+    config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]]
+    assert class_model(config) is not None
+    assert stacks_quantized(config)
