@@ -32,6 +32,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.names import named_modules
+from llmcompressor.quantization.empty_cache import answer_as_empty
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.quantization.portable import make_cache_portable, make_forward_portable
 from llmcompressor.schemes.attention import is_cached_attention
@@ -51,6 +52,9 @@ __all__ = [
 
 KV_CACHE_TARGETS = ["re:.*(self_attn|attention)$"]
 """What a scheme for the cache alone names as targets; readers take the ``kv_cache_scheme``."""
+
+
+_CACHE_HOOKS = (QuantizedKVCache.__module__, answer_as_empty.__module__)
 
 
 def set_parameter(module: Module, name: str, value: Tensor) -> None:
@@ -147,7 +151,7 @@ def untap_attention(model: Any, module: Module) -> None:
     for name in (KV_CACHE_ATTR, IMPL_ATTR):
         module._modules.pop(name, None)
     for key, hook in list(module._forward_pre_hooks.items()):
-        if getattr(hook, "__module__", None) == QuantizedKVCache.__module__:
+        if getattr(hook, "__module__", None) in _CACHE_HOOKS:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     hooked = model.config._attn_implementation == HOOKED_ATTENTION_NAME
