@@ -107,8 +107,8 @@ def cached_attention_modules(model: Module) -> dict[Module, str]:
 def check_states(model: Any) -> None:
     """Refuse a model whose configuration does not tell the shape of its keys and values.
 
-    compressed-tensors goes by three attributes, and some configurations have other names for them,
-    or none (OPT, BART).
+    compressed-tensors goes by three attributes. Some configurations have other names for them, or
+    none (OPT, BART), and some tell them layer by layer alone and raise an error of their own.
 
     Raises:
         TargetError: one of them is missing.
@@ -117,11 +117,11 @@ def check_states(model: Any) -> None:
     try:
         for shape_of in (get_num_attn_heads, get_num_kv_heads, get_head_dim):
             shape_of(config)
-    except ValueError as error:
+    except Exception as error:  # the configuration's own code may raise anything
         raise TargetError(
             f"The keys and values of {type(model).__name__} cannot be quantized: readers take "
             "their shape from num_attention_heads, num_key_value_heads and head_dim, which "
-            f"{type(config).__name__} does not tell.",
+            f"{type(config).__name__} does not tell for the model as a whole.",
             "Leave kv_cache_scheme out, and schemes whose targets are attention modules.",
         ) from error
 
