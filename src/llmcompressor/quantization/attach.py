@@ -29,6 +29,7 @@ from compressed_tensors.quantization.lifecycle.initialize import initialize_modu
 from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
 from torch import Tensor
 from torch.nn import Module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmcompressor.errors import TargetError
 from llmcompressor.names import named_modules
@@ -42,6 +43,7 @@ __all__ = [
     "attach_linear",
     "cache_scheme",
     "cached_attention_modules",
+    "check_queries",
     "check_states",
     "planned_attention",
     "planned_linear",
@@ -124,6 +126,29 @@ def check_states(model: Any) -> None:
             f"{type(config).__name__} does not tell for the model as a whole.",
             "Leave kv_cache_scheme out, and schemes whose targets are attention modules.",
         ) from error
+
+
+def check_queries(model: Any) -> None:
+    """Refuse a model whose attention function readers cannot put theirs in the place of.
+
+    compressed-tensors sets one of its own for the whole model, and calls the one before it by its
+    name. Attention that is written out in the model's code has a name for it, and no function.
+
+    Raises:
+        TargetError: the function cannot be set, or not be called.
+    """
+    name = model.config._attn_implementation
+    can_be_set = getattr(model, "_can_set_attn_implementation", lambda: True)()
+    if can_be_set and name in ALL_ATTENTION_FUNCTIONS:
+        return
+    reason = f"runs {name!r}, which is no function" if can_be_set else "lets nobody set it"
+    raise TargetError(
+        f"The queries of {type(model).__name__} cannot be quantized: readers step into a model's "
+        f"attention function, and it {reason}.",
+        "Leave attention modules out of the targets and quantize keys and values alone, with "
+        "kv_cache_scheme"
+        + (", or load it with attn_implementation='sdpa' if it has that." if can_be_set else "."),
+    )
 
 
 def tap_attention(model: Module, module: Module, *, queries: bool) -> None:
