@@ -20,11 +20,14 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
+from transformers import Gemma4TextConfig
 
+from llmcompressor.errors import TargetError
 from llmcompressor.quantization.attach import (
     attach_attention,
     attach_linear,
     cached_attention_modules,
+    check_states,
     set_parameter,
     tap_attention,
     untap_attention,
@@ -222,3 +225,13 @@ def test_a_copy_of_a_model_has_a_cache_of_its_own(form: str) -> None:
         module.k_scale.data.mul_(64)
     assert not torch.equal(tiny.logits(twin, tiny.batches()), expected)
     assert torch.equal(tiny.logits(model, tiny.batches()), expected)
+
+
+def test_a_configuration_that_tells_shapes_by_layers_alone_is_refused() -> None:
+    config = Gemma4TextConfig(
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], head_dim=8
+    )
+    model: Any = Module()
+    model.config = config
+    with pytest.raises(TargetError, match="Gemma4TextConfig does not tell for the model as a"):
+        check_states(model)

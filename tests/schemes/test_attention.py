@@ -105,3 +105,24 @@ def test_a_target_that_names_both_reaches_attention_with_a_cache_alone() -> None
     parts = nn.ModuleDict({"linear_attn": LinearAttention(), "attn": FullAttention()})
     model = nn.ModuleDict({"layer": parts})
     assert list(resolved.schemes_by_module(model)) == ["layer.attn"]
+
+
+class NamelessHalfAttention(FullAttention):
+    """As in Canary: it takes for granted that the cache has two halves."""
+
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Any:
+        return super().forward(x, past_key_values.self_attention_cache)
+
+
+class RememberingAttention(FullAttention):
+    """As in Moonshine: it asks whether the encoder's half is there already."""
+
+    def forward(self, x: Tensor, past_key_values: Any = None) -> Any:
+        if past_key_values.is_updated.get(0):
+            return x
+        return super().forward(x, past_key_values)
+
+
+@pytest.mark.parametrize("kind", [NamelessHalfAttention, RememberingAttention])
+def test_attention_of_an_encoder_decoder_need_not_name_the_class_of_its_cache(kind: Any) -> None:
+    assert not is_cached_attention(kind())

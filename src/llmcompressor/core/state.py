@@ -142,7 +142,8 @@ class State:
         changing: modules whose weight a modifier changes once they were calibrated, before those
             behind it quantize it.
         quantizers: modules → the modifier of the recipe that quantizes them.
-        cached: attention modules whose keys and values a modifier quantizes.
+        cached: attention modules whose keys and values a modifier quantizes → with which
+            arguments, and whether it quantizes their queries too.
         turned: modules whose inputs or outputs a modifier is going to rotate in the forward → what
             the modifier is called.
         call_order: which modules a forward calls when, and which of them get the same tensor
@@ -181,7 +182,7 @@ class State:
     fitted: set[Any] = field(default_factory=set)
     changing: set[Any] = field(default_factory=set)
     quantizers: dict[Any, Any] = field(default_factory=dict)
-    cached: set[Any] = field(default_factory=set)
+    cached: dict[Any, tuple[Any, bool]] = field(default_factory=dict)
     turned: dict[Any, str] = field(default_factory=dict)
     call_order: Any = None
     activation_budget: int | None = None

@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from llmcompressor.core.session_functions import LifecycleCallbacks, active_session
 from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.pipelines.attention_trial import try_attention
 from llmcompressor.pipelines.batches import calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.coverage import scarcity_reported
@@ -47,6 +48,7 @@ class BasicPipeline:
         ):
             owners = owners_of(modifiers, state)
             state.call_order = watch_calibrated(model, batches, owners, find_blocks(model)).order
+            try_attention(model, batches, modifiers, state)
             LifecycleCallbacks.calibration_epoch_start()
             share = dataset_args.min_tokens_per_module
             with (

@@ -13,7 +13,7 @@ from torch.nn import Module
 from llmcompressor.errors import CheckpointError, CompressorError, DatasetError
 from llmcompressor.modeling.call_order import CallOrder, version_of, watch_calls
 from llmcompressor.modeling.expert_stages import ExpertStage
-from llmcompressor.modeling.hollow import hollow_weights
+from llmcompressor.modeling.hollow import hollow_weights, zero_products
 from llmcompressor.modeling.input_rotations import input_rotations, resting
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
@@ -78,6 +78,7 @@ def watch_calibrated(
     with (
         _accepted(model, batches[0]),
         hollow_weights(model),
+        zero_products(),
         every_expert_called(model),
         resting(model),
         _weights_unchanged(model),

@@ -32,6 +32,7 @@ from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
 from llmcompressor.modeling.spilled import activation_budget, room_on
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines.activations import LITTLE, ActivationStore
+from llmcompressor.pipelines.attention_trial import try_attention
 from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.coverage import scarcity_reported, warn_uncalled
@@ -133,6 +134,7 @@ def _prepare(
     elif dataset_args.sequential_targets:
         forced = forced or Granularity.BLOCK
     calibrated = watch_calibrated(model, batches, owners, blocks)
+    try_attention(model, batches, modifiers, state)
     warn_uncalled(calibrated, modifiers)
     propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)
     state.propagates = propagates

@@ -29,9 +29,11 @@ from compressed_tensors.quantization.lifecycle.initialize import initialize_modu
 from compressed_tensors.utils import get_head_dim, get_num_attn_heads, get_num_kv_heads
 from torch import Tensor
 from torch.nn import Module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmcompressor.errors import TargetError
 from llmcompressor.names import named_modules
+from llmcompressor.quantization.empty_cache import answer_as_empty
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.quantization.portable import make_cache_portable, make_forward_portable
 from llmcompressor.schemes.attention import is_cached_attention
@@ -41,6 +43,7 @@ __all__ = [
     "attach_linear",
     "cache_scheme",
     "cached_attention_modules",
+    "check_queries",
     "check_states",
     "planned_attention",
     "planned_linear",
@@ -51,6 +54,9 @@ __all__ = [
 
 KV_CACHE_TARGETS = ["re:.*(self_attn|attention)$"]
 """What a scheme for the cache alone names as targets; readers take the ``kv_cache_scheme``."""
+
+
+_CACHE_HOOKS = (QuantizedKVCache.__module__, answer_as_empty.__module__)
 
 
 def set_parameter(module: Module, name: str, value: Tensor) -> None:
@@ -103,8 +109,8 @@ def cached_attention_modules(model: Module) -> dict[Module, str]:
 def check_states(model: Any) -> None:
     """Refuse a model whose configuration does not tell the shape of its keys and values.
 
-    compressed-tensors goes by three attributes, and some configurations have other names for them,
-    or none (OPT, BART).
+    compressed-tensors goes by three attributes. Some configurations have other names for them, or
+    none (OPT, BART), and some tell them layer by layer alone and raise an error of their own.
 
     Raises:
         TargetError: one of them is missing.
@@ -113,13 +119,36 @@ def check_states(model: Any) -> None:
     try:
         for shape_of in (get_num_attn_heads, get_num_kv_heads, get_head_dim):
             shape_of(config)
-    except ValueError as error:
+    except Exception as error:  # the configuration's own code may raise anything
         raise TargetError(
             f"The keys and values of {type(model).__name__} cannot be quantized: readers take "
             "their shape from num_attention_heads, num_key_value_heads and head_dim, which "
-            f"{type(config).__name__} does not tell.",
+            f"{type(config).__name__} does not tell for the model as a whole.",
             "Leave kv_cache_scheme out, and schemes whose targets are attention modules.",
         ) from error
+
+
+def check_queries(model: Any) -> None:
+    """Refuse a model whose attention function readers cannot put theirs in the place of.
+
+    compressed-tensors sets one of its own for the whole model, and calls the one before it by its
+    name. Attention that is written out in the model's code has a name for it, and no function.
+
+    Raises:
+        TargetError: the function cannot be set, or not be called.
+    """
+    name = model.config._attn_implementation
+    can_be_set = getattr(model, "_can_set_attn_implementation", lambda: True)()
+    if can_be_set and name in ALL_ATTENTION_FUNCTIONS:
+        return
+    reason = f"runs {name!r}, which is no function" if can_be_set else "lets nobody set it"
+    raise TargetError(
+        f"The queries of {type(model).__name__} cannot be quantized: readers step into a model's "
+        f"attention function, and it {reason}.",
+        "Leave attention modules out of the targets and quantize keys and values alone, with "
+        "kv_cache_scheme"
+        + (", or load it with attn_implementation='sdpa' if it has that." if can_be_set else "."),
+    )
 
 
 def tap_attention(model: Module, module: Module, *, queries: bool) -> None:
@@ -147,7 +176,7 @@ def untap_attention(model: Any, module: Module) -> None:
     for name in (KV_CACHE_ATTR, IMPL_ATTR):
         module._modules.pop(name, None)
     for key, hook in list(module._forward_pre_hooks.items()):
-        if getattr(hook, "__module__", None) == QuantizedKVCache.__module__:
+        if getattr(hook, "__module__", None) in _CACHE_HOOKS:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     hooked = model.config._attn_implementation == HOOKED_ATTENTION_NAME

@@ -33,6 +33,7 @@ from llmcompressor.quantization.attach import (
     attach_linear,
     cache_scheme,
     cached_attention_modules,
+    check_queries,
     check_states,
     planned_attention,
     planned_linear,
@@ -250,6 +251,8 @@ class QuantizationMixin(Modifier):
                 own[module] = scheme
             names[module] = name
         self._check_all_attention(attention)
+        if self._attention:
+            check_queries(model)
         if resolved.kv_cache_scheme is not None:
             self._add_caches(state, attention, schemes, resolved.kv_cache_scheme)
         for module, name in self._attention.items():
@@ -260,7 +263,7 @@ class QuantizationMixin(Modifier):
         self._find_fused(modules)
         for name, scheme in schemes.items():  # last: an error above leaves the model untouched
             modules[name].quantization_scheme = scheme
-        state.cached.update(self._attention)
+        state.cached |= {module: self._attention_args(module) for module in self._attention}
         self._take(taken)
         state.quantizers.update(dict.fromkeys((*own, *self._attention), self))
         return True

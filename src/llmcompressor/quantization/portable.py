@@ -16,6 +16,8 @@ from compressed_tensors.modeling import KV_CACHE_ATTR, QuantizedKVCache
 from compressed_tensors.quantization.lifecycle.forward import set_forward_quantized
 from torch.nn import Module
 
+from llmcompressor.quantization.empty_cache import answer_as_empty
+
 __all__ = ["make_cache_portable", "make_forward_portable"]
 
 
@@ -70,5 +72,8 @@ def make_forward_portable(module: Module) -> None:
 
 
 def make_cache_portable(attention: Module) -> None:
-    """Let an attention module whose cache is quantized be pickled."""
-    getattr(attention, KV_CACHE_ATTR).__class__ = PortableCache
+    """Let an attention module whose cache is quantized be pickled, and run without a cache."""
+    cache = getattr(attention, KV_CACHE_ATTR)
+    if not isinstance(cache, PortableCache):
+        cache.__class__ = PortableCache
+        attention.register_forward_pre_hook(answer_as_empty, with_kwargs=True)

@@ -21,7 +21,8 @@ CACHED_ATTENTION = (
 )
 """What is looked for, for messages."""
 
-_HALVES = "EncoderDecoderCache"
+_HALVES = {"EncoderDecoderCache", "cross_attention_cache", "is_updated", "self_attention_cache"}
+"""The cache of an encoder-decoder, and what attention asks of it."""
 
 
 def is_cached_attention(module: Module) -> bool:
@@ -58,7 +59,7 @@ def _updates_cache(kind: Any) -> bool:
     methods = (inspect.unwrap(each) for one in own for each in vars(one).values() if callable(each))
     codes = (getattr(method, "__code__", None) for method in methods)
     names = {name for code in codes if code is not None for name in _names(code)}
-    return "update" in names and _HALVES not in names
+    return "update" in names and not names & _HALVES
 
 
 def _names(code: CodeType) -> Iterator[str]:

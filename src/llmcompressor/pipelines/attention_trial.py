@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention whose states are quantized, tried out as readers run it, before anything is calibrated.
+
+What readers put around attention stands between it and its cache, and between it and the function
+that it calls. Some models ask of the cache, when it has been updated, what readers do not pass on;
+some call attention in a way that readers cannot step into. And readers take the number of heads
+from the configuration, which need not be what attention keeps: one latent state for all heads, or
+another number in some layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from compressed_tensors.modeling import (
+    IMPL_ATTR,
+    KV_CACHE_ATTR,
+    register_key_hook,
+    register_query_hook,
+    register_value_hook,
+)
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.utils import get_num_attn_heads, get_num_kv_heads
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.errors import CompressorError, TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.hollow import hollow_weights, zero_products
+from llmcompressor.modeling.input_rotations import resting
+from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.names import named_modules
+from llmcompressor.pipelines.batches import CalibrationBatches
+from llmcompressor.pipelines.model_runs import small_batch
+from llmcompressor.quantization.attach import tap_attention, untap_attention
+
+if TYPE_CHECKING:
+    from llmcompressor.core.state import State
+
+__all__ = ["try_attention"]
+
+_States = Mapping[Module, tuple[QuantizationArgs, bool]]
+"""Attention module → how its states are quantized, and whether its queries are."""
+
+
+def try_attention(
+    model: Module, batches: CalibrationBatches, modifiers: Sequence[Modifier], state: State
+) -> None:
+    """Run a small forward with the attention that ``modifiers`` quantize, as readers run it.
+
+    Args:
+        model: no weight of it is read.
+        batches: a cut of the first one is run; the model runs on it as it is.
+        modifiers: of this pass.
+        state: it says which attention is quantized.
+
+    Raises:
+        TargetError: it does not run, or has other heads than readers take it to have.
+    """
+    states = {
+        module: how
+        for module, how in state.cached.items()
+        if state.quantizers.get(module) in modifiers
+        and getattr(module, "quantization_status", None) is None
+    }
+    if not states:
+        return
+    trial = _Trial(model, batches, states)
+    with hollow_weights(model), zero_products(), resting(model):
+        for use_cache in (True, False):  # as readers generate, and as it is calibrated
+            trial.run(use_cache=use_cache)
+
+
+class _Trial:
+    def __init__(self, model: Module, batches: CalibrationBatches, states: _States) -> None:
+        self._model = model
+        self._batches = batches
+        self._states = states
+        self._names = {module: name for name, module in named_modules(model) if module in states}
+        self._last = next(iter(states))
+
+    def run(self, *, use_cache: bool) -> None:
+        error = self._error(self._states, use_cache=use_cache)
+        if error is None:
+            return
+        plain = self._error({}, use_cache=use_cache)
+        if plain is None:
+            raise self._refusal(error, use_cache=use_cache) from error
+        logger.debug(f"{type(self._model).__name__} was not tried out: {plain!r:.200}")
+
+    def _error(self, states: _States, *, use_cache: bool) -> Exception | None:
+        """What the model's own code raises with the states of ``states`` within reach."""
+        batch = {**small_batch(self._batches[0]), "use_cache": use_cache}
+        with _tapped(self._model, states), self._watched(states):
+            try:
+                self._batches.run(batch)
+            except CompressorError:
+                raise
+            except Exception as error:  # whatever the model's own code raises
+                return error
+        return None
+
+    def _refusal(self, error: Exception, *, use_cache: bool) -> TargetError:
+        module, (_, queries) = self._last, self._states[self._last]
+        shown = " ".join(f"{type(error).__name__}: {error}".split())
+        remedy = "Leave kv_cache_scheme out, and attention modules out of the targets."
+        if queries:
+            without = {one: (args, False) for one, (args, _) in self._states.items()}
+            if self._error(without, use_cache=use_cache) is None:
+                remedy = (
+                    "Quantize keys and values alone, with kv_cache_scheme, and leave attention "
+                    "modules out of the targets."
+                )
+        return TargetError(
+            f"{self._names[module]} ({type(module).__name__}) does not run as readers run "
+            f"attention whose {'queries, ' if queries else ''}keys and values are quantized "
+            f"({shown:.200}).",
+            remedy,
+        )
+
+    @contextlib.contextmanager
+    def _watched(self, states: _States) -> Iterator[None]:
+        handles = []
+
+        def note(module: Module, *_: Any) -> None:
+            self._last = module
+
+        for module, (args, queries) in states.items():
+            handles.append(module.register_forward_pre_hook(note))
+            if args.strategy == QuantizationStrategy.ATTN_HEAD:
+                handles += [
+                    register_key_hook(module, self._heads("keys", get_num_kv_heads)),
+                    register_value_hook(module, self._heads("values", get_num_kv_heads)),
+                ]
+                if queries:
+                    hook = self._heads("queries", get_num_attn_heads)
+                    handles.append(register_query_hook(module, hook))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _heads(self, what: str, number_of: Callable[[Any], int]) -> Any:
+        """A hook that compares the heads of states with those that readers go by."""
+
+        def check(module: Module, states_BHTD: Tensor) -> None:
+            config = getattr(module, KV_CACHE_ATTR).config
+            told, found = number_of(config), states_BHTD.shape[1]
+            if found == told:
+                return
+            raise TargetError(
+                f"The {what} of {self._names[module]} cannot have scales per head: the number of "
+                f"their heads is {found}, and readers take {told} from {type(config).__name__}.",
+                "Quantize them with strategy: tensor.",
+            )
+
+        return check
+
+
+@contextlib.contextmanager
+def _tapped(model: Module, states: _States) -> Iterator[None]:
+    """Have the states within reach; what rotates them has them there already."""
+    own = [
+        module
+        for module, (_, queries) in states.items()
+        if not hasattr(module, IMPL_ATTR if queries else KV_CACHE_ATTR)
+    ]
+    try:
+        for module in own:
+            tap_attention(model, module, queries=states[module][1])
+        yield
+    finally:
+        for module in own:
+            untap_attention(model, module)
