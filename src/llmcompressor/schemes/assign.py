@@ -24,7 +24,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.offload import disable_onloading
@@ -288,7 +288,7 @@ def is_quantizable(module: Module) -> bool:
 
 
 @functools.cache
-def _takes_one(kind: type[Module]) -> bool:
+def _takes_one(kind: Any) -> bool:
     parameters = list(inspect.signature(kind.forward).parameters.values())
     return len(parameters) == 2 and parameters[1].kind is not inspect.Parameter.VAR_KEYWORD
 

@@ -237,7 +237,8 @@ def _merged(view: View, path: str) -> Iterator[Problem]:
 
 
 def _coded_experts(view: View, path: str, taken: Group | None) -> Iterator[Problem]:
-    schemes, lost = [], []
+    schemes: list[Scheme] = []
+    lost: list[str] = []
     for scheme, name in view.expert_schemes[path].items():
         entry = view.entries[name]
         if entry.is_quantized and scheme.weights is not None:
