@@ -284,7 +284,8 @@ def is_quantizable(module: Module) -> bool:
     That is what readers give to a quantized module; learned positions of many classes (OPT's,
     BART's, Whisper's) are Embeddings that want the length of a cache or a mask, too.
     """
-    return isinstance(module, Linear | Embedding) and _takes_one(type(module))
+    kind: Any = type(module)  # hashable, whatever it is a class of
+    return isinstance(module, Linear | Embedding) and _takes_one(kind)
 
 
 @functools.cache
