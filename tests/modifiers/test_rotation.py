@@ -417,6 +417,22 @@ def test_a_seed_is_a_whole_number_from_zero_on(kind: Any, seed: Any) -> None:
     assert kind(seed=2**32 - 1).seed == 2**32 - 1
 
 
+def test_a_pattern_of_quip_means_the_linears_that_it_matches() -> None:
+    """And not what holds them; by its name, or alone, that is an error."""
+    model = MODELS["llama"]()
+    linears = QuIPModifier(targets=["re:.*self_attn.*_proj$"], ignore=[])
+    all_inside = QuIPModifier(targets=["re:.*self_attn.*"], ignore=[])
+    plan = all_inside.make_plan(model)
+    assert [one.module_name for one in plan.online] == [
+        one.module_name for one in linears.make_plan(model).online
+    ]
+    assert moved(model, all_inside) < 1e-5
+    for target in ("re:.*self_attn$", "model.layers.0.self_attn"):
+        wrong = QuIPModifier(targets=[target, "re:.*up_proj$"][: 1 + (target[0] == "m")])
+        with pytest.raises(TargetError, match="QuIP rotates Linears"):
+            wrong.make_plan(model)
+
+
 def test_quip_is_not_learned() -> None:
     with pytest.raises(RecipeError, match="random and not learned"):
         QuIPModifier(learnable=True)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
 from pydantic import Field, field_validator
-from torch.nn import Linear
+from torch.nn import Linear, Module
 
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
@@ -94,12 +94,9 @@ class QuIPModifier(RotationModifier):
             )
             ignore += routers
             found = [(name, one) for name, one in found if name not in set(routers)]
-        wrong = [(name, one) for name, one in found if not isinstance(one, Linear)]
-        if wrong:
-            raise TargetError(
-                f"{wrong[0][0]} is a {type(wrong[0][1]).__name__}, and QuIP rotates Linears.",
-                "Correct the targets, or put it on the ignore list.",
-            )
+        others = self._others(model, found, targets)
+        ignore += others
+        found = [(name, one) for name, one in found if name not in set(others)]
         schemes: dict[str, TransformScheme] = {}
         for rotation in self.rotations:
             if not self.randomize:
@@ -112,6 +109,22 @@ class QuIPModifier(RotationModifier):
             for number, names in enumerate(sets.values()):
                 schemes[f"{rotation}_{number}"] = self._scheme(rotation, names, [])
         return plan_of_config(self, model, TransformConfig(config_groups=schemes))
+
+    @staticmethod
+    def _others(
+        model: Any, found: Sequence[tuple[str, Module]], targets: Sequence[str]
+    ) -> list[str]:
+        """What a pattern for Linears matches beside them, such as the module that holds them."""
+        others = [(name, one) for name, one in found if not isinstance(one, Linear)]
+        plain = [target for target in targets if not target.startswith("re:")]
+        meant = {name for name, _ in match_named_modules(model, plain)} if plain else set()
+        wrong = [(name, one) for name, one in others if name in meant or len(others) == len(found)]
+        if wrong:
+            raise TargetError(
+                f"{wrong[0][0]} is a {type(wrong[0][1]).__name__}, and QuIP rotates Linears.",
+                "Correct the targets, or put it on the ignore list.",
+            )
+        return [name for name, _ in others]
 
     def refusal(
         self, model: Any, fault: str, find: Callable[[Plan], str | None] | None = None
