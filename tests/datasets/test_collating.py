@@ -145,6 +145,17 @@ def test_a_collator_of_the_users_that_cannot_be_used_is_one_error(collator, mess
     assert caught.value.remedy
 
 
+def test_labels_of_a_collator_count_where_they_are_learned():
+    ids = torch.tensor([[1, 2]])
+    made = {"input_ids": ids, "labels": torch.tensor([[-100, 60]])}
+    args = DatasetArguments(dataset=ROWS, data_collator=lambda samples: made)
+    assert make_collator(args, vocab_size=50)([]) is made
+    with pytest.raises(DatasetError, match=r"60 in its labels.*ends at 49.*-100"):
+        make_collator(args, vocab_size=50, learns=True)([])
+    made["labels"] = torch.tensor([[-100, 49]])
+    assert make_collator(args, vocab_size=50, learns=True)([]) is made
+
+
 def test_a_checked_collator_goes_to_workers_and_gives_the_users_batch():
     args = DatasetArguments(dataset=ROWS, data_collator=torch.utils.data.default_collate)
     checked = pickle.loads(pickle.dumps(make_collator(args, vocab_size=50)))

@@ -153,6 +153,7 @@ def test_one_line_of_a_json_file_may_hold_the_rows(tmp_path):
         ("data.parquet", b"PAR1 not really", "cannot be read as parquet"),
         ("data.json", b"", "is empty"),
         ("data.csv", b"text\n", "is empty"),
+        ("data.jsonl.gz", b"\x1f\x8b", "is packed.*Unpack it"),
         ("data.csv", b"text\n\xff\n", "not UTF-8.*Save it as UTF-8"),
         ("data.csv", b"text;n\na, b;1\nc;2\n", r"seems to have ';'.*raw_kwargs=.'delimiter': ';'"),
         ("data.csv", b"n|text\n1|a\n", r"seems to have '\|'.*raw_kwargs"),

@@ -153,6 +153,24 @@ def test_an_own_system_turn_is_kept(hub, texts):
     assert texts("ultrachat") == ["<|im_start|>system\ns<|im_end|>\n" + TURNS]
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("ultrachat", {"messages": [{"content": "a"}]}, "turn 0 has no 'role'"),
+        ("ultrachat", {"messages": "a"}, "it is a str"),
+        ("ultrachat", {"messages": None}, "it is a NoneType"),
+        ("ultrachat", {"messages": []}, "no turn has any content"),
+        ("perfectblend", {"conversations": [{"value": "a"}]}, "turn 0 has no 'role'"),
+    ],
+)
+def test_rows_of_a_known_data_set_that_are_none_of_its_own_name_the_sample(
+    hub, texts, name, row, message
+):
+    hub.rows = [row]
+    with pytest.raises(DatasetError, match=f"sample 0: .*{message}"):
+        texts(name)
+
+
 def test_the_users_configuration_and_options_are_passed_on(hub, texts):
     hub.rows = [{"text": "a"}]
     texts("c4", dataset_config_name="de", raw_kwargs={"revision": "r"})

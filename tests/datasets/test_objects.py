@@ -234,6 +234,7 @@ def test_a_mask_that_is_no_mask_is_refused(batches):
         ({"input_ids": [[5, 6], [7, 8]]}, "sample 1 has input_ids .*they are 2 sequences"),
         ({"input_ids": "ab"}, "sample 1 has input_ids .*they are a str"),
         ({"input_ids": [5, 6], "attention_mask": [1, None]}, "sample 1 has attention_mask .*None"),
+        ({"input_ids": [5, 6], "position_ids": [0]}, "sample 1 has 2 input_ids, but 1 in position"),
         ({"input_ids": [5, 6], "attention_mask": "11"}, "sample 1 has attention_mask .*a str"),
     ],
 )

@@ -264,6 +264,13 @@ class TestChat:
             batches([{"messages": MESSAGES}], processor=None)
 
 
+class Again(torch.utils.data.IterableDataset):
+    """A stream that begins anew each time that it is read."""
+
+    def __iter__(self):
+        return iter([[5, 6], [7, 8]])
+
+
 class TestTraining:
     def test_labels_leave_out_prompt_and_padding(self, tokenizer):
         args = DatasetArguments(dataset=SOLVED, max_seq_length=40, pad_to_max_length=True)
@@ -318,6 +325,18 @@ class TestTraining:
         assert [one["input_ids"] for one in samples] == [[5, 6], [9, 4], [3]]
         assert [one["labels"] for one in samples] == [[-100, 6], [9, 4], [3]]
         assert [one["attention_mask"] for one in samples] == [[1, 1], [1, 1], [1]]
+
+    def test_a_stream_that_ends_or_fails_says_so(self):
+        ended = load_training(DatasetArguments(dataset=iter([[5, 6], [7, 8]])))
+        assert len(list(ended)) == 2
+        with pytest.raises(DatasetError, match=r"ended after 2 samples.*max_train_samples"):
+            list(ended)
+        again = load_training(DatasetArguments(dataset=Again()))
+        assert len(list(again)) == len(list(again)) == 2
+        with pytest.raises(DatasetError, match="has no samples"):
+            list(load_training(DatasetArguments(dataset=iter([]))))
+        with pytest.raises(DatasetError, match="cannot be read on: ZeroDivisionError"):
+            list(load_training(DatasetArguments(dataset=(1 // 0 for _ in [1]))))
 
     def test_a_collator_of_the_users_gets_tokenized_rows_as_it_gets_others(self):
         """What is no sequence of tokens has no axis of its own for the sample."""

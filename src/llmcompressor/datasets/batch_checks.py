@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from llmcompressor.datasets.samples import MAIN_INPUTS
+from llmcompressor.datasets.samples import IGNORED_LABEL, MAIN_INPUTS
 from llmcompressor.errors import DatasetError
 
 __all__ = ["BatchCheck", "CheckedCollator", "CheckedLoader"]
@@ -23,10 +23,12 @@ class BatchCheck:
     Attributes:
         vocab_size: rows of the model's embedding; ``None`` if it has none.
         positions: rows of the model's table of positions; ``None`` if it has none.
+        learns: labels count, which else no model is given.
     """
 
     vocab_size: int | None = None
     positions: int | None = None
+    learns: bool = False
 
     def __call__(self, batch: Any, what: str, maker: str) -> Mapping[str, Any]:
         """The batch, checked.
@@ -55,6 +57,7 @@ class BatchCheck:
             _check_form(ids, what)
             _check_beside(named, ids, what)
             self._check_vocabulary(ids, what)
+            self._check_labels(named.get("labels"), what)
             self._check_length(ids, named.get("attention_mask"), what)
         return named
 
@@ -68,6 +71,19 @@ class BatchCheck:
                 f"Sample {row} of {what} holds the token id {int(ids[outside][0])}, and the "
                 f"model's vocabulary ends at {self.vocab_size - 1}.",
                 "Tokenize with the model's own tokenizer.",
+            )
+
+    def _check_labels(self, labels: Any, what: str) -> None:
+        if not self.learns or self.vocab_size is None or not isinstance(labels, torch.Tensor):
+            return
+        if labels.is_floating_point() or labels.ndim < 2:  # of a sample, and not of its tokens
+            return
+        wrong = labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= self.vocab_size))]
+        if wrong.numel():
+            raise DatasetError(
+                f"{_capital(what)} holds {int(wrong[0])} in its labels, and the model's vocabulary "
+                f"ends at {self.vocab_size - 1}.",
+                f"Label a token with its id, or with {IGNORED_LABEL} if it is not to be learned.",
             )
 
     def _check_length(self, ids: torch.Tensor, mask: Any, what: str) -> None:

@@ -163,6 +163,7 @@ def make_collator(
     processor: Any = None,
     vocab_size: int | None = None,
     positions: int | None = None,
+    learns: bool = False,
 ) -> Callable[[Any], Any]:
     """The function from samples to a batch that ``data_collator`` names; a user's is checked.
 
@@ -172,9 +173,10 @@ def make_collator(
         vocab_size: rows of the model's embedding; a token to pad with that is not below it is not
             used.
         positions: rows of the model's table of positions, beyond which it fails.
+        learns: for training, where labels count.
     """
     if callable(args.data_collator):
-        return CheckedCollator(args.data_collator, BatchCheck(vocab_size, positions))
+        return CheckedCollator(args.data_collator, BatchCheck(vocab_size, positions, learns))
     if args.data_collator == "padding":
         return PaddingCollator(pad_id_of(processor, vocab_size), padding_side_of(processor))
     if args.batch_size > _LARGE_BATCH:

@@ -74,7 +74,16 @@ def turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     >>> turns([{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}])
     [{'role': 'user', 'content': 'Hello'}, {'role': 'assistant', 'content': 'Hi'}]
+
+    Raises:
+        DatasetError: it is none; names the turn.
     """
+    fault = fault_of_chat(conversation)
+    if fault is not None:
+        raise DatasetError(
+            f"There is no conversation to render: {fault}.",
+            "Give a list of turns such as {'role': 'user', 'content': '...'}.",
+        )
     plain = []
     for turn in conversation:
         if "from" in turn:

@@ -18,6 +18,8 @@ __all__ = ["is_saved_dataset", "read_path"]
 
 _OPTIONS = frozenset({"delimiter", "field", "sample_by"})
 
+_PACKED = frozenset({".7z", ".bz2", ".gz", ".rar", ".tar", ".xz", ".zip", ".zst"})
+
 
 def is_saved_dataset(path: Path) -> bool:
     """Whether a folder was written by ``Dataset.save_to_disk``."""
@@ -71,6 +73,8 @@ def read_path(
     if not path.exists():
         raise DatasetError(f"There is no file or folder {path}.", "Check dataset_path.")
     kind = kind or kind_of(path)
+    if path.suffix.lower() in _PACKED:
+        raise DatasetError(f"The file {path} is packed.", "Unpack it, and name what was in it.")
     if kind is None:
         raise DatasetError(
             f"The file {path} has a suffix that says nothing about its kind.",

@@ -20,7 +20,7 @@ from llmcompressor.datasets.sampling import draw_order, partition, same_everywhe
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
-__all__ = ["Preparation", "prepare_samples"]
+__all__ = ["Preparation", "guarded", "prepare_samples"]
 
 _CHUNK = 64
 
@@ -61,7 +61,7 @@ def prepare_samples(
     numbered: Iterator[tuple[int, Row]]
     if isinstance(rows, Stream):
         stream = rows.shuffled(seed) if shuffle else rows
-        numbered = itertools.islice(enumerate(_guarded(stream, preparation.name)), rank, None, size)
+        numbered = itertools.islice(enumerate(guarded(stream, preparation.name)), rank, None, size)
     else:
         order = draw_order(len(rows), shuffle=shuffle, seed=seed)
         if size > 1 and same_everywhere(rows, size):
@@ -89,8 +89,12 @@ def _numbered(rows: Rows, order: Sequence[int], wanted: int | None) -> Iterator[
         yield from zip(indices, rows.fetch(indices), strict=True)
 
 
-def _guarded(stream: Stream, name: str) -> Iterator[Row]:
-    """The rows of a stream; what fails while reading it is an error of the data."""
+def guarded(stream: Stream, name: str) -> Iterator[Row]:
+    """The rows of a stream; what fails while reading it is an error of the data.
+
+    Raises:
+        DatasetError: says of which data.
+    """
     rows = iter(stream)
     while True:
         try:

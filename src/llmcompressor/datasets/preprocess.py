@@ -154,17 +154,18 @@ class RowPreparer:
                 made = self._function(own)
                 return _merged(own, made)
             return dict(row) if self._template is None else dict(self._template(row))
-        except DatasetError:
-            raise
+        except DatasetError as error:
+            raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
         except KeyError as error:
             raise DatasetError(
                 f"{where} has no column {error}; it has {_columns(row)}.",
                 "Check that this is the data that the preprocessing was written for.",
             ) from error
         except Exception as error:
-            raise DatasetError(
-                f"{where} cannot be preprocessed: {error!r}.", "Check the preprocessing_func."
-            ) from error
+            remedy = "Check the preprocessing_func."
+            if self._function is None:
+                remedy = "Check that this is a copy of the data set that was named."
+            raise DatasetError(f"{where} cannot be preprocessed: {error!r}.", remedy) from error
 
 
 def refuse_broken_chat(row: Mapping[str, Any], where: str) -> None:

@@ -206,6 +206,8 @@ def _with_mask(sample: Sample, where: str, *, decodes: bool) -> Sample:
     if ids is None:
         return sample
     by_token = ["attention_mask", "loss_mask"]
+    beside = ("mm_token_type_ids", "position_ids", "token_type_ids")
+    by_token += [name for name in beside if isinstance(sample.get(name), list)]
     if not decodes and isinstance(sample.get("labels"), list):
         by_token.append("labels")  # else they belong to the decoder's tokens
     for name in by_token:

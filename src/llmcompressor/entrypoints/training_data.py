@@ -106,6 +106,7 @@ class TrainingData:
             processor=processor,
             vocab_size=vocabulary(model),
             positions=positions.limit if positions.in_table else None,
+            learns=True,
         )
 
 
