@@ -13,6 +13,7 @@ import pytest
 import small_models as small
 import torch
 import transformers
+from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -344,6 +345,59 @@ def test_the_command(odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = CliRunner().invoke(app, [*line[:-1], "--ignore", "lm_haed", "-o", str(out) + "2"])
     assert result.exit_code == 2
     assert "Did you mean 'lm_head'?" in result.output
+
+
+# ---------------------------------------------------------------------- another layout
+
+
+def in_blocks(weight: Tensor) -> dict[str, Tensor]:
+    """8-bit floats in blocks of 128 x 128, as DeepSeek stores them."""
+    rows, columns = weight.shape[0] // 128, weight.shape[1] // 128
+    blocks = weight.reshape(rows, 128, columns, 128).float()
+    scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
+    codes = (blocks / scale).to(torch.float8_e4m3fn).reshape(weight.shape)
+    return {"weight": codes, "weight_scale_inv": scale.reshape(rows, columns)}
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> tuple[Path, Tensor]:
+    """A checkpoint in FP8 blocks, and the weight that was rounded to them."""
+    weight = torch.randn(256, 128)
+    tensors = {"model.embed_tokens.weight": torch.randn(WORDS, 128).bfloat16()}
+    tensors |= {f"model.layers.0.up.{name}": each for name, each in in_blocks(weight).items()}
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    config = {**CONFIG, "quantization_config": quantization, "dtype": "bfloat16"}
+    return write(tmp_path / "blocks", tensors, config), weight
+
+
+def test_a_checkpoint_in_another_layout_is_converted_first(
+    blocks: tuple[Path, Tensor], tmp_path: Path
+) -> None:
+    source, weight = blocks
+    with pytest.raises(CheckpointError):
+        model_free_ptq(source, tmp_path / "out", "W8A16")
+    converter = FP8BlockDequantizer(targets=["re:.*up$"])
+    folder = model_free_ptq(source, tmp_path / "out", "W8A16", converter=converter)
+    assert {path.name for path in tmp_path.iterdir()} == {"blocks", "out"}
+    assert verify(folder, serve="vllm", tp=1).ok
+    own = {name.rpartition(".")[2] for name in tensors_of(folder) if ".up." in name}
+    assert own == {"weight_packed", "weight_scale", "weight_shape"}
+    assert config_of(folder)["quantization_config"]["quant_method"] == "compressed-tensors"
+    model_free_ptq(source, tmp_path / "again", "FP8_DYNAMIC", converter=[converter])
+    written = tensors_of(tmp_path / "again")
+    decoded = (
+        written["model.layers.0.up.weight"].float() * written["model.layers.0.up.weight_scale"]
+    )
+    assert float((decoded - weight).norm() / weight.norm()) < 0.06
+
+
+def test_what_a_converter_refuses_is_one_clear_error(
+    blocks: tuple[Path, Tensor], tmp_path: Path
+) -> None:
+    converter = FP8BlockDequantizer(targets=["re:.*up$", "re:.*embed_tokens$"])
+    with pytest.raises(CheckpointError, match=r"FP8BlockDequantizer cannot convert .*embed_tokens"):
+        model_free_ptq(blocks[0], tmp_path / "out", "W8A16", converter=converter)
+    assert {path.name for path in tmp_path.iterdir()} == {"blocks"}
 
 
 # ---------------------------------------------------------------------- what cannot be used

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from llmcompressor import oneshot, reset_session, verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.module_classes import modules_by_class
 
 TOWER = {
@@ -111,3 +112,64 @@ def test_parts_of_a_tensor_are_no_twins_of_it(tmp_path: Path) -> None:
     reset_session()
     found = verify(tmp_path / "out", tmp_path / "model").findings
     assert not [one for one in found if one.rule.startswith("R")]
+
+
+FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+
+
+def quantized(targets: list[str], args: dict[str, Any]) -> dict[str, Any]:
+    inputs = {**FLOATS, "strategy": "token", "dynamic": True}
+    group = {"targets": targets, "weights": args, "input_activations": inputs}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
+    return {"model_type": "nobody_knows", "quantization_config": settings}
+
+
+def said(names: dict[str, str], targets: list[str]) -> set[tuple[str, str]]:
+    """Errors of both servers for modules of 128 x 128: name → dtype of the weight."""
+    config, headers = quantized(targets, FLOATS), {}
+    for name, dtype in names.items():
+        headers[f"{name}.weight"] = TensorInfo(dtype, (128, 128))
+        if dtype == "F8_E4M3":
+            headers[f"{name}.weight_scale"] = TensorInfo("BF16", (128, 1))
+    found = [
+        one
+        for server in ("vllm", "transformers")
+        for one in check_serving(config, headers, deployment=Deployment(server, tp=(1,)))
+    ]
+    return {(one.rule, one.module) for one in found if one.severity == "error"}
+
+
+def test_a_gate_beside_no_up_is_joined_with_nothing() -> None:
+    gate, up = "layers.0.self_attn.gate_proj", "layers.0.self_attn.up_proj"
+    both = {f"layers.0.mlp.{own}_proj": "F8_E4M3" for own in ("gate", "up")}
+    assert not said({**both, gate: "F8_E4M3"}, [*both, gate])
+    # with its partner it is joined, and both must be meant
+    assert ("S19", gate) in said({**both, gate: "F8_E4M3", up: "BF16"}, [*both, gate])
+
+
+@pytest.mark.parametrize("names", [("w1", "w2", "w3"), ("gate_proj", "up_proj", "down_proj")])
+def test_experts_of_an_unknown_family_are_looked_up_as_they_are_called(
+    names: tuple[str, ...],
+) -> None:
+    paths = [f"layers.0.ffn.experts.{index}.{name}" for index in range(2) for name in names]
+    assert not said(dict.fromkeys(paths, "F8_E4M3"), paths)
+    assert ("S19", paths[0]) in said(dict.fromkeys(paths, "F8_E4M3"), ["nothing"])
+
+
+@pytest.mark.parametrize(("size", "is_read"), [(128, True), (64, False)])
+def test_experts_of_one_block_are_multiplied_by_its_scale(size: int, is_read: bool) -> None:
+    """One number goes with any shape; more of them transformers does not expand."""
+    args = {**FLOATS, "strategy": "block", "block_structure": [size, size]}
+    paths = [f"layers.0.mlp.experts.0.{own}_proj" for own in ("gate", "up", "down")]
+    entries = {f"{path}.weight": TensorInfo("F8_E4M3", (128, 128)) for path in paths}
+    blocks = (128 // size, 128 // size)
+    entries |= {f"{path}.weight_scale": TensorInfo("BF16", blocks) for path in paths}
+    found = check_serving(
+        quantized(["Linear"], args), entries, deployment=Deployment("transformers")
+    )
+    assert ("T6" in {one.rule for one in found if one.severity == "error"}) is not is_read

@@ -20,6 +20,7 @@ from llmcompressor.checkpoint.expert_stacks import ExpertStack, find_stacks, spl
 from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.source import SourceInfo, TensorHeader, inspect_source, is_hub_id
 from llmcompressor.checkpoint.tree_model import TreeModel, build_tree, tied_pair, untied
+from llmcompressor.entrypoints.converting import check_converter, converted
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.streamed import run_blueprint
@@ -52,7 +53,7 @@ def model_free_ptq(
     ignore: str | Iterable[str] | None = (),
     max_workers: int = 1,
     device: str | torch.device | Sequence[str | torch.device] | None = None,
-    converter: None = None,
+    converter: Any = None,
     *,
     config: QuantizationConfig | Mapping[str, Any] | None = None,
     resume: str = "auto",
@@ -73,10 +74,12 @@ def model_free_ptq(
             ``Linear``: every two-dimensional ``X.weight`` where X does not end in ``norm`` and is
             not called like an embedding.
         ignore: modules that stay as they are: names, ``re:`` patterns, class names.
-        max_workers: accepted for old scripts. Reading, computing and writing overlap in any
-            case, and the memory in use does not depend on it.
+        max_workers: how many files are converted at a time. Otherwise it has no effect: reading,
+            computing and writing overlap in any case.
         device: where to compute; an accelerator if there is one, else the CPU.
-        converter: only ``None``.
+        converter: makes the checkpoint one that can be quantized, first: an object of the
+            converter interface of compressed-tensors, such as ``FP8BlockDequantizer``, or several
+            in a list. The converted checkpoint needs room beside the output while this runs.
         config: instead of ``scheme``, several: a ``QuantizationConfig``, the same as a mapping,
             or a mapping from names of groups to schemes.
         resume: ``"auto"`` continues a run that was broken off, ``"never"`` throws its progress
@@ -96,23 +99,35 @@ def model_free_ptq(
 
         model_free_ptq("./new-model", "./new-model-FP8", "FP8_BLOCK", ignore=["re:.*gate$"])
     """
-    _check_unused(max_workers, converter)
+    _check_workers(max_workers)
+    converters = check_converter(converter)
     fields = _fields(scheme, config, () if ignore is None else ignore)
     modifier = QuantizationModifier(**fields)
     resolved = modifier.resolve_quantization_config()
     _check_needs_no_data(modifier, resolved)
+    chosen = _device(device)
     job = Job(
         as_path("save_directory", save_directory),
         None,
         model=path("model_stub", model_stub),
         recipe=modifier,
-        device=_device(device),
+        device=chosen,
         resume=resume,
         max_memory=max_memory,
         verify=verify,
         overwrite=overwrite,
     )
-    source = _inspect(os.fspath(model_stub))
+    assert job.output_dir is not None
+    with converted(
+        os.fspath(model_stub), converters, job.output_dir, device=chosen, workers=max_workers
+    ) as folder:
+        _quantize(job, _inspect(folder), fields, resolved)
+    return job.output_dir
+
+
+def _quantize(
+    job: Job, source: SourceInfo, fields: dict[str, Any], resolved: ResolvedSchemes
+) -> None:
     blueprint = _blueprint(source, resolved)
     # Again by the modifier, whose advice is a field of recipes; here nobody can set it.
     check_targets(blueprint.model, resolved.targets)
@@ -120,24 +135,16 @@ def model_free_ptq(
     refuse_transposed(source, blueprint.model, fields["ignore"], resolved.targets)
     job.recipe = Recipe.from_modifiers(QuantizationModifier(**fields))
     run_blueprint(job, blueprint)
-    assert job.output_dir is not None
-    return job.output_dir
 
 
 # ---------------------------------------------------------------------- arguments
 
 
-def _check_unused(max_workers: Any, converter: Any) -> None:
+def _check_workers(max_workers: Any) -> None:
     if isinstance(max_workers, bool) or not isinstance(max_workers, int) or max_workers < 1:
         raise ArgumentError(
             f"The argument 'max_workers' cannot be {max_workers!r}.",
             "Give a whole number of at least 1, or leave it out.",
-        )
-    if converter is not None:
-        raise ArgumentError(
-            f"The argument 'converter' is a {type(converter).__name__}, and checkpoints are read "
-            "as they are.",
-            "Convert the checkpoint first, and leave converter out.",
         )
 
 

@@ -164,17 +164,24 @@ def class_names(config: Mapping[str, Any]) -> list[str]:
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
-def family_of(config: Mapping[str, Any], present: Collection[str] | None = None) -> Family:
+def family_of(
+    config: Mapping[str, Any],
+    present: Collection[str] | None = None,
+    experts: Collection[str] = (),
+) -> Family:
     """The row for a configuration; that of Llama if there is none.
 
     Args:
         config: the content of ``config.json``.
         present: own names of the modules of a checkpoint, where there is one: what it has no shard
             of is joined nowhere, as gate and up in an MLP without a gate.
+        experts: own names of experts there, by which they are looked up where there is no row.
     """
     types = [str(each.get("model_type") or "") for each in (config, text_settings(config))]
     found = next((_BY_TYPE[name] for name in types if name in _BY_TYPE), None)
     row = _LIKE_LLAMA if found is None else _without_lora(found, text_settings(config))
+    if found is None and set(_W123) <= set(experts):
+        row = replace(row, experts=_W123)
     if present is None:
         return row
     fused = {key: own for key, own in row.fused.items() if all(one in present for one in own)}

@@ -116,6 +116,8 @@ class Resolver:
         groups: its groups, in order.
         ignore: names and patterns to ignore.
         family: how vLLM builds the architecture.
+        present: paths of the checkpoint's modules; one that none of the others is beside that it
+            would be joined with is joined with nothing, as a gate of attention.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Resolver:
         groups: Sequence[Group],
         ignore: Sequence[str],
         family: Family,
+        present: Collection[str] = (),
     ) -> None:
         self.config = config
         self.groups = groups
@@ -131,6 +134,8 @@ class Resolver:
         self.family = family
         self._shards = frozenset(shard for shards in family.fused.values() for shard in shards)
         self._experts: dict[str, Choice] = {}
+        shards = [name for name in present if name.rpartition(".")[2] in self._shards]
+        self._present = frozenset([*shards, *map(self.served, shards)])
 
     @cached_property
     def _targets(self) -> dict[str, Group]:
@@ -184,7 +189,10 @@ class Resolver:
         key = next((key for key, shards in fused.items() if last in shards), None)
         if key is None or EXPERT.match(name):
             return name, ()
-        return f"{parent}{dot}{key}", tuple(f"{parent}{dot}{shard}" for shard in fused[key])
+        shards = tuple(f"{parent}{dot}{shard}" for shard in fused[key])
+        if name in self._present and not self._present & (set(shards) - {name}):
+            return name, ()
+        return f"{parent}{dot}{key}", shards
 
     def vllm(self, entry: Entry) -> Choice:
         """What vLLM 0.33 makes of a module."""

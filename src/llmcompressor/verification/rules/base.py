@@ -168,7 +168,8 @@ class View:
     @cached_property
     def family(self) -> Family:
         """How vLLM builds the architecture."""
-        return family_of(self.config, {entry.last for entry in self.entries.values()})
+        experts = {entry.last for entry in self.entries.values() if entry.is_expert}
+        return family_of(self.config, {entry.last for entry in self.entries.values()}, experts)
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -215,7 +216,7 @@ class View:
     @cached_property
     def resolver(self) -> Resolver:
         """Who gives which group to a module."""
-        return Resolver(self.config, self.groups, self.ignore, self.family)
+        return Resolver(self.config, self.groups, self.ignore, self.family, self.entries)
 
     @cached_property
     def matrices(self) -> list[Entry]:

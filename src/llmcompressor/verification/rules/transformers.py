@@ -319,12 +319,17 @@ def _lost(entry: Entry, scheme: Scheme, weights: Args) -> Iterator[str]:
         yield "transformers cannot load packed experts with zero points."
     if scheme.format in ("int-quantized", "naive-quantized") and weights.kind == "int":
         yield "transformers does not find unpacked integer experts, and fails to load."
-    if weights.kind == "float" and weights.strategy == "block":
+    if weights.kind == "float" and weights.strategy == "block" and not _is_one_block(entry):
         yield "transformers multiplies block scales of experts without expanding them."
     if weights.is_mxfp8:  # those of 4 bits are packed, and unpacked as they should be
         yield "transformers takes the exponents of MXFP8 experts for scales, and fails to load."
     if entry.form == "packed" and weights.bits in (3, 5, 6, 7) and "weight_shape" not in entry.own:
         yield f"Without weight_shape the width of {weights.bits}-bit experts is not known."
+
+
+def _is_one_block(entry: Entry) -> bool:
+    scale = entry.own.get("weight_scale")
+    return scale is not None and scale.numel == 1
 
 
 RULES = (
