@@ -18,6 +18,8 @@ from transformers import (
     FalconForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from llmcompressor import oneshot
@@ -178,6 +180,30 @@ def test_a_tower_that_transformers_rounds_without_scales_is_said(
         for name in load_file(tmp_path / "out" / "model.safetensors")
         if tower in name and "scale" in name
     ]
+
+
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_embeddings_that_a_class_ties_all_the_same_are_refused_in_small_floats(
+    kind: str, tmp_path: Path
+) -> None:
+    sizes = {"d_model": 64, "d_ff": 64, "d_kv": 16, "num_heads": 4, "num_layers": 1}
+    config = T5Config(vocab_size=small.VOCABULARY, **sizes, tie_word_embeddings=False)
+    weights = {"num_bits": 8, "type": kind, "strategy": "channel"}
+    recipe = QuantizationModifier(
+        config_groups={
+            "g": {"targets": ["shared"], "weights": weights, "format": f"{kind}-quantized"}
+        }
+    )
+    model = T5ForConditionalGeneration(config).bfloat16()
+    if kind == "int":
+        oneshot(model, recipe, output_dir=tmp_path / "out")
+        T5ForConditionalGeneration.from_pretrained(tmp_path / "out")
+        return
+    with pytest.raises(RecipeError, match=r"transformers \(L8, shared\)"):
+        oneshot(model, recipe, output_dir=tmp_path / "out")
+    oneshot(model, recipe, output_dir=tmp_path / "out", verify=False)
+    with pytest.raises(RuntimeError, match="Promotion for Float8"):  # as the rule says
+        T5ForConditionalGeneration.from_pretrained(tmp_path / "out")
 
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32}

@@ -543,6 +543,22 @@ def test_in_inference_mode_a_folder_is_compressed_as_without(recipe: str, tmp_pa
     assert all(torch.equal(plain[name], inside[name]) for name in plain)
 
 
+@pytest.mark.parametrize("recipe", [GPTQ, STATIC])
+def test_under_autocast_a_model_is_compressed_as_without(
+    recipe: str, tmp_path: Path, warned: list[str]
+) -> None:
+    tiny(model=small.llama().float(), recipe=recipe, output_dir=tmp_path / "plain")
+    assert not [text for text in warned if "autocast" in text]
+    with torch.autocast("cpu", torch.bfloat16):
+        tiny(model=small.llama().float(), recipe=recipe, output_dir=tmp_path / "inside")
+        assert torch.is_autocast_enabled("cpu")
+    assert len([text for text in warned if "outside of torch.autocast(cpu)" in text]) == 1
+    plain, inside = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("plain", "inside")
+    )
+    assert all(torch.equal(plain[name], inside[name]) for name in plain)
+
+
 KEEPING = "ConstantPruningModifier: {targets: Linear}"
 ROUNDING = "QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC, ignore: [lm_head]}"
 

@@ -903,6 +903,16 @@ def ragged_groups(sample: Sample) -> None:
     sample.group["weights"]["group_size"] = 96
 
 
+@fault("L8", "lm_head", base="FP8_DYNAMIC", deployment=BY_TRANSFORMERS)
+def head_of_small_floats_beside_a_tied_embedding(sample: Sample) -> None:
+    sample.config["tie_word_embeddings"] = True
+    sample.settings["ignore"].remove("lm_head")
+    weight = sample.tensors["lm_head.weight"]
+    sample.tensors["lm_head.weight_scale"] = weight.abs().amax(1, keepdim=True) / 448
+    codes = weight / sample.tensors["lm_head.weight_scale"]
+    sample.tensors["lm_head.weight"] = codes.to(torch.float8_e4m3fn)
+
+
 # ------------------------------------------------------------------------------ SGLang (G1 to G7)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 
 __all__ = ["Oneshot", "oneshot"]
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def oneshot(
@@ -89,7 +91,8 @@ class Oneshot(Job):
         """Load, calibrate, compress, and save; or only make the plan of it."""
         if self.run_args.dry_run:
             return _planned(self._given)
-        with _log_file(self.log_dir), _left_inference_mode(self.model_args.model):
+        model = self.model_args.model
+        with _log_file(self.log_dir), _left_inference_mode(model), _left_autocast():
             source = self.open_data()
             checkpoint = streamable(self)
             if checkpoint is not None:
@@ -128,6 +131,21 @@ def _left_inference_mode(model: Any) -> Iterator[None]:
             "Load it outside of inference mode, or give its folder.",
         )
     with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def _left_autocast() -> Iterator[None]:
+    """Leave torch's autocast: nothing is to be solved in another dtype than it asks for."""
+    devices = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+    if devices:
+        logger.warning(
+            f"oneshot computes outside of torch.autocast({', '.join(devices)}): the model runs in "
+            "its own dtype, as readers run it. precision gives it another."
+        )
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 

@@ -49,6 +49,7 @@ RULES: tuple[Rule, ...] = (
     *transformers.RULES,
     *loading.RULES,
     *attention.OF_TRANSFORMERS,
+    *embeddings.OF_TRANSFORMERS,
     *sglang.RULES,
 )
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section 8: embeddings, output heads, router gates, draft layers (S57 to S61)."""
+"""Section 8: embeddings, output heads, router gates, draft layers (S57 to S61; L8)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmcompressor.verification.built import stored_names
+from llmcompressor.verification.class_model import class_model
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.rules.base import Problem, Rule, View
 from llmcompressor.verification.scheme import Args
 
-__all__ = ["RULES"]
+__all__ = ["OF_TRANSFORMERS", "RULES"]
 
 
 def _of_kind(view: View, kind: str) -> Iterator[Entry]:
@@ -155,10 +157,40 @@ def _announced(view: View) -> int:
     return 0
 
 
+def tied_are_alike(view: View) -> Iterator[Problem]:
+    """L8."""
+    small = {f"{one.name}.weight" for one in view.quantized if one.own.get("weight") is not None}
+    small = {name for name in small if view.headers[name].dtype == "F8_E4M3"}
+    model = class_model(view.config) if small else None
+    if model is None:
+        return
+    stored = stored_names(model)
+    held = {stored(name): name for name in view.headers}
+    for target, source in model.all_tied_weights_keys.items():
+        pair = [held[name] for name in (source, target) if name in held]
+        if len(pair) > 1 and len(small.intersection(pair)) == 1:
+            coded, other = sorted(pair, key=lambda name: name not in small)
+            yield Problem(
+                coded.removesuffix(".weight"),
+                f"transformers compares it with {other}, as of one tensor, and fails to load it: "
+                "8-bit floats are compared with no others.",
+                "Give it integers (format: int-quantized), or ignore it.",
+            )
+
+
 RULES = (
     Rule("S57", "embeddings are packed integers", embeddings_are_served),
     Rule("S58", "router gates stay plain and ignored", gates_are_plain),
     Rule("S59", "a quantized head is served", heads_are_served),
     Rule("S60", "tied embeddings stay plain", tied_embeddings_are_plain),
     Rule("S61", "draft layers are there and ignored", draft_layers),
+)
+OF_TRANSFORMERS = (
+    Rule(
+        "L8",
+        "what is tied is quantized alike",
+        tied_are_alike,
+        server="transformers",
+        is_limit=True,
+    ),
 )
