@@ -210,7 +210,11 @@ def test_quantized_modules_have_the_shape_of_their_weight(
 ) -> None:
     source = whole(model_type).write(tmp_path / "source")
     ignore = ["lm_head", "re:.*gate$", "re:.*embed.*"]
-    recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=ignore)
+    # groups of 128 are as wide as each of these matrices, and experts have to have one scheme
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    narrow = {"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
+    fields = narrow if scheme == "W4A16" else {"targets": "Linear", "scheme": scheme}
+    recipe = QuantizationModifier(**fields, ignore=ignore)
     sample = Sample.read(compressed(source, recipe))
     good = errors(sample.write(tmp_path / "good"), "transformers")
     assert not {one for one in good if one[0] in ("C2", "S70", "T4")}
