@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from accelerate import cpu_offload, disk_offload
 from compressed_tensors.offload import remove_dispatch, set_onload_device
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor import oneshot, plan, verify
+from llmcompressor.checkpoint import dispatched
 from llmcompressor.errors import ArgumentError, CheckpointError, DatasetError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
@@ -48,6 +50,15 @@ def source(tmp_path):
     model.generation_config.max_new_tokens = 5
     model.save_pretrained(tmp_path / "source")
     return tmp_path / "source"
+
+
+@pytest.fixture
+def tied(tmp_path):
+    """The folder of a tiny Llama whose embedding is its head, too."""
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    hf.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "tied")
+    return tmp_path / "tied"
 
 
 def loaded(folder: Path, **changes: Any) -> Any:
@@ -248,6 +259,55 @@ def test_a_router_that_widens_itself_is_stored_as_it_was(tmp_path):
     with safe_open(tmp_path / "output" / "model.safetensors", framework="pt") as reader:
         assert routers
         assert {reader.get_tensor(name).dtype for name in routers} == {torch.bfloat16}
+
+
+def partly_on_disk(folder: Path, offload: Path) -> Any:
+    """What ``device_map`` makes of a model that does not fit."""
+    parts = ("embed_tokens", "norm", "rotary_emb", "layers.1")
+    places = {**{f"model.{part}": "cpu" for part in parts}, "lm_head": "cpu"}
+    places["model.layers.0"] = "disk"
+    return loaded(folder, device_map=places, offload_folder=str(offload))
+
+
+@pytest.mark.parametrize("algorithm", [QuantizationModifier, GPTQModifier])
+@pytest.mark.parametrize(
+    "dispatched_model",
+    [
+        partly_on_disk,
+        lambda folder, offload: cpu_offload(loaded(folder), torch.device("cpu")),
+        lambda folder, offload: disk_offload(loaded(folder), offload, torch.device("cpu")),
+    ],
+    ids=["device_map", "cpu_offload", "disk_offload"],
+)
+def test_weights_that_accelerate_keeps_elsewhere(tied, tmp_path, dispatched_model, algorithm):
+    """They are brought into memory; what is written is what the model itself would give."""
+
+    def run(model: Any, output: str) -> Any:
+        group = {"num_bits": 4, "group_size": 32, "strategy": "group"}
+        recipe = algorithm(
+            config_groups={"group_0": {"targets": ["Linear"], "weights": group}},
+            ignore=["lm_head"],
+        )
+        return oneshot(model=model, recipe=recipe, dataset=rows(), output_dir=tmp_path / output)
+
+    run(loaded(tied), "whole")
+    model = dispatched_model(tied, tmp_path / "offload")
+    assert any(one.is_meta for one in model.parameters())
+    returned = run(model, "dispatched")
+    assert returned is model
+    assert not hasattr(model, "hf_device_map")
+    written = [(tmp_path / one / "model.safetensors") for one in ("whole", "dispatched")]
+    assert written[0].read_bytes() == written[1].read_bytes()
+    assert_reads_as(returned, tmp_path / "dispatched")
+
+
+def test_weights_on_the_disk_that_memory_has_no_room_for(source, tmp_path, monkeypatch):
+    model = partly_on_disk(source, tmp_path / "offload")
+    monkeypatch.setattr(dispatched, "free_host_memory", lambda: 1000)
+    with pytest.raises(ArgumentError, match=r"9 weights.*1 kB left.*Give the folder"):
+        oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
+    assert dispatched.is_dispatched(model)
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_that_are_kept_elsewhere(source, tmp_path):

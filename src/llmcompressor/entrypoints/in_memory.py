@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from llmcompressor.checkpoint.dispatched import is_dispatched, take_back
 from llmcompressor.checkpoint.experts import close_dense, open_experts
 from llmcompressor.checkpoint.finite import first_nonfinite
 from llmcompressor.checkpoint.load import (
@@ -142,6 +143,9 @@ def _given_model(task: Task, given: Any) -> Module:
     check_unadapted(model)
     check_unoffloaded(model)
     check_unquantized(model)
+    was_dispatched = is_dispatched(model)
+    if was_dispatched:
+        take_back(model)
     _check_values(model)
     wanted, own = parse_precision(task.model_args.precision), getattr(model, "dtype", None)
     if isinstance(wanted, torch.dtype) and wanted != own:
@@ -153,6 +157,8 @@ def _given_model(task: Task, given: Any) -> Module:
         untie_embeddings(model)
     if task.model_args.device is not None:
         model.to(task.model_args.device)
+    elif was_dispatched:  # to several devices, and nothing moves its inputs between them now
+        _placed(model.to("cpu"), None)
     return given
 
 
@@ -213,11 +219,10 @@ def _save(
 
 
 def _check_values(model: Module) -> None:
-    """Refuse a model without weights; accelerate's offloaded modules have theirs elsewhere."""
+    """Refuse a model without weights."""
     for name, module in model.named_modules():
         own = module._parameters.values()
-        empty = any(parameter is not None and parameter.is_meta for parameter in own)
-        if empty and not hasattr(module, "_hf_hook"):
+        if any(parameter is not None and parameter.is_meta for parameter in own):
             raise ArgumentError(
                 f"The weights of {name} have no values, they are on the meta device.",
                 "Load the model's weights, or pass its folder instead of the model.",

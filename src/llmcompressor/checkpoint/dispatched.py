@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Take back a model that accelerate has dispatched: to several devices, main memory or the disk.
+
+Its hooks bring a weight in for one forward and take it away again, so that between forwards it is
+on the meta device and nothing can be read from it or written into it. A run needs the weights
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, remove_hook_from_module
+from accelerate.utils.modeling import named_module_tensors, set_module_tensor_to_device
+from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.errors import ArgumentError
+from llmcompressor.host_memory import free_host_memory
+from llmcompressor.units import in_bytes
+
+__all__ = ["is_dispatched", "take_back"]
+
+
+def is_dispatched(model: Module) -> bool:
+    """Whether accelerate's hooks move the model's weights or inputs."""
+    return any(True for one in model.modules() for _ in _aligning(one))
+
+
+def take_back(model: Module) -> None:
+    """Bring all weights into memory, and remove accelerate's hooks.
+
+    Weights that an accelerator holds stay there; those from elsewhere come into main memory.
+
+    Raises:
+        ArgumentError: main memory has no room for those on the disk.
+    """
+    away = [(one, hook) for one in model.modules() for hook in _aligning(one) if hook.offload]
+    _check_room(away)
+    for module, hook in away:
+        for name, _ in _held(module, hook):
+            value = hook.weights_map[name]
+            kept = value if _waits_in_memory(hook.weights_map, name) else value.clone()  # a file's
+            set_module_tensor_to_device(module, name, "cpu", value=kept)
+        hook.offload = False  # else its removal would put the weights back where they were
+    remove_hook_from_module(model, recurse=True)
+    vars(model).pop("hf_device_map", None)  # what transformers and its trainer believe of it
+    if away and hasattr(model, "tie_weights"):
+        model.tie_weights()  # each of the modules that share a weight got its own
+
+
+def _aligning(module: Module) -> Iterator[AlignDevicesHook]:
+    waiting: list[ModelHook | None] = [getattr(module, "_hf_hook", None)]
+    while waiting:
+        hook = waiting.pop()
+        if isinstance(hook, SequentialHook):
+            waiting.extend(hook.hooks)
+        elif isinstance(hook, AlignDevicesHook):
+            yield hook
+
+
+def _held(module: Module, hook: AlignDevicesHook) -> list[tuple[str, Tensor]]:
+    """The tensors that the hook brings into the module."""
+    return list(
+        named_module_tensors(
+            module,
+            include_buffers=hook.offload_buffers,
+            recurse=hook.place_submodules,
+            remove_non_persistent=True,
+        )
+    )
+
+
+def _check_room(away: list[tuple[Module, AlignDevicesHook]]) -> None:
+    on_disk = [
+        tensor.nbytes
+        for module, hook in away
+        for name, tensor in _held(module, hook)
+        if not _waits_in_memory(hook.weights_map, name)
+    ]
+    size, free = sum(on_disk), free_host_memory()
+    if size > free:
+        raise ArgumentError(
+            f"accelerate keeps {len(on_disk)} weights of the model on the disk ({in_bytes(size)}), "
+            f"and main memory has {in_bytes(free)} left for them.",
+            "Give the folder of the model instead: it is read block by block.",
+        )
+
+
+def _waits_in_memory(held: Mapping[str, Any], name: str) -> bool:
+    """Whether a weight that a hook brings in is a tensor already."""
+    while isinstance(held, PrefixedDataset):
+        held, name = held.dataset, f"{held.prefix}{name}"
+    return not isinstance(held, OffloadedWeightsLoader) or name in held.state_dict
