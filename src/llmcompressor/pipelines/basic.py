@@ -15,6 +15,7 @@ from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.coverage import scarcity_reported
 from llmcompressor.pipelines.experts import experts_watched
 from llmcompressor.pipelines.finite_blocks import blocks_watched
+from llmcompressor.pipelines.listed_experts import listed_experts_counted
 from llmcompressor.pipelines.model_runs import calibration_mode
 from llmcompressor.pipelines.residency import Residency
 from llmcompressor.progress import progress
@@ -53,6 +54,7 @@ class BasicPipeline:
             share = dataset_args.min_tokens_per_module
             with (
                 scarcity_reported(model, owners, batches, state, share),
+                listed_experts_counted(model, state, modifiers, batches, dataset_args),
                 blocks_watched(model, state),
                 progress(len(batches), "Calibrating") as advance,
             ):

@@ -40,6 +40,7 @@ from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
 from llmcompressor.pipelines.finite_blocks import blocks_watched, ends_behind
 from llmcompressor.pipelines.granularity import Plan, Unit, forwards_of, make_plan
+from llmcompressor.pipelines.listed_experts import listed_experts_counted
 from llmcompressor.pipelines.residency import Residency
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
 from llmcompressor.progress import Advance, progress
@@ -100,6 +101,7 @@ class SequentialPipeline:
                     scarcity_reported(
                         model, watched, batches, state, dataset_args.min_tokens_per_module
                     ),
+                    listed_experts_counted(model, state, modifiers, batches, dataset_args),
                     blocks_watched(model, state),
                     progress(len(run.plan.units), "Calibrating") as advance,
                 ):

@@ -14,6 +14,7 @@ from torch.nn import Module
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, TargetError
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.observers.base import Observer
@@ -163,12 +164,26 @@ class ActivationObservers:
     def _check_seen(self, module: Module, base: str, observer: Observer) -> None:
         if not observer.observations:
             name = self._names[module]
-            shown = (
-                "Set moe_calibrate_all_experts, or choose all_tokens or neighbours for "
-                "starved_experts (rtn shows a starved expert nothing), or put"
-            )
+            remedy = "Add data that uses it"
+            if is_expert(name) and self._is_taken_apart(name):
+                remedy = (
+                    "Set moe_calibrate_all_experts, or choose all_tokens or neighbours for "
+                    "starved_experts (rtn shows a starved expert nothing)"
+                )
+            elif is_expert(name):
+                remedy = (
+                    "The model's own code calls this expert, with its tokens alone: "
+                    "moe_calibrate_all_experts and starved_experts have no effect on it. Add data "
+                    "that reaches it"
+                )
             raise TargetError(
                 f"No calibration token was shown to {name}, whose {base} scale is static.",
-                f"{shown if is_expert(name) else 'Add data that uses it, or put'} it on the "
-                "recipe's ignore list.",
+                f"{remedy}, or put it on the recipe's ignore list.",
             )
+
+    def _is_taken_apart(self, name: str) -> bool:
+        """Whether a module is part of an expert that can be shown any token."""
+        parts = name.split(".")
+        holders = (".".join(parts[:end]) for end in range(len(parts)))
+        find = self._state.model.get_submodule
+        return any(isinstance(find(holder), LinearExperts) for holder in holders)
