@@ -134,6 +134,27 @@ def test_inputs_with_a_zero_point_are_written_as_their_one_kernel_reads(
     assert format_of(scheme) == written
 
 
+@pytest.mark.parametrize("strategy", ["group", "channel"])
+@pytest.mark.parametrize("zp_dtype", ["torch.uint8", "torch.int32", "torch.bfloat16"])
+def test_zero_points_that_cannot_be_packed(strategy: str, zp_dtype: str) -> None:
+    weights = {"num_bits": 4, "strategy": strategy, "symmetric": False, "zp_dtype": zp_dtype}
+    weights |= {"group_size": 32} if strategy == "group" else {}
+    group = {"targets": ["Linear"], "weights": weights}
+    with pytest.raises(RecipeError, match=rf"config_groups\.g .*{zp_dtype}.*Leave zp_dtype out"):
+        resolve_schemes(config_groups={"g": group})
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    with pytest.raises(RecipeError, match="zp_dtype"):
+        resolve_schemes(config_groups={"g": scheme})
+    for packable in (
+        {**weights, "zp_dtype": None},
+        {**weights, "zp_dtype": "torch.int8"},
+        {**weights, "symmetric": True},
+    ):
+        resolve_schemes(config_groups={"g": {"targets": ["Linear"], "weights": packable}})
+    unpacked = {**group, "weights": {**weights, "num_bits": 8}, "format": "int-quantized"}
+    resolve_schemes(config_groups={"g": unpacked})
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_default_observers(name: str) -> None:
     scheme = resolve_schemes(scheme=name).groups["group_0"]

@@ -44,7 +44,7 @@ from llmcompressor.numerics.partition import dequantize_matrix, fake_quantize_ma
 from llmcompressor.numerics.recoding import needs_recoding, recoded
 from llmcompressor.numerics.scales import effective_scale
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of
-from llmcompressor.schemes.formats import misfit
+from llmcompressor.schemes.formats import PACKED_ZEROS, misfit
 from llmcompressor.schemes.presets import format_of
 
 __all__ = [
@@ -66,8 +66,6 @@ _MX_FORMATS = {
     CompressionFormat.mxfp8_quantized.value,
 }
 _PACKED = CompressionFormat.pack_quantized.value
-_PACKED_ZEROS = {QuantizationStrategy.GROUP.value, QuantizationStrategy.CHANNEL.value}
-"""Strategies whose zero points are packed as the codes are."""
 _PLAIN_FORMATS = {
     CompressionFormat.naive_quantized.value,
     CompressionFormat.int_quantized.value,
@@ -259,7 +257,7 @@ def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor
     if codes is not None:
         packed["weight_packed" if "weight_packed" in packed else "weight"] = codes
     zero = packed.get("weight_zero_point")
-    if zero is not None and scheme.format == _PACKED and scheme.weights.strategy in _PACKED_ZEROS:
+    if zero is not None and scheme.format == _PACKED and scheme.weights.strategy in PACKED_ZEROS:
         # compressed-tensors leaves these alone where the weight has no data
         packed["weight_zero_point"] = _packed_zero(zero, scheme.weights.num_bits)
     return packed

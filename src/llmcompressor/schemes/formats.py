@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 from llmcompressor.schemes.checks import describe
 from llmcompressor.schemes.presets import format_of
 
-__all__ = ["fitting_formats", "misfit"]
+__all__ = ["PACKED_ZEROS", "fitting_formats", "misfit"]
 
+PACKED_ZEROS = frozenset({"channel", "group"})
+"""Strategies whose zero points pack-quantized packs as it packs codes."""
 _BYTE, _WIDEST = 8, 32
 
 
@@ -33,6 +36,12 @@ def _known(weights: QuantizationArgs) -> tuple[str, ...]:
     return (*plain, "pack-quantized") if weights.num_bits <= _BYTE else plain
 
 
+def _has_unpackable_zeros(weights: QuantizationArgs | None) -> bool:
+    if weights is None or weights.symmetric or weights.strategy not in PACKED_ZEROS:
+        return False
+    return weights.zp_dtype not in (None, torch.int8)
+
+
 def misfit(scheme: QuantizationScheme, form: str) -> tuple[str, str] | None:
     """Why ``form`` cannot hold the weights of ``scheme``, and what to do; ``None`` if it can.
 
@@ -43,6 +52,11 @@ def misfit(scheme: QuantizationScheme, form: str) -> tuple[str, str] | None:
     'float-quantized holds no weights in int4 group 128'
     """
     fitting = fitting_formats(scheme)
+    if form == "pack-quantized" and _has_unpackable_zeros(scheme.weights):
+        return (
+            f"{form} packs zero points of torch.int8, and zp_dtype is {scheme.weights.zp_dtype}",
+            "Leave zp_dtype out.",
+        )
     if form == "dense" or form in fitting:
         return None
     return (

@@ -127,7 +127,7 @@ def _checked(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
     """Refuse what the classes let through but no weight can be, and no format can hold."""
     _refuse_static_groups(scheme, where)
     checked = _with_checked_weights(scheme, where)
-    if checked.format is not None and checked.weights is not None:
+    if checked.weights is not None:
         wrong = misfit(checked, format_of(checked))
         if wrong is not None:
             raise RecipeError(f"The format of {where} does not fit: {wrong[0]}.", wrong[1])
