@@ -9,6 +9,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from llmcompressor.errors import TargetError
 from llmcompressor.schemes.checks import (
@@ -119,6 +120,18 @@ def test_weights_without_float_values_are_refused() -> None:
     assert "b (Linear: the weight is int8)" in message
     with pytest.raises(TargetError, match="LayerNorm"):
         check_weights_quantizable(nn.ModuleDict({"n": nn.LayerNorm(4)}), {"n": scheme})
+
+
+def test_weights_that_are_computed_anew_are_refused() -> None:
+    model = linears(a=32, b=32, c=32)
+    for name in "ab":
+        register_parametrization(model[name], "weight", nn.Identity())
+    register_parametrization(model["c"], "weight", nn.Identity())
+    remove_parametrizations(model["c"], "weight")
+    scheme = preset_scheme("W8A8")
+    with pytest.raises(TargetError, match=r"of a, b are parametrized.*remove_parametrizations"):
+        check_weights_quantizable(model, dict.fromkeys("abc", scheme))
+    check_weights_quantizable(model, {"c": scheme})
 
 
 def test_tied_weights_are_found_if_one_of_them_is_quantized() -> None:

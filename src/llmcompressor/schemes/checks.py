@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch.nn import Embedding, Linear, Module
+from torch.nn.utils.parametrize import is_parametrized
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
@@ -56,11 +57,12 @@ def check_schemes(
 
 
 def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
-    """Refuse modules whose weight is no float matrix with values.
+    """Refuse modules whose weight is no float matrix with values of its own.
 
     Raises:
         TargetError: lists every such module and what its weight is.
     """
+    _check_unparametrized(model, schemes)
     wrong = []
     for name, module in _submodules(model, schemes):
         if schemes[name].weights is None:
@@ -72,6 +74,22 @@ def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
         raise TargetError(
             f"These modules cannot be quantized: {listed(wrong)}.",
             "Ignore them, or load the model with its weights in floating point.",
+        )
+
+
+def _check_unparametrized(model: Module, schemes: Schemes) -> None:
+    """Refuse weights that torch computes anew whenever they are read: none can be put there."""
+    found = [
+        name
+        for name, module in _submodules(model, schemes)
+        if schemes[name].weights is not None and is_parametrized(module, "weight")
+    ]
+    if found:
+        raise TargetError(
+            f"The weights of {listed(found)} are parametrized (torch.nn.utils.parametrize): they "
+            "are computed whenever they are read, and cannot be quantized.",
+            'Call torch.nn.utils.parametrize.remove_parametrizations(module, "weight") for each '
+            "before; ignore those that the model's class parametrizes itself.",
         )
 
 
