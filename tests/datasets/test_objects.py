@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import load_calibration, load_training
+from llmcompressor.datasets.source import open_source
 from llmcompressor.errors import DatasetError
 
 FIRST = {"shuffle_calibration_samples": False}
@@ -197,6 +198,42 @@ def test_columns_that_are_removed_are_spoken_of(batches):
 def test_a_path_beside_data_is_said_to_be_unread(texts, logged):
     assert texts(["a = 1"], dataset_path="nowhere.json") == ["a = 1"]
     assert any("dataset_path is not read" in line for line in logged)
+
+
+@pytest.mark.parametrize(
+    "unread",
+    [{"raw_kwargs": {"a": 1}}, {"dataset_config_name": "main"}, {"streaming": True}],
+)
+def test_so_is_what_else_says_how_to_read_it(texts, logged, unread):
+    assert texts(["a = 1"], **unread) == ["a = 1"]
+    assert any(f"{next(iter(unread))} is not read" in line for line in logged)
+
+
+@pytest.mark.parametrize("unread", [{"raw_kwargs": {"a": 1}}, {"splits": "train"}])
+def test_a_loader_is_no_matter_of_reading(logged, unread):
+    loader = DataLoader([{"input_ids": torch.tensor([5, 6])}])
+    assert open_source(DatasetArguments(dataset=loader, **unread)) is None
+    assert any(f"{next(iter(unread))} is not read" in line for line in logged)
+
+
+@pytest.mark.parametrize(
+    ("data", "splits", "said"),
+    [
+        (["a = 1", "b = 2"], "nope", "has no splits; splits='nope' has no effect"),
+        (["a = 1", "b = 2"], "nope[:1]", "has no splits; splits='nope[:1]' only cuts it"),
+        (["a = 1", "b = 2"], "train+nope", "has no splits; splits='train+nope' has no effect"),
+        ({"text": ["a = 1"]}, "nope", "has no splits; splits='nope' has no effect"),
+        (["a = 1", "b = 2"], "train", ""),
+        (["a = 1", "b = 2"], "train[:1]", ""),
+        (["a = 1", "b = 2"], {"calibration": "train[:1]"}, ""),
+        ({"nope": ["a = 1"]}, "nope", ""),
+    ],
+)
+def test_a_split_that_data_has_not_is_said_to_have_no_effect(texts, logged, data, splits, said):
+    texts(data, splits=splits)
+    told = [line for line in logged if "splits=" in line]
+    assert len(told) == bool(said)
+    assert said in "".join(told)
 
 
 def test_text_without_a_tokenizer_is_an_error(batches):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ _ADAPTERS = (
 
 _COLUMNS = MAIN_INPUTS | {"conversations", "messages", "text"}
 """A mapping with one of these for a key holds columns; any other holds splits."""
+
+_WHERE = ("dataset_path", "dataset_config_name", "raw_kwargs", "streaming")
+"""Arguments that say where data is, and how to read it."""
+_WHOLE = "train"
 
 _LONGEST_SHOWN = 300
 
@@ -91,13 +95,14 @@ def open_source(
         DatasetError: if the data is not there, cannot be read, has no such split or is empty.
     """
     data, split = args.dataset, split_for(role, args.splits)
+    if is_loader(data):
+        _tell_unread(args, (*_WHERE, "splits"))
     if is_loader(data) or (data is None and args.dataset_path is None):
         return None
     if isinstance(data, str) or data is None:
         source = _open_named(args, split, processor)
     else:
-        if args.dataset_path is not None:
-            logger.warning("dataset_path is not read: dataset is the data itself.")
+        _tell_unread(args, _WHERE)
         source = Source("The given data", _rows_of_object(data, split))
     if not isinstance(source.rows, Stream) and not len(source.rows):
         if split is not None and "[" in split:
@@ -107,6 +112,13 @@ def open_source(
             )
         raise DatasetError(f"{source.name} is empty.", "Give at least one sample.")
     return source
+
+
+def _tell_unread(args: DatasetArguments, names: Iterable[str]) -> None:
+    """Say which arguments, of those that say where data is, data at hand has no use for."""
+    for name in names:
+        if getattr(args, name):
+            logger.warning(f"{name} is not read: dataset is the data itself.")
 
 
 def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> Source:
@@ -250,15 +262,23 @@ def _load_hub(
 
 def _rows_of_object(data: Any, split: str | None) -> Rows | Stream:
     """Rows of data in memory; a mapping is splits by name, or columns."""
-    if isinstance(data, Mapping) and _has_columns(data):
-        return cut(Items([dict(data)]) if _is_one_row(data) else Columns(data), split)
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping) and not _has_columns(data):
         splits = {str(name): rows_of(value, None) for name, value in data.items()}
         return pick_split(splits, split, "The given data")
-    own = str(getattr(data, "split", None) or "")
-    if split and own and parse_split(split)[0].name != own.partition("[")[0]:
-        logger.warning(f"The given data is the split {own!r}; splits={split!r} only cuts it.")
+    _tell_unknown(split, str(getattr(data, "split", None) or ""))
+    if isinstance(data, Mapping):
+        return cut(Items([dict(data)]) if _is_one_row(data) else Columns(data), split)
     return rows_of(data, split)
+
+
+def _tell_unknown(split: str | None, own: str) -> None:
+    """Say that data without splits, or that is one, is not looked through for another."""
+    # rows without a name may well be what is meant by that of a whole set
+    known = own.partition("[")[0] or _WHOLE
+    if split and any(part.name != known for part in parse_split(split)):
+        what = f"is the split {own!r}" if own else "has no splits"
+        effect = "only cuts it" if "[" in split else "has no effect"
+        logger.warning(f"The given data {what}; splits={split!r} {effect}.")
 
 
 def _has_columns(data: Mapping[str, Any]) -> bool:
