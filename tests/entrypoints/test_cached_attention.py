@@ -26,7 +26,9 @@ from transformers import (
     Llama4TextConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    WhisperConfig,
 )
+from transformers.models.whisper.modeling_whisper import WhisperAttention
 
 from llmcompressor import oneshot
 from llmcompressor.errors import TargetError
@@ -215,3 +217,15 @@ def test_a_model_that_keeps_no_cache_is_not_blamed(tmp_path: Path) -> None:
     model.__class__ = UncachedLlama
     run(model, QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "out")
     assert float(model.model.layers[0].self_attn.k_scale) > 0
+
+
+def test_an_encoder_whose_attention_readers_would_quantize_is_told_of(
+    tmp_path: Path, warned: list[str]
+) -> None:
+    model = small.llama()
+    run(model, QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "text")
+    assert not [line for line in warned if "keep no keys and values" in line]
+    model = small.llama()
+    model.model.tower = WhisperAttention(16, 2, config=WhisperConfig())
+    oneshot(model, QuantizationModifier(kv_cache_scheme=FP8), small.token_rows())
+    assert [line for line in warned if "model.tower keep no keys and values" in line]

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
-from llmcompressor.schemes.attention import is_cached_attention
+from llmcompressor.schemes.attention import is_cached_attention, is_read_as_cached
 from llmcompressor.schemes.resolve import resolve_schemes
 
 
@@ -126,3 +126,22 @@ class RememberingAttention(FullAttention):
 @pytest.mark.parametrize("kind", [NamelessHalfAttention, RememberingAttention])
 def test_attention_of_an_encoder_decoder_need_not_name_the_class_of_its_cache(kind: Any) -> None:
     assert not is_cached_attention(kind())
+
+
+@pytest.mark.parametrize(
+    ("module", "is_read"),
+    [
+        (HalfAttention(), True),
+        (FullAttention(), False),
+        (LinearAttention(), False),
+        (CacheAttention(), False),
+        (
+            FullAttention(config=SimpleNamespace(layer_types=["linear_attention"]), layer_idx=0),
+            False,
+        ),
+    ],
+)
+def test_readers_take_half_an_encoder_decoder_for_attention_with_a_cache(
+    module: nn.Module, is_read: bool
+) -> None:
+    assert is_read_as_cached(module) == is_read

@@ -52,7 +52,7 @@ from llmcompressor.quantization.parameters import (
 from llmcompressor.quantization.taking_over import Quantizer, are_alike, taken_from
 from llmcompressor.quantization.untying import untie_what_is_meant
 from llmcompressor.schemes.assign import is_empty, listed, scheme_for
-from llmcompressor.schemes.attention import CACHED_ATTENTION
+from llmcompressor.schemes.attention import CACHED_ATTENTION, is_read_as_cached
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 from llmcompressor.schemes.checks import check_schemes, warn_mixed_sets
 from llmcompressor.schemes.presets import format_of
@@ -254,6 +254,7 @@ class QuantizationMixin(Modifier):
             self._check_cache_free(state, module, name)
         if self._attention:
             check_states(model)
+            self._warn_read_as_cached(modules)
         self._check_finite()
         self._find_fused(modules)
         for name, scheme in schemes.items():  # last: an error above leaves the model untouched
@@ -337,6 +338,26 @@ class QuantizationMixin(Modifier):
                 )
             self._attention.setdefault(module, name)
             self._names[module] = name
+
+    def _warn_read_as_cached(self, modules: Mapping[str, Module]) -> None:
+        """Tell of attention for which readers look for scales that are not found for it."""
+        resolved = self.resolve_quantization_config()
+        others = [
+            name
+            for name, module in modules.items()
+            if is_read_as_cached(module)
+            and (
+                resolved.kv_cache_scheme is not None
+                or scheme_for(name, module, resolved.groups.values(), resolved.ignore) is not None
+            )
+        ]
+        if others:
+            logger.warning(
+                f"{listed(others)} keep no keys and values, and transformers quantizes theirs all "
+                "the same, by scales that it does not find in the checkpoint: it takes what lies "
+                "in memory. Serve the model with an engine that quantizes its cache alone, as "
+                "vLLM does, or leave kv_cache_scheme and attention modules out."
+            )
 
     def _check_cache_free(self, state: State, module: Module, name: str) -> None:
         if module in state.cached:
