@@ -353,10 +353,11 @@ class QuantizationMixin(Modifier):
         ]
         if others:
             logger.warning(
-                f"{listed(others)} keep no keys and values, and transformers quantizes theirs all "
-                "the same, by scales that it does not find in the checkpoint: it takes what lies "
-                "in memory. Serve the model with an engine that quantizes its cache alone, as "
-                "vLLM does, or leave kv_cache_scheme and attention modules out."
+                f"transformers looks for scales of the keys and values of {listed(others)} too, "
+                "which are halves of an encoder-decoder and have none in the checkpoint: where it "
+                "quantizes them, it takes what lies in memory. Serve the model with an engine "
+                "that quantizes its cache alone, as vLLM does, or leave kv_cache_scheme and "
+                "attention modules out."
             )
 
     def _check_cache_free(self, state: State, module: Module, name: str) -> None:
