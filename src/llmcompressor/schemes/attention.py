@@ -32,7 +32,8 @@ def is_cached_attention(module: Module) -> bool:
     what it keeps is one state, which it asks of a cache of its own kind. Attention that looks for
     a half of a cache, its own or the encoder's, does not find it in what readers put in its place.
     """
-    return _updates_cache(module) and not _names_of(type(module)) & _HALVES
+    kind: Any = type(module)  # hashable, whatever it is a class of
+    return _updates_cache(module) and not _names_of(kind) & _HALVES
 
 
 def is_read_as_cached(module: Module) -> bool:
@@ -46,7 +47,7 @@ def is_read_as_cached(module: Module) -> bool:
 
 def _updates_cache(module: Module) -> bool:
     """Whether some method of a module's class calls an ``update``; yes if that is hidden."""
-    kind: Any = type(module)  # hashable, whatever it is a class of
+    kind: Any = type(module)
     if not is_cached_attention_module(module) or _layer_type(module) == "linear_attention":
         return False
     return not hasattr(inspect.unwrap(kind.forward), "__code__") or "update" in _names_of(kind)
