@@ -33,6 +33,7 @@ from transformers.models.whisper.modeling_whisper import WhisperAttention
 from llmcompressor import oneshot
 from llmcompressor.errors import TargetError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.pipelines.experts import experts_report
 
 SIZES: dict[str, Any] = {
     "vocab_size": small.VOCABULARY,
@@ -229,3 +230,11 @@ def test_an_encoder_whose_attention_readers_would_quantize_is_told_of(
     model.model.tower = WhisperAttention(16, 2, config=WhisperConfig())
     oneshot(model, QuantizationModifier(kv_cache_scheme=FP8), small.token_rows())
     assert [line for line in warned if "the keys and values of model.tower too" in line]
+
+
+def test_tokens_of_the_trial_are_not_counted() -> None:
+    rows = small.token_rows()
+    modifier = GPTQModifier(targets="Linear", scheme="FP8", ignore=["lm_head"], kv_cache_scheme=FP8)
+    counted = experts_report(oneshot(small.mixture(), modifier, rows))
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    assert [sum(one["tokens"]) for one in counted.values()] == [2 * tokens] * 2

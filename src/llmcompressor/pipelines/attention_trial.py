@@ -29,6 +29,7 @@ from torch.nn import Module
 from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.hollow import hollow_weights, zero_products
+from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.input_rotations import resting
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules
@@ -68,7 +69,7 @@ def try_attention(
     if not states:
         return
     trial = _Trial(model, batches, states)
-    with hollow_weights(model), zero_products(), resting(model):
+    with HooksMixin.disable_hooks(), hollow_weights(model), zero_products(), resting(model):
         for use_cache in (True, False):  # as readers generate, and as it is calibrated
             trial.run(use_cache=use_cache)
 
