@@ -168,6 +168,16 @@ def test_attention_that_asks_after_the_update_is_refused(tmp_path: Path) -> None
     assert "has no attribute 'update_indexer'). Leave kv_cache_scheme out" in message
 
 
+def test_attention_is_tried_out_where_no_data_is_needed(tmp_path: Path) -> None:
+    dynamic = {**FP8, "strategy": "token", "dynamic": True}
+    with pytest.raises(TargetError, match="does not run as readers run attention"):
+        oneshot(deepseek_sparse(), QuantizationModifier(kv_cache_scheme=dynamic))
+    modifier = QuantizationModifier(kv_cache_scheme=dynamic)
+    model = oneshot(deepseek(), modifier, output_dir=tmp_path / "out")
+    read = type(model).from_pretrained(tmp_path / "out")
+    assert torch.equal(decoded(read), decoded(model))
+
+
 def test_one_latent_state_has_a_scale_and_none_per_head(tmp_path: Path) -> None:
     message = refused(deepseek(), tmp_path / "heads", kv_cache_scheme=PER_HEAD)
     assert "the number of their heads is 1, and readers take 4 from DeepseekV3Config" in message

@@ -31,9 +31,9 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.hollow import hollow_weights, zero_products
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.input_rotations import resting
+from llmcompressor.modeling.inputs import model_inputs
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules
-from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.model_runs import small_batch
 from llmcompressor.quantization.attach import tap_attention, untap_attention
 
@@ -47,13 +47,17 @@ _States = Mapping[Module, tuple[QuantizationArgs, bool]]
 
 
 def try_attention(
-    model: Module, batches: CalibrationBatches, modifiers: Sequence[Modifier], state: State
+    model: Module,
+    batches: Sequence[Mapping[str, Any]],
+    modifiers: Sequence[Modifier],
+    state: State,
 ) -> None:
     """Run a small forward with the attention that ``modifiers`` quantize, as readers run it.
 
     Args:
         model: no weight of it is read.
-        batches: a cut of the first one is run; the model runs on it as it is.
+        batches: a cut of the first one is run, if there is one; nothing is said of attention with
+            which the model does not run on it as it is.
         modifiers: of this pass.
         state: it says which attention is quantized.
 
@@ -66,18 +70,18 @@ def try_attention(
         if state.quantizers.get(module) in modifiers
         and getattr(module, "quantization_status", None) is None
     }
-    if not states:
+    if not states or not batches:
         return
-    trial = _Trial(model, batches, states)
+    trial = _Trial(model, small_batch(batches[0]), states)
     with HooksMixin.disable_hooks(), hollow_weights(model), zero_products(), resting(model):
         for use_cache in (True, False):  # as readers generate, and as it is calibrated
             trial.run(use_cache=use_cache)
 
 
 class _Trial:
-    def __init__(self, model: Module, batches: CalibrationBatches, states: _States) -> None:
+    def __init__(self, model: Module, batch: Mapping[str, Any], states: _States) -> None:
         self._model = model
-        self._batches = batches
+        self._batch = batch
         self._states = states
         self._names = {module: name for name, module in named_modules(model) if module in states}
         self._last = next(iter(states))
@@ -93,10 +97,10 @@ class _Trial:
 
     def _error(self, states: _States, *, use_cache: bool) -> Exception | None:
         """What the model's own code raises with the states of ``states`` within reach."""
-        batch = {**small_batch(self._batches[0]), "use_cache": use_cache}
+        batch = {**self._batch, "use_cache": use_cache}
         with _tapped(self._model, states), self._watched(states):
             try:
-                self._batches.run(batch)
+                self._model(**model_inputs(self._model, batch))
             except CompressorError:
                 raise
             except Exception as error:  # whatever the model's own code raises
