@@ -84,19 +84,21 @@ class _Trial:
         self._batch = batch
         self._states = states
         self._names = {module: name for name, module in named_modules(model) if module in states}
-        self._last = next(iter(states))
+        self._running: Module | None = None
 
     def run(self, *, use_cache: bool) -> None:
         error = self._error(self._states, use_cache=use_cache)
         if error is None:
             return
+        running = self._running
         plain = self._error({}, use_cache=use_cache)
         if plain is None:
-            raise self._refusal(error, use_cache=use_cache) from error
+            raise self._refusal(error, running, use_cache=use_cache) from error
         logger.debug(f"{type(self._model).__name__} was not tried out: {plain!r:.200}")
 
     def _error(self, states: _States, *, use_cache: bool) -> Exception | None:
         """What the model's own code raises with the states of ``states`` within reach."""
+        self._running = None
         batch = {**self._batch, "use_cache": use_cache}
         with _tapped(self._model, states), self._watched(states):
             try:
@@ -107,8 +109,11 @@ class _Trial:
                 return error
         return None
 
-    def _refusal(self, error: Exception, *, use_cache: bool) -> TargetError:
-        module, (_, queries) = self._last, self._states[self._last]
+    def _refusal(self, error: Exception, running: Module | None, *, use_cache: bool) -> TargetError:
+        queries = any(has_queries for _, has_queries in self._states.values())
+        where = type(self._model).__name__
+        if running is not None:
+            where = f"{self._names[running]} ({type(running).__name__})"
         shown = " ".join(f"{type(error).__name__}: {error}".split())
         remedy = "Leave kv_cache_scheme out, and attention modules out of the targets."
         if queries:
@@ -119,9 +124,8 @@ class _Trial:
                     "modules out of the targets."
                 )
         return TargetError(
-            f"{self._names[module]} ({type(module).__name__}) does not run as readers run "
-            f"attention whose {'queries, ' if queries else ''}keys and values are quantized "
-            f"({shown:.200}).",
+            f"{where} does not run as readers run attention whose "
+            f"{'queries, ' if queries else ''}keys and values are quantized ({shown:.200}).",
             remedy,
         )
 
@@ -129,11 +133,17 @@ class _Trial:
     def _watched(self, states: _States) -> Iterator[None]:
         handles = []
 
-        def note(module: Module, *_: Any) -> None:
-            self._last = module
+        def enter(module: Module, *_: Any) -> None:
+            self._running = module
+
+        def leave(*_: Any) -> None:
+            self._running = None
 
         for module, (args, queries) in states.items():
-            handles.append(module.register_forward_pre_hook(note))
+            handles += [
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave),
+            ]
             if args.strategy == QuantizationStrategy.ATTN_HEAD:
                 handles += [
                     register_key_hook(module, self._heads("keys", get_num_kv_heads)),
