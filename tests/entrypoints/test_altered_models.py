@@ -306,7 +306,7 @@ def test_weights_on_the_disk_that_memory_has_no_room_for(source, tmp_path, monke
     monkeypatch.setattr(dispatched, "free_host_memory", lambda: 1000)
     with pytest.raises(ArgumentError, match=r"9 weights.*1 kB left.*Give the folder"):
         oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
-    assert dispatched.is_dispatched(model)
+    assert dispatched.is_offloaded(model)
     assert not (tmp_path / "out").exists()
 
 

@@ -31,6 +31,7 @@ from transformers import (
 from llmcompressor import oneshot
 from llmcompressor.errors import TargetError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.pipelines.experts import experts_report
 
 SIZES: dict[str, Any] = {
     "vocab_size": small.VOCABULARY,
@@ -165,6 +166,16 @@ def test_attention_that_asks_after_the_update_is_refused(tmp_path: Path) -> None
     assert "has no attribute 'update_indexer'). Leave kv_cache_scheme out" in message
 
 
+def test_attention_is_tried_out_where_no_data_is_needed(tmp_path: Path) -> None:
+    dynamic = {**FP8, "strategy": "token", "dynamic": True}
+    with pytest.raises(TargetError, match="does not run as readers run attention"):
+        oneshot(deepseek_sparse(), QuantizationModifier(kv_cache_scheme=dynamic))
+    modifier = QuantizationModifier(kv_cache_scheme=dynamic)
+    model = oneshot(deepseek(), modifier, output_dir=tmp_path / "out")
+    read = type(model).from_pretrained(tmp_path / "out")
+    assert torch.equal(decoded(read), decoded(model))
+
+
 def test_one_latent_state_has_a_scale_and_none_per_head(tmp_path: Path) -> None:
     message = refused(deepseek(), tmp_path / "heads", kv_cache_scheme=PER_HEAD)
     assert "the number of their heads is 1, and readers take 4 from DeepseekV3Config" in message
@@ -196,7 +207,7 @@ def test_queries_are_refused_where_nobody_can_set_the_attention_function(tmp_pat
 
 def test_queries_are_refused_where_other_layers_run_the_same_function(tmp_path: Path) -> None:
     message = refused(gemma3n(), tmp_path / "out", config_groups=ATTENTION)
-    assert "(Gemma3nTextAttention) does not run as readers run attention" in message
+    assert "Gemma3nForCausalLM does not run as readers run attention" in message  # not one of ours
     assert "Quantize keys and values alone, with kv_cache_scheme" in message
     run(gemma3n(), QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "cache")
 
@@ -215,3 +226,11 @@ def test_a_model_that_keeps_no_cache_is_not_blamed(tmp_path: Path) -> None:
     model.__class__ = UncachedLlama
     run(model, QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "out")
     assert float(model.model.layers[0].self_attn.k_scale) > 0
+
+
+def test_tokens_of_the_trial_are_not_counted() -> None:
+    rows = small.token_rows()
+    modifier = GPTQModifier(targets="Linear", scheme="FP8", ignore=["lm_head"], kv_cache_scheme=FP8)
+    counted = experts_report(oneshot(small.mixture(), modifier, rows))
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    assert [sum(one["tokens"]) for one in counted.values()] == [2 * tokens] * 2

@@ -20,7 +20,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
-from transformers import Gemma4TextConfig
+from transformers import BertConfig, BertModel, Gemma4TextConfig
 
 from llmcompressor.errors import TargetError
 from llmcompressor.quantization.attach import (
@@ -235,3 +235,19 @@ def test_a_configuration_that_tells_shapes_by_layers_alone_is_refused() -> None:
     model.config = config
     with pytest.raises(TargetError, match="Gemma4TextConfig does not tell for the model as a"):
         check_states(model)
+
+
+def test_each_part_of_a_model_gets_its_attention_function_back() -> None:
+    model: Any = tiny.llama()
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    model.part = BertModel(config, add_pooling_layer=False)
+    model.part.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "sdpa"
+    attention = list(cached_attention_modules(model))
+    for module in attention:
+        tap_attention(model, module, queries=True)
+    assert model.config._attn_implementation == config._attn_implementation == "ct_hooked_attention"
+    for module in attention:
+        untap_attention(model, module)
+    assert model.config._attn_implementation == "sdpa"
+    assert config._attn_implementation == "eager"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take back a model that accelerate has dispatched: to several devices, main memory or the disk.
+"""Take back a model of which accelerate keeps weights away: in main memory, or on the disk.
 
 Its hooks bring a weight in for one forward and take it away again, so that between forwards it is
 on the meta device and nothing can be read from it or written into it. A run needs the weights
@@ -8,7 +8,7 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, remove_hook_from_module
@@ -21,12 +21,12 @@ from llmcompressor.errors import ArgumentError
 from llmcompressor.host_memory import free_host_memory
 from llmcompressor.units import in_bytes
 
-__all__ = ["is_dispatched", "take_back"]
+__all__ = ["is_offloaded", "take_back"]
 
 
-def is_dispatched(model: Module) -> bool:
-    """Whether accelerate's hooks move the model's weights or inputs."""
-    return any(True for one in model.modules() for _ in _aligning(one))
+def is_offloaded(model: Module) -> bool:
+    """Whether accelerate's hooks move weights; where they move inputs alone, all are at hand."""
+    return any(hook.offload for one in model.modules() for hook in _aligning(one))
 
 
 def take_back(model: Module) -> None:
@@ -47,8 +47,9 @@ def take_back(model: Module) -> None:
         hook.offload = False  # else its removal would put the weights back where they were
     remove_hook_from_module(model, recurse=True)
     vars(model).pop("hf_device_map", None)  # what transformers and its trainer believe of it
-    if away and hasattr(model, "tie_weights"):
-        model.tie_weights()  # each of the modules that share a weight got its own
+    tie = getattr(model, "tie_weights", None)
+    if away and callable(tie):
+        tie()  # each of the modules that share a weight got its own
 
 
 def _aligning(module: Module) -> Iterator[AlignDevicesHook]:
@@ -89,7 +90,7 @@ def _check_room(away: list[tuple[Module, AlignDevicesHook]]) -> None:
         )
 
 
-def _waits_in_memory(held: Mapping[str, Any], name: str) -> bool:
+def _waits_in_memory(held: Any, name: str) -> bool:
     """Whether a weight that a hook brings in is a tensor already."""
     while isinstance(held, PrefixedDataset):
         held, name = held.dataset, f"{held.prefix}{name}"

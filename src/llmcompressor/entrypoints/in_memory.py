@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from llmcompressor.checkpoint.dispatched import is_dispatched, take_back
+from llmcompressor.checkpoint.dispatched import is_offloaded, take_back
 from llmcompressor.checkpoint.experts import close_dense, open_experts
 from llmcompressor.checkpoint.finite import first_nonfinite
 from llmcompressor.checkpoint.load import (
@@ -143,8 +143,8 @@ def _given_model(task: Task, given: Any) -> Module:
     check_unadapted(model)
     check_unoffloaded(model)
     check_unquantized(model)
-    was_dispatched = is_dispatched(model)
-    if was_dispatched:
+    was_offloaded = is_offloaded(model)
+    if was_offloaded:
         take_back(model)
     _check_values(model)
     wanted, own = parse_precision(task.model_args.precision), getattr(model, "dtype", None)
@@ -157,7 +157,7 @@ def _given_model(task: Task, given: Any) -> Module:
         untie_embeddings(model)
     if task.model_args.device is not None:
         model.to(task.model_args.device)
-    elif was_dispatched:  # to several devices, and nothing moves its inputs between them now
+    elif was_offloaded:  # it may lie on several devices, and nothing moves its inputs now
         _placed(model.to("cpu"), None)
     return given
 

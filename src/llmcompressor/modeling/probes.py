@@ -19,7 +19,7 @@ from llmcompressor.modeling.inputs import model_inputs, without_cache
 from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.structure import BlockProbe
 
-__all__ = ["probes_of"]
+__all__ = ["probes_of", "token_ids"]
 
 _TOKENS = 8
 _TEXT_KEYS = {"attention_mask", "input_ids", "labels", "loss_mask", "position_ids"}
@@ -46,7 +46,7 @@ def probes_of(model: Module, batches: Iterable[Mapping[str, Any]] = ()) -> dict[
     firsts = [members[0] for members in forms.values()]
     calls: dict[Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     text_is_seen, unseen = False, ""
-    for inputs in itertools.chain(_token_ids(model), batches):
+    for inputs in itertools.chain(token_ids(model), batches):
         wanted = [block for block in firsts if block not in calls]
         if not wanted:
             break
@@ -69,8 +69,8 @@ def probes_of(model: Module, batches: Iterable[Mapping[str, Any]] = ()) -> dict[
     }
 
 
-def _token_ids(model: Module) -> list[dict[str, Any]]:
-    """A row of token ids, for models that need no more than that."""
+def token_ids(model: Module) -> list[dict[str, Any]]:
+    """A row of token ids, for models that need no more than that; nothing for others."""
     config = getattr(model, "config", None)
     if config is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return []

@@ -29,10 +29,11 @@ from torch.nn import Module
 from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.hollow import hollow_weights, zero_products
+from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.input_rotations import resting
+from llmcompressor.modeling.inputs import model_inputs
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules
-from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.model_runs import small_batch
 from llmcompressor.quantization.attach import tap_attention, untap_attention
 
@@ -46,13 +47,17 @@ _States = Mapping[Module, tuple[QuantizationArgs, bool]]
 
 
 def try_attention(
-    model: Module, batches: CalibrationBatches, modifiers: Sequence[Modifier], state: State
+    model: Module,
+    batches: Sequence[Mapping[str, Any]],
+    modifiers: Sequence[Modifier],
+    state: State,
 ) -> None:
     """Run a small forward with the attention that ``modifiers`` quantize, as readers run it.
 
     Args:
         model: no weight of it is read.
-        batches: a cut of the first one is run; the model runs on it as it is.
+        batches: a cut of the first one is run, if there is one; nothing is said of attention with
+            which the model does not run on it as it is.
         modifiers: of this pass.
         state: it says which attention is quantized.
 
@@ -65,45 +70,50 @@ def try_attention(
         if state.quantizers.get(module) in modifiers
         and getattr(module, "quantization_status", None) is None
     }
-    if not states:
+    if not states or not batches:
         return
-    trial = _Trial(model, batches, states)
-    with hollow_weights(model), zero_products(), resting(model):
+    trial = _Trial(model, small_batch(batches[0]), states)
+    with HooksMixin.disable_hooks(), hollow_weights(model), zero_products(), resting(model):
         for use_cache in (True, False):  # as readers generate, and as it is calibrated
             trial.run(use_cache=use_cache)
 
 
 class _Trial:
-    def __init__(self, model: Module, batches: CalibrationBatches, states: _States) -> None:
+    def __init__(self, model: Module, batch: Mapping[str, Any], states: _States) -> None:
         self._model = model
-        self._batches = batches
+        self._batch = batch
         self._states = states
         self._names = {module: name for name, module in named_modules(model) if module in states}
-        self._last = next(iter(states))
+        self._running: Module | None = None
 
     def run(self, *, use_cache: bool) -> None:
         error = self._error(self._states, use_cache=use_cache)
         if error is None:
             return
+        running = self._running
         plain = self._error({}, use_cache=use_cache)
         if plain is None:
-            raise self._refusal(error, use_cache=use_cache) from error
+            raise self._refusal(error, running, use_cache=use_cache) from error
         logger.debug(f"{type(self._model).__name__} was not tried out: {plain!r:.200}")
 
     def _error(self, states: _States, *, use_cache: bool) -> Exception | None:
         """What the model's own code raises with the states of ``states`` within reach."""
-        batch = {**small_batch(self._batches[0]), "use_cache": use_cache}
+        self._running = None
+        batch = {**self._batch, "use_cache": use_cache}
         with _tapped(self._model, states), self._watched(states):
             try:
-                self._batches.run(batch)
+                self._model(**model_inputs(self._model, batch))
             except CompressorError:
                 raise
             except Exception as error:  # whatever the model's own code raises
                 return error
         return None
 
-    def _refusal(self, error: Exception, *, use_cache: bool) -> TargetError:
-        module, (_, queries) = self._last, self._states[self._last]
+    def _refusal(self, error: Exception, running: Module | None, *, use_cache: bool) -> TargetError:
+        queries = any(has_queries for _, has_queries in self._states.values())
+        where = type(self._model).__name__
+        if running is not None:
+            where = f"{self._names[running]} ({type(running).__name__})"
         shown = " ".join(f"{type(error).__name__}: {error}".split())
         remedy = "Leave kv_cache_scheme out, and attention modules out of the targets."
         if queries:
@@ -114,9 +124,8 @@ class _Trial:
                     "modules out of the targets."
                 )
         return TargetError(
-            f"{self._names[module]} ({type(module).__name__}) does not run as readers run "
-            f"attention whose {'queries, ' if queries else ''}keys and values are quantized "
-            f"({shown:.200}).",
+            f"{where} does not run as readers run attention whose "
+            f"{'queries, ' if queries else ''}keys and values are quantized ({shown:.200}).",
             remedy,
         )
 
@@ -124,11 +133,17 @@ class _Trial:
     def _watched(self, states: _States) -> Iterator[None]:
         handles = []
 
-        def note(module: Module, *_: Any) -> None:
-            self._last = module
+        def enter(module: Module, *_: Any) -> None:
+            self._running = module
+
+        def leave(*_: Any) -> None:
+            self._running = None
 
         for module, (args, queries) in states.items():
-            handles.append(module.register_forward_pre_hook(note))
+            handles += [
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave),
+            ]
             if args.strategy == QuantizationStrategy.ATTN_HEAD:
                 handles += [
                     register_key_hook(module, self._heads("keys", get_num_kv_heads)),

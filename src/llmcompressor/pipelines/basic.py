@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from llmcompressor.core.session_functions import LifecycleCallbacks, active_session
 from llmcompressor.modeling.blocks import find_blocks
+from llmcompressor.modeling.probes import token_ids
 from llmcompressor.pipelines.attention_trial import try_attention
 from llmcompressor.pipelines.batches import calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
@@ -69,7 +70,7 @@ class BasicPipeline:
 
 
 class DataFreePipeline:
-    """For recipes that need no data: the calibration events, and no forward."""
+    """For recipes that need no data: the calibration events, and no forward of the weights."""
 
     def __call__(
         self,
@@ -83,12 +84,13 @@ class DataFreePipeline:
         given = None if dataset_args is None else dataset_args.activation_budget
         state.activation_budget = None if given is None else int(given)
         state.use_loss_mask = dataset_args is not None and dataset_args.use_loss_mask
+        modifiers = session.lifecycle.recipe.modifiers
         with calibration_mode(model):
+            try_attention(model, token_ids(model), modifiers, state)
             LifecycleCallbacks.calibration_epoch_start()
             if state.keeper is None:
                 LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))
             else:
-                modifiers = session.lifecycle.recipe.modifiers
                 self._by_block(model, Residency(state.keeper, state, modifiers))
             LifecycleCallbacks.calibration_epoch_end()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from compressed_tensors.modeling import (
@@ -151,7 +152,7 @@ def check_queries(model: Any) -> None:
     )
 
 
-def tap_attention(model: Module, module: Module, *, queries: bool) -> None:
+def tap_attention(model: Any, module: Module, *, queries: bool) -> None:
     """Make the states of an attention module visible to hooks; nothing is quantized yet.
 
     Raises:
@@ -165,6 +166,8 @@ def tap_attention(model: Module, module: Module, *, queries: bool) -> None:
             "Leave R3 out, or quantize the attention modules instead of kv_cache_scheme.",
         )
     if queries:
+        if model.config._attn_implementation != HOOKED_ATTENTION_NAME:
+            _FUNCTIONS[model] = _attention_functions(model)
         initialize_hooked_attention(model, module)
     else:
         initialize_hooked_kv_cache(model, module)
@@ -180,8 +183,31 @@ def untap_attention(model: Any, module: Module) -> None:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     hooked = model.config._attn_implementation == HOOKED_ATTENTION_NAME
-    if hooked and not any(hasattr(other, IMPL_ATTR) for other in model.modules()):
+    if not hooked or any(hasattr(other, IMPL_ATTR) for other in model.modules()):
+        return
+    if model not in _FUNCTIONS:  # who rotates queries has exchanged it
         model.set_attn_implementation(QuantizedAttentionImpl._original_impl)
+    # One by one: a model may have parts that do not run what the whole does.
+    for config, name in _FUNCTIONS.pop(model, []):
+        config._attn_implementation_internal = name
+
+
+_FUNCTIONS: WeakKeyDictionary[Module, list[tuple[Any, str]]] = WeakKeyDictionary()
+"""Model whose attention function was exchanged → what each of its configurations had before."""
+
+
+def _attention_functions(model: Any) -> list[tuple[Any, str]]:
+    """Every configuration in a model, with the attention function that it names."""
+    open_ones = [getattr(module, "config", None) for module in model.modules()]
+    found: dict[int, Any] = {}
+    while open_ones:
+        config = open_ones.pop()
+        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+            continue
+        found[id(config)] = config
+        parts = getattr(config, "sub_configs", None) or {}
+        open_ones += [getattr(config, part, None) for part in parts]
+    return [(one, one._attn_implementation_internal) for one in found.values()]
 
 
 def cache_scheme(args: QuantizationArgs) -> QuantizationScheme:

@@ -33,11 +33,15 @@ def is_cached_attention(module: Module) -> bool:
     a half of a cache, its own or the encoder's, does not find it in what readers put in its place.
     """
     kind: Any = type(module)  # hashable, whatever it is a class of
-    return (
-        is_cached_attention_module(module)
-        and _layer_type(module) != "linear_attention"
-        and _updates_cache(kind)
-    )
+    return _updates_cache(module) and not _names_of(kind) & _HALVES
+
+
+def _updates_cache(module: Module) -> bool:
+    """Whether some method of a module's class calls an ``update``; yes if that is hidden."""
+    kind: Any = type(module)
+    if not is_cached_attention_module(module) or _layer_type(module) == "linear_attention":
+        return False
+    return not hasattr(inspect.unwrap(kind.forward), "__code__") or "update" in _names_of(kind)
 
 
 def _layer_type(module: Module) -> str | None:
@@ -50,16 +54,12 @@ def _layer_type(module: Module) -> str | None:
 
 
 @cache
-def _updates_cache(kind: Any) -> bool:
-    """Whether some method of a class calls an ``update``, as of a whole cache; yes if hidden."""
-    forward = inspect.unwrap(kind.forward)
-    if not hasattr(forward, "__code__"):
-        return True
+def _names_of(kind: Any) -> frozenset[str]:
+    """The names that the methods of a class use."""
     own = kind.__mro__[: kind.__mro__.index(Module)]
     methods = (inspect.unwrap(each) for one in own for each in vars(one).values() if callable(each))
     codes = (getattr(method, "__code__", None) for method in methods)
-    names = {name for code in codes if code is not None for name in _names(code)}
-    return "update" in names and not names & _HALVES
+    return frozenset(name for code in codes if code is not None for name in _names(code))
 
 
 def _names(code: CodeType) -> Iterator[str]:
