@@ -198,7 +198,7 @@ def test_batches_without_names(source, tmp_path, by_path):
     model = str(source) if by_path else loaded(source)
     recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"])
     batches = DataLoader(TensorDataset(torch.randint(3, 150, (4, 16))), batch_size=2)
-    with pytest.raises(DatasetError, match="batches are of type"):
+    with pytest.raises(DatasetError, match="batches of type"):
         oneshot(model=model, recipe=recipe, dataset=batches, output_dir=tmp_path / "output")
     ids = DataLoader([torch.arange(3, 19), torch.arange(5, 21)], batch_size=2)  # type: ignore[arg-type]
     oneshot(model=model, recipe=recipe, dataset=ids, output_dir=tmp_path / "output")
