@@ -14,6 +14,11 @@ from accelerate import cpu_offload, disk_offload
 from compressed_tensors.offload import remove_dispatch, set_onload_device
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.nn.utils.parametrize import (
+    is_parametrized,
+    register_parametrization,
+    remove_parametrizations,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor import oneshot, plan, verify
@@ -322,3 +327,35 @@ def test_weights_that_are_kept_elsewhere(source, tmp_path):
     remove_dispatch(model, onload_tensors=True)
     oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
     assert verify(str(tmp_path / "out")).ok
+
+
+def test_weights_under_names_that_the_class_does_not_have(source, tmp_path):
+    """Those of a class that parametrizes its weights by itself are no matter."""
+    model = loaded(source)
+    layer = model.model.layers[0].mlp.up_proj
+    register_parametrization(layer, "weight", torch.nn.Identity())
+    recipe = QuantizationModifier(
+        targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*up_proj"]
+    )
+    with pytest.raises(ArgumentError, match=r"0\.mlp\.up_proj are parametrized.*LlamaForCausalLM"):
+        oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    remove_parametrizations(layer, "weight")
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "out"))
+
+    sizes = {name: size for name, size in SIZES.items() if "key_value" not in name}
+    config = hf.Wav2Vec2Config(
+        **sizes,
+        conv_dim=(32, 32),
+        conv_stride=(2, 2),
+        conv_kernel=(3, 3),
+        num_feat_extract_layers=2,
+    )
+    speech = hf.Wav2Vec2ForCTC(config)
+    recipe = QuantizationModifier(
+        targets="Linear",
+        scheme="FP8_DYNAMIC",
+        ignore=["lm_head", "re:.*feature_projection.*"],
+    )
+    assert any(map(is_parametrized, speech.modules()))
+    oneshot(model=speech, recipe=recipe, output_dir=str(tmp_path / "speech"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.experts import dense_closed
@@ -18,12 +19,13 @@ from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
 from llmcompressor.checkpoint.shards import parse_size
 from llmcompressor.checkpoint.space import beside_weights, check_space
 from llmcompressor.core.state import State
-from llmcompressor.errors import CheckpointError, RecipeError
+from llmcompressor.errors import ArgumentError, CheckpointError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.outlined import outlined
 from llmcompressor.schemes.assign import listed
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
+from llmcompressor.verification.built import bare_model
 from llmcompressor.verification.check import verify_files
 from llmcompressor.verification.facts import SERVERS, Finding, Severity
 from llmcompressor.verification.report import merged
@@ -183,11 +185,13 @@ def check_writable_model(
         is_meant: as for :func:`check_servable`.
 
     Raises:
+        ArgumentError: weights are parametrized, and the model's class does not do that.
         OutputError: there is not enough room.
         RecipeError: no server would serve it.
     """
     if not isinstance(model, PreTrainedModel):
         return
+    _check_unparametrized(model)
     folder = None if source is None else Path(source)
     with outlined(modifiers, state), dense_closed(model):
         planned = [one for modifier in modifiers for one in modifier.planned(state)]
@@ -197,6 +201,22 @@ def check_writable_model(
     beside = beside_weights(folder, len(prediction.stored))
     check_space(Path(output_dir), output=layout.file_size + beside)
     check_servable(config, prediction, is_meant=is_meant)
+
+
+def _check_unparametrized(model: PreTrainedModel) -> None:
+    """Refuse weights that would be written under names that the model's class does not have."""
+    found = [name for name, one in model.named_modules() if is_parametrized(one)]
+    kind = type(model).__name__
+    bare = bare_model({**model.config.to_dict(), "architectures": [kind]}) if found else None
+    if bare is None:
+        return
+    own = {name for name, one in bare.named_modules() if is_parametrized(one)}
+    if foreign := [name for name in found if name not in own]:
+        raise ArgumentError(
+            f"Weights of {listed(foreign)} are parametrized (torch.nn.utils.parametrize), which "
+            f"{kind} does not do by itself: no reader would find what is written of them.",
+            "Call torch.nn.utils.parametrize.remove_parametrizations for each before.",
+        )
 
 
 def _errors(found: Iterable[Finding]) -> list[Finding]:
