@@ -107,7 +107,9 @@ def test_rotations_before_it_are_kept(streamed: bool, tmp_path: Path) -> None:
     folder, models = tmp_path / "model", []
     small.mixture("qwen3_moe").save_pretrained(folder)
     for front in ([], [SpinQuantModifier(rotations=["R1"])]):
-        rounding = QuantizationModifier(targets=EXPERTS, scheme="W8A16")
+        weights = {"num_bits": 8, "strategy": "group", "group_size": 32}
+        groups = {"g": {"targets": EXPERTS, "weights": weights}}
+        rounding = QuantizationModifier(config_groups=groups)
         given = str(folder) if streamed else AutoModelForCausalLM.from_pretrained(folder)
         out = tmp_path / str(len(front)) if streamed else None
         models.append(tiny.run(given, *front, reap(), rounding, output_dir=out))
