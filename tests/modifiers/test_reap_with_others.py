@@ -107,7 +107,7 @@ def test_rotations_before_it_are_kept(streamed: bool, tmp_path: Path) -> None:
     folder, models = tmp_path / "model", []
     small.mixture("qwen3_moe").save_pretrained(folder)
     for front in ([], [SpinQuantModifier(rotations=["R1"])]):
-        weights = {"num_bits": 8, "strategy": "group", "group_size": 32}
+        weights = {"num_bits": 8, "strategy": "group", "group_size": 8}
         groups = {"g": {"targets": EXPERTS, "weights": weights}}
         rounding = QuantizationModifier(config_groups=groups)
         given = str(folder) if streamed else AutoModelForCausalLM.from_pretrained(folder)
