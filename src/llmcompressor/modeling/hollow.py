@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter, functional
+from torch.nn import Module, Parameter
+
+from llmcompressor.modeling.linear_calls import linear_replaced
 
 __all__ = ["hollow_weights", "zero_products"]
 
@@ -52,26 +54,19 @@ def zero_products() -> Iterator[None]:
 
     torch would write such a weight out in full, and multiply.
     """
-    plain = functional.linear
-
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not _is_one_zero(weight, input):
-            return plain(input, weight, bias)
-        made = input.new_zeros((*input.shape[:-1], weight.shape[0]))
-        return made if bias is None else made + bias
-
-    setattr(functional, "linear", linear)  # noqa: B010 - torch declares it a function
-    try:
+    with linear_replaced(_is_one_zero, _zeros):
         yield
-    finally:
-        setattr(functional, "linear", plain)  # noqa: B010
 
 
-def _is_one_zero(weight: Tensor, given: Tensor) -> bool:
-    plain = type(given) is Tensor and type(weight) in (Tensor, Parameter)
-    is_expanded = plain and weight.ndim == 2 and weight.stride() == (0, 0)
+def _is_one_zero(given: Tensor, weight: Tensor) -> bool:
+    is_expanded = weight.ndim == 2 and weight.stride() == (0, 0)
     fits = is_expanded and given.dtype == weight.dtype and given.shape[-1] == weight.shape[1]
     return fits and not weight.is_meta and weight.numel() > 0 and not weight[0, 0].item()
+
+
+def _zeros(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    made = given.new_zeros((*given.shape[:-1], weight.shape[0]))
+    return made if bias is None else made + bias
 
 
 def _own(values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

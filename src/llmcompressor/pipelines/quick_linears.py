@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter, functional
 
+from llmcompressor.modeling.linear_calls import linear_replaced
 from llmcompressor.numerics.linear import is_slow, wide_linear
 
 __all__ = ["quick_linears"]
@@ -28,25 +28,13 @@ def quick_linears() -> Iterator[None]:
     if not any(is_slow(dtype) for dtype in _DTYPES):
         yield
         return
-    plain = functional.linear
-
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if _fits(input, weight):
-            return wide_linear(input, weight, bias)
-        return plain(input, weight, bias)
-
-    setattr(functional, "linear", linear)  # noqa: B010 - torch declares it a function
-    try:
+    with linear_replaced(_fits, wide_linear):
         yield
-    finally:
-        setattr(functional, "linear", plain)  # noqa: B010
 
 
 def _fits(given: Tensor, weight: Tensor) -> bool:
-    plain = type(given) is Tensor and type(weight) in (Tensor, Parameter)
     return (
-        plain
-        and given.dtype == weight.dtype
+        given.dtype == weight.dtype
         and given.device.type == weight.device.type == "cpu"
         and is_slow(given.dtype)
         and given.numel() >= _FEWEST_TOKENS * weight.shape[-1]

@@ -16,14 +16,19 @@ _OF_CODES = frozenset({"quantization_config", "compression_config"})
 
 
 def class_model(config: Mapping[str, Any]) -> Any:
-    """The model of a ``config.json``, not quantized; ``None`` where it cannot be built."""
+    """The model of a ``config.json``, not quantized; ``None`` where it cannot be built.
+
+    It is shared by all who ask: nothing of it may be changed.
+    """
     try:
-        text = json.dumps({key: each for key, each in config.items() if key not in _OF_CODES})
+        text = json.dumps(
+            {key: each for key, each in config.items() if key not in _OF_CODES}, sort_keys=True
+        )
     except TypeError:  # what is no JSON was in no file
         return None
     return _of(text)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # the check before a run asks once for each server
 def _of(config: str) -> Any:
     return bare_model(json.loads(config))

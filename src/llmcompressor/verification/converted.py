@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompressor.verification.built import bare_model
+from llmcompressor.verification.class_model import class_model
 from llmcompressor.verification.files import DTYPES, Files
 from llmcompressor.verification.layout import EXPERT
 from llmcompressor.verification.stacks import USUAL, Source
@@ -126,7 +126,7 @@ class Converted:
 
     @cached_property
     def _tables(self) -> _Tables:
-        model = bare_model(self._files.config)
+        model = class_model(self._files.config)
         tables = _Tables(model)
         if model is None:
             return tables

@@ -8,7 +8,6 @@ experts that are stored one by one.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from typing import Any
 
 import torch
 
-from llmcompressor.verification.built import bare_model, class_of_type, every_name
+from llmcompressor.verification.built import class_of_type, every_name
+from llmcompressor.verification.class_model import class_model
 from llmcompressor.verification.families import text_settings
 from llmcompressor.verification.initialization import named_weights
 
@@ -35,7 +35,6 @@ Own = tuple[str, str]
 """Path of a module in the class, and what it is: ``linear``, ``embedding``, ``other`` or empty."""
 
 _DIMENSIONS_OF_STACK = 3
-_OF_CODES = frozenset({"quantization_config", "compression_config"})
 
 
 @dataclass(frozen=True)
@@ -211,19 +210,12 @@ _EXPERT = re.compile(r"experts\W{0,3}\*")
 
 
 def _class_of(config: Mapping[str, Any]) -> _Class | None:
-    plain = {key: value for key, value in config.items() if key not in _OF_CODES}
-    try:
-        text = json.dumps(plain, sort_keys=True)
-    except TypeError:  # what is no JSON was in no file
-        return None
-    return _asked(text)
+    model = class_model(config)
+    return None if model is None else _asked(model)
 
 
-@lru_cache(maxsize=2)  # the check before a run asks once for each server
-def _asked(config: str) -> _Class | None:
-    model = bare_model(json.loads(config))
-    if model is None:
-        return None
+@lru_cache(maxsize=2)
+def _asked(model: Any) -> _Class:
     kinds = {name: _kind(module) for name, module in model.named_modules()}
     kept = {name: _kept(model, getattr(torch, name)) for name in ("float16", "bfloat16")}
     tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompressor.verification.built import bare_model, renamed_names
+from llmcompressor.verification.built import renamed_names
+from llmcompressor.verification.class_model import class_model
 from llmcompressor.verification.decode import CHUNK
 from llmcompressor.verification.facts import Finding, Severity
 from llmcompressor.verification.families import text_settings
@@ -72,7 +73,7 @@ class Twins:
     @cached_property
     def _tables(self) -> tuple[Mapping[str, str], Callable[[str], str], Mapping[str, str]]:
         """Tied tensor → the one it is tied to; how the file's names are changed; model → file."""
-        model = bare_model(self._files.config)
+        model = class_model(self._files.config)
         tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         if not tied:
             return {}, str, {}
