@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -151,3 +152,18 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     name = collection_path.name
     is_helper = collection_path.suffix == ".py" and not name.startswith(("test_", "conftest"))
     return True if is_helper and Path(__file__).parent in collection_path.parents else None
+
+
+@pytest.fixture
+def log() -> Iterator[list[tuple[str, str]]]:
+    """What is logged from INFO on: level and text."""
+    from llmcompressor.logger import logger  # after the threads are set
+
+    lines: list[tuple[str, str]] = []
+
+    def sink(message: Any) -> None:
+        lines.append((message.record["level"].name, message.record["message"]))
+
+    handle = logger.add(sink, level="INFO")
+    yield lines
+    logger.remove(handle)

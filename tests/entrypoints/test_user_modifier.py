@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +12,6 @@ import torch
 
 from llmcompressor import active_session, create_session, oneshot
 from llmcompressor.core import Event, State
-from llmcompressor.logger import logger
 from llmcompressor.modifiers import Modifier
 from llmcompressor.recipe import Recipe
 
@@ -80,18 +78,6 @@ def _nothing_seen() -> None:
     LoggingModifier.seen.clear()
     TokenCounter.counts.clear()
     TokenCounter.events.clear()
-
-
-@pytest.fixture
-def log() -> Iterator[list[tuple[str, str]]]:
-    lines: list[tuple[str, str]] = []
-
-    def sink(message: Any) -> None:
-        lines.append((message.record["level"].name, message.record["message"]))
-
-    handle = logger.add(sink, level="INFO")
-    yield lines
-    logger.remove(handle)
 
 
 RECIPE = "modifiers:\n  LoggingModifier: {}\n"

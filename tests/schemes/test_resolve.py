@@ -25,7 +25,6 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from llmcompressor.errors import InputError, RecipeError, TargetError
-from llmcompressor.logger import logger
 from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
 
@@ -43,18 +42,6 @@ def llama(**changes: Any) -> LlamaForCausalLM:
         "vocab_size": 64,
     }
     return LlamaForCausalLM(LlamaConfig(**fields | changes))
-
-
-@pytest.fixture
-def log() -> list[tuple[str, str]]:
-    lines: list[tuple[str, str]] = []
-
-    def sink(message: Any) -> None:
-        lines.append((message.record["level"].name, message.record["message"]))
-
-    handle = logger.add(sink, level="INFO")
-    yield lines
-    logger.remove(handle)
 
 
 # --- fields ---------------------------------------------------------------------------------
