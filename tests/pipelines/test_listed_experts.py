@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that the model's own code calls get no more than their tokens, and that is said."""
+"""Experts that the model's own code calls see all tokens, or it is said that they do not."""
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models as tiny
 import torch
-from recorders import Recorder, hooks_left, run_pipeline
+from recorders import Recorder, hooks_left, plain_inputs, run_pipeline
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from llmcompressor import oneshot
 from llmcompressor.errors import DatasetError, TargetError
-from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.pipelines.experts import experts_report
 
 PIPELINES = ["basic", "sequential", "layer_sequential", "independent"]
 EXPERTS = 3
@@ -41,8 +48,20 @@ class Listed(nn.Module):
         output = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
             if (chosen == number).any():
-                output[chosen == number] = expert(rows[chosen == number])
+                output[chosen == number] = self.made(expert, rows[chosen == number])
         return output.view_as(x)
+
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        made: Tensor = expert(rows)
+        return made
+
+
+class Scaled(Listed):
+    """What they get are no rows of the input."""
+
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        made: Tensor = expert(rows * 0.5)
+        return made
 
 
 class Shown(Listed):
@@ -59,10 +78,51 @@ class Patient(Recorder):
         return True
 
 
-def build(kind: type[Listed]) -> Any:
+class AsList(nn.Module):
+    """A mixture of transformers with a list of experts in place of its stacks."""
+
+    def __init__(self, mixture: Any) -> None:
+        super().__init__()
+        self.gate = mixture.gate
+        self.experts = nn.ModuleList()
+        stacks = mixture.experts
+        for gate_up, down in zip(stacks.gate_up_proj, stacks.down_proj, strict=True):
+            self.experts.append(Gated(*gate_up.chunk(2), down))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        rows = hidden_states.flatten(0, 1)
+        _, weights, chosen = self.gate(rows)
+        output = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == number)
+            if len(row):
+                output.index_add_(0, row, expert(rows[row]) * weights[row, place, None])
+        return output.view_as(hidden_states)
+
+
+class Gated(nn.Module):
+    """One expert, made of three matrices."""
+
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+            linear = nn.Linear(*reversed(weight.shape), bias=False)
+            linear.weight = nn.Parameter(weight.detach().clone())
+            setattr(self, name, linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return made
+
+
+def build(kind: type[Listed], layer: int = 1) -> Any:
     model: Any = tiny.build("llama")
-    model.model.layers[1].mlp = kind(model.config)
+    model.model.layers[layer].mlp = kind(model.config)
     return model.eval()
+
+
+def is_linear(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and name != "lm_head"
 
 
 def told(warned: list[str]) -> list[str]:
@@ -71,10 +131,143 @@ def told(warned: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("twin", [False, True])
-def test_that_they_are_not_shown_all_tokens_is_said_once(
+def test_each_sees_every_token_once_and_outputs_stay(
     pipeline: str, twin: bool, warned: list[str]
 ) -> None:
+    model, batches = build(Listed, layer=0), tiny.text_batches()
+    names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
+    plain = plain_inputs(model, batches, names)
+    recorder = Patient(twin=twin)
+    run_pipeline(model, batches, recorder, pipeline)
+    before = "model.layers.0.mlp.experts"
+    (report,) = experts_report(model).values()
+    shares = [chosen_of(batch["input_ids"].numel(), Listed.share) for batch in batches]
+    assert report == {"tokens": torch.cat(shares).bincount(minlength=EXPERTS).tolist()}
+    for name, seen in recorder._inputs.items():
+        if name.startswith(before) and not name.endswith("down_proj"):
+            assert len(seen) == len(batches)
+            for one, other in zip(seen, recorder._inputs[f"{before}.0.gate_proj"], strict=True):
+                assert torch.equal(one, other)
+        elif name.startswith(before):
+            sizes = [batch["input_ids"].numel() for batch in batches]
+            assert [len(one) for one in seen] == sizes
+        else:  # those behind it too
+            for one, other in zip(seen, plain[name], strict=True):
+                assert torch.equal(one, other)
+        if twin and pipeline != "basic":
+            pairs = zip(recorder._references[name], seen, strict=True)
+            assert all(torch.equal(reference, one) for reference, one in pairs)
+    assert any(name.startswith("model.layers.1") for name in recorder._inputs)
+    assert not told(warned)
+    assert not hooks_left(model)
+    assert not [one for one in model.modules() if "forward" in vars(one)]
+
+
+@pytest.mark.parametrize("pipeline", ["sequential", "layer_sequential"])
+def test_references_are_those_of_the_original_model(pipeline: str) -> None:
+    """Behind compressed experts too, to which other tokens may go."""
+    batches = tiny.text_batches()
+    original = Patient()
+    run_pipeline(build(Listed, layer=0), batches, original, pipeline)
+    recorder = Patient(twin=True, round_to=1)
+    run_pipeline(build(Listed, layer=0), batches, recorder, pipeline)
+    for name, references in recorder._references.items():
+        for one, other in zip(references, original._inputs[name], strict=True):
+            assert one is not None
+            torch.testing.assert_close(one, other)
+    last = "model.layers.1.mlp.down_proj"
+    assert not torch.equal(recorder._inputs[last][0], recorder._references[last][0])
+
+
+def test_a_folder_is_read_block_by_block_with_them(tmp_path: Path) -> None:
+    """Switch Transformers keep experts by name; what weights would route is not known at first."""
+    torch.manual_seed(0)
+    config = SwitchTransformersConfig(
+        vocab_size=96,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        num_experts=4,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        decoder_start_token_id=0,
+    )
+    folder = tmp_path / "model"
+    SwitchTransformersForConditionalGeneration(config).save_pretrained(folder)
+    ids = torch.randint(2, 96, (4, 24), generator=torch.Generator().manual_seed(0)).tolist()
+    data = [{"input_ids": one, "decoder_input_ids": one[:12]} for one in ids]
+    outputs = []
+    for model in (str(folder), SwitchTransformersForConditionalGeneration.from_pretrained(folder)):
+        weights = {"num_bits": 8, "strategy": "channel"}
+        recipe = GPTQModifier(
+            config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
+            ignore=["lm_head", "re:.*classifier$"],
+        )
+        outputs.append(tmp_path / f"out-{len(outputs)}")
+        oneshot(model=model, dataset=data, recipe=recipe, output_dir=str(outputs[-1]))
+    for name in ("model.safetensors", "config.json"):
+        assert (outputs[0] / name).read_bytes() == (outputs[1] / name).read_bytes()
+    reports = [json.loads((one / "compression_report.json").read_text()) for one in outputs]
+    assert reports[0]["experts"] == reports[1]["experts"]
+    assert len(reports[0]["experts"]) == 2
+    assert 0 in [count for one in reports[0]["experts"].values() for count in one["tokens"]]
+    records = reports[0]["modifiers"]["GPTQModifier"]
+    tokens = [record["tokens"] for name, record in records.items() if ".experts." in name]
+    assert sorted(tokens) == [4 * 12] * 8 + [4 * 24] * 8  # of the decoder, of the encoder
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_they_may_be_left_to_what_is_routed_to_them(pipeline: str, warned: list[str]) -> None:
     model, batches = build(Listed), tiny.text_batches()
+    names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
+    plain = plain_inputs(model, batches, names)
+    recorder = Patient()
+    run_pipeline(model, batches, recorder, pipeline, moe_calibrate_all_experts=False)
+    for name in (f"{LIST}.0.gate_proj", f"{LIST}.1.down_proj"):
+        assert [len(one) for one in recorder._inputs[name]] == [len(one) for one in plain[name]]
+    assert f"{LIST}.2.gate_proj" not in recorder._inputs
+
+
+def test_they_are_quantized_as_experts_in_stacks_are() -> None:
+    """The same weights, the same routes: GPTQ makes the same of both."""
+    stacked: Any = tiny.build("mixtral")
+    listed_one = copy.deepcopy(stacked)
+    for layer in listed_one.model.layers:
+        layer.mlp = AsList(layer.mlp)
+    batches = tiny.text_batches()
+    for model in (stacked, listed_one):
+        weights = {"num_bits": 4, "strategy": "group", "group_size": 16}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        recipe = GPTQModifier(config_groups=groups, ignore=["lm_head", "re:.*gate$"])
+        oneshot(model=model, dataset=DataLoader(batches, batch_size=None), recipe=recipe)
+    called = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    pairs = [
+        (stack, listed_layer.mlp.experts[int(number)].get_submodule(called[own]))
+        for layer, listed_layer in zip(stacked.model.layers, listed_one.model.layers, strict=True)
+        for number, expert in layer.mlp.experts.named_children()
+        if number.isdigit()
+        for own, stack in expert.named_children()
+    ]
+    assert len(pairs) == len(stacked.model.layers) * stacked.config.num_local_experts * 3
+    counted = [experts_report(model) for model in (stacked, listed_one)]
+    assert counted[0].keys() == counted[1].keys()
+    for name, own in counted[0].items():  # in lists padding counts too
+        assert all(a <= b for a, b in zip(own["tokens"], counted[1][name]["tokens"], strict=True))
+    for stack, single in pairs:
+        assert stack.weight_scale.shape == single.weight_scale.shape
+        torch.testing.assert_close(stack.weight_scale, single.weight_scale)
+        assert (stack.weight != single.weight).float().mean() < 0.01  # ties of rounding
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("twin", [False, True])
+def test_that_they_cannot_be_shown_all_tokens_is_said_once(
+    pipeline: str, twin: bool, warned: list[str]
+) -> None:
+    model, batches = build(Scaled), tiny.text_batches()
     sizes = [batch["input_ids"].numel() for batch in batches]
     most = sum(int((chosen_of(size, Listed.share) == 0).sum()) for size in sizes)
     run_pipeline(model, batches, Patient(twin=twin, round_to=2), pipeline)
@@ -101,7 +294,7 @@ def test_nor_has_a_policy_for_starved_ones_effect(policy: str, warned: list[str]
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_but_they_may_be_an_error(pipeline: str) -> None:
-    model = build(Listed)
+    model = build(Scaled)
     with pytest.raises(DatasetError, match=rf"1 of {EXPERTS} experts: {LIST}\.2 \(0\)"):
         run_pipeline(model, tiny.text_batches(), Patient(), pipeline, starved_experts="error")
     assert not hooks_left(model)
@@ -111,12 +304,12 @@ def test_nothing_is_said_where_it_makes_no_difference(warned: list[str]) -> None
     run_pipeline(build(Shown), tiny.text_batches(), Patient())
     enough = type("Enough", (Listed,), {"share": (0, 0, 0, 0, 1, 1, 1, 2, 2, 2)})
     run_pipeline(build(enough), tiny.text_batches(), Patient(), moe_calibrate_all_experts=False)
-    run_pipeline(build(Listed), tiny.text_batches(), Patient(ignore=["lm_head", f"re:{LIST}.*"]))
+    run_pipeline(build(Scaled), tiny.text_batches(), Patient(ignore=["lm_head", f"re:{LIST}.*"]))
     assert not told(warned)
 
 
 def test_a_static_scale_without_tokens_needs_other_data() -> None:
     recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"])
     with pytest.raises(TargetError, match=rf"{LIST}\.2\..*own code calls.*Add data") as caught:
-        run_pipeline(build(Listed), tiny.text_batches(), recipe)
+        run_pipeline(build(Scaled), tiny.text_batches(), recipe)
     assert "Set moe_calibrate_all_experts" not in str(caught.value)

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from llmcompressor.errors import InputError, LifecycleError, did_you_mean
 
-__all__ = ["HooksMixin", "has_output_hooks", "run_input_hooks"]
+__all__ = ["HooksMixin", "has_output_hooks", "hooks_are_on", "run_input_hooks"]
 
 # Thread → the hooks that stay on in it; no entry while all hooks are on. It is keyed by thread
 # and not a context variable for two reasons. The pipelines run models in greenlets, which share
@@ -226,6 +226,11 @@ def run_input_hooks(
             if changed is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
     return args, named
+
+
+def hooks_are_on() -> bool:
+    """Whether no context switches the hooks of modifiers off in this thread."""
+    return threading.get_ident() not in _kept_by_thread
 
 
 def has_output_hooks(module: Module) -> bool:

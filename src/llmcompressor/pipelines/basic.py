@@ -16,7 +16,7 @@ from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.coverage import scarcity_reported
 from llmcompressor.pipelines.experts import experts_watched
 from llmcompressor.pipelines.finite_blocks import blocks_watched
-from llmcompressor.pipelines.listed_experts import listed_experts_counted
+from llmcompressor.pipelines.listed_experts import listed_experts_counted, listed_experts_shown
 from llmcompressor.pipelines.model_runs import calibration_mode
 from llmcompressor.pipelines.residency import Residency
 from llmcompressor.progress import progress
@@ -47,9 +47,10 @@ class BasicPipeline:
                 model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
             ) as batches,
             experts_watched(model, state, modifiers, batches, dataset_args) as experts,
+            listed_experts_shown(model, state, modifiers, batches, dataset_args) as lists,
         ):
-            owners = owners_of(modifiers, state)
-            state.call_order = watch_calibrated(model, batches, owners, find_blocks(model)).order
+            owners, blocks = owners_of(modifiers, state), find_blocks(model)
+            state.call_order = watch_calibrated(model, batches, owners, blocks, lists).order
             try_attention(model, batches, modifiers, state)
             LifecycleCallbacks.calibration_epoch_start()
             share = dataset_args.min_tokens_per_module

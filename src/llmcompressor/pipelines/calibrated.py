@@ -15,6 +15,7 @@ from llmcompressor.modeling.call_order import CallOrder, version_of, watch_calls
 from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modeling.hollow import hollow_weights, zero_products
 from llmcompressor.modeling.input_rotations import input_rotations, resting
+from llmcompressor.modeling.listed_experts import ShownLists
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.experts import every_expert_called
@@ -23,7 +24,7 @@ from llmcompressor.pipelines.model_runs import small_batch
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
 
-__all__ = ["Calibrated", "owners_of", "watch_calibrated"]
+__all__ = ["Calibrated", "owners_of", "seen_without_weights", "watch_calibrated"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def watch_calibrated(
     batches: CalibrationBatches,
     owners: Mapping[Module, list[int]],
     blocks: Mapping[Module, str],
+    lists: ShownLists,
 ) -> Calibrated:
     """Watch a small forward for the calls of the calibrated modules.
 
@@ -60,6 +62,7 @@ def watch_calibrated(
         batches: a cut of the first one is run.
         owners: as :func:`owners_of` finds them.
         blocks: inputs are shared within one block, not between them.
+        lists: what is shown besides.
 
     Raises:
         CheckpointError: the model's forward writes to its own weights.
@@ -75,25 +78,38 @@ def watch_calibrated(
         for linear in stage.linears
         if linear in names
     }
-    with (
-        _accepted(model, batches[0]),
-        hollow_weights(model),
-        zero_products(),
-        every_expert_called(model),
-        resting(model),
-        _weights_unchanged(model),
-    ):
+    with seen_without_weights(model, batches[0]), lists.calls_watched():
         order = watch_calls(
             lambda: batches.run(small_batch(batches[0])),
             names,
             region=lambda name: region.get(modules_by_name[name], name.rpartition(".")[0]),
             also_count=region,
         )
+    order = lists.counted(order)
     # Each modifier watches the first of its own, which sees what rotations make of the input.
     order = order.split(
         lambda module: (tuple(owners[module]), stages.get(module), input_rotations(module))
     )
     return Calibrated(names, order, stages)
+
+
+@contextmanager
+def seen_without_weights(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
+    """Where a small forward is run to see what it calls; weights that are not loaded are zeros.
+
+    Args:
+        model: what is run.
+        batch: what it is run on, for the error that says so.
+    """
+    with (
+        _accepted(model, batch),
+        hollow_weights(model),
+        zero_products(),
+        every_expert_called(model),
+        resting(model),
+        _weights_unchanged(model),
+    ):
+        yield
 
 
 @contextmanager

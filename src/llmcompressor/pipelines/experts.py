@@ -22,6 +22,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.expert_stages import ExpertStage, begin_stages
 from llmcompressor.modeling.experts import LinearExperts, Shown
 from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.modeling.listed_experts import tokens_of
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.schemes.assign import listed
@@ -228,15 +229,17 @@ def experts_report(model: Module, within: Callable[[str], bool] | None = None) -
         model: the model.
         within: tells which mixtures, by their names; all of them if ``None``.
     """
-    return {
-        name: {
-            "tokens": list(module.tokens),
-            **({"starved": dict(module.starved)} if module.starved else {}),
-        }
-        for name, module in model.named_modules()
-        if isinstance(module, LinearExperts) and any(module.tokens)
-        if within is None or within(name)
-    }
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if within is not None and not within(name):
+            continue
+        if isinstance(module, LinearExperts):
+            tokens, starved = list(module.tokens), dict(module.starved)
+        else:
+            tokens, starved = tokens_of(module), {}
+        if any(tokens):
+            found[name] = {"tokens": tokens, **({"starved": starved} if starved else {})}
+    return found
 
 
 def _is_calibrated(mixture: LinearExperts, modifiers: Sequence[Modifier], state: State) -> bool:

@@ -2,9 +2,10 @@
 """Experts that are modules in a list, each called by the model's own code for its own tokens.
 
 Experts in stacks are taken apart and called by code of this package, which can show each of them
-all tokens. How a model's own code calls the members of a list is not known: they are calibrated
-with what they get. Such a list is known by that alone: alike modules that get different numbers of
-tokens.
+all tokens. How a model's own code calls the members of a list has to be found out
+(:mod:`llmcompressor.modeling.listed_experts`): where it calls them with tokens and nothing else,
+they are shown all of them too. Where not, they are calibrated with what they get, and that is said.
+Such a list is known by that alone: alike modules that get different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
 from torch import Tensor
-from torch.nn import Module, ModuleDict, ModuleList
+from torch.nn import Module
 
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.alike_experts import form_of_module
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.modeling.listed_experts import (
+    ExpertList,
+    ShownLists,
+    lists_of_alike,
+    plainly_called,
+    tokens_of,
+)
 from llmcompressor.observers.tokens import count_tokens
 from llmcompressor.pipelines.batches import CalibrationBatches
+from llmcompressor.pipelines.calibrated import seen_without_weights
+from llmcompressor.pipelines.model_runs import small_batch
 from llmcompressor.schemes.assign import listed
 
 if TYPE_CHECKING:
@@ -32,7 +41,63 @@ if TYPE_CHECKING:
     from llmcompressor.core.state import State
     from llmcompressor.modifiers.modifier import Modifier
 
-__all__ = ["listed_experts_counted"]
+__all__ = ["listed_experts_counted", "listed_experts_shown"]
+
+
+@contextlib.contextmanager
+def listed_experts_shown(
+    model: Module,
+    state: State,
+    modifiers: Sequence[Modifier],
+    batches: CalibrationBatches,
+    args: DatasetArguments,
+) -> Iterator[ShownLists]:
+    """Show all tokens of a layer to such experts while the body runs, where that is asked for.
+
+    What runs to the end of the model sees routes, and has to see them as they are.
+    """
+    found: list[ExpertList] = []
+    if args.moe_calibrate_all_experts and not any(one.runs_to_end for one in modifiers):
+        calibrated = _calibrated(modifiers, state)
+        lists_there = (one for one in lists_of_alike(model) if _linears_of(one, calibrated))
+        found = [one for one in lists_there if not any(map(_is_matrix, one.members.values()))]
+    if found:
+        with seen_without_weights(model, batches[0]):
+            found = plainly_called(found, lambda: batches.run(small_batch(batches[0])))
+    lists = ShownLists(found, lambda: state.batch_data is not None)
+    with lists.watching(model):
+        yield lists
+    _say_counts(lists)
+
+
+def _calibrated(modifiers: Sequence[Modifier], state: State) -> set[Module]:
+    needing = (modifier for modifier in modifiers if modifier.requires_calibration_data)
+    return {module for modifier in needing for module in modifier.calibrated_modules(state)}
+
+
+def _linears_of(one: ExpertList, calibrated: set[Module]) -> dict[str, list[Module]]:
+    """Name of each expert → its calibrated matrices; empty if an expert has none."""
+    own = {
+        f"{one.name}.{key}": [
+            part for part in member.modules() if part in calibrated and _is_matrix(part)
+        ]
+        for key, member in one.members.items()
+    }
+    return own if all(own.values()) else {}
+
+
+def _is_matrix(module: Module) -> bool:
+    return hasattr(module, "in_features")
+
+
+def _say_counts(lists: ShownLists) -> None:
+    counts = [count for one in lists.lists for count in tokens_of(one.module)]
+    if any(counts):
+        logger.info(
+            f"Tokens routed to each of {len(counts)} experts in {len(lists.lists)} layers, padding "
+            f"included: {min(counts)} to {max(counts)}, {sum(counts) / len(counts):.0f} on "
+            f"average; {counts.count(0)} got none. Their statistics are made of all tokens."
+        )
 
 
 @contextlib.contextmanager
@@ -48,12 +113,8 @@ def listed_experts_counted(
     Raises:
         DatasetError: an expert got too few, and that is to be an error.
     """
-    calibrated: set[Module] = set()
-    for modifier in modifiers:
-        if modifier.requires_calibration_data:
-            calibrated.update(modifier.calibrated_modules(state))
     counter = _Counter()
-    counter.watch(model, state, calibrated)
+    counter.watch(model, state, _calibrated(modifiers, state))
     try:
         yield
     finally:
@@ -78,17 +139,9 @@ class _Counter(HooksMixin):
             if isinstance(tensor, Tensor):
                 self._seen[module] += count_tokens(tensor, state.token_mask)
 
-        for name, members in _lists(model):
-            own = {
-                f"{name}.{key}": [
-                    one
-                    for one in member.modules()
-                    if one in calibrated and hasattr(one, "in_features")
-                ]
-                for key, member in members.items()
-            }
-            if all(own.values()):
-                self._members[name] = own
+        for found in lists_of_alike(model):
+            if own := _linears_of(found, calibrated):
+                self._members[found.name] = own
         for module in {one for own in self._members.values() for of in own.values() for one in of}:
             self._seen[module] = 0
             self.register_hook(module, count, "forward_pre", with_kwargs=True)
@@ -99,17 +152,6 @@ class _Counter(HooksMixin):
             name: {member: max(self._seen[one] for one in of) for member, of in own.items()}
             for name, own in self._members.items()
         }
-
-
-def _lists(model: Module) -> Iterator[tuple[str, dict[str, Module]]]:
-    """The lists of alike modules inside a block; those of the blocks themselves lie in no other."""
-    for name, module in model.named_modules():
-        if not isinstance(module, ModuleList | ModuleDict):
-            continue
-        members = {key: one for key, one in module._modules.items() if one is not None}
-        inside = any(part.isdecimal() for part in name.split("."))
-        if inside and len(members) > 1 and len(set(map(form_of_module, members.values()))) == 1:
-            yield name, members
 
 
 def _report(counts: dict[str, dict[str, int]], least: float, args: DatasetArguments) -> None:

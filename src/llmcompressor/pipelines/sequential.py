@@ -28,6 +28,7 @@ from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
 from llmcompressor.modeling.inputs import model_device
+from llmcompressor.modeling.listed_experts import ShownLists
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
 from llmcompressor.modeling.spilled import activation_budget, room_on
 from llmcompressor.modifiers.modifier import Granularity, Modifier
@@ -40,7 +41,7 @@ from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
 from llmcompressor.pipelines.finite_blocks import blocks_watched, ends_behind
 from llmcompressor.pipelines.granularity import Plan, Unit, forwards_of, make_plan
-from llmcompressor.pipelines.listed_experts import listed_experts_counted
+from llmcompressor.pipelines.listed_experts import listed_experts_counted, listed_experts_shown
 from llmcompressor.pipelines.residency import Residency
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
 from llmcompressor.progress import Advance, progress
@@ -80,11 +81,12 @@ class SequentialPipeline:
                 model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
             ) as batches,
             experts_watched(model, state, modifiers, batches, dataset_args) as experts,
+            listed_experts_shown(model, state, modifiers, batches, dataset_args) as lists,
         ):
             keeper = state.keeper
             residency = None if keeper is None else Residency(keeper, state, modifiers)
             run = _prepare(
-                model, batches, modifiers, state, dataset_args, self.forced_level, residency
+                model, batches, modifiers, state, dataset_args, self.forced_level, lists, residency
             )
             run.experts = experts
             logger.info(
@@ -125,6 +127,7 @@ def _prepare(
     state: State,
     dataset_args: DatasetArguments,
     forced: Granularity | None,
+    lists: ShownLists,
     residency: Residency | None = None,
 ) -> _SequentialRun:
     owners = _owners(modifiers, state, residency)
@@ -135,14 +138,14 @@ def _prepare(
         forced, blocks = forced or Granularity.LINEAR, find_blocks(model)
     elif dataset_args.sequential_targets:
         forced = forced or Granularity.BLOCK
-    calibrated = watch_calibrated(model, batches, owners, blocks)
+    calibrated = watch_calibrated(model, batches, owners, blocks, lists)
     try_attention(model, batches, modifiers, state)
     warn_uncalled(calibrated, modifiers)
     propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)
-    state.propagates = propagates
+    state.propagates, state.call_order = propagates, calibrated.order
     streams = 2 if propagates and any(modifier.twin_streams for modifier in modifiers) else 1
     undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
-    budget = _budget(dataset_args)
+    budget = activation_budget(dataset_args.activation_budget)
     to_end = undeclared or any(modifier.runs_to_end for modifier in modifiers)
     lay_out = partial(
         make_plan,
@@ -162,7 +165,6 @@ def _prepare(
     if residency is not None:  # the level decides the result: it stays that of the first attempt
         level = Granularity(state.keeper.decide("granularity", str(plan.level)))
         plan = plan if level is plan.level else lay_out(forced=level)
-    state.call_order = calibrated.order
     return _SequentialRun(
         model,
         batches,
@@ -175,6 +177,7 @@ def _prepare(
         to_end=to_end,
         undeclared=undeclared,
         modifiers=modifiers,
+        lists=lists,
         residency=residency,
     )
 
@@ -200,10 +203,6 @@ def _is_undeclared(modifier: Modifier, state: State) -> bool:
     return modifier.requires_calibration_data and not declared
 
 
-def _budget(dataset_args: DatasetArguments) -> int:
-    return activation_budget(dataset_args.activation_budget)
-
-
 def _resident_budget(device: torch.device, budget: int, limit: int | None) -> int:
     """Bytes of activations that may stay where the passes run."""
     return room_on(device, limit) if device.type == "cuda" else budget
@@ -224,6 +223,7 @@ class _SequentialRun:
     to_end: bool
     undeclared: bool
     modifiers: Sequence[Modifier]
+    lists: ShownLists
     residency: Residency | None = None
     experts: ExpertWatch = field(default_factory=ExpertWatch)
 
@@ -253,6 +253,7 @@ class _SequentialRun:
             contextlib.nullcontext() if self.residency is None else self.residency.watching(),
         ):
             forward.surroundings = originals.in_place
+            self.lists.pending = forward.pending_modules
             for unit in units.values():
                 for member in unit.others:
                     forward.release(member)

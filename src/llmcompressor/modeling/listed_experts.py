@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that are modules in a list, called one by one by the model's own code.
+
+Each is called for the tokens that are routed to it, in whatever way that code has. To show each of
+them all tokens, as calibration wants, no more has to be known than that an expert is called with
+rows of its layer's input and nothing else. That is tried out (:func:`plainly_called`). Then the
+forward of the layer is preceded by one call of each expert with all rows (:class:`ShownLists`),
+and the calls behind it are those that make its output: whoever watches the experts is not told of
+them, as they would be counted twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleDict, ModuleList
+
+from llmcompressor.modeling.alike_experts import form_of_module
+from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.hooks import HooksMixin, hooks_are_on
+from llmcompressor.modeling.repeated_calls import for_another_run
+from llmcompressor.modeling.stubs import Forward, stubbed
+
+__all__ = ["ExpertList", "ShownLists", "lists_of_alike", "plainly_called", "tokens_of"]
+
+_COMPARED = 8
+"""Rows of each call that are looked for among the tokens."""
+_MATRIX = 2
+
+
+@dataclass(eq=False)
+class ExpertList:
+    """A list of alike modules inside a block."""
+
+    name: str
+    module: Module
+    members: Mapping[str, Module]
+    """Key in the list → expert."""
+    owner: Module
+    """The module whose forward calls them, as far as the structure tells."""
+
+
+def lists_of_alike(model: Module) -> Iterator[ExpertList]:
+    """The lists of alike modules inside a block; those of the blocks themselves lie in no other."""
+    for name, module in model.named_modules():
+        if not isinstance(module, ModuleList | ModuleDict):
+            continue
+        members = {
+            key: one
+            for key, one in module._modules.items()
+            if one is not None and _has_weights(one)
+        }
+        inside = any(part.isdecimal() for part in name.split("."))
+        if inside and len(members) > 1 and len(set(map(form_of_module, members.values()))) == 1:
+            has_forward = type(module).forward not in (ModuleList.forward, ModuleDict.forward)
+            holder = name if has_forward else name.rpartition(".")[0]
+            yield ExpertList(name, module, members, model.get_submodule(holder))
+
+
+def _has_weights(module: Module) -> bool:
+    return any(part._parameters for part in module.modules())
+
+
+def plainly_called(lists: Sequence[ExpertList], run: Callable[[], object]) -> list[ExpertList]:
+    """Those of ``lists`` whose members are called with rows of their owner's input alone.
+
+    Lists whose members all get all rows are not among them: nothing need be shown to them.
+
+    Args:
+        lists: as :func:`lists_of_alike` finds them.
+        run: runs the model once, on something small; its weights may be zeros.
+    """
+    found: dict[ExpertList, bool] = {}
+
+    def trying(owner: Module, forward: Forward) -> Forward:
+        def tried(*args: Any, **kwargs: Any) -> Any:
+            for one in lists:
+                if one.owner is owner and found.get(one, True):
+                    found[one] = _is_plain(one, forward, args, kwargs)
+            return forward(*args, **kwargs)
+
+        return tried
+
+    with torch.no_grad(), stubbed({one.owner: None for one in lists}, trying):
+        run()
+    return [one for one in lists if found.get(one)]
+
+
+def _is_plain(
+    one: ExpertList, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Run the owner on other tokens, which can be told apart, and look at how members are called.
+
+    What it makes of them, and where it sends them, does not matter: its weights need not be there.
+    """
+    given = first_tensor(args, kwargs)
+    if given is None or given.ndim < _MATRIX or not given.is_floating_point():
+        return False
+    seed = torch.Generator().manual_seed(0)
+    marked = torch.rand(given.shape, generator=seed).to(given.device, given.dtype)
+    calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+
+    def recording(member: Module, own: Forward) -> Forward:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs))
+            return own(*args, **kwargs)
+
+        return recorded
+
+    copied_args, copied_kwargs = for_another_run(
+        (args, dict(kwargs)), lambda tensor: marked if tensor is given else tensor
+    )
+    try:
+        with stubbed(one.members.values(), recording):
+            forward(*copied_args, **copied_kwargs)
+        rows = marked.flatten(0, -2)
+        empty = next(iter(one.members.values())).forward(rows[:0])
+    except Exception:  # whatever a model's own code raises here: how it calls them is not known
+        return False
+    takes_none = isinstance(empty, Tensor) and empty.shape == rows[:0].shape
+    plain = bool(calls) and all(_are_rows(*call, rows) for call in calls)
+    if not (takes_none and plain):
+        return False
+    return len(calls) < len(one.members) or any(len(args[0]) < len(rows) for args, _ in calls)
+
+
+def _are_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: Tensor) -> bool:
+    """Whether a call's only argument is a matrix of some of ``rows``."""
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        return False
+    given = args[0]
+    if given.ndim != _MATRIX or given.shape[1] != rows.shape[1]:
+        return False
+    some = given[:_COMPARED].to(rows.dtype)
+    return bool((some[:, None] == rows[None]).all(-1).any(-1).all())
+
+
+_tokens: WeakKeyDictionary[Module, list[int]] = WeakKeyDictionary()
+
+
+def tokens_of(module: Module) -> list[int]:
+    """How many rows were routed to each member of a list in the last calibration.
+
+    Padding is included: which rows an expert is called with is the model's own affair. Empty where
+    nothing was counted.
+    """
+    return list(_tokens.get(module, ()))
+
+
+_ROUTED: ContextVar[dict[Module, int] | None] = ContextVar("routed", default=None)
+"""Expert → rows of the calls that make the output of the layer whose forward runs now.
+
+Passes that wait inside such a forward have contexts of their own, so each sees its own.
+"""
+
+
+class ShownLists:
+    """Shows every expert of some lists all tokens of their layers.
+
+    Args:
+        lists: of whose members :func:`plainly_called` holds.
+        wanted: tells whether a batch is run, so that tokens are to be shown.
+
+    Attributes:
+        pending: the modules where passes are still to wait; ``None`` while nothing waits anywhere.
+        silent: no expert runs for its routed tokens (their outputs are zeros): calls are watched.
+    """
+
+    def __init__(self, lists: Sequence[ExpertList], wanted: Callable[[], bool]) -> None:
+        self.lists = list(lists)
+        self.pending: Collection[Module] | None = None
+        self.silent = False
+        self._wanted = wanted
+        self._places: dict[Module, set[Module]] = {}
+
+    @contextlib.contextmanager
+    def watching(self, model: Module) -> Iterator[None]:
+        """Show tokens while the body runs."""
+        for one in self.lists:
+            _tokens[one.module] = [0] * len(one.members)
+            self._places[one.owner] = {
+                module for module in model.modules() if one.owner in set(module.modules())
+            } | set(one.owner.modules())
+        owners = {one.owner: None for one in self.lists}
+        members = [member for one in self.lists for member in one.members.values()]
+        with stubbed(owners, self._showing), stubbed(members, self._routed):
+            yield
+
+    @contextlib.contextmanager
+    def calls_watched(self) -> Iterator[None]:
+        """Have each expert seen once, with all tokens, by those who watch calls."""
+        self.silent = True
+        try:
+            yield
+        finally:
+            self.silent = False
+
+    def counted(self, order: CallOrder) -> CallOrder:
+        """``order`` with the calls that :meth:`calls_watched` keeps silent about."""
+        members = {member for one in self.lists for member in one.members.values()}
+        inner = {one for member in members for one in member.modules()} - members
+        calls = {module: 2 * n if module in inner else n for module, n in order.calls.items()}
+        return CallOrder(order.groups, {**calls, **dict.fromkeys(members & set(calls), 2)})
+
+    def _is_on(self, owner: Module) -> bool:
+        if self.silent:
+            return True
+        if not self._wanted():
+            return False
+        return self.pending is None or not self._places[owner].isdisjoint(self.pending)
+
+    def _showing(self, owner: Module, forward: Forward) -> Forward:
+        members = [
+            member for one in self.lists if one.owner is owner for member in one.members.values()
+        ]
+
+        def shown(*args: Any, **kwargs: Any) -> Any:
+            tokens = first_tensor(args, kwargs)
+            if tokens is None or not self._is_on(owner):
+                return forward(*args, **kwargs)
+            rows = tokens.flatten(0, -2)
+            for member in members:
+                member(rows)
+            routed = dict.fromkeys(members, 0)
+            before = _ROUTED.set(routed)
+            try:
+                made = forward(*args, **kwargs)
+                for member in members:
+                    if not routed[member] and not self.silent:
+                        # so that each is called as often as is expected
+                        member(rows[:0])
+            finally:
+                _ROUTED.reset(before)
+            if hooks_are_on():
+                self._count(owner, routed)
+            return made
+
+        return shown
+
+    def _routed(self, member: Module, forward: Forward) -> Forward:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            routed, given = _ROUTED.get(), first_tensor(args, kwargs)
+            if routed is None or member not in routed or given is None:
+                return forward(*args, **kwargs)
+            routed[member] += len(given)
+            if self.silent:
+                return torch.zeros_like(given)
+            with HooksMixin.disable_hooks():
+                return forward(*args, **kwargs)
+
+        return called
+
+    def _count(self, owner: Module, routed: Mapping[Module, int]) -> None:
+        for one in self.lists:
+            if one.owner is owner and not self.silent:
+                counted = _tokens[one.module]
+                for place, member in enumerate(one.members.values()):
+                    counted[place] += routed[member]
