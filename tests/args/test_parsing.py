@@ -12,6 +12,7 @@ from llmcompressor.args import (
     parse_arguments,
 )
 from llmcompressor.args.parsing import OLD_NAMES
+from llmcompressor.args.renamed import RENAMED, name_among
 from llmcompressor.errors import ArgumentError
 
 CLASSES = (ModelArguments, DatasetArguments, RecipeArguments)
@@ -95,6 +96,32 @@ def test_old_names_of_transformers_mean_their_new_ones():
     [training] = parse_arguments(given, TrainingArguments)
     assert training.get_warmup_steps(8) == 2
     assert (training.eval_strategy, training.use_cpu) == ("epoch", True)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_name_that_transformers_changed_is_understood_with_any_release(old, warned):
+    """The one that the installed release does not have means the other."""
+    from llmcompressor.args import TrainingArguments
+
+    new, value = RENAMED[old], {"use_reentrant": False} if old.endswith("kwargs") else True
+    has_new = new in TrainingArguments.__dataclass_fields__
+    for given in (old, new):
+        warned.clear()
+        [training] = parse_arguments({given: value}, TrainingArguments)
+        assert getattr(training, new if has_new else old) == value
+        told = [f"The argument {old!r} is now called {new!r}."] if has_new and given == old else []
+        assert [line.strip() for line in warned] == told
+    with pytest.raises(ArgumentError, match="both given"):
+        parse_arguments({old: value, new: value}, TrainingArguments)
+    with pytest.raises(ArgumentError, match="no argument named"):
+        parse_arguments({"model": "m", old: value}, *CLASSES)
+
+
+@pytest.mark.parametrize("known", [{"new"}, {"new", "old"}, {"old"}], ids=sorted)
+def test_the_newest_name_that_is_known(known, monkeypatch):
+    monkeypatch.setattr("llmcompressor.args.renamed.RENAMED", {"old": "new"})
+    expected = "new" if "new" in known else "old"
+    assert {name_among(known, name) for name in ("old", "new")} == {expected}
 
 
 def test_training_arguments_extend_transformers(tmp_path):

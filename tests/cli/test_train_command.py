@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from llmcompressor.args.renamed import RENAMED, name_among
 from llmcompressor.cli.app import app
 from llmcompressor.cli.training_options import OPTIONS
 from llmcompressor.errors import RecipeError
@@ -80,7 +81,8 @@ def test_only_what_was_given_is_passed_on(train: Entrypoint) -> None:
         (["--num-train-epochs", "0.5"], {"num_train_epochs": 0.5}),
         (["--max-steps", "7"], {"max_steps": 7}),
         (["--learning-rate", "1e-4"], {"learning_rate": 1e-4}),
-        (["--bf16", "--gradient-checkpointing"], {"bf16": True, "gradient_checkpointing": True}),
+        (["--bf16", "--activation-checkpointing"], {"activation_checkpointing": True}),
+        (["--bf16", "--gradient-checkpointing"], {"bf16": True, "activation_checkpointing": True}),
         (
             ["--report-to", "wandb", "--report-to", "tensorboard"],
             {"report_to": ["wandb", "tensorboard"]},
@@ -132,6 +134,10 @@ def test_run_takes_arguments_of_both_kinds(stages: Entrypoint) -> None:
         ([*TRAIN, "--learning-rate", "much"], "--learning-rate"),
         ([*TRAIN, "--set", "adam_beta2"], "--set"),
         ([*TRAIN, "--max-steps", "3", "--set", "max_steps=4"], "max_steps is given twice"),
+        (
+            [*TRAIN, "--activation-checkpointing", "--set", "gradient_checkpointing=false"],
+            "gradient_checkpointing is given twice",
+        ),
         ([*TRAIN, "--set", "dataset=other"], "dataset is given twice"),
         (["train", "model"], "--output"),
         (["run", "model", "--output", "out"], "--recipe"),
@@ -172,18 +178,21 @@ def test_options_are_arguments_with_the_defaults_that_they_state() -> None:
     from llmcompressor.args import DatasetArguments, TrainingArguments
 
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
-    assert set(OPTIONS) - set(fields) == {"data_collator"}
+    made = TrainingArguments()
+    names = {name: name_among(fields, name) for name in OPTIONS}
+    assert set(names.values()) - set(fields) == {"data_collator"}
+    assert set(OPTIONS).isdisjoint(RENAMED), "options have the newest names"
     assert {field.name for field in dataclasses.fields(DatasetArguments)} & set(OPTIONS) == {
         "data_collator",
         "seed",
     }
     for name, option in OPTIONS.items():
         stated = option.help.rpartition("(default: ")[2].removesuffix(")")
-        default = fields[name].default if name in fields else None
+        default = fields[names[name]].default if names[name] in fields else None
         if isinstance(default, int | float) and stated != option.help:
             assert float(stated) == default, name
         elif option.type is bool:
-            assert default is False, name
+            assert getattr(made, names[name]) is False, name
 
 
 @pytest.mark.parametrize("splits", [["train=a", "b"], ["train=a", "train=b"]], ids=str)

@@ -141,6 +141,11 @@ CASES: dict[str, Case] = {
     ),
     "a seed that numpy does not take": ({"seed": 2**40}, ArgumentError, ("seed", str(2**32 - 1))),
     "a text for true or false": ({"bf16": "false"}, ArgumentError, ("bf16", "True or False")),
+    "a text for true, false or unset": (
+        {"activation_checkpointing": "false"},
+        ArgumentError,
+        ("checkpointing", "True or False"),
+    ),
     "a text for an own flag": ({"do_oneshot": "no"}, ArgumentError, ("do_oneshot", "True or")),
     "a text for a number": ({"adam_epsilon": "small"}, ArgumentError, ("adam_epsilon", "number")),
     "more smoothing than all": (

@@ -343,7 +343,7 @@ def test_gradient_checkpointing_changes_nothing(
         found.append(gradients(student))
         student.zero_grad()
         end_batch()
-        student.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        tiny.recompute(student, reentrant=reentrant)
     expect_same_gradients(*found)
 
 

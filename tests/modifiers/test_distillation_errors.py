@@ -14,6 +14,7 @@ import pytest
 import tiny_llama as tiny
 import torch
 from torch import Tensor, nn
+from transformers import TrainingArguments
 
 from llmcompressor.args import ModelArguments
 from llmcompressor.core import CompressionSession, callbacks, create_session
@@ -223,14 +224,16 @@ def test_outputs_that_are_changed_in_place(session: CompressionSession) -> None:
 def test_modules_inside_a_layer_that_is_computed_again(session: CompressionSession) -> None:
     """The older kind of checkpointing gives gradients to whole layers only."""
     student = tiny.llama().train()
-    student.gradient_checkpointing_enable({"use_reentrant": True})
+    tiny.recompute(student, reentrant=True)
     modifier = OutputDistillationModifier(targets="re:.*mlp$", comparison="square_head")
     session.initialize(recipe=[modifier], model=student, teacher_model=copy.deepcopy(student))
     batch = tiny.batches(number=1)[0]
     callbacks.batch_start(batch_data=batch)
     loss = student(**batch, labels=batch["input_ids"]).loss
-    with pytest.raises(InputError, match="use_reentrant"):
+    with pytest.raises(InputError, match="use_reentrant") as caught:
         callbacks.loss_calculated(loss=loss)
+    [told] = re.findall(r"(\w+)={'use_reentrant': False}", str(caught.value))
+    assert TrainingArguments(use_cpu=True, **{told: {"use_reentrant": False}}), "no warning of it"
 
 
 def test_a_forward_before_the_batch_has_begun(session: CompressionSession) -> None:

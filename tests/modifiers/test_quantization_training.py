@@ -185,7 +185,7 @@ def test_earlier_layers_train_through_quantized_activations(
     model = tiny.llama()
     if implementation == "checkpointing":
         model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        tiny.recompute(model, reentrant=False)
     first = model.model.layers[0].self_attn.q_proj.weight
     before = first.detach().clone()
     session = loop.begin(model, aware(scheme=scheme))
@@ -204,7 +204,7 @@ def test_gradient_checkpointing_changes_no_gradient(name: str, by: int) -> None:
     for checkpointing in (False, True):
         model = tiny.llama().train()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            tiny.recompute(model, reentrant=False)
         session = loop.begin(model, aware(**SCHEMES[name], learned_scales=True))
         batches = tiny.padded(tiny.batches(number=3), by)
         loop.train(session, model, loop.optimizer_of(model), batches)

@@ -41,6 +41,13 @@ def llama(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     return model
 
 
+def recompute(model: Any, *, reentrant: bool) -> None:
+    """Turn activation checkpointing on, by the name that transformers has for it."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": reentrant})
+
+
 def batches(*, tokens: int = 24, number: int = 8, seed: int = 1) -> list[Batch]:
     """Batches of two rows, all tokens real."""
     torch.manual_seed(seed)

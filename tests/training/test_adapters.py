@@ -11,6 +11,8 @@ import pytest
 import tiny_training as tiny
 import torch
 from safetensors.torch import load_file
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils import check_peft_version
 
 from llmcompressor import evaluate, oneshot, plan, train, verify
 from llmcompressor.core import CompressionSession
@@ -19,6 +21,9 @@ from llmcompressor.modeling.adapters import adapters_of
 from llmcompressor.training import Trainer
 
 peft = pytest.importorskip("peft", reason="peft is an optional companion")
+
+# PEFT asks transformers by an older name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
 
 WEIGHTS = {
     "constant": "ConstantPruningModifier: {targets: Linear, start: 0}",
@@ -48,6 +53,10 @@ def wrapped() -> Any:
 
 def added() -> Any:
     """By transformers alone: the model's class stays."""
+    try:
+        check_peft_version(MIN_PEFT_VERSION)
+    except ValueError as refused:
+        pytest.skip(f"transformers does not take PEFT {peft.__version__}: {refused}")
     model = tiny.tiny_model()
     model.add_adapter(lora())
     return model
@@ -69,17 +78,26 @@ def trainer(model: Any, folder: Path, recipe: str, **changed: Any) -> Trainer:
     )
 
 
-def test_where_adapters_are() -> None:
-    assert adapters_of(tiny.tiny_model()) == []
-    base = [
-        f"model.layers.{layer}.{name}"
-        for layer in (0, 1)
-        for name in ("self_attn.q_proj", "mlp.down_proj")
-    ]
-    assert adapters_of(added()) == base
-    assert adapters_of(wrapped()) == [f"base_model.model.{name}" for name in base]
-    assert adapters_of(prompted()) == ["PeftModelForCausalLM"]
-    assert adapters_of(wrapped().merge_and_unload()) == []
+WHERE = [
+    f"model.layers.{layer}.{name}"
+    for layer in (0, 1)
+    for name in ("self_attn.q_proj", "mlp.down_proj")
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (tiny.tiny_model, []),
+        (added, WHERE),
+        (wrapped, [f"base_model.model.{name}" for name in WHERE]),
+        (prompted, ["PeftModelForCausalLM"]),
+        (lambda: wrapped().merge_and_unload(), []),
+    ],
+    ids=["none", "added", "wrapped", "prompted", "merged"],
+)
+def test_where_adapters_are(make: Callable[[], Any], expected: list[str]) -> None:
+    assert adapters_of(make()) == expected
 
 
 @pytest.mark.parametrize("make", [wrapped, added, prompted])

@@ -22,6 +22,9 @@ import tiny_training as tiny
 import torch
 from safetensors.torch import load_file
 from torch import multiprocessing
+from transformers import TrainingArguments
+
+from llmcompressor.args.renamed import name_among
 
 SCRIPT = Path(distributed_run.__file__)
 
@@ -75,14 +78,17 @@ PROJECTED = {
 }
 
 
+CHECKPOINTING = name_among(TrainingArguments.__dataclass_fields__, "activation_checkpointing")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "changed"),
     [
         ({}, {}),
         ({"start": 1}, {}),
-        ({"end": 1}, {"gradient_checkpointing": True}),
-        ({"start": 1}, {"gradient_checkpointing": True}),
+        ({"end": 1}, {CHECKPOINTING: True}),
+        ({"start": 1}, {CHECKPOINTING: True}),
     ],
     ids=str,
 )

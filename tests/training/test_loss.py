@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import tiny_training as tiny
 import torch
+import transformers
 from pydantic import PrivateAttr
 from torch.nn import functional
 
 from llmcompressor.core import EventType, active_session, callbacks, create_session
 from llmcompressor.metrics import LambdaLogger, LoggerManager
 from llmcompressor.modifiers import Modifier
-from llmcompressor.training import Trainer
+from llmcompressor.training import SessionManagerMixIn, Trainer
 from llmcompressor.training.summary import summary
 
 
@@ -121,6 +122,49 @@ def test_a_model_that_takes_means_divides_them(tmp_path, monkeypatch):
     logged = [each for each in parts.state.log_history if "loss" in each]
     for each, shown in zip(logged, (listener._shown[:3], listener._shown[3:]), strict=True):
         assert each["step_loss"] == pytest.approx(sum(shown) / 3, rel=1e-5)
+
+
+class OfMeans(transformers.Trainer):
+    """Takes the mean of a micro-batch and says so, though the model would take the step's items."""
+
+    loss_is_scaled_for_ga = False
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):  # nobody asks for it yet
+            self.model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class OfTheStep(transformers.Trainer):
+    """Divides by the step's items itself, and says so."""
+
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = by_sum(outputs, inputs["labels"], num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("base", [OfMeans, OfTheStep])
+def test_what_a_trainer_says_of_its_loss_counts(tmp_path, base, monkeypatch):
+    """As it does for the trainer itself, which divides the loss by the micro-batches or not."""
+    listener = Listener()
+    split = {"accumulation": 3, "batch": 2}
+    with monkeypatch.context() as context:
+        made = type("Made", (SessionManagerMixIn, base), {})
+        context.setitem(globals(), "Trainer", made)
+        parts = train(tmp_path, [listener, Penalty()], **split)
+    assert listener._shown == pytest.approx(listener._textbook, rel=1e-5)
+    if base is OfMeans:
+        name = "transformers.LlamaForCausalLM.accepts_loss_kwargs"
+        monkeypatch.setattr(name, False, raising=False)
+    whole = train(tmp_path, Penalty(), **split)
+    for name, parameter in whole.model.named_parameters():
+        assert torch.allclose(parameter, parts.model.get_parameter(name), atol=1e-6), name
 
 
 def test_an_evaluation_has_the_models_own_loss(tmp_path):

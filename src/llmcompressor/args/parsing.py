@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from llmcompressor.args.renamed import RENAMED, name_among
 from llmcompressor.errors import ArgumentError, did_you_mean
 
 __all__ = ["OLD_NAMES", "parse_arguments"]
@@ -17,6 +18,7 @@ class _OldName(NamedTuple):
 
     new: str | None
     why: str = ""
+    is_told: bool = True
 
 
 OLD_NAMES: Mapping[str, _OldName] = {
@@ -33,7 +35,8 @@ OLD_NAMES: Mapping[str, _OldName] = {
 """Arguments of earlier releases that are still understood.
 
 ``distill_teacher``, ``cache_dir``, ``use_auth_token`` and ``max_train_samples`` are not here:
-they are fields still. ``None`` given under an old name means that it was not given.
+they are fields still. ``None`` given under an old name means that it was not given. What the
+installed transformers decides the name of is in ``renamed.RENAMED``.
 """
 
 
@@ -77,9 +80,10 @@ def _field_names(cls: type) -> set[str]:
 
 def _with_new_names(kwargs: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     """The arguments with old names replaced; one given under both names is an error."""
-    given = {name: value for name, value in kwargs.items() if name not in OLD_NAMES}
-    for name in kwargs.keys() & OLD_NAMES.keys():
-        value, (new, why) = kwargs[name], OLD_NAMES[name]
+    old_names = {**OLD_NAMES, **_renamed(known)}
+    given = {name: value for name, value in kwargs.items() if name not in old_names}
+    for name in kwargs.keys() & old_names.keys():
+        value, (new, why, is_told) = kwargs[name], old_names[name]
         if value is None:
             continue
         if new is None:
@@ -93,9 +97,20 @@ def _with_new_names(kwargs: Mapping[str, Any], known: set[str]) -> dict[str, Any
                 f"The arguments {name!r} and {new!r} were both given, and they mean the same.",
                 f"Give only {new!r}.",
             )
-        _warn(f"The argument {name!r} is now called {new!r}.")
+        if is_told:
+            _warn(f"The argument {name!r} is now called {new!r}.")
         given[new] = value
     return given
+
+
+def _renamed(known: set[str]) -> dict[str, _OldName]:
+    """Names other than those that the fields have; a newer one is no mistake, and not told."""
+    pairs = [(name, name_among(known, name)) for pair in RENAMED.items() for name in pair]
+    return {
+        name: _OldName(current, is_told=name in RENAMED)
+        for name, current in pairs
+        if name != current
+    }
 
 
 def _unknown(name: str, known: Iterable[str]) -> ArgumentError:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import torch
 import transformers
@@ -75,12 +76,13 @@ _FOUND_OTHERWISE = ("azure_ml", "flyte", "kubeflow")
 """Of these transformers does not list whether they are installed, or not always."""
 
 
-def _check_kind(name: str, value: Any, default: Any) -> None:
+def _check_kind(name: str, value: Any, default: Any, hint: Any) -> None:
     """Refuse a text for a number, and what is neither true nor false where one of them is needed.
 
     transformers takes any text for true, ``"false"`` too.
     """
-    if isinstance(default, bool) and not (isinstance(value, bool) or value is None):
+    is_switch = isinstance(default, bool) or {*get_args(hint)} == {bool, NoneType}
+    if is_switch and not (isinstance(value, bool) or value is None):
         raise reject(name, value, "True or False")
     is_number = isinstance(default, int | float) and not isinstance(default, bool)
     if is_number and isinstance(value, str):
@@ -133,9 +135,11 @@ class TrainingArguments(transformers.TrainingArguments):
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             setattr(self, name, check(name, getattr(self, name)))
+        hints = get_type_hints(type(self))
         for each in fields(self):
             if each.name not in _CHECKS:
-                _check_kind(each.name, getattr(self, each.name), each.default)
+                value = getattr(self, each.name)
+                _check_kind(each.name, value, each.default, hints[each.name])
         try:
             super().__post_init__()  # type: ignore[no-untyped-call]  # transformers'
         except ArgumentError:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from llmcompressor.args.renamed import RENAMED
 from llmcompressor.cli.options import pairs
 
 __all__ = ["OPTIONS", "training_arguments", "training_parameters"]
@@ -21,6 +22,7 @@ __all__ = ["OPTIONS", "training_arguments", "training_parameters"]
 class _Option(NamedTuple):
     type: Any
     help: str
+    also: str | None = None
 
 
 OPTIONS: Mapping[str, _Option] = {
@@ -46,7 +48,9 @@ OPTIONS: Mapping[str, _Option] = {
     "seed": _Option(int, "Decides the order of the data and everything random. (default: 42)"),
     "bf16": _Option(bool, "Compute in bfloat16 beside float32."),
     "fp16": _Option(bool, "Compute in float16 beside float32."),
-    "gradient_checkpointing": _Option(bool, "Take less memory and more time."),
+    "activation_checkpointing": _Option(
+        bool, "Take less memory and more time.", "--gradient-checkpointing"
+    ),
     "use_cpu": _Option(bool, "Train on the CPU even if there is an accelerator."),
     "logging_steps": _Option(
         float, "Steps between two logs; below 1, a share of all. (default: 500)"
@@ -68,7 +72,8 @@ OPTIONS: Mapping[str, _Option] = {
         str, "A checkpoint to go on from; true for the last one of this output."
     ),
 }
-"""Name → type and help; the defaults in the texts are those of transformers."""
+"""Name → type, help and what else it may be typed as; the defaults in the texts are those of
+transformers. Names that it has changed are the newest: ``train`` takes them with any release."""
 
 
 def training_parameters() -> list[inspect.Parameter]:
@@ -81,7 +86,7 @@ def training_parameters() -> list[inspect.Parameter]:
             annotation=Annotated[
                 option.type | None,
                 typer.Option(
-                    f"--{name.replace('_', '-')}",
+                    *(f"--{name.replace('_', '-')}", *([option.also] if option.also else [])),
                     help=option.help,
                     rich_help_panel="Training",
                     show_default=False,
@@ -122,6 +127,6 @@ def training_arguments(given: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--set") from error
     for name in further:
-        if name in found or given.get(name) is not None:
+        if RENAMED.get(name, name) in found or given.get(name) is not None:
             raise typer.BadParameter(f"{name} is given twice.", param_hint="--set")
     return {**found, **further}

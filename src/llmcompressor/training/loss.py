@@ -24,16 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from llmcompressor.errors import DatasetError
 from llmcompressor.observers.tokens import token_total
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 __all__ = [
     "RunLoss",
@@ -48,6 +46,7 @@ __all__ = [
 ]
 
 _IGNORED = -100  # transformers' label of a position without a target
+_SAYS = "loss_is_scaled_for_ga"  # what a trainer says of its loss itself, from 5.19 on
 _NO_SHARE = 2.0**-20  # in place of zero; a power of two, so that nothing is rounded
 
 
@@ -78,8 +77,7 @@ def micro_batch_share(
     Returns:
         A scalar; ``None`` where the loss is the mean already.
     """
-    by_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    if num_items_in_batch is None or not by_items:
+    if num_items_in_batch is None or not _by_items(trainer):
         return None
     processes = _averaged_processes(trainer)
     if trainer.current_gradient_accumulation_steps == 1 and processes == 1:
@@ -88,6 +86,17 @@ def micro_batch_share(
     # A step without any target has a share of zero too, not one of 0 / 0.
     least = torch.as_tensor(num_items_in_batch).clamp(min=1)
     return None if targets is None else targets * processes / least.to(targets.device)
+
+
+def _by_items(trainer: Trainer) -> bool:
+    """Whether a loss is divided by the targets of the whole step, as in ``training_step``.
+
+    What a trainer says of itself counts from the release on whose ``training_step`` asks for it.
+    """
+    said = getattr(trainer, _SAYS) if hasattr(Trainer, _SAYS) else None
+    if said is not None:
+        return bool(said)
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
 
 
 def targets_of(trainer: Trainer, inputs: Mapping[str, Any]) -> Tensor | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.nn import Module
+from transformers import TrainingArguments
 
+from llmcompressor.args.renamed import name_among
 from llmcompressor.core.state import State
 from llmcompressor.errors import ArgumentError, InputError
 from llmcompressor.modifiers.distillation.pairing import Pair
@@ -50,9 +52,10 @@ def expect_gradient(pair: Pair, output: Tensor) -> None:
     """Refuse an output that carries no gradient although there is something to train below."""
     trained = any(each.requires_grad for each in pair.student.parameters())
     if trained and not output.requires_grad:
+        names = TrainingArguments.__dataclass_fields__
+        settings = name_among(names, "activation_checkpointing_kwargs")
         raise InputError(
             f"The output of {pair.label} carries no gradient, so distillation would train nothing.",
-            "With gradient checkpointing compare whole layers, or set "
-            "gradient_checkpointing_kwargs={'use_reentrant': False}; otherwise run the student "
-            "with gradients.",
+            "With activation checkpointing compare whole layers, or set "
+            f"{settings}={{'use_reentrant': False}}; otherwise run the student with gradients.",
         )

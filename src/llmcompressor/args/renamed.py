@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments that transformers has renamed within the releases that this package works with."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+__all__ = ["RENAMED", "name_among"]
+
+RENAMED: Mapping[str, str] = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+"""Old name → new name. A release that has the new one may know the old one too, and warns of it."""
+
+
+def name_among(known: Container[str], name: str) -> str:
+    """What an argument is called where only some of its names are known.
+
+    Args:
+        known: the names of a class's fields or of a function's parameters.
+        name: any of the argument's names.
+
+    >>> name_among({"gradient_checkpointing", "seed"}, "activation_checkpointing")
+    'gradient_checkpointing'
+    >>> name_among({"gradient_checkpointing", "activation_checkpointing"}, "gradient_checkpointing")
+    'activation_checkpointing'
+    >>> name_among({"seed"}, "seed")
+    'seed'
+    """
+    new = RENAMED.get(name, name)
+    if new in known:
+        return new
+    return next((old for old, other in RENAMED.items() if other == new and old in known), name)
