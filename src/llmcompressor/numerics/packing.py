@@ -96,7 +96,8 @@ def _four_in_three(codes_RC: Tensor) -> Tensor:
     word = four & _OF_FOUR[0]
     for place, mask in enumerate(_OF_FOUR[1:], start=1):
         word |= (four >> 2 * place) & mask
-    return word.view(torch.uint8).unflatten(-1, (-1, 4))[..., :3].flatten(-2)
+    R, quarters = word.shape
+    return word.view(torch.uint8).reshape(R, quarters, 4)[..., :3].reshape(R, 3 * quarters)
 
 
 def _lowest_byte(x: Tensor) -> Tensor:

@@ -90,7 +90,10 @@ def parse_args(value: Any, where: str) -> QuantizationArgs:
 def _check_known(kind: Any, bits: Any, where: str) -> None:
     """Refuse what another release of compressed-tensors has."""
     if str(getattr(kind, "value", kind)).lower() == "float" and bits == 6:
-        check_6_bit_floats(where)
+        try:
+            check_6_bit_floats(where)
+        except InputError as error:
+            raise RecipeError(error.problem, error.remedy) from error
 
 
 def parse_scheme(value: Mapping[str, Any], where: str) -> QuantizationScheme:

@@ -94,7 +94,7 @@ def _floats_of_six(raw: Tensor) -> Tensor:
     >>> _floats_of_six(torch.tensor([[193, 15, 1]], dtype=torch.uint8)).tolist()
     [[0.125, -7.5, 2.0, 0.0]]
     """
-    three = raw.unflatten(-1, (-1, 3)).to(torch.int32)
+    three = raw.reshape(len(raw), -1, 3).to(torch.int32)
     word = three[..., 0] | (three[..., 1] << 8) | (three[..., 2] << 16)
     halves = torch.empty(*word.shape, 4, dtype=torch.int16)
     for index in range(4):
