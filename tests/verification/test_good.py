@@ -63,6 +63,14 @@ def test_every_format_on_a_mixture(preset: str, mixtral_folder: Path, compressed
     assert report.quantized == 32
 
 
+@pytest.mark.parametrize("preset", [one for one in ("MXFP4A16", "MXFP6A16") if one in PRESETS])
+def test_transformers_unpacks_experts_of_small_floats(
+    preset: str, mixtral_folder: Path, compressed: Run
+) -> None:
+    folder = compressed(mixtral_folder, recipe(preset))
+    assert verify(folder, mixtral_folder, serve="transformers").ok
+
+
 def test_experts_for_arm_are_served_where_no_other_device_is_named(
     mixtral_folder: Path, compressed: Run
 ) -> None:

@@ -65,6 +65,21 @@ def severity(sample: Sample, folder: Path, rule: str, **facts: object) -> set[Se
     return {one.severity for one in found if one.rule == rule}
 
 
+def test_8_bit_inputs_of_mxfp4_weights_are_not_what_vllm_computes_with(tmp_path: Path) -> None:
+    sample = made(dense(), "MXFP4")
+    b200 = Deployment(server="vllm", gpu="b200", tp=(1,))
+
+    def said() -> list[str]:
+        found = check_serving(sample.config, sample.headers(tmp_path), deployment=b200)
+        return [one.message for one in found if one.rule == "S22"]
+
+    assert not said()
+    inputs = sample.settings["config_groups"]["group_0"]["input_activations"]
+    inputs.update(num_bits=8, group_size=128, scale_dtype=None)
+    (message,) = said()
+    assert "not to 8-bit float, group 128, dynamic" in message
+
+
 def test_a_split_that_was_not_asked_for_is_a_warning(tmp_path: Path) -> None:
     sample = made(dense(), "W4A16")
     assert severity(sample, tmp_path, "S39") == {Severity.WARNING}
