@@ -133,6 +133,9 @@ EXPECTED = {
     "MXFP4": {"weight_packed": torch.uint8, "weight_scale": torch.uint8},
     "MXFP8": {"weight": torch.float8_e4m3fn, "weight_scale": torch.uint8},
 }
+OF_6_BITS = [name for name in ("MXFP6A16", "MXFP6A8") if name in PRESETS]
+NEWER = [name for name in ("MXFP4XFP8", *OF_6_BITS) if name in PRESETS]
+EXPECTED |= dict.fromkeys(NEWER, EXPECTED["MXFP4"])
 
 
 @pytest.mark.parametrize("name", list(EXPECTED))
@@ -147,11 +150,21 @@ def test_exact_set_of_tensors_and_dtypes(name: str) -> None:
 
 
 def test_four_bits_take_half_a_byte_whatever_the_activations() -> None:
-    for name in ("W4A16", "W4A8", "W4AFP8", "NVFP4", "MXFP4"):
+    for name in ("W4A16", "W4A8", "W4AFP8", "NVFP4", "MXFP4", *(set(NEWER) - set(OF_6_BITS))):
         model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
         entry = quantized_modules(model)[0]
         packed = compress(entry, own_tensors(entry))["weight_packed"]
         assert packed.numel() * packed.element_size() == entry.module.weight.numel() // 2
+
+
+@pytest.mark.parametrize("name", OF_6_BITS)
+def test_six_bits_take_six_bits(name: str) -> None:
+    """Three quarters of a byte per weight, and a byte of scale per 32 of them."""
+    model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
+    entry = quantized_modules(model)[0]
+    packed = compress(entry, own_tensors(entry))
+    size = sum(tensor.numel() * tensor.element_size() for tensor in packed.values())
+    assert size * 8 == entry.module.weight.numel() * (6 + 8 / 32)
 
 
 def test_forced_format() -> None:
@@ -169,7 +182,9 @@ FORMATS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4", "MXFP8"])
+@pytest.mark.parametrize(
+    "name", ["W4A16", "W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4", "MXFP8", *OF_6_BITS[:1]]
+)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_forced_format_holds_the_weights_or_is_refused(name: str, form: str) -> None:
     model = tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})

@@ -30,7 +30,9 @@ from llmcompressor.cli.app import app
 from llmcompressor.entrypoints.transposed import CONV1D_NAMES, CONV1D_TYPES
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.schemes.presets import PRESETS
 
+OF_6_BITS = [name for name in ("MXFP6A16", "MXFP6A8") if name in PRESETS]
 HIDDEN, INNER, WORDS, EXPERTS = 128, 128, 320, 3
 
 
@@ -210,11 +212,12 @@ def test_an_ignored_tied_head_stays_tied(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- an unknown one
 
 
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16", "MXFP4"])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16", "MXFP4", *OF_6_BITS])
 def test_an_invented_architecture_is_quantized(odd: Path, tmp_path: Path, scheme: str) -> None:
     folder = model_free_ptq(odd, tmp_path / "out", scheme, ignore=["lm_head"])
     report = verify(folder, odd, serve="vllm", tp=1)
-    assert [one for one in report.findings if one.severity.name == "ERROR"] == []
+    unserved = {"S21", "S63"} if scheme in OF_6_BITS else set()  # by vLLM
+    assert {one.rule for one in report.findings if one.severity.name == "ERROR"} == unserved
     assert report.quantized == 2 * (4 + 3 * EXPERTS)
 
     written, original = tensors_of(folder), tensors_of(odd)

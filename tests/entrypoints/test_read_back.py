@@ -111,6 +111,7 @@ CASES: dict[str, Case] = {
             "FP8_BLOCK",
             "NVFP4",
             "MXFP4",
+            *(name for name in ("MXFP6A16", "MXFP6A8") if name in PRESETS),
         )
     },
     "gptq-one-stream": Case(gptq(scheme="W4A16", asymmetric=False, actorder=None)),

@@ -27,6 +27,7 @@ from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modifiers.autoround import AutoRoundModifier, tune
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.observers.tokens import real_tokens
+from llmcompressor.schemes.presets import PRESETS
 
 WEIGHTS: dict[str, Any] = {"num_bits": 3, "strategy": "group", "group_size": 32}
 GROUPS: dict[str, Any] = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
@@ -88,7 +89,10 @@ def test_the_file_holds_the_weights_that_are_in_memory(scheme: str, dtype: torch
         assert torch.equal(decoded.to(dtype), entry.module.weight)
 
 
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4A16", "MXFP4A16"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["FP8_DYNAMIC", "NVFP4A16", "MXFP4A16"] + [name for name in ("MXFP6A16",) if name in PRESETS],
+)
 def test_floats_are_learned_too(scheme: str) -> None:
     modifier = autoround(scheme=scheme, iters=30)
     tiny.run(tiny.llama(), modifier)

@@ -22,6 +22,7 @@ from llmcompressor.modifiers.awq.parents import ParentRuns
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQ_MAPPING_REGISTRY, AWQMapping, AWQModifier
 from llmcompressor.recipe import Recipe
+from llmcompressor.schemes.presets import PRESETS
 
 WEIGHTS: dict[str, Any] = {
     "num_bits": 3,
@@ -347,7 +348,11 @@ def test_one_scale_for_a_whole_weight_has_no_groups_to_compare() -> None:
     tiny.run(tiny.llama(), AWQModifier(duo_scaling=False, n_grid=3), rounding(config_groups=groups))
 
 
-@pytest.mark.parametrize("scheme", ["W4A16", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_DYNAMIC"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["W4A16", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_DYNAMIC"]
+    + [name for name in ("MXFP6A16",) if name in PRESETS],
+)
 def test_every_scheme_of_weights_can_follow(scheme: str) -> None:
     scaled, rounded = tiny.llama(), tiny.llama()
     reference = tiny.logits(scaled, tiny.batches())

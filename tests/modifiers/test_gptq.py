@@ -70,6 +70,14 @@ def test_the_model_comes_closer_to_the_original_than_by_rounding(
     assert error(model, reference) < 0.85 * rounding_error
 
 
+@pytest.mark.parametrize("scheme", [name for name in ("MXFP4A16", "MXFP6A16") if name in PRESETS])
+def test_floats_come_closer_than_by_rounding_too(scheme: str, reference: Tensor) -> None:
+    nearest = QuantizationModifier(scheme=scheme, targets="Linear", ignore=["lm_head"])
+    rounded = error(tiny.run(tiny.llama(), nearest), reference)
+    solved = error(tiny.run(tiny.llama(), gptq(scheme=scheme)), reference)
+    assert solved < 0.9 * rounded
+
+
 @pytest.mark.parametrize("pipeline", ["basic", "layer_sequential"])
 def test_every_pipeline_gives_it_its_inputs(
     pipeline: str, reference: Tensor, rounding_error: float

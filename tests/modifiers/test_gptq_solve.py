@@ -17,7 +17,7 @@ from llmcompressor.quantization import column_solver as module
 from llmcompressor.quantization.column_solver import Options, Problem, Solution, solve
 from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.schemes.bridge import grid_of
-from llmcompressor.schemes.presets import preset_scheme
+from llmcompressor.schemes.presets import PRESETS, preset_scheme
 
 C = 64
 OPTIONS = Options(block_size=32, dampening=0.01, ridge=None)
@@ -31,6 +31,8 @@ ARGS = {
     "nvfp4": preset_scheme("NVFP4A16").weights,
     "mxfp4": preset_scheme("MXFP4A16").weights,
 }
+if "MXFP6A16" in PRESETS:
+    ARGS["mxfp6"] = preset_scheme("MXFP6A16").weights
 
 
 def inputs(seed: int) -> Tensor:

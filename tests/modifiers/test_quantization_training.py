@@ -21,7 +21,9 @@ from llmcompressor.core import EventType
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.quantization.parameters import observe_weight
+from llmcompressor.schemes.presets import PRESETS
 
+NEWER = [name for name in ("MXFP6A8", "MXFP6A16", "MXFP4XFP8") if name in PRESETS]
 INT8: dict[str, Any] = {"num_bits": 8, "strategy": "tensor"}
 ASYMMETRIC: dict[str, Any] = {"num_bits": 8, "strategy": "tensor", "symmetric": False}
 INT4: dict[str, Any] = {"num_bits": 4, "strategy": "group", "group_size": 32}
@@ -44,6 +46,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
             "NVFP4A16",
             "MXFP4",
             "MXFP8",
+            *NEWER,
         )
     },
     "static int8": {"config_groups": {"a": {**LINEAR, "input_activations": INT8}}},
@@ -75,6 +78,7 @@ LEARNED = [
     "FP8_BLOCK",
     "NVFP4",
     "MXFP4",
+    *NEWER[:1],
     "static asymmetric",
     "outputs",
     "embedding",

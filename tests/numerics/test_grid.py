@@ -13,8 +13,11 @@ from compressed_tensors.quantization.quant_args import round_to_quantized_type_a
 
 from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid, float_layout
+from llmcompressor.schemes.presets import can_store_6_bit_floats
 
-GRIDS = [*(Grid("int", bits) for bits in range(1, 9)), Grid("float", 8), Grid("float", 4)]
+FLOATS = [Grid("float", bits) for bits in (8, 6, 4)]
+GRIDS = [*(Grid("int", bits) for bits in range(1, 9)), *FLOATS]
+READ = [grid for grid in GRIDS if grid != Grid("float", 6) or can_store_6_bit_floats()]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -36,7 +39,7 @@ def members(grid: Grid) -> list[float]:
     """All members that are not negative, in the order of their codes."""
     if grid.kind == "int":
         return [float(i) for i in range(int(grid.qmax) + 1)]
-    mantissa, bias, count = (3, 7, 127) if grid.bits == 8 else (1, 1, 8)
+    mantissa, bias, count = {8: (3, 7, 127), 6: (3, 1, 32), 4: (1, 1, 8)}[grid.bits]
     result = []
     for code in range(count):
         exponent, fraction = divmod(code, 2**mantissa)
@@ -52,14 +55,14 @@ def test_a_matrix_is_divided_by_several_scales_at_once():
     assert torch.equal(grid.quotients(x, scale), expected)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("grid", READ, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_rounds_as_readers_round_it(grid, dtype):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     assert same_bits(grid.round(x), reference_round(x, grid))
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("grid", READ, ids=str)
 def test_ties_and_their_neighbours_round_as_readers_round_them(grid):
     values = torch.tensor(members(grid))
     ties = (values[1:] + values[:-1]) / 2
@@ -69,7 +72,7 @@ def test_ties_and_their_neighbours_round_as_readers_round_them(grid):
     assert same_bits(grid.round(x), reference_round(x, grid))
 
 
-@pytest.mark.parametrize("grid", [Grid("int", 4), Grid("float", 8), Grid("float", 4)], ids=str)
+@pytest.mark.parametrize("grid", [Grid("int", 4), *FLOATS], ids=str)
 def test_the_nearest_member_is_taken_and_ties_go_to_the_even_code(grid):
     table = members(grid)
     middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
@@ -124,9 +127,21 @@ def test_grids_that_do_not_exist_are_refused(kind_bits):
         Grid(*kind_bits)
 
 
-def test_4_bit_floats_have_no_zero_point():
-    with pytest.raises(InputError, match="zero point"):
-        Grid("float", 4, symmetric=False)
+@pytest.mark.parametrize("bits", [4, 6])
+def test_small_floats_have_no_zero_point(bits):
+    with pytest.raises(InputError, match=f"{bits}-bit floats have no zero point"):
+        Grid("float", bits, symmetric=False)
+
+
+def test_the_members_of_e2m3_are_those_of_the_specification():
+    """OCP Microscaling Formats v1.0, table 5: bias 1, subnormals 0.125 to 0.875, up to 7.5."""
+    eighths = [k / 8 for k in range(17)]  # 0, the subnormals, and the binade from 1 to 2
+    expected = [*eighths, *(2 + k / 4 for k in range(1, 9)), *(4 + k / 2 for k in range(1, 8))]
+    grid = Grid("float", 6)
+    assert len(expected) == 32
+    assert sorted(set(grid.round(torch.linspace(0, 9, 9001)).tolist())) == expected
+    signed = torch.tensor([-0.0, -0.01, 0.01])
+    assert grid.round(signed).signbit().tolist() == [True, True, False]
 
 
 def test_a_dtype_without_layout_is_refused():

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounding to 4-bit floats and packing them, against compressed-tensors."""
+"""Rounding to floats of 4 and 6 bits and packing them, against compressed-tensors and a table."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 
 from llmcompressor.numerics.grid import Grid, float_layout
-from llmcompressor.numerics.packing import can_pack, pack_e2m1, pack_integers
+from llmcompressor.numerics.packing import can_pack, pack_e2m1, pack_e2m3, pack_integers
+from llmcompressor.schemes.presets import can_store_6_bit_floats, preset_scheme
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -71,3 +75,50 @@ def test_bytes_hold_the_even_column_low_and_the_sign_above_the_code() -> None:
     for row, packed in zip(x.tolist(), pack_e2m1(x.clone()).tolist(), strict=True):
         pairs = zip(row[::2], row[1::2], strict=True)
         assert packed == [code(low) | code(high) << 4 for low, high in pairs]
+
+
+MEMBERS_OF_SIX = [
+    *(k / 8 for k in range(16)),
+    *(2 + k / 4 for k in range(8)),
+    *(4 + k / 2 for k in range(8)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_four_values_of_six_bits_fill_three_bytes(dtype: torch.dtype) -> None:
+    """Every member, every tie and its neighbours, and random numbers, by a slow textbook."""
+    layout = float_layout(dtype)
+    values = torch.tensor(MEMBERS_OF_SIX)
+    edges = torch.cat([values, (values[1:] + values[:-1]) / 2]).to(dtype)
+    bits = edges.view(layout.integer)[:, None] + torch.arange(-2, 3).to(layout.integer)
+    near = bits.clamp(min=0).view(dtype).clamp(max=7.5)
+    noise = torch.randn(126, 5, generator=torch.Generator().manual_seed(0)).mul(3).clamp(-7.5, 7.5)
+    x = torch.cat([near, -near, noise.to(dtype)]).flatten()
+    x = x[: len(x) // 28 * 28].reshape(7, -1)
+
+    def code(value: float) -> int:
+        """The nearest member, of two the one with an even code; zero has a sign too."""
+        size = abs(value)
+        nearest = min(range(32), key=lambda one: (abs(MEMBERS_OF_SIX[one] - size), one % 2))
+        return nearest | (32 if math.copysign(1, value) < 0 else 0)
+
+    for row, packed in zip(x.tolist(), pack_e2m3(x.clone()).tolist(), strict=True):
+        stream = sum(code(value) << (6 * place) for place, value in enumerate(row))
+        assert bytes(packed) == stream.to_bytes(len(row) * 6 // 8, "little")
+
+
+@pytest.mark.skipif(
+    not can_store_6_bit_floats(), reason="this compressed-tensors has no 6-bit floats"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_of_six_bits_equal_those_of_compressed_tensors(dtype: torch.dtype) -> None:
+    compressor = BaseCompressor.get_value_from_registry("mxfp6-pack-quantized")
+    scheme = preset_scheme("MXFP6A16")
+    weight = torch.randn(33, 64, generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
+    weight[0, :2] = torch.tensor([0.0, -0.0])
+    own = {"weight": weight, "weight_scale": torch.ones(33, 2, dtype=dtype)}
+    theirs = compressor.compress(dict(own), scheme)
+    packed = pack_e2m3(weight.clamp(-7.5, 7.5))
+    assert torch.equal(packed, theirs["weight_packed"])
+    decoded = compressor.decompress(theirs, scheme)["weight"]
+    assert torch.equal(decoded.to(dtype), Grid("float", 6).round(weight))

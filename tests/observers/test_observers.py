@@ -186,7 +186,11 @@ def test_reset_forgets(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4"])
+@pytest.mark.parametrize(
+    "preset",
+    ["W4A16", "W4A16_ASYM", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4"]
+    + [name for name in ("MXFP6A16",) if name in PRESET_SCHEMES],
+)
 def test_scales_equal_those_that_readers_compute(preset, dtype):
     torch.manual_seed(0)
     args = PRESET_SCHEMES[preset]["weights"]

@@ -24,9 +24,11 @@ from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
+from llmcompressor.schemes import presets
 from llmcompressor.units import in_bytes
 
 PRESETS = ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16"]
+PRESETS += [name for name in ("MXFP6A16",) if name in presets.PRESETS]
 MODELS = {
     "llama": published.LLAMA_3_8B,
     "mixtral": published.MIXTRAL_8X7B,

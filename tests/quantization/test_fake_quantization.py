@@ -240,7 +240,9 @@ def test_weights_are_rounded_as_they_will_be_stored(name: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize(
-    "name", ["W8A16", "W4A16", "W4A16_ASYM", "W2A16", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"]
+    "name",
+    ["W8A16", "W4A16", "W4A16_ASYM", "W2A16", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"]
+    + [name for name in ("MXFP6A16",) if name in PRESETS],
 )
 def test_weights_get_gradients_as_defined(name: str, learned: bool) -> None:
     module, args = linear(), preset_scheme(name).weights

@@ -12,7 +12,7 @@ import yaml
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field, PrivateAttr, computed_field
+from pydantic import BaseModel, Field, PrivateAttr, computed_field, model_serializer
 
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
@@ -214,6 +214,26 @@ def test_every_kind_of_field():
     assert fields["index"] == 2
     assert "output_activations" not in fields["config_groups"]["group_0"]
     assert not fields.keys() & {"group", "steps_", "derived", "secret", "_runtime", "start"}
+
+
+class Terse(BaseModel):
+    """What serializes only some of its fields, as compressed-tensors' arguments do."""
+
+    bits: int = 8
+    zeros: Any = None
+    options: dict[str, Any] = {}
+    owner: str = Field(default="nobody", exclude=True)
+
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: Any) -> dict[str, Any]:
+        dumped = handler(self)
+        return {"bits": dumped["bits"]}
+
+
+def test_what_a_serializer_leaves_out_is_written():
+    modifier = WritingPlain(value=Terse(zeros=torch.uint8, options={"norm": 2.4}))
+    [again] = Recipe.create_instance(Recipe.from_modifiers([modifier]).yaml()).modifiers
+    assert again.value == {"bits": 8, "zeros": "uint8", "options": {"norm": 2.4}}
 
 
 def test_none_is_written_where_it_is_not_the_default():

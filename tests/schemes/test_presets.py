@@ -18,7 +18,12 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from torch import nn
 
 from llmcompressor.errors import InputError
-from llmcompressor.schemes.presets import PRESETS, format_of, is_preset, preset_scheme
+from llmcompressor.schemes.presets import (
+    PRESETS,
+    format_of,
+    is_preset,
+    preset_scheme,
+)
 
 FORMATS = {
     "UNQUANTIZED": "dense",
@@ -34,6 +39,12 @@ FORMATS = {
     "MXFP8": "mxfp8-quantized",
     "MXFP8A16": "mxfp8-quantized",
 }
+NEWER = {
+    "MXFP4XFP8": "mxfp4-pack-quantized",
+    "MXFP6A16": "mxfp6-pack-quantized",
+    "MXFP6A8": "mxfp6-pack-quantized",
+}
+FORMATS |= {name: form for name, form in NEWER.items() if name in PRESET_SCHEMES}
 INT_GROUPS = [
     *(f"W{bits}A16{suffix}" for bits in range(2, 9) for suffix in ("", "_ASYM")),
     *(f"W{bits}A8" for bits in range(2, 8)),
@@ -90,6 +101,7 @@ ARGS = [
     QuantizationArgs(num_bits=4, type="float", group_size=32, scale_dtype=torch.uint8),
     QuantizationArgs(num_bits=4, type="float", group_size=16, strategy="tensor_group"),
     QuantizationArgs(num_bits=4, type="float", group_size=64),
+    *(preset_scheme(name).weights for name in NEWER if name in PRESETS),
 ]
 INPUTS = [
     None,
@@ -144,6 +156,18 @@ def test_names_are_read_in_any_case_and_schemes_are_not_shared() -> None:
     assert first == second
     first.weights.block_structure[0] = 64
     assert preset_scheme("FP8_BLOCK").weights.block_structure == [128, 128]
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_a_preset_of_a_newer_library_is_refused_with_what_it_needs(name: str) -> None:
+    """It is not an unknown name where the installed one has it not."""
+    assert is_preset(name.lower())
+    assert (name in PRESETS) == (name in PRESET_SCHEMES)
+    if name in PRESETS:
+        assert preset_scheme(name.lower()) == preset_scheme(name)
+        return
+    with pytest.raises(InputError, match=r"compressed-tensors 0\.20 or newer"):
+        preset_scheme(name)
 
 
 def test_an_unknown_name_lists_every_preset() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -29,6 +30,10 @@ from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
 
 W4 = {"num_bits": 4, "group_size": 32}
+FLOAT6 = {"num_bits": 6, "type": "float", "group_size": 32}
+HAS_6_BITS = "mxfp6-pack-quantized" in {one.value for one in CompressionFormat}
+UNSTORED = r"g\.weights asks for 6-bit floats in a form that no format stores\. .*MXFP6\)\.$"
+UNKNOWN = r"g\.weights is of 6-bit floats, .* does not have\. Install compressed-tensors 0\.20"
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:
@@ -249,6 +254,8 @@ def group(**fields: Any) -> dict[str, Any]:
         (group(weights={"num_bits": "four"}), r"g\.weights is not valid: num_bits"),
         (group(weights={"group_size": "32"}), r"g\.weights\.group_size is the text '32'.*quotes"),
         (group(weights={"num_bits": 5, "type": "float"}), r"g\.weights is not valid"),
+        (group(weights={**FLOAT6, "group_size": 64}), UNSTORED if HAS_6_BITS else UNKNOWN),
+        (group(weights={**FLOAT6, "scale_dtype": "bfloat16"}), UNSTORED if HAS_6_BITS else UNKNOWN),
         (group(weights={"strategy": "group"}), "group_size"),
         (group(weights={"strategy": "token", "dynamic": True}), "stored once"),
         (group(weights={"strategy": "attn_head"}), "attn_head"),
@@ -269,6 +276,16 @@ def test_wrong_fields_are_named_with_a_remedy(fields: dict[str, Any], says: str)
         resolve_schemes(**fields)
     assert "pydantic" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_6_bit_floats_get_the_dtype_of_their_scales() -> None:
+    if not HAS_6_BITS:
+        with pytest.raises(RecipeError, match=UNKNOWN):
+            resolve_schemes(**group(weights=FLOAT6))
+        return
+    scheme = resolve_schemes(**group(weights=FLOAT6)).groups["g"]
+    assert scheme.weights.scale_dtype is torch.uint8
+    assert format_of(scheme) == "mxfp6-pack-quantized"
 
 
 def test_an_unknown_preset_lists_them() -> None:
@@ -412,7 +429,7 @@ def test_a_narrow_head_is_targeted_by_its_full_name_alone() -> None:
 
 def test_formats_with_a_fixed_group_stay_as_they_are() -> None:
     linear = nn.ModuleDict({"a": nn.Linear(16, 4)})
-    for name in ("MXFP4", "MXFP8A16"):
+    for name in ("MXFP4", "MXFP8A16", *({"MXFP6A16"} & PRESETS.keys())):
         assert resolve_schemes(scheme=name).schemes_by_module(linear)["a"].weights.group_size == 32
 
 

@@ -107,6 +107,23 @@ def test_every_pair_of_four_bit_floats(tmp_path: Path) -> None:
     assert torch.equal(decoded(codes(sample, tmp_path)).double(), expected.reshape(1, 512))
 
 
+@pytest.mark.skipif("MXFP6A16" not in PRESETS, reason="compressed-tensors has no 6-bit floats")
+def test_every_pair_of_six_bit_floats(tmp_path: Path) -> None:
+    """Each of the 64 codes beside each other one, first and last of four."""
+    sample = made({NAME: (64, 256)}, "MXFP6A16")
+    low, high = torch.arange(64).repeat_interleave(64).reshape(64, 64), torch.arange(64)
+    word = low | (low << 6) | (high << 12) | (high << 18)
+    octets = torch.stack([word, word >> 8, word >> 16], -1).bitwise_and(255).to(torch.uint8)
+    sample.tensors[f"{NAME}.weight_packed"] = octets.reshape(64, 192)
+    sample.tensors[f"{NAME}.weight_scale"] = torch.full((64, 8), 126, dtype=torch.uint8)
+    sizes = (
+        [k / 8 for k in range(16)] + [2 + k / 4 for k in range(8)] + [4 + k / 2 for k in range(8)]
+    )
+    values = torch.tensor([*sizes, *(-size for size in sizes)])
+    expected = torch.stack([values[code.expand(64, 64)] for code in (low, low, high, high)], -1)
+    assert torch.equal(decoded(codes(sample, tmp_path)), expected.reshape(64, 256) / 2)
+
+
 def test_a_made_sample_is_near_its_weight() -> None:
     """The packing of these tests is what it says: nearest rounding."""
     torch.manual_seed(0)

@@ -41,21 +41,34 @@ def worse_than_notes(report: VerificationReport) -> list[str]:
 def test_every_preset_on_a_llama(preset: str, llama_folder: Path, compressed: Run) -> None:
     folder = compressed(llama_folder, recipe(preset))
     report = verify(folder, llama_folder, serve="vllm", tp=1)
-    assert not worse_than_notes(report)
+    is_unserved = preset.startswith("MXFP6")  # vLLM 0.33 has no scheme for 6-bit floats
+    assert [line[:3] for line in worse_than_notes(report)] == (["S21"] if is_unserved else [])
     assert report.quantized == (0 if preset == "UNQUANTIZED" else 14)
     assert len(report.errors) == report.quantized
-    assert verify(folder, llama_folder).ok
+    assert verify(folder, llama_folder).ok != is_unserved
+    assert verify(folder, llama_folder, serve="transformers").ok
 
 
 @pytest.mark.parametrize(
-    "preset", ["W4A16_ASYM", "W3A16", "W8A8", "W4A8", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"]
+    "preset",
+    ["W4A16_ASYM", "W3A16", "W8A8", "W4A8", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"]
+    + [name for name in ("MXFP6A16", "MXFP6A8") if name in PRESETS],
 )
 def test_every_format_on_a_mixture(preset: str, mixtral_folder: Path, compressed: Run) -> None:
     folder = compressed(mixtral_folder, recipe(preset))
     report = verify(folder, mixtral_folder, serve="vllm", tp=1)
     said = worse_than_notes(report)
-    assert [line[:3] for line in said] == (["S63"] if preset == "W4A8" else [])  # Arm alone
+    unserved = {"W4A8": ["S63"], "MXFP6A16": ["S21", "S63"], "MXFP6A8": ["S21", "S63"]}
+    assert sorted({line[:3] for line in said}) == unserved.get(preset, [])  # W4A8: on Arm alone
     assert report.quantized == 32
+
+
+@pytest.mark.parametrize("preset", [one for one in ("MXFP4A16", "MXFP6A16") if one in PRESETS])
+def test_transformers_unpacks_experts_of_small_floats(
+    preset: str, mixtral_folder: Path, compressed: Run
+) -> None:
+    folder = compressed(mixtral_folder, recipe(preset))
+    assert verify(folder, mixtral_folder, serve="transformers").ok
 
 
 def test_experts_for_arm_are_served_where_no_other_device_is_named(

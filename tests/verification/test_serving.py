@@ -48,7 +48,8 @@ def test_good_headers_have_no_finding(preset: str, tmp_path: Path) -> None:
     sample = made(dense(), preset)
     one = Deployment(server="vllm", tp=(1,))
     found = check_serving(sample.config, sample.headers(tmp_path), deployment=one)
-    assert not [each for each in found if each.severity is not Severity.NOTE]
+    said = [each.rule for each in found if each.severity is not Severity.NOTE]
+    assert said == (["S21"] if preset.startswith("MXFP6") else [])
 
 
 def test_a_plain_model_has_no_finding(tmp_path: Path) -> None:
@@ -62,6 +63,21 @@ def severity(sample: Sample, folder: Path, rule: str, **facts: object) -> set[Se
     deployment = Deployment(**facts)
     found = check_serving(sample.config, sample.headers(folder), deployment=deployment)
     return {one.severity for one in found if one.rule == rule}
+
+
+def test_8_bit_inputs_of_mxfp4_weights_are_not_what_vllm_computes_with(tmp_path: Path) -> None:
+    sample = made(dense(), "MXFP4")
+    b200 = Deployment(server="vllm", gpu="b200", tp=(1,))
+
+    def said() -> list[str]:
+        found = check_serving(sample.config, sample.headers(tmp_path), deployment=b200)
+        return [one.message for one in found if one.rule == "S22"]
+
+    assert not said()
+    inputs = sample.settings["config_groups"]["group_0"]["input_activations"]
+    inputs.update(num_bits=8, group_size=128, scale_dtype=None)
+    (message,) = said()
+    assert "not to 8-bit float, group 128, dynamic" in message
 
 
 def test_a_split_that_was_not_asked_for_is_a_warning(tmp_path: Path) -> None:

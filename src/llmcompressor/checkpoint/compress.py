@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.mx_utils import compress_mx_scale
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.modeling import IMPL_ATTR
@@ -39,7 +40,7 @@ from llmcompressor.errors import (
 from llmcompressor.logger import logger
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.packing import can_pack, pack_e2m1, pack_integers
+from llmcompressor.numerics.packing import can_pack, pack_e2m1, pack_e2m3, pack_integers
 from llmcompressor.numerics.partition import dequantize_matrix, fake_quantize_matrix
 from llmcompressor.numerics.recoding import needs_recoding, recoded
 from llmcompressor.numerics.scales import effective_scale
@@ -61,8 +62,10 @@ _FP4_FORMATS = {
     CompressionFormat.nvfp4_pack_quantized.value,
     CompressionFormat.mxfp4_pack_quantized.value,
 }
+_MXFP6 = "mxfp6-pack-quantized"  # of compressed-tensors 0.20 and newer
 _MX_FORMATS = {
     CompressionFormat.mxfp4_pack_quantized.value,
+    _MXFP6,
     CompressionFormat.mxfp8_quantized.value,
 }
 _PACKED = CompressionFormat.pack_quantized.value
@@ -253,7 +256,7 @@ def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor
     codes = None if on_meta else _codes(entry, own)
     if codes is None and not on_meta:
         return _packed_by_compressor(compressor, own, entry)
-    packed = _structure(compressor, own, scheme)
+    packed = _structure(own, scheme)
     if codes is not None:
         packed["weight_packed" if "weight_packed" in packed else "weight"] = codes
     zero = packed.get("weight_zero_point")
@@ -263,21 +266,18 @@ def _pack(entry: QuantizedModule, own: Mapping[str, Tensor]) -> dict[str, Tensor
     return packed
 
 
-def _structure(
-    compressor: Any, own: Mapping[str, Tensor], scheme: QuantizationScheme
-) -> dict[str, Tensor]:
+def _structure(own: Mapping[str, Tensor], scheme: QuantizationScheme) -> dict[str, Tensor]:
     """What is stored of a module; the codes of its weight are without data."""
-    if scheme.format in _MX_FORMATS:  # their scales are stored as exponents
-        shapes = {**_with_wide_scales(own), "weight": own["weight"].to("meta")}
-        packed: dict[str, Tensor] = compressor.compress(shapes, scheme)
-        _keep_dtypes(packed, own)
-        return packed
     forms = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items())
-    packed = _structure_of(scheme.model_dump_json(), forms)
-    return {
+    structure = _structure_of(scheme.model_dump_json(), forms)
+    packed = {
         name: own[name].to(tensor.dtype) if name in own and name != "weight" else tensor.clone()
-        for name, tensor in packed.items()
+        for name, tensor in structure.items()
     }
+    if scheme.format in _MX_FORMATS:  # their scales are stored as exponents
+        scale, dtype = _wide(own["weight_scale"]), structure["weight_scale"].dtype
+        packed["weight_scale"] = compress_mx_scale(scale, dtype)
+    return packed
 
 
 @functools.lru_cache(maxsize=256)  # a model has few forms, and this takes milliseconds
@@ -359,6 +359,8 @@ def _converter(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], T
     grid = grid_of(weights)
     if scheme.format in _FP4_FORMATS:
         return pack_e2m1
+    if scheme.format == _MXFP6:
+        return pack_e2m3
     if scheme.format in _PLAIN_FORMATS:
         dtype = weights.pytorch_dtype()
         if grid.kind == "float":

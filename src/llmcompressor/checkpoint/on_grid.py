@@ -24,7 +24,7 @@ __all__ = ["is_on_grid", "warn_off_grid"]
 
 _OF_A_STEP = 0.25
 _OF_A_FLOAT = 2.0**-6
-"""Off by more of its size, a float of eight or four bits was not rounded to one."""
+"""Off by more of its size, a float of eight bits or fewer was not rounded to one."""
 _OF_A_VALUE = 2.0**-7
 """Codes less their zero point, and what they stand for, were rounded to the model's dtype:
 bfloat16 may be off by 2^-9 of each, and a scale in it too."""

@@ -255,8 +255,7 @@ def _stored(scale: Tensor, start: Start) -> Tensor:
 
 def _spacing(wide_RC: Tensor, grid: Grid) -> Tensor | None:
     """The distance between neighbours on the grid around each value; ``None`` where it is 1."""
-    if grid.kind == "int":
+    if grid.floats is None:
         return None
-    mantissa, smallest = (3, 2.0**-6) if grid.bits == 8 else (1, 1.0)
-    exponent_RC = wide_RC.abs().clamp(smallest, grid.qmax).log2_().floor_()
-    return exponent_RC.sub_(mantissa).exp2_()
+    exponent_RC = wide_RC.abs().clamp(grid.floats.smallest, grid.qmax).log2_().floor_()
+    return exponent_RC.sub_(grid.floats.mantissa).exp2_()

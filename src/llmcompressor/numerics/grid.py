@@ -11,6 +11,7 @@ grid                    values                              ends
 ======================  ==================================  ======================
 ``int``, b bits         all integers                        -2^(b-1), 2^(b-1) - 1
 ``float``, 8 bits       e4m3fn (OCP, no infinity)           -448, 448
+``float``, 6 bits       e2m3: 0, .125, …, 6.5, 7, 7.5       -7.5, 7.5
 ``float``, 4 bits       e2m1: 0, .5, 1, 1.5, 2, 3, 4, 6     -6, 6
 ======================  ==================================  ======================
 
@@ -29,10 +30,8 @@ from torch import Tensor
 
 from llmcompressor.errors import InputError
 
-__all__ = ["FloatLayout", "Grid", "float_layout"]
+__all__ = ["FloatLayout", "Grid", "SmallFloat", "float_layout"]
 
-_FP4_LARGEST = 6.0
-_FP8_LARGEST = 448.0
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _MOST_BITS_OF_HALVES = 8
 
@@ -59,6 +58,27 @@ _LAYOUTS = {
 }
 
 
+class SmallFloat(NamedTuple):
+    """The members of a grid of floats.
+
+    Attributes:
+        mantissa: bits after the leading one.
+        smallest: the smallest normal member, a power of two; below it members are even.
+        largest: the largest member.
+    """
+
+    mantissa: int
+    smallest: float
+    largest: float
+
+
+_SMALL_FLOATS = {
+    4: SmallFloat(1, 1.0, 6.0),
+    6: SmallFloat(3, 1.0, 7.5),
+    8: SmallFloat(3, 2.0**-6, 448.0),
+}
+
+
 def float_layout(dtype: torch.dtype) -> FloatLayout:
     """The bit layout of ``dtype``.
 
@@ -79,7 +99,7 @@ class Grid:
 
     Args:
         kind: ``"int"`` or ``"float"``.
-        bits: 1 to 16 for integers; 8 (e4m3fn) or 4 (e2m1) for floats.
+        bits: 1 to 16 for integers; 8 (e4m3fn), 6 (e2m3) or 4 (e2m1) for floats.
         symmetric: whether values are quantized without a zero point.
 
     >>> Grid("int", 4).qmin, Grid("int", 4).qmax
@@ -95,14 +115,21 @@ class Grid:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        allowed = range(1, 17) if self.kind == "int" else (4, 8)
+        allowed = range(1, 17) if self.kind == "int" else _SMALL_FLOATS
         if self.kind not in ("int", "float") or self.bits not in allowed:
             raise InputError(
                 f"There is no grid of {self.bits}-bit {self.kind} values.",
-                "Use int with 1 to 16 bits, or float with 4 or 8 bits.",
+                "Use int with 1 to 16 bits, or float with 4, 6 or 8 bits.",
             )
-        if self.kind == "float" and self.bits == 4 and not self.symmetric:
-            raise InputError("4-bit floats have no zero point.", "Set symmetric to true.")
+        if self.kind == "float" and self.bits != 8 and not self.symmetric:
+            raise InputError(
+                f"{self.bits}-bit floats have no zero point.", "Set symmetric to true."
+            )
+
+    @property
+    def floats(self) -> SmallFloat | None:
+        """How the members are spaced; ``None`` where they are integers."""
+        return _SMALL_FLOATS[self.bits] if self.kind == "float" else None
 
     @property
     def qmin(self) -> float:
@@ -116,7 +143,7 @@ class Grid:
         """The greatest member."""
         if self.kind == "int":
             return 2.0 ** (self.bits - 1) - 1
-        return _FP8_LARGEST if self.bits == 8 else _FP4_LARGEST
+        return _SMALL_FLOATS[self.bits].largest
 
     @property
     def is_fine(self) -> bool:
@@ -206,12 +233,11 @@ class Grid:
 
     def round_(self, x: Tensor) -> Tensor:
         """Round ``x``, which is within the ends, in place; ``x`` must not be used again."""
-        if self.kind == "int":
+        if self.floats is None:
             return x.round_()
-        if self.bits == 8:
-            return _round_to_float_(x, mantissa=3, smallest=2.0**-6, largest=256.0)
-        x.add_(0.0)  # readers take the sign of -0.0 to be 0; what rounds to zero keeps its sign
-        return _round_to_float_(x, mantissa=1, smallest=1.0, largest=4.0)
+        if self.bits == 4:
+            x.add_(0.0)  # readers take the sign of -0.0 to be 0; what rounds to zero keeps its sign
+        return _round_to_float_(x, self.floats)
 
 
 def _fits(scale: Tensor, x: Tensor) -> bool:
@@ -222,8 +248,8 @@ def _fits(scale: Tensor, x: Tensor) -> bool:
     )
 
 
-def _round_to_float_(x: Tensor, *, mantissa: int, smallest: float, largest: float) -> Tensor:
-    """Round ``x`` in place to floats of ``mantissa`` bits, half to even.
+def _round_to_float_(x: Tensor, floats: SmallFloat) -> Tensor:
+    """Round ``x`` in place to members of ``floats``, half to even.
 
     Members are spaced by 2^-mantissa times the power of two at or below abs(x), and evenly under
     the smallest normal member. That power of two is the exponent field alone, so x / spacing is
@@ -231,11 +257,9 @@ def _round_to_float_(x: Tensor, *, mantissa: int, smallest: float, largest: floa
 
     Args:
         x: within the ends of the grid, or NaN.
-        mantissa: bits after the leading one.
-        smallest: the smallest normal member, a power of two.
-        largest: the power of two at or below the largest member.
+        floats: what the members are.
     """
     layout = float_layout(x.dtype)
     spacing = x.view(layout.integer).bitwise_and(layout.exponent_mask).view(x.dtype)
-    spacing.clamp_(smallest, largest).mul_(2.0**-mantissa)
+    spacing.clamp_(min=floats.smallest).mul_(2.0**-floats.mantissa)
     return x.div_(spacing).round_().mul_(spacing)

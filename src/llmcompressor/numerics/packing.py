@@ -11,6 +11,9 @@ the eight that there are (bits 0 to 2)::
     code       0   1   2   3   4  5  6  7
 
 The even column of each pair lies in the low half of the byte.
+
+A value of e2m3 is stored as its sign (bit 5) and the place of its magnitude among the 32 that there
+are (bits 0 to 4). Four of them fill three bytes, from the low bits upwards.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from torch import Tensor
 from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
 
-__all__ = ["can_pack", "pack_e2m1", "pack_integers"]
+__all__ = ["can_pack", "pack_e2m1", "pack_e2m3", "pack_integers"]
 
 _WORD = 32
 _NIBBLE, _OFFSET = 4, 0x88
-_SIGN = 8
+_SIGN, _SIGN_OF_6 = 8, 32
+_OF_FOUR = (0x3F, 0xFC0, 0x3F000, 0xFC0000)
+"""Where each of four codes of 6 bits lies in their 24 bits; each byte of the four holds one."""
 _ONE_AND_A_HALF = 1.5
 
 
@@ -56,6 +61,43 @@ def pack_e2m1(x_RC: Tensor) -> Tensor:
     code_RC = torch.minimum(code_RC, double_RC.abs_().add_(4), out=code_RC)
     code_RC |= half_RC.bitwise_right_shift_(4).bitwise_and_(_SIGN)
     return _pair_up(code_RC)
+
+
+def pack_e2m3(x_RC: Tensor) -> Tensor:
+    """The codes of the members of the e2m3 grid nearest to each x, ties to even, as bytes.
+
+    As :func:`pack_e2m1` does it: a code is the least of round(8|x|), round(4|x|) + 8 and
+    round(2|x|) + 16. Zero has a sign here, as readers have it.
+
+    Args:
+        x_RC: from -7.5 to 7.5, any floating dtype, ``[R, C]``, C a multiple of 4. Its elements may
+            be lost.
+
+    Returns:
+        uint8 ``[R, 3 C / 4]``.
+
+    >>> pack_e2m3(torch.tensor([[0.125, -7.5, 2.0, 0.0]])).tolist()
+    [[193, 15, 1]]
+    """
+    if x_RC.dtype is torch.float64:
+        x_RC = Grid("float", 6).round_(x_RC)
+    x_RC = x_RC.to(torch.float32)
+    code_RC = _lowest_byte(x_RC + _ONE_AND_A_HALF * 2.0**20).abs_()
+    for step, first in ((2.0**21, 8), (2.0**22, 16)):
+        next_RC = _lowest_byte(x_RC + _ONE_AND_A_HALF * step).abs_().add_(first)
+        code_RC = torch.minimum(code_RC, next_RC, out=code_RC)
+    code_RC |= x_RC.signbit().to(torch.int8).mul_(_SIGN_OF_6)
+    return _four_in_three(code_RC)
+
+
+def _four_in_three(codes_RC: Tensor) -> Tensor:
+    """Codes from 0 to 63, int8, as bytes: of each four the first in the lowest bits."""
+    four = codes_RC.view(torch.int32)  # the first is the lowest byte
+    word = four & _OF_FOUR[0]
+    for place, mask in enumerate(_OF_FOUR[1:], start=1):
+        word |= (four >> 2 * place) & mask
+    R, quarters = word.shape
+    return word.view(torch.uint8).reshape(R, quarters, 4)[..., :3].reshape(R, 3 * quarters)
 
 
 def _lowest_byte(x: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ _E4M3_LARGEST = 448.0
 _E2M1_LARGEST = 6.0
 _E4M3_SUBSTITUTE = 0.125
 _E8M0_BIAS = 127
+_HEADROOM, _FP6_HEADROOM = 2, 4
+"""2 less 2^-this is the mantissa from which on the extreme of a group doubles its scale."""
 _PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -167,11 +169,12 @@ def _power_of_two_scale(amax: Tensor, grid: Grid) -> Tensor:
     """2^(floor(log2 amax') - floor(log2 qmax)), where amax' is amax rounded to a power of two.
 
     OCP Microscaling Formats v1.0, section 6.3, with amax rounded up when its mantissa is 1.75 or
-    more: values up to there lose less by being clamped than all would by doubling the scale.
+    more (of 6-bit floats 1.9375, half way from their largest to the next power of two): values up
+    to there lose less by being clamped than all would by doubling the scale.
     """
     layout = float_layout(amax.dtype)
-    quarter = 1 << (layout.mantissa - 2)
-    bits = (amax.contiguous().view(layout.integer) + quarter).bitwise_and(layout.exponent_mask)
+    rounded_up = 1 << (layout.mantissa - (_FP6_HEADROOM if grid.bits == 6 else _HEADROOM))
+    bits = (amax.contiguous().view(layout.integer) + rounded_up).bitwise_and(layout.exponent_mask)
     exponent = torch.floor(torch.log2(bits.view(amax.dtype))) - math.floor(math.log2(grid.qmax))
     biased = (exponent + _E8M0_BIAS).clamp(0, 255)
     scale = torch.exp2(biased.float() - _E8M0_BIAS).to(amax.dtype)

@@ -62,7 +62,7 @@ def fake_quantize(
             of LSQ; otherwise it counts as a constant.
         zero: zero point, broadcastable to ``x``; ``None`` for none. Always a constant.
         grid: what is rounded to.
-        through: a dtype that the values pass through, as readers of 4-bit floats have it.
+        through: a dtype that the values pass through, as readers of packed floats have it.
         gradient_scale: g, see :func:`step_gradient`.
 
     Returns:

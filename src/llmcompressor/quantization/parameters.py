@@ -80,7 +80,7 @@ class WeightParameters:
     def through(self) -> torch.dtype | None:
         """The dtype that readers decode to before they come to the weight's own, if any."""
         grid = grid_of(self.args)
-        return torch.bfloat16 if grid.kind == "float" and grid.bits == 4 else None
+        return torch.bfloat16 if grid.kind == "float" and grid.bits < 8 else None
 
     def round(self, weight_RC: Tensor) -> Tensor:
         """The weight as a reader of the checkpoint will decode it, in the weight's dtype.

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.factory import ModifierFactory
@@ -143,14 +144,13 @@ def _plain(value: Any, dumped: Any) -> Any:
     where it has a spelling: infinities within untyped values, dtypes that a format does not store.
     """
     if isinstance(value, BaseModel) and isinstance(dumped, dict):
-        known = type(value).model_fields
         return {
             name: plain
-            for name, item in dumped.items()
-            if name in known
+            for name, info in type(value).model_fields.items()
+            if (name in dumped or not info.exclude)
             and not (
-                (plain := _plain(getattr(value, name), item)) is None
-                and _is_null_by_default(known[name])
+                (plain := _plain_field(getattr(value, name), name, dumped)) is None
+                and _is_null_by_default(info)
             )
         }
     if dumped is None and value is not None:
@@ -165,6 +165,16 @@ def _plain(value: Any, dumped: Any) -> Any:
     if isinstance(value, (list, tuple)) and isinstance(dumped, list) and len(value) == len(dumped):
         return [_plain(item, plain) for item, plain in zip(value, dumped, strict=True)]
     return dumped
+
+
+def _plain_field(value: Any, name: str, dumped: Mapping[str, Any]) -> Any:
+    """One field of a model; a serializer of the model may have dropped it with its name.
+
+    That of compressed-tensors' arguments does so with fields that it fills in anew when they are
+    read, if nobody else gave them.
+    """
+    item = dumped[name] if name in dumped else to_jsonable_python(value, fallback=_spelled)
+    return _plain(value, item)
 
 
 def _spelled(value: Any) -> str | float | None:

@@ -77,8 +77,8 @@ def scale_format_of(args: QuantizationArgs) -> ScaleFormat:
     if dtype is torch.uint8 and is_mx and args.symmetric:
         return ScaleFormat.E8M0
     raise InputError(
-        f"Scales of {dtype} are exponents, which only symmetric 4- and 8-bit floats in groups of "
-        f"{_MX_GROUP} have.",
+        f"Scales of {dtype} are exponents, which only symmetric floats of 4, 6 or 8 bits in "
+        f"groups of {_MX_GROUP} have.",
         f"Set type float and group_size {_MX_GROUP}, or leave scale_dtype out.",
     )
 

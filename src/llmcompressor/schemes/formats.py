@@ -30,7 +30,7 @@ def fitting_formats(scheme: QuantizationScheme) -> tuple[str, ...]:
 
 
 def _known(weights: QuantizationArgs) -> tuple[str, ...]:
-    if weights.type == "float":  # the 4-bit floats have one format each
+    if weights.type == "float":  # those of 4 and 6 bits have one format each
         return ("float-quantized", "naive-quantized") if weights.num_bits == _BYTE else ()
     plain = ("int-quantized", "naive-quantized") if weights.num_bits <= _WIDEST else ()
     return (*plain, "pack-quantized") if weights.num_bits <= _BYTE else plain

@@ -18,7 +18,12 @@ from pydantic import BaseModel, ValidationError
 from llmcompressor.errors import InputError, RecipeError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.schemes.formats import misfit
-from llmcompressor.schemes.presets import format_of, is_preset, preset_scheme
+from llmcompressor.schemes.presets import (
+    check_6_bit_floats,
+    format_of,
+    is_preset,
+    preset_scheme,
+)
 
 __all__ = ["check_actorder", "names_list", "parse_args", "parse_group", "parse_scheme"]
 
@@ -74,10 +79,21 @@ def parse_args(value: Any, where: str) -> QuantizationArgs:
         RecipeError: an unknown key, or values that do not go together.
     """
     if isinstance(value, QuantizationArgs):
+        _check_known(value.type, value.num_bits, where)
         return value
     _check_keys(value, QuantizationArgs, where)
+    _check_known(value.get("type"), value.get("num_bits"), where)
     check_actorder(value.get("actorder"), f"{where}.actorder")
     return _validated(QuantizationArgs, dict(value), where)
+
+
+def _check_known(kind: Any, bits: Any, where: str) -> None:
+    """Refuse what another release of compressed-tensors has."""
+    if str(getattr(kind, "value", kind)).lower() == "float" and bits == 6:
+        try:
+            check_6_bit_floats(where)
+        except InputError as error:
+            raise RecipeError(error.problem, error.remedy) from error
 
 
 def parse_scheme(value: Mapping[str, Any], where: str) -> QuantizationScheme:
@@ -125,6 +141,9 @@ def _refuse_group(name: str, value: Any, where: str) -> None:
 
 def _checked(scheme: QuantizationScheme, where: str) -> QuantizationScheme:
     """Refuse what the classes let through but no weight can be, and no format can hold."""
+    for name in ARGUMENT_FIELDS:
+        if (args := getattr(scheme, name)) is not None:
+            _check_known(args.type, args.num_bits, f"{where}.{name}")
     _refuse_static_groups(scheme, where)
     checked = _with_checked_weights(scheme, where)
     if checked.weights is not None:
@@ -152,8 +171,8 @@ def _with_checked_weights(scheme: QuantizationScheme, where: str) -> Quantizatio
             f"{where}.weights has {weights.num_bits} bit, which leaves no value but zero.",
             "Use 2 bits or more.",
         )
-    if weights.type == "float" and weights.num_bits == 4:
-        return scheme.model_copy(update={"weights": _storable_fp4(weights, where)})
+    if weights.type == "float" and weights.num_bits in _FLOAT_SCALES:
+        return scheme.model_copy(update={"weights": _storable_float(weights, where)})
     if weights.strategy == "tensor_group":
         raise RecipeError(
             f"{where}.weights has the strategy tensor_group, but is no 4-bit float: other formats "
@@ -181,23 +200,27 @@ def _refuse_static_groups(scheme: QuantizationScheme, where: str) -> None:
         )
 
 
-_FP4_SCALES = {("group", 32): torch.uint8, ("tensor_group", 16): torch.float8_e4m3fn}
-"""Strategy and group size of the two ways in which 4-bit floats are stored → their scales."""
+_FLOAT_SCALES = {
+    4: {("group", 32): torch.uint8, ("tensor_group", 16): torch.float8_e4m3fn},
+    6: {("group", 32): torch.uint8},
+}
+"""Bits of a float → strategy and group size of the ways in which it is stored → its scales."""
+_NVFP4 = ", or tensor_group with group_size 16 and scale_dtype torch.float8_e4m3fn (NVFP4)"
 
 
-def _storable_fp4(weights: QuantizationArgs, where: str) -> QuantizationArgs:
+def _storable_float(weights: QuantizationArgs, where: str) -> QuantizationArgs:
     """The arguments with the scale's dtype filled in.
 
     Raises:
-        RecipeError: for 4-bit floats that no format holds.
+        RecipeError: for floats of 4 or 6 bits that no format holds.
     """
-    strategy = getattr(weights.strategy, "value", weights.strategy)
-    wanted = _FP4_SCALES.get((str(strategy), weights.group_size or 0))
+    bits, strategy = weights.num_bits, getattr(weights.strategy, "value", weights.strategy)
+    wanted = _FLOAT_SCALES[bits].get((str(strategy), weights.group_size or 0))
     if wanted is None or weights.scale_dtype not in (None, wanted):
         raise RecipeError(
-            f"{where}.weights asks for 4-bit floats in a form that no format stores.",
-            "Use strategy group with group_size 32 and scale_dtype torch.uint8 (MXFP4), or "
-            "tensor_group with group_size 16 and scale_dtype torch.float8_e4m3fn (NVFP4).",
+            f"{where}.weights asks for {bits}-bit floats in a form that no format stores.",
+            f"Use strategy group with group_size 32 and scale_dtype torch.uint8 (MXFP{bits})"
+            f"{_NVFP4 if bits == 4 else ''}.",
         )
     return weights.model_copy(update={"scale_dtype": wanted})
 

@@ -18,9 +18,15 @@ preset               weights                               input activations
 ``FP8_BLOCK``        8-bit float, blocks of 128 x 128      8-bit float, groups of 128, dynamic
 ``NVFP4[A16]``       4-bit float, two-level groups of 16   the same, local scales dynamic
 ``MXFP4[A16]``       4-bit float, groups of 32, 2^k        the same, dynamic
+``MXFP4XFP8``        4-bit float, groups of 32, 2^k        8-bit float, groups of 128, dynamic
+``MXFP6A16``         6-bit float, groups of 32, 2^k        none
+``MXFP6A8``          6-bit float, groups of 32, 2^k        8-bit float, groups of 32, 2^k, dynamic
 ``MXFP8[A16]``       8-bit float, groups of 32, 2^k        the same, dynamic
 ``UNQUANTIZED``      none                                  none
 ===================  ====================================  ===================================
+
+MXFP4XFP8 and 6-bit floats came with compressed-tensors 0.20. With an older one those presets are
+known by name, and refused.
 """
 
 from __future__ import annotations
@@ -28,17 +34,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
+import compressed_tensors
 import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from llmcompressor.errors import InputError, did_you_mean
 
 __all__ = [
     "PRESETS",
     "Preset",
+    "can_store_6_bit_floats",
+    "check_6_bit_floats",
     "format_of",
     "is_packed",
     "is_preset",
@@ -49,6 +59,8 @@ __all__ = [
 Arguments = Mapping[str, Any]
 
 _PACKED = "pack-quantized"
+_MXFP6 = "mxfp6-pack-quantized"
+_NEEDED = "0.20"
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,28 @@ def _int_groups(bits: int, *, symmetric: bool = True) -> Arguments:
 
 def _tokens(bits: int, kind: str) -> Arguments:
     return {"num_bits": bits, "type": kind, "strategy": "token", "dynamic": True}
+
+
+def can_store_6_bit_floats() -> bool:
+    """Whether the installed compressed-tensors has a format for them."""
+    return _MXFP6 in {one.value for one in CompressionFormat}
+
+
+def check_6_bit_floats(what: str) -> None:
+    """Refuse 6-bit floats where no format is there that could hold them, nor a forward for them.
+
+    Raises:
+        InputError: the installed compressed-tensors is too old; ``what`` begins the sentence.
+    """
+    if not can_store_6_bit_floats():
+        _refuse_newer(f"{what} is of 6-bit floats, which")
+
+
+def _refuse_newer(what: str) -> NoReturn:
+    raise InputError(
+        f"{what} compressed-tensors {compressed_tensors.__version__} does not have.",
+        f"Install compressed-tensors {_NEEDED} or newer, or take MXFP4, MXFP8 or W6A16.",
+    )
 
 
 _FP8_TENSOR: Arguments = {"num_bits": 8, "type": "float", "strategy": "tensor"}
@@ -136,32 +170,40 @@ def _build() -> dict[str, Preset]:
         "MXFP8A16": Preset(_mx(8)),
         "MXFP8": Preset(_mx(8), {**_mx(8), "dynamic": True}),
     }
-    return presets
+    return presets | {name: one for name, one in _NEWER.items() if name in PRESET_SCHEMES}
 
 
+_NEWER = {
+    "MXFP4XFP8": Preset(_mx(4), _FP8_BLOCK.input_activations),
+    "MXFP6A16": Preset(_mx(6)),
+    "MXFP6A8": Preset(_mx(6), {**_mx(8), "dynamic": True}),
+}
 PRESETS: Mapping[str, Preset] = MappingProxyType(_build())
-"""Every preset by its name in capitals."""
+"""Every preset that the installed compressed-tensors knows, by its name in capitals."""
 
 
 def is_preset(name: str) -> bool:
-    """Whether ``name`` is a preset, in any case.
+    """Whether ``name`` is a preset, in any case, be it one of a newer compressed-tensors.
 
     >>> is_preset("w4a16"), is_preset("W4A17")
     (True, False)
     """
-    return name.upper() in PRESETS
+    return name.upper() in PRESETS or name.upper() in _NEWER
 
 
 def preset_scheme(name: str, targets: str | Iterable[str] = ("Linear",)) -> QuantizationScheme:
     """A new scheme of the preset ``name``, in any case, for ``targets``.
 
     Raises:
-        InputError: there is no such preset; the message lists all of them.
+        InputError: there is no such preset, and the message lists all of them; or the installed
+            compressed-tensors is too old for it.
 
     >>> preset_scheme("w4a16", "Linear").weights.group_size
     128
     """
     preset = PRESETS.get(name.upper())
+    if preset is None and name.upper() in _NEWER:
+        _refuse_newer(f"{name} is a preset that")
     if preset is None:
         near = did_you_mean(name, PRESETS)
         every = f"The presets are: {', '.join(sorted(PRESETS))}."
@@ -236,6 +278,8 @@ def _float_format(scheme: QuantizationScheme) -> str:
     weights = scheme.weights
     if weights.group_size == 32 and weights.num_bits == 4:
         return "mxfp4-pack-quantized"
+    if weights.group_size == 32 and weights.num_bits == 6:
+        return _MXFP6
     if weights.group_size == 32 and weights.scale_dtype == torch.uint8:
         return "mxfp8-quantized"
     if weights.group_size == 16 and weights.num_bits == 4:

@@ -88,6 +88,22 @@ def _tiny_floats(raw: Tensor) -> Tensor:
     return halves.view(torch.float16).float().mul_(2.0**14).reshape(len(raw), -1)
 
 
+def _floats_of_six(raw: Tensor) -> Tensor:
+    """Bits of e2m3 uint8 [rows, bytes] as float32 [rows, 4 * bytes / 3], the lowest bits first.
+
+    >>> _floats_of_six(torch.tensor([[193, 15, 1]], dtype=torch.uint8)).tolist()
+    [[0.125, -7.5, 2.0, 0.0]]
+    """
+    three = raw.reshape(len(raw), -1, 3).to(torch.int32)
+    word = three[..., 0] | (three[..., 1] << 8) | (three[..., 2] << 16)
+    halves = torch.empty(*word.shape, 4, dtype=torch.int16)
+    for index in range(4):
+        code = (word >> (6 * index)).to(torch.int16)
+        number = (code << 7).bitwise_and_(0x0F80)
+        torch.bitwise_or(number, (code << 10).bitwise_and_(~0x7FFF), out=halves[..., index])
+    return halves.view(torch.float16).float().mul_(2.0**14).reshape(len(raw), -1)
+
+
 @dataclass(frozen=True)
 class Codes:
     """The codes of one module.
@@ -172,7 +188,9 @@ class Codes:
         if self.args.kind == "int":
             return self.integers(start, stop).float()
         raw = self.raw(start, stop)
-        return _tiny_floats(raw) if self.stored == "weight_packed" else _small_floats(raw)
+        if self.stored == "weight":
+            return _small_floats(raw)
+        return _floats_of_six(raw) if self.args.bits == 6 else _tiny_floats(raw)
 
     def _cells(self) -> tuple[int, int]:
         """Into how many cells a row is cut, and their columns; one cell if they are unequal."""

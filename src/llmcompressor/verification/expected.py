@@ -26,6 +26,8 @@ _INT32 = frozenset({"I32"})
 _BYTE = frozenset({"U8"})
 _SCALE = PLAIN_FLOATS
 _ONE = ((1,), ())
+_PACKED_FLOATS = {"nvfp4-pack-quantized": 4, "mxfp4-pack-quantized": 4, "mxfp6-pack-quantized": 6}
+"""Format → bits of a value, where floats are packed into bytes."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def columns_of(
     if packed is None or len(packed.shape) != 2 or scheme.weights is None:
         return None
     if packed.dtype == "U8":
-        return packed.shape[1] * 2
+        return packed.shape[1] * 8 // (6 if scheme.weights.is_mxfp6 else 4)
     bits = max(scheme.weights.bits, 1)
     guesses = [stored_shape[1]] if stored_shape is not None and len(stored_shape) == 2 else []
     scale = entry.own.get("weight_scale")
@@ -105,6 +107,7 @@ def is_decodable(scheme: Scheme) -> bool:
         "naive-quantized": is_integer or is_small_float,
         "nvfp4-pack-quantized": args.is_nvfp4,
         "mxfp4-pack-quantized": args.is_mxfp4,
+        "mxfp6-pack-quantized": args.is_mxfp6,
         "mxfp8-quantized": is_small_float and args.symmetric and args.group == 32,
     }.get(form or "", False)
 
@@ -149,8 +152,9 @@ def _of_weight(
     scheme: Scheme, args: Args, rows: int, columns: int
 ) -> Iterator[tuple[str, Expected]]:
     scales = scale_shape(args, rows, columns)
-    if scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-        yield "weight_packed", Expected(_BYTE, ((rows, columns // 2),))
+    if scheme.format in _PACKED_FLOATS:
+        bits = _PACKED_FLOATS[scheme.format]
+        yield "weight_packed", Expected(_BYTE, ((rows, columns * bits // 8),))
         is_nv = scheme.format.startswith("nv")
         yield "weight_scale", Expected(frozenset({"F8_E4M3"}) if is_nv else _BYTE, scales)
         if is_nv:

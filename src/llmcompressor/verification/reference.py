@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import sqrt
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -63,6 +64,22 @@ _SIDE_FILES = (
     "preprocessor_config.json",
     "chat_template.jinja",
 )
+
+
+class _Floats(NamedTuple):
+    """Bits of mantissa, the least step and the largest value of a grid of floats."""
+
+    mantissa: int
+    least: float
+    largest: float
+
+
+_FLOATS = {
+    4: _Floats(1, 0.5, 6.0),
+    6: _Floats(3, 0.125, 7.5),
+    8: _Floats(3, 2.0**-9, 448.0),
+}
+"""By their bits."""
 _LEAST_COSINE = 0.4
 _LEAST_ROW_COSINE = 0.1
 
@@ -585,7 +602,7 @@ def _bound(sums: _Sums, part: Part, original: Tensor, args: Args, unit: float) -
         zero = part.zero if part.zero is not None else torch.zeros(())
         low, high = -(2.0 ** (args.bits - 1)) - zero, 2.0 ** (args.bits - 1) - 1 - zero
     else:
-        high = torch.tensor(448.0 if args.bits == 8 else 6.0)
+        high = torch.tensor(_FLOATS[args.bits].largest)
         low = -high
     clipped = ((units >= high) & (quotient > units)) | ((units <= low) & (quotient < units))
     beyond &= ~clipped
@@ -601,7 +618,6 @@ def _half_steps(units: Tensor, bits: int) -> Tensor:
     >>> _half_steps(torch.tensor([0.0, 1.5, -2.0, 6.0]), 4)
     tensor([0.2500, 0.2500, 0.5000, 1.0000])
     """
-    mantissa, least = (1, 0.5) if bits == 4 else (3, 2.0**-9)
     # without sign and mantissa a float32 is the power of two at or below it
     power = units.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
-    return power.mul_(2.0 ** -(mantissa + 1)).clamp_min_(least / 2)
+    return power.mul_(2.0 ** -(_FLOATS[bits].mantissa + 1)).clamp_min_(_FLOATS[bits].least / 2)

@@ -26,6 +26,7 @@ FORMATS = (
     "pack-quantized",
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
+    "mxfp6-pack-quantized",
     "mxfp8-quantized",
 )
 ACTIVATION_FORMATS = (
@@ -76,9 +77,19 @@ class Args:
         return self._is("float", 4, "group", 32)
 
     @property
+    def is_mxfp6(self) -> bool:
+        """Whether these are 6-bit floats with a power of two per 32."""
+        return self._is("float", 6, "group", 32)
+
+    @property
     def is_mxfp8(self) -> bool:
         """Whether these are 8-bit floats with a power of two per 32."""
         return self._is("float", 8, "group", 32) and self.scale_dtype == "torch.uint8"
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether these are floats of any width with a power of two per 32."""
+        return self.is_mxfp4 or self.is_mxfp6 or self.is_mxfp8
 
     def _is(self, kind: str, bits: int, strategy: str, group: int) -> bool:
         found = (self.kind, self.bits, self.strategy, self.group)

@@ -74,13 +74,16 @@ def _mixture_groups(view: View) -> Iterator[tuple[str, Entry, Group, Args]]:
             break
 
 
+_NO_MXFP6 = "vLLM has no experts of 6-bit floats, in the releases known here."
+
+
 def experts_served(scheme: Scheme) -> tuple[str, str]:
     """The method that vLLM runs experts of a scheme with, and else why there is none."""
     weights, inputs = scheme.weights, scheme.inputs
     if weights is None:
         return "", "It has no weights."
-    if weights.is_mxfp4 or weights.is_mxfp8:
-        return "MX", ""
+    if weights.is_mx:
+        return ("", _NO_MXFP6) if weights.is_mxfp6 else ("MX", "")
     if weights.is_nvfp4:
         fits = inputs is None or inputs.is_nvfp4
         return ("NVFP4", "") if fits else ("", "Inputs must be NVFP4 too.")
@@ -179,7 +182,7 @@ def float_experts_divide(view: View) -> Iterator[Problem]:
     """S65."""
     for path, entry, group, weights in _mixture_groups(view):
         sizes = _sizes(view, path, entry, group)
-        is_fp4 = weights.is_nvfp4 or weights.is_mxfp4 or weights.is_mxfp8
+        is_fp4 = weights.is_nvfp4 or weights.is_mx
         if sizes is None or not (is_fp4 or (weights.block and weights.kind == "float")):
             continue
         hidden, inner = sizes

@@ -36,7 +36,14 @@ from llmcompressor.verification.rules.transformers import (
 __all__ = ["RULES"]
 
 _ENCODER = re.compile(r"(?:.*\.)?encoder\.")
-_TO_BFLOAT16 = frozenset({"nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"})
+_TO_BFLOAT16 = frozenset(
+    {
+        "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
+        "mxfp6-pack-quantized",
+        "mxfp8-quantized",
+    }
+)
 """Formats that are unpacked to bfloat16, whatever the model's dtype is."""
 _FLOAT32_BUFFERS = {"ctrl": "transformer.pos_encoding"}
 """``model_type`` → a buffer that is made in float32, and cast in the forward by assignment."""

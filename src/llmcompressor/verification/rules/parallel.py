@@ -125,7 +125,7 @@ def _misfit_of_blocks(
 def float_groups_divide(view: View) -> Iterator[Problem]:
     """S42."""
     for entry, _, weights, columns in _split(view):
-        if not (weights.is_nvfp4 or weights.is_mxfp4 or weights.is_mxfp8):
+        if not (weights.is_nvfp4 or weights.is_mx):
             continue
         for tp in view.deployment.tp:
             split = tp if is_row_parallel(entry) else 1

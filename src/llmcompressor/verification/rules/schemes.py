@@ -23,12 +23,21 @@ class Served:
         native: from which capability activations are computed as the scheme says; 0 if from
             ``least``.
         reason: why there is none.
+        remedy: what to do then.
     """
 
     name: str
     least: int = 0
     native: int = 0
     reason: str = ""
+    remedy: str = "Choose another scheme."
+
+
+_NO_MXFP6 = Served(
+    "",
+    reason="vLLM has no scheme for 6-bit floats of compressed-tensors, in the releases known here.",
+    remedy="Take MXFP4 or MXFP8, or read it with transformers, in bfloat16.",
+)
 
 
 def _none(reason: str) -> Served:
@@ -72,7 +81,7 @@ def _mx(scheme: Scheme, weights: Args, _: int | None) -> Served | None:
         return Served("MXFP4", 80, native=100)
     if weights.is_mxfp8:
         return Served("MXFP8", 75, native=100)
-    return None
+    return _NO_MXFP6 if weights.is_mxfp6 else None
 
 
 def _int4_fp8(scheme: Scheme, weights: Args, capability: int | None) -> Served | None:
@@ -200,9 +209,7 @@ def schemes_are_served(view: View) -> Iterator[Problem]:
                 "Leave outputs unquantized.",
             )
         if not found.name:
-            yield Problem(
-                group.name, f"{found.reason} It is {group.scheme}.", "Choose another scheme."
-            )
+            yield Problem(group.name, f"{found.reason} It is {group.scheme}.", found.remedy)
 
 
 def _is_embedding(targets: tuple[str, ...]) -> bool:
@@ -236,6 +243,11 @@ def _substituted(
         if inputs.is_static and not inputs.symmetric:
             yield "Static asymmetric float inputs are left alone.", "Make them symmetric."
     blackwell = capability is None or capability >= 100
+    if found.name == "MXFP4" and inputs is not None and not inputs.is_mxfp4:
+        yield (
+            f"Inputs of MXFP4 weights are rounded to MXFP4 or left alone, not to {inputs}.",
+            "Measure the quality there.",
+        )
     if found.name == "MXFP4" and inputs is None and blackwell:
         yield (
             "From capability 100 on, inputs of MXFP4 weights may be quantized all the same.",

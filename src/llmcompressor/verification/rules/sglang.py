@@ -96,7 +96,7 @@ def _linear(scheme: Scheme) -> tuple[int, str]:
     weights, inputs = scheme.weights, scheme.inputs
     if weights is None:
         return 0, ""
-    if weights.is_mxfp4 or weights.is_mxfp8:
+    if weights.is_mx:
         return 0, "SGLang has no MX schemes for Linears."
     if weights.kind == "float":
         full = 100 if weights.is_nvfp4 else 89

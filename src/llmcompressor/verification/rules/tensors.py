@@ -62,7 +62,9 @@ def _is_channel(one: Misfit) -> bool:
 def _is_old_packing(one: Misfit) -> bool:
     """Whether words hold whole values, as compressed-tensors packed before 0.18."""
     args = one.scheme.weights
-    if one.own != "weight_packed" or args is None or args.bits not in (3, 5, 6, 7):
+    if one.own != "weight_packed" or args is None or args.kind != "int":
+        return False
+    if args.bits not in (3, 5, 6, 7):
         return False
     width = one.entry.own["weight_packed"].shape[-1]
     return width == ceil(one.columns / (32 // args.bits))

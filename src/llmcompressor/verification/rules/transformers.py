@@ -323,7 +323,8 @@ def _lost(entry: Entry, scheme: Scheme, weights: Args) -> Iterator[str]:
         yield "transformers multiplies block scales of experts without expanding them."
     if weights.is_mxfp8:  # those of 4 bits are packed, and unpacked as they should be
         yield "transformers takes the exponents of MXFP8 experts for scales, and fails to load."
-    if entry.form == "packed" and weights.bits in (3, 5, 6, 7) and "weight_shape" not in entry.own:
+    is_odd = weights.kind == "int" and weights.bits in (3, 5, 6, 7)
+    if is_odd and entry.form == "packed" and "weight_shape" not in entry.own:
         yield f"Without weight_shape the width of {weights.bits}-bit experts is not known."
 
 
