@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random models, and schemes put on them with compressed-tensors alone."""
+"""Tiny random models, and schemes put on them with compressed-tensors, where it can."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from compressed_tensors.quantization.utils.helpers import (
     is_module_quantized,
     maybe_pad_tensor_for_block_quant,
 )
+from compressed_tensors.utils.match import match_targets
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -27,6 +28,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+)
+
+from llmcompressor.quantization.attach import (
+    attach_attention,
+    cached_attention_modules,
+    tap_attention,
 )
 
 SIZES: dict[str, Any] = {
@@ -88,6 +95,7 @@ def quantize_model(
     """Give every matched module min-max scales and a weight on its grid."""
     config = QuantizationConfig(config_groups=groups, ignore=list(ignore), kv_cache_scheme=kv_cache)
     apply_quantization_config(model, config, show_progress=False)
+    _quantize_attention(model, config)
     for module in model.modules():
         if not is_module_quantized(module):
             continue
@@ -101,6 +109,18 @@ def quantize_model(
         # the weight lies on its grid: rounding it again in bfloat16 would move some codes
         module.quantization_status = QuantizationStatus.DECOMPRESSED
     return model
+
+
+def _quantize_attention(model: PreTrainedModel, config: QuantizationConfig) -> None:
+    """Attention that compressed-tensors passes over, as it has another name for the cache."""
+    own = {target: one for one in config.config_groups.values() for target in one.targets}
+    for module, name in cached_attention_modules(model).items():
+        targets = match_targets(name, module, own)
+        args = own[targets[0]].input_activations if targets else config.kv_cache_scheme
+        if args is None or is_module_quantized(module):
+            continue
+        tap_attention(model, module, queries=bool(targets))
+        attach_attention(module, args, {}, own[targets[0]] if targets else None)
 
 
 def _round_weight(module: torch.nn.Module, args: QuantizationArgs) -> None:

@@ -10,6 +10,7 @@ import small_models as small
 import torch
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from safetensors.torch import load_file
+from tests.caches import as_read, is_passed_over
 from transformers import (
     AudioFlamingo3Config,
     AudioFlamingo3ForConditionalGeneration,
@@ -74,6 +75,13 @@ def attention() -> QuantizationModifier:
     return QuantizationModifier(config_groups={"attention": group})
 
 
+def unservable() -> QuantizationModifier:
+    """A cache that vLLM and SGLang do not serve, and an embedding that transformers does not."""
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    group = {"targets": ["Embedding"], "weights": weights}
+    return QuantizationModifier(config_groups={"words": group}, kv_cache_scheme=ZERO_POINTS)
+
+
 @pytest.mark.parametrize("is_object", [False, True])
 def test_what_no_server_takes_is_refused_before_the_work(
     is_object: bool, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,8 +93,8 @@ def test_what_no_server_takes_is_refused_before_the_work(
         lambda *args: calibrated.append(args),
     )
     with pytest.raises(RecipeError) as error:
-        oneshot(model, attention(), ROWS, output_dir=tmp_path / "out")
-    for word in ("vllm (S49, ", "transformers (L5, ", "sglang (G7, kv_cache_scheme)", "No server"):
+        oneshot(model, unservable(), ROWS, output_dir=tmp_path / "out")
+    for word in ("vllm (S49, ", "transformers (L1, ", "sglang (G", "No server"):
         assert word in error.value.problem
     assert "symmetric" in error.value.remedy
     assert "verify=False" in error.value.remedy
@@ -99,8 +107,13 @@ def test_what_is_meant_is_written_with_a_warning(
 ) -> None:
     oneshot(llama_folder, attention(), ROWS, output_dir=tmp_path / "out", verify=False)
     assert len([line for line in warned if "vllm would not serve" in line]) == 1
-    assert len([line for line in warned if "transformers would not load or run" in line]) == 1
+    assert len([line for line in warned if "transformers would not" in line]) == 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    if is_passed_over(model.model.layers[0].self_attn):
+        assert [line for line in warned if "(L10)" in line]
+        model(torch.arange(3, 9)[None])
+        return
+    assert [line for line in warned if "(L5)" in line]
     with pytest.raises(RuntimeError, match="same dtype"):  # as the rule says
         model(torch.arange(3, 9)[None])
 
@@ -154,9 +167,12 @@ def test_what_an_earlier_run_has_quantized_is_known(tmp_path: Path, warned: list
     model = small.llama()
     for recipe in (floats, packed, QuantizationModifier(targets=[], kv_cache_scheme=cache)):
         oneshot(model, recipe, small.token_rows(), output_dir=tmp_path / "out", overwrite=True)
-    assert not [line for line in warned if "would not" in line]
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
-    with torch.no_grad():
+    unknown = is_passed_over(read.model.layers[0].self_attn)
+    said = [line for line in warned if "would not" in line]
+    assert [line for line in said if "(L10)" not in line] == []
+    assert len(said) == unknown
+    with torch.no_grad(), as_read(model):
         assert torch.equal(read(small.probe()).logits, model.eval()(small.probe()).logits)
 
 
@@ -177,6 +193,10 @@ def test_a_tower_that_transformers_rounds_without_scales_is_said(
     tower = "audio_tower.layers.0.self_attn"
     said = [line for line in warned if "would not" in line]
     assert len(said) == 1, "vLLM keeps no cache there"
+    if is_passed_over(model.model.get_submodule(tower)):  # where nothing is rounded
+        assert "(L10)" in said[0]
+        assert tower not in said[0]
+        return
     for word in ("transformers", "(L7)", f"model.{tower}", "random", "Leave kv_cache_scheme out"):
         assert word in said[0]
     read = AudioFlamingo3ForConditionalGeneration.from_pretrained(tmp_path / "out")

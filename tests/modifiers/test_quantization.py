@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_llama as tiny
 import torch
+from tests.caches import cache_of
 from torch import Tensor
 
 from llmcompressor.core import EventType, State, active_session
@@ -39,7 +40,7 @@ def states(given: list[tiny.Batch]) -> dict[str, list[Tensor]]:
     found: dict[str, list[list[Tensor]]] = {"k": [[], []], "v": [[], []]}
     for batch in given:
         with torch.no_grad():
-            cache = model(**batch, use_cache=True).past_key_values
+            cache = cache_of(model(**batch, use_cache=True))
         mask = batch["attention_mask"].bool()
         for layer in range(2):
             for name, kept in (("k", cache.layers[layer].keys), ("v", cache.layers[layer].values)):

@@ -18,6 +18,7 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
+from tests.caches import cache_of
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 from transformers import BertConfig, BertModel, Gemma4TextConfig
@@ -172,12 +173,12 @@ def test_untapping_leaves_the_hooks_of_others() -> None:
 @torch.no_grad()
 def test_keys_are_rounded_on_their_scale_once_attached() -> None:
     model, data = tiny.llama(), tiny.batches(number=1)
-    plain = tiny.llama()(**data[0], use_cache=True).past_key_values
+    plain = cache_of(tiny.llama()(**data[0], use_cache=True))
     for module in cached_attention_modules(model):
         tap_attention(model, module, queries=False)
         scales = {name: torch.tensor([0.01]) for name in ("k_scale", "v_scale")}
         attach_attention(module, FP8, scales)
-    cache = model(**data[0], use_cache=True).past_key_values
+    cache = cache_of(model(**data[0], use_cache=True))
     keys = plain.layers[0].keys
     expected = fake_quantize(keys, torch.tensor([0.01]), None, FP8)
     assert not torch.equal(keys, expected)

@@ -13,6 +13,7 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
     apply_quantization_config,
+    is_cached_attention_module,
 )
 from torch import nn
 from transformers import (
@@ -345,8 +346,18 @@ def test_modules_get_the_scheme_that_the_library_would_apply(fields: dict[str, A
         for name, module in model.named_modules()
         if hasattr(module, "quantization_scheme")
     }
-    assert ours == theirs
-    assert list(ours) == list(theirs)
+    # What the library does not know for attention with a cache it passes over, as a reader of it.
+    known = {
+        name: scheme
+        for name, scheme in ours.items()
+        if isinstance(module := model.get_submodule(name), nn.Linear | nn.Embedding)
+        or is_cached_attention_module(module)
+    }
+    assert known == theirs
+    assert list(known) == list(theirs)
+    missed = [name for name in ours if name not in known]
+    assert all(name.endswith("self_attn") for name in missed)
+    assert ("model.layers.1.self_attn" in ours) == ("LlamaAttention" in resolved.targets)
 
 
 def test_modules_of_a_group_share_the_scheme_object() -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from checkpoint_samples import HIDDEN, INNER, Sample
 
-from llmcompressor.verification import Deployment, Severity
+from llmcompressor.schemes.attention import takes_cache
+from llmcompressor.verification import Deployment, Severity, cached_states
 
 LAYER = "model.layers.0"
 UP, DOWN = f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.down_proj"
@@ -35,6 +37,8 @@ class Fault:
         severity: of the finding.
         deployment: where the checkpoint is to be served.
         compared: the original is given as a reference.
+        cache_is_known: whether compressed-tensors is to know attention by its cache; as the
+            installed one does by default.
     """
 
     rule: str
@@ -45,10 +49,17 @@ class Fault:
     severity: Severity = Severity.ERROR
     deployment: Deployment = ONE
     compared: bool = False
+    cache_is_known: bool | None = None
 
     @property
     def name(self) -> str:
         return f"{self.rule}-{self.plant.__name__}"
+
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have what transformers asks answer as ``cache_is_known`` says."""
+        if self.cache_is_known is not None:
+            answer = takes_cache if self.cache_is_known else lambda module: False
+            monkeypatch.setattr(cached_states, "is_cached_attention_module", answer)
 
 
 FAULTS: list[Fault] = []
@@ -480,7 +491,13 @@ def heads_without_groups(sample: Sample) -> None:
 
 
 @fault("S54", f"{LAYER}.self_attn", base="cache")
-@fault("L7", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS)
+@fault(
+    "L7",
+    f"{LAYER}.self_attn",
+    base="cache",
+    deployment=BY_TRANSFORMERS,
+    cache_is_known=True,
+)
 def scale_of_the_cache_is_missing(sample: Sample) -> None:
     sample.drop(f"{LAYER}.self_attn.k_scale")
 
@@ -762,6 +779,7 @@ def rotation_in_transformers(sample: Sample) -> None:
     "transform_config",
     base="cache",
     deployment=Deployment(tp=(1,), server="transformers"),
+    cache_is_known=True,
 )
 def turned_keys_in_transformers(sample: Sample) -> None:
     _turned(sample)
@@ -893,9 +911,35 @@ def model_in_float32(sample: Sample) -> None:
     sample.config["dtype"] = "float32"
 
 
-@fault("L5", f"{LAYER}.self_attn", base="cache", deployment=Deployment(server="transformers"))
+@fault(
+    "L5",
+    f"{LAYER}.self_attn",
+    base="cache",
+    deployment=Deployment(server="transformers"),
+    cache_is_known=True,
+)
 def queries_with_zero_points(sample: Sample) -> None:
     sample.tensors[f"{LAYER}.self_attn.q_zero_point"] = torch.zeros(1, dtype=torch.int8)
+
+
+@fault("L10", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS, cache_is_known=False)
+def cache_by_another_name(sample: Sample) -> None:
+    """Nothing is rounded: neither turned keys nor queries with zero points do harm."""
+    _turned(sample)
+    sample.tensors[f"{LAYER}.self_attn.q_zero_point"] = torch.zeros(1, dtype=torch.int8)
+
+
+@fault("L10", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS, cache_is_known=False)
+def attention_by_another_name_without_scales(sample: Sample) -> None:
+    """Their scales are found in the forward."""
+    sample.settings["kv_cache_scheme"] |= {"dynamic": True, "strategy": "token"}
+    for name in [name for name in sample.tensors if name.endswith(("k_scale", "v_scale"))]:
+        sample.drop(name)
+
+
+@fault("L10", f"{LAYER}.self_attn", severity=WARNING, base="cache", cache_is_known=False)
+def cache_by_another_name_without_a_server(sample: Sample) -> None:
+    """A limit of one server alone."""
 
 
 @fault("L6", DOWN, deployment=Deployment(server="transformers"), also="C1 T4")

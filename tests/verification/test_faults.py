@@ -39,8 +39,13 @@ def test_the_base_is_good(
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_found(
-    fault: Fault, good: Callable[[str], Sample], tmp_path: Path, source: Path
+    fault: Fault,
+    good: Callable[[str], Sample],
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    fault.stand_in(monkeypatch)
     sample = good(fault.base)
     fault.plant(sample)
     findings = found(sample, tmp_path / "checkpoint", fault, source)

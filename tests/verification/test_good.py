@@ -12,6 +12,7 @@ import pytest
 import small_models as small
 import torch
 from safetensors.torch import load_file, save_file
+from tests.caches import is_passed_over
 from transformers import AutoModelForCausalLM, MiniMaxConfig
 
 from llmcompressor import verify
@@ -98,8 +99,15 @@ def test_solved_weights_are_no_error(scheme: str, llama_folder: Path, compressed
 
 def test_a_quantized_cache(llama_folder: Path, compressed: Run) -> None:
     folder = compressed(llama_folder, recipe("FP8_DYNAMIC", kv_cache_scheme=KV_CACHE))
-    report = verify(folder, llama_folder, tp=1)
-    assert not worse_than_notes(report)
+    said = worse_than_notes(verify(folder, llama_folder, tp=1))
+    read = AutoModelForCausalLM.from_pretrained(folder)
+    layers = [f"model.layers.{index}.self_attn" for index in range(2)]
+    unknown = [name for name in layers if is_passed_over(read.get_submodule(name))]
+    assert [line.partition(":")[0] for line in said] == [f"L10 {name}" for name in unknown]
+    scaled = [name for name in layers if hasattr(read.get_submodule(name), "k_scale")]
+    assert sorted(scaled + unknown) == layers  # as the rule says
+    report = verify(folder, llama_folder, serve="transformers", tp=1)
+    assert report.ok == (not unknown)
 
 
 def test_a_cache_beside_linear_attention(compressed: Run, tmp_path: Path) -> None:
@@ -120,10 +128,13 @@ def test_a_cache_beside_linear_attention(compressed: Run, tmp_path: Path) -> Non
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "source")
     folder = compressed(tmp_path / "source", recipe("FP8_DYNAMIC", kv_cache_scheme=KV_CACHE))
-    assert not worse_than_notes(verify(folder, tp=1))
+    said = worse_than_notes(verify(folder, tp=1))
     scales = [name for name in load_file(folder / "model.safetensors") if name.endswith("k_scale")]
     assert scales == ["model.layers.1.self_attn.k_scale"]
     loaded = AutoModelForCausalLM.from_pretrained(folder)
+    unknown = is_passed_over(loaded.model.layers[1].self_attn)
+    named = [line.partition(":")[0] for line in said]
+    assert named == ["L10 model.layers.1.self_attn"] * unknown
     assert loaded(small.probe(), use_cache=True).logits.isfinite().all()
 
 

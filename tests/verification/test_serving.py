@@ -35,7 +35,13 @@ HEADER_FAULTS = [
 
 
 @pytest.mark.parametrize("fault", HEADER_FAULTS, ids=lambda fault: fault.name)
-def test_no_data_is_needed(fault: Fault, good: Callable[[str], Sample], tmp_path: Path) -> None:
+def test_no_data_is_needed(
+    fault: Fault,
+    good: Callable[[str], Sample],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault.stand_in(monkeypatch)
     sample = good(fault.base)
     fault.plant(sample)
     headers = sample.headers(tmp_path)

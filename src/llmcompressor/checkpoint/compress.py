@@ -25,7 +25,6 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     QuantizationStrategy,
 )
-from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
 from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
@@ -44,6 +43,7 @@ from llmcompressor.numerics.packing import can_pack, pack_e2m1, pack_e2m3, pack_
 from llmcompressor.numerics.partition import dequantize_matrix, fake_quantize_matrix
 from llmcompressor.numerics.recoding import needs_recoding, recoded
 from llmcompressor.numerics.scales import effective_scale
+from llmcompressor.schemes.attention import takes_cache
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of
 from llmcompressor.schemes.formats import PACKED_ZEROS, misfit
 from llmcompressor.schemes.presets import format_of
@@ -188,7 +188,7 @@ def quantized_module(
         chosen = _format(scheme, forced_format, name)
         copy = scheme.model_copy(update={"format": chosen.value})
         return QuantizedModule(name, module, copy)
-    if is_cached_attention_module(module):
+    if takes_cache(module):
         copy = scheme.model_copy(update={"format": CompressionFormat.dense.value})
         return QuantizedModule(name, module, copy, True, has_group)
     logger.warning(

@@ -35,6 +35,10 @@ __all__ = ["check_servable", "check_writable_model", "check_written", "serves_no
 _MOST_SHOWN = 5
 _OF_VALUES = {"S27", "S72"}
 """Rules of servers that are about values: no recipe asks for breaking them."""
+_OF_STATES = {"L10"}
+"""Rules of what transformers leaves as it is: all else of the checkpoint is read."""
+_OF_SOME_RELEASES = {"L10"}
+"""Rules of what is read by other releases of the same server: reason to warn, not to refuse."""
 _REMEDIES = {
     "L2": "Ignore these modules, take a scheme whose codes keep the name weight (W8A8, "
     "FP8_DYNAMIC), or serve it with vLLM."
@@ -123,8 +127,9 @@ def check_servable(
         )
     for each in merged((one for one in limits if one not in errors), by_rule=True):
         remedy = _REMEDIES.get(each.first.rule, each.first.remedy)
+        failing = "round all of" if each.first.rule in _OF_STATES else "load or run"
         logger.warning(
-            f"transformers would not load or run this ({each.first.rule}). "
+            f"transformers would not {failing} this ({each.first.rule}). "
             f"{listed(each.modules)}: {each.first.message} {remedy}".strip()
         )
     if not limits:
@@ -149,7 +154,8 @@ def _refuse_unservable(ask: Callable[..., list[Finding]]) -> None:
     """Refuse what none of the servers takes."""
     firsts = []
     for server in SERVERS:
-        found = _errors(ask(deployment=Deployment(server)))
+        errors = _errors(ask(deployment=Deployment(server)))
+        found = [one for one in errors if one.rule not in _OF_SOME_RELEASES]
         if not found:
             return
         firsts.append((server, found[0]))

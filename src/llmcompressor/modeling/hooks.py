@@ -183,7 +183,7 @@ def _tap_function(module: Module, kind: str) -> Callable[..., RemovableHandle]:
     if not hasattr(module, _TAPS[kind]):
         raise LifecycleError(
             f"The {kind} states of a {type(module).__name__} cannot be tapped yet: prepare it "
-            "with compressed_tensors.modeling.initialize_hooked_attention(model, module)."
+            "with llmcompressor.quantization.attach.tap_attention(model, module, queries=True)."
         )
     register = getattr(modeling, f"register_{kind}_hook")
     return lambda hook, **kwargs: register(module, hook, **kwargs)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compressed_tensors.quantization import is_cached_attention_module
 from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.modeling.blocks import sub_blocks
@@ -20,6 +19,7 @@ from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modi
 from llmcompressor.names import own_parameters
 from llmcompressor.pipelines.experts import wave_of
 from llmcompressor.planning.subject import REST, Part
+from llmcompressor.schemes.attention import updates_cache
 
 __all__ = ["BlockWork", "Group", "Unit", "Widths", "block_works", "widths_of"]
 
@@ -278,7 +278,7 @@ def _block_work(
 
 def _run_once(modules: Mapping[str, Module], widths: Widths) -> tuple[int, int]:
     """Multiply-adds per token of matrices, and of attention per token of context."""
-    attentions = sum(1 for one in modules.values() if is_cached_attention_module(one))
+    attentions = sum(1 for one in modules.values() if updates_cache(one))
     forward = sum(_multiplications(name, one, widths) for name, one in modules.items())
     return forward, attentions * widths.heads
 

@@ -18,7 +18,6 @@ from compressed_tensors.modeling import (
     QuantizedAttentionImpl,
     QuantizedKVCache,
     initialize_hooked_attention,
-    initialize_hooked_kv_cache,
 )
 from compressed_tensors.modeling.attention import HOOKED_ATTENTION_NAME
 from compressed_tensors.quantization import (
@@ -35,6 +34,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llmcompressor.errors import TargetError
 from llmcompressor.names import named_modules
 from llmcompressor.quantization.empty_cache import answer_as_empty
+from llmcompressor.quantization.hooked_cache import (
+    give_quantized_cache,
+    hook_cache,
+    initialize_attention,
+)
 from llmcompressor.quantization.parameters import WeightParameters
 from llmcompressor.quantization.portable import make_cache_portable, make_forward_portable
 from llmcompressor.schemes.attention import is_cached_attention
@@ -57,7 +61,11 @@ KV_CACHE_TARGETS = ["re:.*(self_attn|attention)$"]
 """What a scheme for the cache alone names as targets; readers take the ``kv_cache_scheme``."""
 
 
-_CACHE_HOOKS = (QuantizedKVCache.__module__, answer_as_empty.__module__)
+_CACHE_HOOKS = (
+    QuantizedKVCache.__module__,
+    give_quantized_cache.__module__,
+    answer_as_empty.__module__,
+)
 
 
 def set_parameter(module: Module, name: str, value: Tensor) -> None:
@@ -165,12 +173,11 @@ def tap_attention(model: Any, module: Module, *, queries: bool) -> None:
             "readers would quantize the queries too.",
             "Leave R3 out, or quantize the attention modules instead of kv_cache_scheme.",
         )
+    hook_cache(model, module)
     if queries:
         if model.config._attn_implementation != HOOKED_ATTENTION_NAME:
             _FUNCTIONS[model] = _attention_functions(model)
         initialize_hooked_attention(model, module)
-    else:
-        initialize_hooked_kv_cache(model, module)
     make_cache_portable(module)
 
 
@@ -234,7 +241,7 @@ def planned_attention(
     copy = _meta_copy(module)
     tap_attention(model, copy, queries=queries)
     try:
-        initialize_module_for_quantization(copy, scheme, force_zero_point=False)
+        initialize_attention(copy, scheme)
         return _own_tensors(copy)
     finally:
         untap_attention(model, copy)
@@ -281,7 +288,7 @@ def attach_attention(
     """
     if scheme is None:
         scheme = cache_scheme(args)
-    initialize_module_for_quantization(module, scheme, force_zero_point=False)
+    initialize_attention(module, scheme)
     for name, value in states.items():
         set_parameter(module, name, value)
     module.quantization_status = QuantizationStatus.DECOMPRESSED

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -12,36 +12,76 @@ from typing import Any
 from compressed_tensors.quantization import is_cached_attention_module
 from torch.nn import Module
 
-__all__ = ["CACHED_ATTENTION", "is_cached_attention"]
+__all__ = [
+    "CACHED_ATTENTION",
+    "cache_argument",
+    "is_cached_attention",
+    "takes_cache",
+    "updates_cache",
+]
 
 CACHED_ATTENTION = (
     "a class with 'attention' in its name, with k_proj, v_proj, qkv_proj or kv_b_proj, and with a "
-    "forward that takes past_key_values and updates them, and not one half of them (as in an "
+    "forward that takes cache or past_key_values and updates it, and not one half of it (as in an "
     "encoder-decoder)"
 )
 """What is looked for, for messages."""
+
+_ARGUMENTS = ("cache", "past_key_values", "past_key_value")
+"""What transformers has called the cache of keys and values in a forward, the latest first."""
+
+_PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 
 _HALVES = {"EncoderDecoderCache", "cross_attention_cache", "is_updated", "self_attention_cache"}
 """The cache of an encoder-decoder, and what attention asks of it."""
 
 
+def takes_cache(module: Module) -> bool:
+    """Whether a module has the form of attention that is given a cache of keys and values.
+
+    It is what compressed-tensors asks, under each name of the argument: the installed one need not
+    know that by which the installed transformers, or a model's own code, calls it.
+    """
+    if is_cached_attention_module(module):
+        return True
+    is_attention = "attention" in type(module).__name__.lower()
+    has_states = any(hasattr(module, name) for name in _PROJECTIONS)
+    return is_attention and has_states and cache_argument(module) is not None
+
+
+def cache_argument(module: Module, given: Mapping[str, Any] | None = None) -> str | None:
+    """The name of the argument that is a module's cache.
+
+    Args:
+        module: something with a forward.
+        given: keyword arguments of a call. One of them is it, under a former name too, which the
+            forward then sees to itself.
+    """
+    try:
+        parameters = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # whatever the forward is, it does not say what it takes
+        return None
+    taken = next((name for name in _ARGUMENTS if name in parameters), None)
+    return next((name for name in (taken, *_ARGUMENTS) if name in (given or ())), taken)
+
+
+def updates_cache(module: Module) -> bool:
+    """Whether some method of a module's class calls an ``update``; yes if that is hidden."""
+    kind: Any = type(module)
+    if not takes_cache(module) or _layer_type(module) == "linear_attention":
+        return False
+    return not hasattr(inspect.unwrap(kind.forward), "__code__") or "update" in _names_of(kind)
+
+
 def is_cached_attention(module: Module) -> bool:
     """Whether a module is attention that keeps keys and values.
 
-    compressed-tensors goes by names and arguments. Those of linear attention may be the same, but
+    Its form goes by names and arguments. Those of linear attention may be the same, but
     what it keeps is one state, which it asks of a cache of its own kind. Attention that looks for
     a half of a cache, its own or the encoder's, does not find it in what readers put in its place.
     """
     kind: Any = type(module)  # hashable, whatever it is a class of
-    return _updates_cache(module) and not _names_of(kind) & _HALVES
-
-
-def _updates_cache(module: Module) -> bool:
-    """Whether some method of a module's class calls an ``update``; yes if that is hidden."""
-    kind: Any = type(module)
-    if not is_cached_attention_module(module) or _layer_type(module) == "linear_attention":
-        return False
-    return not hasattr(inspect.unwrap(kind.forward), "__code__") or "update" in _names_of(kind)
+    return updates_cache(module) and not _names_of(kind) & _HALVES
 
 
 def _layer_type(module: Module) -> str | None:

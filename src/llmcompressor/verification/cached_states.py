@@ -3,6 +3,8 @@
 
 compressed-tensors, which transformers asks, goes by names and arguments. Towers that see or hear
 may have attention of such a form too: what stands for the cache is given to it like to any other.
+And where transformers calls the cache by a name that the installed compressed-tensors does not
+know, no attention has that form, and nothing is said when such a checkpoint is read.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from torch.nn import Module
 from llmcompressor.verification.built import stored_names
 from llmcompressor.verification.class_model import class_model
 
-__all__ = ["without_scales"]
+__all__ = ["passed_over", "without_scales"]
+
+_PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
+_OF_STATES = (".q_scale", ".k_scale", ".v_scale")
 
 
 def without_scales(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -43,6 +48,38 @@ def without_scales(config: Mapping[str, Any], names: Iterable[str]) -> list[str]
         and _updates(module)
         and not {f"{path}.k_scale", f"{path}.v_scale"} <= held
     ]
+
+
+def passed_over(
+    config: Mapping[str, Any], names: Iterable[str], *, stored_scales: bool = True
+) -> list[str]:
+    """Attention of the class whose states are to be rounded, and are not when it is read.
+
+    Args:
+        config: the content of ``config.json``.
+        names: of the tensors in the file.
+        stored_scales: what is to be rounded has scales in the file; else all that has a cache.
+
+    Returns:
+        Paths in the class; none where it cannot be built.
+    """
+    model = class_model(config)
+    if model is None:
+        return []
+    stored = stored_names(model)
+    scaled = {stored(name).rpartition(".")[0] for name in names if name.endswith(_OF_STATES)}
+    return [
+        path
+        for path, module in model.named_modules()
+        if (path in scaled if stored_scales else _has_cache(module))
+        and not is_cached_attention_module(module)
+    ]
+
+
+def _has_cache(module: Module) -> bool:
+    """Whether its form is that of attention that keeps keys and values, whatever it calls them."""
+    is_attention = "attention" in type(module).__name__.lower()
+    return is_attention and any(hasattr(module, one) for one in _PROJECTIONS) and _updates(module)
 
 
 def _updates(module: Module) -> bool:

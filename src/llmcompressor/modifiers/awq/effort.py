@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from compressed_tensors.quantization import is_cached_attention_module
 from torch import Tensor
 from torch.nn import Module
 
@@ -36,6 +35,7 @@ from llmcompressor.names import own_parameters
 from llmcompressor.numerics.awq import CLIP_ATTEMPTS, CLIPPED_ROWS
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.numerics.quadratic import WIDTH
+from llmcompressor.schemes.attention import updates_cache
 
 __all__ = ["VISITS", "effort_of", "run_products", "running"]
 
@@ -85,7 +85,7 @@ def run_products(parent: Module, data: DataSize) -> tuple[int, int]:
     experts = {inner for mixture in mixtures for inner in mixture.modules()}
     found = attention = 0
     for module in parent.modules():
-        attention += data.attention if is_cached_attention_module(module) else 0
+        attention += data.attention if updates_cache(module) else 0
         for one in own_parameters(module):
             routed = module in experts or one.ndim > _MATRIX
             matrix = one.numel() if one.ndim >= _MATRIX else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section 7: attention and the cache of keys and values (S49 to S55; L7 of transformers)."""
+"""Section 7: attention and the cache of keys and values (S49 to S55; L7, L10 of transformers)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from llmcompressor.verification.cached_states import without_scales
+from llmcompressor.verification.cached_states import passed_over, without_scales
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.rules.base import (
     CONFIG,
@@ -192,6 +192,24 @@ def rounded_states_have_scales(view: View) -> Iterator[Problem]:
         )
 
 
+def states_are_rounded(view: View) -> Iterator[Problem]:
+    """L10."""
+    states = [_cache(view), *(group.scheme.inputs for group in view.groups if group.is_attention)]
+    found = [args for args in states if args is not None]
+    if not found:
+        return
+    stored = all(args.is_static for args in found)
+    for path in passed_over(view.config, view.headers, stored_scales=stored):
+        yield Problem(
+            path,
+            "The installed transformers and compressed-tensors leave its keys and values as they "
+            "are, and say nothing: the latter does not know its forward for that of attention with "
+            "a cache.",
+            "Serve it with vLLM, or read it with a transformers whose attention takes "
+            "past_key_values.",
+        )
+
+
 RULES = (
     Rule("S49", "the cache's scheme is served", cache_scheme_is_served, needs=CONFIG),
     Rule(
@@ -211,6 +229,13 @@ OF_TRANSFORMERS = (
         "L7",
         "keys and values that are rounded have scales",
         rounded_states_have_scales,
+        server="transformers",
+        is_limit=True,
+    ),
+    Rule(
+        "L10",
+        "states that are to be rounded are",
+        states_are_rounded,
         server="transformers",
         is_limit=True,
     ),

@@ -24,6 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from llmcompressor.verification.cached_states import passed_over
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.module_classes import dtype_by_class, named_by_class
 from llmcompressor.verification.rules.base import FLOATS, Problem, Rule, View
@@ -176,14 +177,16 @@ def rounded_states_keep_their_dtype(view: View) -> Iterator[Problem]:
     """L5."""
     if view.dtype == "float16":
         return
-    for name in view.headers:
-        if name.endswith(".q_zero_point"):
-            yield Problem(
-                name.rpartition(".")[0],
-                "transformers rounds queries, keys and values with zero points to float16, and the "
-                f"model computes in {view.dtype}: the first forward fails.",
-                "Quantize attention symmetrically, or load it with dtype=torch.float16.",
-            )
+    named = [name for name in view.headers if name.endswith(".q_zero_point")]
+    if named and passed_over(view.config, view.headers):
+        return  # what is not rounded stays what it is (L10)
+    for name in named:
+        yield Problem(
+            name.rpartition(".")[0],
+            "transformers rounds queries, keys and values with zero points to float16, and the "
+            f"model computes in {view.dtype}: the first forward fails.",
+            "Quantize attention symmetrically, or load it with dtype=torch.float16.",
+        )
 
 
 def groups_are_whole(view: View) -> Iterator[Problem]:

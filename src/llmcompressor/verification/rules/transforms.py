@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from llmcompressor.verification.cached_states import passed_over
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.resolve import compiled
@@ -79,7 +80,7 @@ def transforms_are_read(view: View) -> Iterator[Problem]:
 
 def _never_applied(view: View) -> Iterator[Problem]:
     """Queries and keys that are turned in the forward; all servers leave them as they are."""
-    missed = _missed(view)
+    missed = _missed(view, keys_are_rounded=_keys_are_quantized(view))
     for name, raw in _transforms(view):
         places = [str(one.get("location")) for one in _of_cache(raw) if not _reached(view, one)]
         if name in missed:
@@ -98,14 +99,14 @@ def _never_applied(view: View) -> Iterator[Problem]:
             )
 
 
-def _missed(view: View) -> dict[str, str]:
+def _missed(view: View, *, keys_are_rounded: bool) -> dict[str, str]:
     """Transforms of queries and keys without which outputs are others, each with the reason."""
     found = {}
     for name, raw in _transforms(view):
         turned = [one for one in _of_cache(raw) if not _reached(view, one)]
         if turned and (raw.get("randomize") or not _are_alike(turned)):
             found[name] = "queries and keys are not turned alike, so outputs are wrong"
-        elif turned and _keys_are_quantized(view):
+        elif turned and keys_are_rounded:
             found[name] = "keys are quantized with the scales of turned ones"
     return found
 
@@ -234,7 +235,8 @@ def transformers_applies_none(view: View) -> Iterator[Problem]:
             "Serve it with vLLM, which applies it, or use rotations that are multiplied into the "
             "weights alone (R1, R2).",
         )
-    missed = _missed(view)
+    rounded = not passed_over(view.config, view.headers)
+    missed = _missed(view, keys_are_rounded=rounded and _keys_are_quantized(view))
     if missed:
         yield Problem(
             "transform_config",
