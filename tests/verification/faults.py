@@ -13,6 +13,7 @@ import torch
 from checkpoint_samples import HIDDEN, INNER, Sample
 
 from llmcompressor.verification import Deployment, Severity
+from llmcompressor.verification.tried_loads import refuses_other_shapes
 
 LAYER = "model.layers.0"
 UP, DOWN = f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.down_proj"
@@ -901,6 +902,14 @@ def queries_with_zero_points(sample: Sample) -> None:
 @fault("L6", DOWN, deployment=Deployment(server="transformers"), also="C1 T4")
 def ragged_groups(sample: Sample) -> None:
     sample.group["weights"]["group_size"] = 96
+
+
+if refuses_other_shapes():  # where a single number may have any shape, nothing breaches it
+
+    @fault("L9", DOWN, base="FP8", deployment=BY_TRANSFORMERS)
+    def static_scale_without_dimensions(sample: Sample) -> None:
+        name = f"{DOWN}.input_scale"
+        sample.tensors[name] = sample.tensors[name].reshape(())
 
 
 @fault("L8", "lm_head", base="FP8_DYNAMIC", deployment=BY_TRANSFORMERS)

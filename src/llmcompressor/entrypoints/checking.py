@@ -35,6 +35,8 @@ __all__ = ["check_servable", "check_writable_model", "check_written", "serves_no
 _MOST_SHOWN = 5
 _OF_VALUES = {"S27", "S72"}
 """Rules of servers that are about values: no recipe asks for breaking them."""
+_OF_SOME_RELEASES = {"L9"}
+"""Rules of what is read by other releases of the same server: reason to warn, not to refuse."""
 _REMEDIES = {
     "L2": "Ignore these modules, take a scheme whose codes keep the name weight (W8A8, "
     "FP8_DYNAMIC), or serve it with vLLM."
@@ -149,7 +151,8 @@ def _refuse_unservable(ask: Callable[..., list[Finding]]) -> None:
     """Refuse what none of the servers takes."""
     firsts = []
     for server in SERVERS:
-        found = _errors(ask(deployment=Deployment(server)))
+        errors = _errors(ask(deployment=Deployment(server)))
+        found = [one for one in errors if one.rule not in _OF_SOME_RELEASES]
         if not found:
             return
         firsts.append((server, found[0]))
