@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers makes of packed weights, before they are unpacked and after (L1 to L6, L9).
+"""What transformers makes of packed weights, before they are unpacked and after (L1-L6, L9, L10).
 
 It is that of the installed release: where releases differ, a tiny model is loaded to see.
 
@@ -22,6 +22,7 @@ computes in (L5). Columns that are no whole number of groups are refused in that
 
 Since 5.23 a tensor has to have the shape that the model without data has for it, quantized or not.
 That of packed zero points is not packed there, by an oversight; one number is always ``[1]`` (L9).
+And what becomes several weights, or a part of one, does not pass its tables any more (L10).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from llmcompressor.verification.conversions import tables_quantized
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.module_classes import dtype_by_class, named_by_class
@@ -262,6 +264,35 @@ def _single_numbers(view: View) -> Iterator[Problem]:
             )
 
 
+def tables_work(view: View) -> Iterator[Problem]:
+    """L10."""
+    tables = tables_quantized(view.config) if view.quantized else None
+    if tables is None:
+        return
+    if not tables.are_built:
+        split = [name for name, one in view.entries.items() if len(view.own_modules(one)) > 1]
+        for name in split or ["quantization_config"]:
+            yield Problem(
+                name,
+                "transformers fails to load the model where anything is quantized: this weight "
+                "becomes several there, and its table does not allow for codes."
+                if split
+                else "transformers fails to build the tables of this class where anything is "
+                "quantized.",
+                "Serve it with vLLM, or load it with a transformers before 5.23.",
+            )
+        return
+    for name, entry in view.entries.items():
+        if not entry.is_quantized and "weight" in entry.own and tables.lose(f"{name}.weight"):
+            yield Problem(
+                name,
+                "It is plain and becomes a part of another weight in transformers, which looks for "
+                "codes there where anything is quantized: it is not loaded.",
+                "Put a group of 8-bit floats first whose pattern says 'experts' and matches "
+                "nothing, or serve it with vLLM.",
+            )
+
+
 def _is_shared(view: View, entry: Entry) -> bool:
     """Whether a module has one scale by its scheme, and not by its size."""
     scheme = view.written(entry)
@@ -315,6 +346,13 @@ RULES = (
         "L9",
         "tensors have the shape of their place",
         tensors_have_their_place,
+        server="transformers",
+        is_limit=True,
+    ),
+    Rule(
+        "L10",
+        "tables of the class convert what is stored",
+        tables_work,
         server="transformers",
         is_limit=True,
     ),
