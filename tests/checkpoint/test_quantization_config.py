@@ -89,8 +89,8 @@ def served_names(model: PreTrainedModel) -> dict[str, str]:
 def check_both_readers(model: PreTrainedModel, config: dict[str, Any]) -> None:
     wanted = expected(model)
     assert by_compressed_tensors(model, config) == wanted
-    as_json = {name: args.model_dump(mode="json") for name, args in wanted.items()}
-    assert by_vllm(served_names(model), config) == as_json
+    served = by_vllm(served_names(model), config).items()
+    assert {name: QuantizationArgs.model_validate(args) for name, args in served} == wanted
 
 
 def test_every_key_in_full() -> None:
@@ -123,9 +123,22 @@ def test_every_key_in_full() -> None:
     }
     assert group["weights"]["scale_dtype"] == "torch.float8_e4m3fn"
     assert group["weights"]["group_size"] == 16
+    assert {"actorder", "block_structure", "observer", "observer_kwargs"} <= set(group["weights"])
+    assert set(group["weights"]) == set(QuantizationArgs.model_fields)
     assert group["input_activations"]["dynamic"] == "local"
     assert config["ignore"] == ["lm_head"]
     check_both_readers(model, config)
+
+
+def test_how_arguments_came_about_is_no_matter() -> None:
+    """Of those that were read from a file every key is set, of a preset's few are."""
+    preset = preset_scheme("W4A16_ASYM", ["Linear"])
+    stored = json.loads(json.dumps(build(tiny.quantize_model(tiny.llama(), {"g": preset}))))
+    group = stored["config_groups"]["group_0"]
+    reread = QuantizationScheme.model_validate(group)
+    again = build(tiny.quantize_model(tiny.llama(), {"g": reread}))
+    assert json.dumps(again) == json.dumps(stored)
+    assert QuantizationArgs.model_validate(group["weights"]) == preset.weights
 
 
 def test_nothing_quantized() -> None:

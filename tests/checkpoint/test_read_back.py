@@ -4,16 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_checkpoints as tiny
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from transformers import PreTrainedModel, WhisperConfig, WhisperForConditionalGeneration
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
+from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.checkpoint.save import save_checkpoint
 from llmcompressor.schemes.presets import preset_scheme
+from llmcompressor.verification.tried_loads import refuses_packed_zero_points
 
 READER = """
 import sys, torch, transformers
@@ -23,7 +32,11 @@ out = {}
 for folder in sorted(root.iterdir()):
     config = transformers.AutoConfig.from_pretrained(folder)
     cls = getattr(transformers, config.architectures[0])
-    model, info = cls.from_pretrained(folder, output_loading_info=True)
+    try:
+        model, info = cls.from_pretrained(folder, output_loading_info=True)
+    except RuntimeError as error:
+        out[folder.name] = {"error": str(error)}
+        continue
     model.eval()
     with torch.no_grad():
         given = tokens[folder.name]
@@ -151,7 +164,23 @@ def read_back(
     torch.save(tokens, files[0])
     read_alone(READER, root, *files)
     results = torch.load(files[1])
+    for name in (name for name, found in results.items() if "error" in found):
+        assert "mismatched_sizes" in results[name]["error"]
+        results[name] = _read_by_the_package(root / name, tokens[name])
     return {name: {**results[name], "here": here[name]} for name in here}
+
+
+def _read_by_the_package(folder: Path, tokens: dict[str, Any]) -> dict[str, Any]:
+    """Packed zero points, which some releases of transformers refuse, and nothing else."""
+    assert refuses_packed_zero_points()
+    tensors = load_file(folder / "model.safetensors")
+    assert {one.dtype for own, one in tensors.items() if "zero_point" in own} == {torch.int32}
+    with packed_zero_points_fit():
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    with torch.no_grad():
+        logits = model.eval()(**tokens).logits
+    names = {own: sorted(info[f"{own}_keys"]) for own in ("missing", "unexpected")}
+    return {"logits": logits, **names}
 
 
 @pytest.mark.parametrize("name", [*CASES, *(f"{name}-dense" for name in DENSE)])

@@ -3,6 +3,9 @@
 
 Equality is exact, logit for logit: the model in memory holds each weight as compressed-tensors
 decodes it, in the same dtype, and quantizes its activations with the same code.
+
+Packed zero points some releases of transformers refuse whoever wrote them (L9): there it is the
+package that reads them back, as ``evaluate`` does.
 """
 
 from __future__ import annotations
@@ -16,11 +19,16 @@ from typing import Any
 import pytest
 import small_models as small
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from llmcompressor import oneshot
+from llmcompressor import oneshot, verify
+from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.schemes.presets import PRESETS
+from llmcompressor.verification import Severity
+from llmcompressor.verification.tried_loads import refuses_packed_zero_points
 
 DECODED = """
 def decoded(model, tokens):
@@ -40,7 +48,11 @@ from transformers import AutoModelForCausalLM
 
 found = {}
 for folder in sorted(Path(sys.argv[1]).iterdir()):
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    except RuntimeError as error:
+        found[folder.name] = {"error": str(error)}
+        continue
     with torch.no_grad():
         tokens = torch.load(sys.argv[2])
         found[folder.name] = {
@@ -95,8 +107,8 @@ KV = {"kv_cache_scheme": {**FLOAT8, "strategy": "tensor"}}
 INT4_ASYMMETRIC = {"num_bits": 4, "group_size": 64, "symmetric": False}
 DYNAMIC_ASYMMETRIC = {"symmetric": False, "dynamic": True}
 STATIC_ASYMMETRIC = {"num_bits": 8, "strategy": "tensor", "symmetric": False}
-# Packed, which is what servers read, transformers 5.17 cannot load an embedding: it initializes
-# the `weight` that a packed one does not have. In int-quantized form it keeps that name.
+# Packed, which is what servers read, transformers cannot load an embedding: it initializes the
+# `weight` that a packed one does not have. In int-quantized form it keeps that name.
 EMBEDDING = {"targets": ["Embedding"], "weights": INT8_CHANNEL, "format": "int-quantized"}
 CASES: dict[str, Case] = {
     **{name: Case(rtn(scheme=name)) for name in PRESETS},
@@ -269,7 +281,7 @@ UNTOUCHED = {"UNQUANTIZED"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """Both sides of one case."""
+    """Both sides of one case; ``error`` is what transformers alone says, empty if it reads it."""
 
     folder: Path
     written: Tensor
@@ -278,6 +290,7 @@ class Outcome:
     read_decoded: Tensor
     missing: list[str]
     unexpected: list[str]
+    error: str
 
 
 @pytest.fixture(scope="module")
@@ -290,17 +303,23 @@ def outcomes(
     torch.save(small.probe(), files[0])
     read_alone(READER, root / "out", *files)
     found = torch.load(files[1])
-    return {
-        name: Outcome(
-            root / "out" / name,
-            *logits,
-            found[name]["logits"],
-            found[name]["decoded"],
-            found[name]["missing_keys"],
-            found[name]["unexpected_keys"],
-        )
-        for name, logits in written.items()
-    }
+    outcomes = {}
+    for name, logits in written.items():
+        folder, alone = root / "out" / name, found[name]
+        read = alone if "error" not in alone else read_by_the_package(folder)
+        sides = (*logits, read["logits"], read["decoded"])
+        lists = (read["missing_keys"], read["unexpected_keys"])
+        outcomes[name] = Outcome(folder, *sides, *lists, alone.get("error", ""))
+    return outcomes
+
+
+def read_by_the_package(folder: Path) -> dict[str, Any]:
+    """What the reader finds, of a folder that transformers alone refuses."""
+    with packed_zero_points_fit():
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    logits, decoded = _logits(model.eval())
+    lists = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys")}
+    return {"logits": logits, "decoded": decoded, **lists}
 
 
 def _write(case: Case, folder: Path) -> tuple[Tensor, Tensor]:
@@ -312,6 +331,10 @@ def _write(case: Case, folder: Path) -> tuple[Tensor, Tensor]:
         output_dir=folder,
         **case.arguments,
     )
+    return _logits(model)
+
+
+def _logits(model: Any) -> tuple[Tensor, Tensor]:
     known: dict[str, Any] = {}
     exec(DECODED, known)
     with torch.no_grad():
@@ -326,6 +349,22 @@ def test_reads_back_as_the_model_in_memory(name: str, outcomes: dict[str, Outcom
     assert bool(torch.isfinite(outcome.written).all())
     assert torch.equal(outcome.read, outcome.written)
     assert torch.equal(outcome.read_decoded, outcome.written_decoded)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_transformers_alone_refuses_is_said(name: str, outcomes: dict[str, Outcome]) -> None:
+    """Packed zero points, in the releases that do, and nothing else."""
+    outcome = outcomes[name]
+    headers = load_file(outcome.folder / "model.safetensors")
+    is_packed = any(
+        each.endswith("weight_zero_point") and tensor.dtype is torch.int32
+        for each, tensor in headers.items()
+    )
+    assert bool(outcome.error) == (is_packed and refuses_packed_zero_points())
+    assert ("mismatched_sizes" in outcome.error) == bool(outcome.error)
+    found = verify(outcome.folder, serve="transformers").findings
+    rules = {one.rule for one in found if one.severity is Severity.ERROR}
+    assert ("L9" in rules) == bool(outcome.error)
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - UNTOUCHED))

@@ -15,6 +15,7 @@ from checkpoint_samples import HIDDEN, INNER, Sample
 
 from llmcompressor.schemes.attention import takes_cache
 from llmcompressor.verification import Deployment, Severity, cached_states
+from llmcompressor.verification.tried_loads import refuses_other_shapes
 
 LAYER = "model.layers.0"
 UP, DOWN = f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.down_proj"
@@ -922,14 +923,14 @@ def queries_with_zero_points(sample: Sample) -> None:
     sample.tensors[f"{LAYER}.self_attn.q_zero_point"] = torch.zeros(1, dtype=torch.int8)
 
 
-@fault("L10", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS, cache_is_known=False)
+@fault("L11", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS, cache_is_known=False)
 def cache_by_another_name(sample: Sample) -> None:
     """Nothing is rounded: neither turned keys nor queries with zero points do harm."""
     _turned(sample)
     sample.tensors[f"{LAYER}.self_attn.q_zero_point"] = torch.zeros(1, dtype=torch.int8)
 
 
-@fault("L10", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS, cache_is_known=False)
+@fault("L11", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS, cache_is_known=False)
 def attention_by_another_name_without_scales(sample: Sample) -> None:
     """Their scales are found in the forward."""
     sample.settings["kv_cache_scheme"] |= {"dynamic": True, "strategy": "token"}
@@ -937,7 +938,7 @@ def attention_by_another_name_without_scales(sample: Sample) -> None:
         sample.drop(name)
 
 
-@fault("L10", f"{LAYER}.self_attn", severity=WARNING, base="cache", cache_is_known=False)
+@fault("L11", f"{LAYER}.self_attn", severity=WARNING, base="cache", cache_is_known=False)
 def cache_by_another_name_without_a_server(sample: Sample) -> None:
     """A limit of one server alone."""
 
@@ -945,6 +946,14 @@ def cache_by_another_name_without_a_server(sample: Sample) -> None:
 @fault("L6", DOWN, deployment=Deployment(server="transformers"), also="C1 T4")
 def ragged_groups(sample: Sample) -> None:
     sample.group["weights"]["group_size"] = 96
+
+
+if refuses_other_shapes():  # where a single number may have any shape, nothing breaches it
+
+    @fault("L9", DOWN, base="FP8", deployment=BY_TRANSFORMERS)
+    def static_scale_without_dimensions(sample: Sample) -> None:
+        name = f"{DOWN}.input_scale"
+        sample.tensors[name] = sample.tensors[name].reshape(())
 
 
 @fault("L8", "lm_head", base="FP8_DYNAMIC", deployment=BY_TRANSFORMERS)

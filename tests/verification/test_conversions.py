@@ -10,12 +10,14 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     Ernie4_5_VLMoeConfig,
     Ernie4_5_VLMoeForConditionalGeneration,
+    PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llmcompressor import oneshot, verify
+from llmcompressor import oneshot, reset_session, verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification.class_model import class_model
 from llmcompressor.verification.conversions import stacks_quantized
@@ -69,3 +71,43 @@ def test_other_tables_take_what_is_there(name: str) -> None:
     config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]]
     assert class_model(config) is not None
     assert stacks_quantized(config)
+
+
+def with_joined_convolutions() -> PreTrainedModel:
+    """Its files hold three convolutions where the model has one."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    linear |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    config = AutoConfig.for_model(
+        "olmo_hybrid",
+        **sizes,
+        **heads,
+        **linear,
+        layer_types=["linear_attention", "full_attention"],
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(4, "int"), (8, "float")])
+def test_what_is_joined_where_anything_is_quantized(bits: int, kind: str, tmp_path: Path) -> None:
+    """Some releases look for codes of all that becomes a part of another weight."""
+    weights = {"num_bits": bits, "type": kind, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights}
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    reset_session()
+    oneshot(with_joined_convolutions(), recipe, output_dir=tmp_path / "out")
+    reset_session()
+    found = verify(tmp_path / "out", serve="transformers").findings
+    said = {(one.rule, one.module) for one in found if one.severity == "error"}
+    try:
+        _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    except RuntimeError:
+        is_read = False
+    else:
+        is_read = not info["missing_keys"]
+    owner = "model.layers.0.linear_attn"
+    assert said == (set() if is_read else {("L10", f"{owner}.{own}_conv1d") for own in "qkv"})
+    assert is_read or kind == "int"

@@ -120,16 +120,35 @@ def build_quantization_config(
 
 
 def _as_json(config: QuantizationConfig, transform: Any) -> dict[str, Any]:
-    dumped = config.model_dump(mode="json")
-    if dumped.get(_EXPERT_SPARSITY) is None:  # what older readers do not know is not mentioned
-        dumped.pop(_EXPERT_SPARSITY, None)
+    found = config.model_dump(mode="json")
+    if found.get(_EXPERT_SPARSITY) is None:  # what older readers do not know is not mentioned
+        found.pop(_EXPERT_SPARSITY, None)
+    if config.kv_cache_scheme is not None:
+        found["kv_cache_scheme"] = _in_full(config.kv_cache_scheme)
+    for name, scheme in config.config_groups.items():
+        for own in ("weights", "input_activations", "output_activations"):
+            args = getattr(scheme, own)
+            if args is not None:
+                found["config_groups"][name][own] = _in_full(args)
     return {
-        **dumped,
+        **found,
         "quant_method": "compressed-tensors",
         "sparsity_config": {},
         "transform_config": transform.model_dump(mode="json") if transform is not None else {},
         "version": compressed_tensors.__version__,
     }
+
+
+def _in_full(args: QuantizationArgs) -> dict[str, Any]:
+    """Arguments with every key, in the order of the fields.
+
+    compressed-tensors 0.20 leaves out what is ``None`` or was inferred, and what was inferred
+    depends on how an object came about: a resumed run would write other bytes than one at once.
+    """
+    found = {name: getattr(args, name) for name in type(args).model_fields}
+    found |= args.model_dump(mode="json")
+    zero = None if args.symmetric else str(args.zp_dtype)  # of no zero points it is left open
+    return {name: zero if name == "zp_dtype" else each for name, each in found.items()}
 
 
 def _transforms_alone(transform: Any) -> dict[str, Any] | None:

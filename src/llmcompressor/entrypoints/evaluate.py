@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from llmcompressor.args.checks import integer, optional
 from llmcompressor.checkpoint.hub import fetch
+from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.entrypoints.positions import positions_of
 from llmcompressor.entrypoints.verify import verify
@@ -52,7 +53,8 @@ def evaluate(
     """Measure a causal language model on a text, beside the original if it is given.
 
     The documents are joined and cut into windows of ``max_seq_length`` tokens that do not
-    overlap. Checkpoints are loaded by transformers as any user would load them.
+    overlap. Checkpoints are loaded by transformers as any user would load them; those with packed
+    zero points too, which some releases refuse by themselves (``verify``, L9).
 
     Args:
         checkpoint: folder, name or model; one with adapters (PEFT) too.
@@ -127,7 +129,7 @@ def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreT
     if not path.is_dir():
         path = Path(fetch(str(source)))
     try:
-        with _explained(source):
+        with _explained(source), packed_zero_points_fit():
             model = AutoModelForCausalLM.from_pretrained(
                 str(path), dtype="auto", trust_remote_code=trust_remote_code
             )

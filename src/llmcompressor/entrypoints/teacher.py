@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from llmcompressor.args import ModelArguments
 from llmcompressor.checkpoint.load import check_complete, loading_error, model_class
+from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.checkpoint.source import is_hub_id, quantization_method
 from llmcompressor.errors import CheckpointError
 
@@ -81,9 +82,10 @@ def load_possibly_compressed(place: str, args: ModelArguments) -> Any:
     try:
         config = AutoConfig.from_pretrained(place, **hub)
         loader = model_class(config, trust_remote_code=args.trust_remote_code_model)
-        model, info = loader.from_pretrained(
-            place, config=config, dtype="auto", output_loading_info=True, **hub
-        )
+        with packed_zero_points_fit():
+            model, info = loader.from_pretrained(
+                place, config=config, dtype="auto", output_loading_info=True, **hub
+            )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         if isinstance(error, CheckpointError | torch.OutOfMemoryError):
             raise

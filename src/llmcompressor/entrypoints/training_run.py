@@ -16,6 +16,7 @@ from torch.nn import Module
 from transformers import PrinterCallback
 from transformers.trainer_utils import rotate_checkpoints
 
+from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.checkpoint.prediction import module_kinds
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.core.session import CompressionSession
@@ -273,7 +274,8 @@ class _Run:
         if self.is_main:
             self._publish(folder)
         _agreed(None)  # nobody reads before it has its name
-        model = type(self.model).from_pretrained(self.task.output_dir, dtype="auto")
+        with packed_zero_points_fit():
+            model = type(self.model).from_pretrained(self.task.output_dir, dtype="auto")
         return model.eval()  # type: ignore[no-any-return]  # as it came from the loader
 
 

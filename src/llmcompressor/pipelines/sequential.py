@@ -145,7 +145,7 @@ def _prepare(
     state.propagates, state.call_order = propagates, calibrated.order
     streams = 2 if propagates and any(modifier.twin_streams for modifier in modifiers) else 1
     undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
-    budget = activation_budget(dataset_args.activation_budget)
+    budget = _budget(dataset_args)
     to_end = undeclared or any(modifier.runs_to_end for modifier in modifiers)
     lay_out = partial(
         make_plan,
@@ -201,6 +201,10 @@ def _is_undeclared(modifier: Modifier, state: State) -> bool:
     """Whether a modifier wants data and does not say for which modules: it is told of all."""
     declared = modifier.runs_to_end or modifier.calibrated_modules(state)
     return modifier.requires_calibration_data and not declared
+
+
+def _budget(dataset_args: DatasetArguments) -> int:
+    return activation_budget(dataset_args.activation_budget)
 
 
 def _resident_budget(device: torch.device, budget: int, limit: int | None) -> int:

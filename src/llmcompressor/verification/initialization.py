@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose weights transformers 5.17 names while it initializes a model, found by trying.
+"""Whose weights transformers names while it initializes a model, found by trying.
 
 After a load transformers passes over every module to initialize what the file did not hold. What
 was loaded is not touched, but the ``_init_weights`` of many classes reads ``.weight`` of Linears to

@@ -20,6 +20,7 @@ from llmcompressor.verification.built import class_of_type, every_name
 from llmcompressor.verification.class_model import class_model
 from llmcompressor.verification.families import text_settings
 from llmcompressor.verification.initialization import named_weights
+from llmcompressor.verification.tried_loads import renamed_keep_their_dtype
 
 __all__ = [
     "Own",
@@ -170,8 +171,8 @@ def experts_by_class(config: Mapping[str, Any], path: str) -> int | None:
 def dtype_by_class(config: Mapping[str, Any], dtype: str) -> Callable[[str], str] | None:
     """Ask the class what dtype tensors are loaded as, where anything is quantized.
 
-    What is renamed keeps the dtype of the file. Some others become float32: a class lists parts of
-    their names, and these may match more than was meant.
+    What is renamed keeps the dtype of the file in some releases. Some others become float32: a
+    class lists parts of their names, and these may match more than was meant.
 
     Args:
         config: the content of ``config.json``.
@@ -188,7 +189,7 @@ def dtype_by_class(config: Mapping[str, Any], dtype: str) -> Callable[[str], str
 
     def loaded(name: str) -> str:
         own = found.stored(name)
-        if own != name:
+        if own != name and renamed_keep_their_dtype():
             return ""
         return "float32" if pattern is not None and pattern.search(own) else dtype
 

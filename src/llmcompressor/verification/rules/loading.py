@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers 5.17 makes of packed weights, before they are unpacked and after (L1 to L6).
+"""What transformers makes of packed weights, before they are unpacked and after (L1-L6, L9, L10).
+
+It is that of the installed release: where releases differ, a tiny model is loaded to see.
 
 After it has filled a model, transformers passes over every module to initialize what the file did
 not hold. What is loaded is not touched, but many model classes name ``module.weight`` to see that,
@@ -13,10 +15,14 @@ where scales are exponents or themselves 8-bit floats. Their inputs have the mod
 another one ends in a ``RuntimeError`` (L4). So does a buffer that the model casts to its own dtype
 by assigning it anew: compressed-tensors copies the values into the old one. So does a scale that is
 loaded as another dtype: as float32, where a class's list of what stays so matches it by mistake (as
-``scale`` does ``weight_scale``); as that of the file, where it is renamed while it loads.
+``scale`` does ``weight_scale``); as that of the file before 5.21, where it is renamed on the way.
 
 Queries, keys and values that are rounded with zero points come out in float16 whatever the model
 computes in (L5). Columns that are no whole number of groups are refused in that forward too (L6).
+
+Since 5.23 a tensor has to have the shape that the model without data has for it, quantized or not.
+That of packed zero points is not packed there, by an oversight; one number is always ``[1]`` (L9).
+And what becomes several weights, or a part of one, does not pass its tables any more (L10).
 """
 
 from __future__ import annotations
@@ -25,13 +31,20 @@ import re
 from collections.abc import Iterator
 
 from llmcompressor.verification.cached_states import passed_over
+from llmcompressor.verification.conversions import tables_quantized
 from llmcompressor.verification.facts import Severity
+from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.module_classes import dtype_by_class, named_by_class
 from llmcompressor.verification.rules.base import FLOATS, Problem, Rule, View
 from llmcompressor.verification.rules.transformers import (
     experts_are_linears,
     is_small_float,
     loaded_mixtures,
+)
+from llmcompressor.verification.tried_loads import (
+    refuses_other_shapes,
+    refuses_packed_zero_points,
+    small_float_experts_become,
 )
 
 __all__ = ["RULES"]
@@ -48,6 +61,7 @@ _TO_BFLOAT16 = frozenset(
 """Formats that are unpacked to bfloat16, whatever the model's dtype is."""
 _FLOAT32_BUFFERS = {"ctrl": "transformer.pos_encoding"}
 """``model_type`` → a buffer that is made in float32, and cast in the forward by assignment."""
+_UNPACKED = "Load it with quantization_config=CompressedTensorsConfig(dequantize=True)"
 _ANEW = 'Compress the model in bfloat16, with precision="bfloat16" (--precision bfloat16)'
 
 
@@ -92,9 +106,19 @@ def encoders_are_unpacked(view: View) -> Iterator[Problem]:
                 entry.name,
                 "transformers unpacks it at the first forward of the whole model, and generate "
                 "calls the encoder before that and fails.",
-                "Load it with quantization_config=CompressedTensorsConfig(dequantize=True), or "
-                "call the model once before generate.",
+                f"{_UNPACKED}, or call the model once before generate."
+                if _is_weights_of_one_group(view)
+                else "Call the model once before generate.",
             )
+
+
+def _is_weights_of_one_group(view: View) -> bool:
+    """Whether weights can be unpacked while they load, and no more is lost by that.
+
+    Since 5.21 one group is taken for all Linears then, and no inputs are rounded.
+    """
+    found = [group.scheme for group in view.groups if group.scheme.weights is not None]
+    return len(found) == 1 and found[0].inputs is None and found[0].outputs is None
 
 
 def dtypes_meet(view: View) -> Iterator[Problem]:
@@ -106,11 +130,13 @@ def dtypes_meet(view: View) -> Iterator[Problem]:
 
 
 def _experts_in_bfloat16(view: View) -> Iterator[Problem]:
-    if view.dtype == "bfloat16" or experts_are_linears(view):
+    if view.dtype not in ("float16", "float32") or experts_are_linears(view):
         return
     for path, expert in loaded_mixtures(view):
         scheme = view.written(expert[0]) if expert[0].is_quantized else None
-        if scheme is not None and is_small_float(scheme.weights):
+        if scheme is None or not is_small_float(scheme.weights):
+            continue
+        if small_float_experts_become(view.dtype) == "bfloat16":
             yield Problem(
                 path,
                 "transformers unpacks experts of 8-bit floats to bfloat16, and the model computes "
@@ -179,7 +205,7 @@ def rounded_states_keep_their_dtype(view: View) -> Iterator[Problem]:
         return
     named = [name for name in view.headers if name.endswith(".q_zero_point")]
     if named and passed_over(view.config, view.headers):
-        return  # what is not rounded stays what it is (L10)
+        return  # what is not rounded stays what it is (L11)
     for name in named:
         yield Problem(
             name.rpartition(".")[0],
@@ -202,6 +228,85 @@ def groups_are_whole(view: View) -> Iterator[Problem]:
                 "unpacked, at the first forward, transformers refuses it.",
                 "Use a group size that divides the columns.",
             )
+
+
+def tensors_have_their_place(view: View) -> Iterator[Problem]:
+    """L9."""
+    yield from _packed_zero_points(view)
+    yield from _single_numbers(view)
+
+
+def _packed_zero_points(view: View) -> Iterator[Problem]:
+    as_linears = experts_are_linears(view)
+    for entry, scheme in view.coded():
+        if scheme.weights is None or scheme.weights.symmetric:
+            continue  # they are left out (T4)
+        zero = entry.own.get("weight_zero_point")
+        if zero is None or zero.dtype != "I32" or (entry.is_expert and not as_linears):
+            continue  # T6 speaks of experts
+        if zero.shape[:1] == (entry.rows,) or not refuses_packed_zero_points():
+            continue
+        yield Problem(
+            entry.name,
+            f"Its zero points are packed ({list(zero.shape)}), as servers take them, and this "
+            f"transformers has a place for {[entry.rows, *zero.shape[1:]]}: it fails to load.",
+            f"{_UNPACKED}, or serve it with vLLM."
+            if _is_weights_of_one_group(view)
+            else "Compress it symmetrically (symmetric: true), or serve it with vLLM.",
+        )
+
+
+def _single_numbers(view: View) -> Iterator[Problem]:
+    for entry in view.quantized:
+        if entry.is_expert and not experts_are_linears(view):
+            continue
+        for own, info in entry.own.items():
+            is_one = own.endswith("_scale") and info.numel == 1
+            if not is_one or len(info.shape) == 1 or not refuses_other_shapes():
+                continue
+            if own == "weight_scale" and len(info.shape) > 1 and not _is_shared(view, entry):
+                continue
+            yield Problem(
+                entry.name,
+                f"Its {own} has the shape {list(info.shape)}, and transformers takes [1] alone: it "
+                "fails to load.",
+                "Store it as [1], or serve it with vLLM.",
+            )
+
+
+def tables_work(view: View) -> Iterator[Problem]:
+    """L10."""
+    tables = tables_quantized(view.config) if view.quantized else None
+    if tables is None:
+        return
+    if not tables.are_built:
+        split = [name for name, one in view.entries.items() if len(view.own_modules(one)) > 1]
+        for name in split or ["quantization_config"]:
+            yield Problem(
+                name,
+                "transformers fails to load the model where anything is quantized: this weight "
+                "becomes several there, and its table does not allow for codes."
+                if split
+                else "transformers fails to build the tables of this class where anything is "
+                "quantized.",
+                "Serve it with vLLM, or load it with a transformers before 5.23.",
+            )
+        return
+    for name, entry in view.entries.items():
+        if not entry.is_quantized and "weight" in entry.own and tables.lose(f"{name}.weight"):
+            yield Problem(
+                name,
+                "It is plain and becomes a part of another weight in transformers, which looks for "
+                "codes there where anything is quantized: it is not loaded.",
+                "Put a group of 8-bit floats first whose pattern says 'experts' and matches "
+                "nothing, or serve it with vLLM.",
+            )
+
+
+def _is_shared(view: View, entry: Entry) -> bool:
+    """Whether a module has one scale by its scheme, and not by its size."""
+    scheme = view.written(entry)
+    return scheme is not None and scheme.weights is not None and scheme.weights.strategy == "tensor"
 
 
 RULES = (
@@ -244,6 +349,20 @@ RULES = (
         "L6",
         "columns are whole groups",
         groups_are_whole,
+        server="transformers",
+        is_limit=True,
+    ),
+    Rule(
+        "L9",
+        "tensors have the shape of their place",
+        tensors_have_their_place,
+        server="transformers",
+        is_limit=True,
+    ),
+    Rule(
+        "L10",
+        "tables of the class convert what is stored",
+        tables_work,
         server="transformers",
         is_limit=True,
     ),

@@ -303,8 +303,8 @@ def _dense_experts(path: str, what: str, taken: Group | None) -> Iterator[Proble
         return
     yield Problem(
         path,
-        f"Its {what} are plain, and transformers looks for codes of {taken.name}: they are "
-        "random there."
+        f"Its {what} are plain, and transformers looks for codes of {taken.name}: they are not "
+        "loaded there."
         if taken is not None
         else f"Its {what} are plain, and without any group transformers fails to load them.",
         "Put a group of 8-bit floats first whose pattern says 'experts' and matches nothing.",
