@@ -219,3 +219,24 @@ def test_stacks_that_a_checkpoint_has_in_parts_are_ignored_by_their_names(tmp_pa
     parts = {name for name in tensors(tmp_path / "out") if ".moe." in name}
     assert len(parts) == 6
     assert {name.removesuffix(".weight") for name in parts} <= ignored
+
+
+def test_sinks_beside_a_quantized_cache_have_the_name_that_the_checkpoint_gives_them(
+    tmp_path: Path,
+) -> None:
+    cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
+    model = causal("llama")
+    for layer in model.model.layers:
+        layer.self_attn.sinks = torch.nn.Parameter(torch.randn(4))
+    model._weight_conversions = [
+        WeightRenaming("self_attn.softmax_offset", "self_attn.sinks"),
+        WeightRenaming("lm_head.", "head."),
+    ]
+    model = tiny.quantize_model(model, {}, kv_cache=cache)
+    save_checkpoint(model, tmp_path / "out")
+    stored = tensors(tmp_path / "out")
+    assert {name for name in stored if "layers.1.self_attn" in name and "proj" not in name} == {
+        f"model.layers.1.self_attn.{own}" for own in ("k_scale", "v_scale", "softmax_offset")
+    }
+    sinks = model.model.layers[1].self_attn.sinks
+    assert torch.equal(stored["model.layers.1.self_attn.softmax_offset"], sinks)

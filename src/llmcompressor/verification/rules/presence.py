@@ -95,7 +95,7 @@ def layers_are_complete(view: View) -> Iterator[Problem]:
         counts = _counts(view, stack)
         real = _real(view, stack, layers)
         yield from _incomplete(view, stack, real)
-        if counts and len(stacks) == 1 and len(real) < min(counts):
+        if counts and len(stacks) == 1 and len(real) < min(counts) and not _has_all(view):
             count = min(counts)
             lacking = count - len(real)
             # the first of them are enough, and a wrong count may be any number
@@ -103,6 +103,11 @@ def layers_are_complete(view: View) -> Iterator[Problem]:
             shown = ", ".join(itertools.islice(missing, min(lacking, _MOST_SHOWN)))
             more = f" and {lacking - _MOST_SHOWN} more" if lacking > _MOST_SHOWN else ""
             yield Problem(stack, f"It lacks the layers {shown}{more} of {count}.", _COPY)
+
+
+def _has_all(view: View) -> bool:
+    """Whether the class finds everything: it may count layers otherwise than they are stored."""
+    return view.built is not None and not view.built.missing
 
 
 def _counts(view: View, stack: str) -> set[int]:
