@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import (
+    Concatenate,
     ConversionOps,
     ErnieFuseAndSplitTextVisionExperts,
     MergeModulelist,
@@ -85,6 +87,25 @@ def test_names_come_from_the_tables_of_transformers(family: str, names: dict[str
         model = mixtures.AutoModelForCausalLM.from_config(config)
     for mixture in find_mixtures(model):
         assert part_names(mixture, stacking_converters(model)) == names
+
+
+def test_names_of_another_part_of_the_model_are_not_taken() -> None:
+    model = mixtures.build("qwen3_moe")
+    own = stacking_converters(model)
+    tower = [
+        WeightConverter(
+            [f"mlp.experts.*.{name}.weight" for name in names],
+            f"mlp.experts.{stack}",
+            [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(names) > 1 else [])],
+        )
+        for stack, names in {"gate_up_proj": ("fc1", "fc3"), "down_proj": ("fc2",)}.items()
+    ]
+    for entry in tower:
+        entry.scope_prefix, entry.base_model_prefix = "tower", "model"
+    for mixture in find_mixtures(model):
+        assert part_names(mixture, [*own, *tower]) == NAMES
+        there = replace(mixture, name=mixture.name.replace("model.", "model.tower."))
+        assert part_names(there, [*own, *tower]) == {GATE: "fc1", UP: "fc3", DOWN: "fc2"}
 
 
 class Stacked(nn.Module):
