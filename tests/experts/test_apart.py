@@ -135,6 +135,40 @@ class Clamped(Stacked):
         return self.act_fn(gate) * up.clamp(max=0.5)
 
 
+class Normed(Stacked):
+    """Norms what an expert has made before it is weighted, and declares it as transformers does."""
+
+    is_transposed, is_concatenated, has_gate, has_bias = False, True, True, False
+    has_post_expert_norm = True
+
+    def __init__(self) -> None:
+        super().__init__(hidden=12)
+        self.post_expert_norm = RMSNorm(12)
+
+    def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden_states)
+        for expert in range(len(self.down_proj)):
+            token, place = torch.where(index == expert)
+            gate, up = (hidden_states[token] @ self.gate_up_proj[expert].T).chunk(2, -1)
+            made = self.post_expert_norm(self.between(gate, up) @ self.down_proj[expert].T)
+            result.index_add_(0, token, made * weights[token, place, None])
+        return result
+
+
+class SaysNoNorm(Normed):
+    has_post_expert_norm = False
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * hidden_states * scale
+
+
 class Declared(Stacked):
     """Says how its stacks lie, and has a forward that runs at its own size only."""
 
@@ -174,8 +208,25 @@ def test_a_family_that_no_one_knows_is_taken_apart() -> None:
         assert not made(tokens, elsewhere, weights)[0].any()
 
 
-def test_what_computes_something_else_is_not() -> None:
-    (found,) = find_mixtures(holding(Clamped()))
+def test_a_norm_behind_each_expert_stays(said: list[str]) -> None:
+    torch.manual_seed(0)
+    module = Normed()
+    (found,) = find_mixtures(holding(module))
+    assert found.form is not None
+    assert not said
+    made = take_apart(found, NAMES)
+    tokens, index = torch.randn(7, 12), torch.stack([torch.randperm(3)[:2] for _ in range(7)])
+    weights = torch.rand(7, 2)
+    with torch.no_grad():
+        wanted = module(tokens, index, weights)
+        assert torch.allclose(made(tokens, index, weights), wanted, atol=1e-5)
+        begin_stages(made, 2)
+        assert torch.allclose(made(tokens, index, weights), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Clamped, SaysNoNorm])
+def test_what_computes_something_else_is_not(kind: type[Stacked]) -> None:
+    (found,) = find_mixtures(holding(kind()))
     assert found.form is None
     assert "something else" in found.problem
 
