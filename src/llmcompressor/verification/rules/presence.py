@@ -9,6 +9,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
+from llmcompressor.verification.built import build
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.families import class_names
 from llmcompressor.verification.layout import Entry
@@ -107,7 +108,11 @@ def layers_are_complete(view: View) -> Iterator[Problem]:
 
 def _has_all(view: View) -> bool:
     """Whether the class finds everything: it may count layers otherwise than they are stored."""
-    return view.built is not None and not view.built.missing
+    if view.tensors is not None:
+        built = view.built
+    else:  # it is only planned
+        built = build(view.config, view.plain) if view.plain else None
+    return built is not None and not built.missing
 
 
 def _counts(view: View, stack: str) -> set[int]:
