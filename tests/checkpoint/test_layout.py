@@ -240,3 +240,24 @@ def test_sinks_beside_a_quantized_cache_have_the_name_that_the_checkpoint_gives_
     }
     sinks = model.model.layers[1].self_attn.sinks
     assert torch.equal(stored["model.layers.1.self_attn.softmax_offset"], sinks)
+
+
+def test_matrices_of_rotations_are_not_fused_with_weights(tmp_path: Path) -> None:
+    """Patterns of fused weights may match whatever goes by the name of one of the Linears."""
+    model = causal("llama")
+    converter = WeightConverter(
+        source_patterns="self_attn.qkv",
+        target_patterns=[f"self_attn.{name}_proj" for name in "qkv"],
+        operations=[Chunk(dim=0)],
+    )
+    model._weight_conversions = [converter]
+    for layer in model.model.layers:
+        for name, size in (("q_proj", 64), ("k_proj", 32)):
+            rotation = torch.nn.Module()
+            rotation.weight = torch.nn.Parameter(torch.eye(size), requires_grad=False)
+            layer.self_attn.get_submodule(name).add_module("u_output", rotation)
+    tiny.quantize_model(model, {"g": preset_scheme("FP8_DYNAMIC", ["Linear"])})
+    save_checkpoint(model, tmp_path / "out")
+    assert {
+        name for name in tensors(tmp_path / "out") if "1.self_attn" in name and "u_" in name
+    } == {f"model.layers.1.self_attn.{name}_proj.u_output.weight" for name in "qk"}

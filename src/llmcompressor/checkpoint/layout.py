@@ -218,12 +218,24 @@ def checkpoint_layout(
     rest: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         target, pattern = transforms.name(key, convert=True)
-        keep = pattern is not None and target in fused_with_compressed
+        keep = pattern is not None and (target in fused_with_compressed or _is_within(model, key))
         (apart if keep else rest)[key] = tensor
     result: dict[str, Tensor] = dict(revert_weight_conversion(model, rest))
     for key, tensor in apart.items():
         result[transforms.name(key, convert=False)[0]] = tensor
     return result
+
+
+def _is_within(model: PreTrainedModel, key: str) -> bool:
+    """Whether a tensor is one of a module inside of a Linear: the matrix of a rotation.
+
+    It goes by the Linear's name, and has no part in what is made of the Linear's weight.
+    """
+    owner = key.rpartition(".")[0].rpartition(".")[0]
+    try:
+        return isinstance(model.get_submodule(owner), torch.nn.Linear)
+    except AttributeError:
+        return False
 
 
 def sources_of_plain(
