@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ __all__ = [
     "checkpoint_names",
     "loaded_names",
     "merges_experts",
+    "merges_weights",
     "owned_by_model",
     "sources_of_plain",
     "stacked_names",
@@ -276,6 +277,31 @@ def merges_experts(model: PreTrainedModel) -> bool:
         and any(pattern.endswith(".weight") for pattern in converter.source_patterns)
         for converter in _transforms(model, reverse=False).converters
     )
+
+
+def merges_weights(model: PreTrainedModel, quantized: Collection[str]) -> bool:
+    """Whether transformers makes a tensor of other weights than those it is stored as.
+
+    Args:
+        model: the model.
+        quantized: its quantized modules, which do not count, nor do experts.
+    """
+    transforms = _transforms(model, reverse=True)
+    patterns = {
+        pattern
+        for converter in transforms.converters
+        if all(_is_plain_weight(target) for target in converter.target_patterns)
+        for pattern in converter.source_patterns
+    }
+    return bool(patterns) and any(
+        transforms.name(name, convert=True)[1] in patterns
+        for name in model.state_dict()
+        if name.rpartition(".")[0] not in quantized
+    )
+
+
+def _is_plain_weight(pattern: str) -> bool:
+    return pattern.endswith(".weight") and "experts" not in pattern
 
 
 def owned_by_model(
