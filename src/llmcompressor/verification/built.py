@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -344,8 +344,13 @@ def stored_names(model: Any) -> Callable[[str], str]:
     return lambda name: names(name)[0]
 
 
-def renamed_names(model: Any) -> Callable[[str], str]:
-    """As :func:`stored_names`, of tensors that are loaded as they are: none is split or joined."""
+def renamed_names(model: Any, others: Iterable[str] = ()) -> Callable[[str], str]:
+    """As :func:`stored_names`, of tensors that are loaded as they are: none is split or joined.
+
+    Args:
+        model: without data.
+        others: names of tensors that it will have beside its own.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     from transformers.core_model_loading import (  # noqa: PLC0415
         WeightRenaming,
@@ -354,7 +359,7 @@ def renamed_names(model: Any) -> Callable[[str], str]:
 
     every: list[Any] = get_model_conversion_mapping(model)
     renamings = [one for one in every if isinstance(one, WeightRenaming)]
-    own, prefix = dict(model.state_dict()), model.base_model_prefix
+    own, prefix = dict.fromkeys([*model.state_dict(), *others]), model.base_model_prefix
     return lambda name: str(rename_source_key(name, renamings, [], prefix, own)[0])
 
 
