@@ -80,6 +80,14 @@ MODELS = {
     "llava": llava,
     "mamba": lambda: causal("mamba", state_size=4),
     "mixtral": lambda: causal("mixtral", **EXPERTS),
+    "olmo_hybrid": lambda: causal(
+        "olmo_hybrid",
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
     "opt": lambda: causal("opt", ffn_dim=64, word_embed_proj_dim=64, max_position_embeddings=32),
     "phi3": lambda: causal("phi3"),
     "qwen3_moe": lambda: causal("qwen3_moe", moe_intermediate_size=32, **EXPERTS),
@@ -219,3 +227,45 @@ def test_stacks_that_a_checkpoint_has_in_parts_are_ignored_by_their_names(tmp_pa
     parts = {name for name in tensors(tmp_path / "out") if ".moe." in name}
     assert len(parts) == 6
     assert {name.removesuffix(".weight") for name in parts} <= ignored
+
+
+def test_sinks_beside_a_quantized_cache_have_the_name_that_the_checkpoint_gives_them(
+    tmp_path: Path,
+) -> None:
+    cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
+    model = causal("llama")
+    for layer in model.model.layers:
+        layer.self_attn.sinks = torch.nn.Parameter(torch.randn(4))
+    model._weight_conversions = [
+        WeightRenaming("self_attn.softmax_offset", "self_attn.sinks"),
+        WeightRenaming("lm_head.", "head."),
+    ]
+    model = tiny.quantize_model(model, {}, kv_cache=cache)
+    save_checkpoint(model, tmp_path / "out")
+    stored = tensors(tmp_path / "out")
+    assert {name for name in stored if "layers.1.self_attn" in name and "proj" not in name} == {
+        f"model.layers.1.self_attn.{own}" for own in ("k_scale", "v_scale", "softmax_offset")
+    }
+    sinks = model.model.layers[1].self_attn.sinks
+    assert torch.equal(stored["model.layers.1.self_attn.softmax_offset"], sinks)
+
+
+def test_matrices_of_rotations_are_not_fused_with_weights(tmp_path: Path) -> None:
+    """Patterns of fused weights may match whatever goes by the name of one of the Linears."""
+    model = causal("llama")
+    converter = WeightConverter(
+        source_patterns="self_attn.qkv",
+        target_patterns=[f"self_attn.{name}_proj" for name in "qkv"],
+        operations=[Chunk(dim=0)],
+    )
+    model._weight_conversions = [converter]
+    for layer in model.model.layers:
+        for name, size in (("q_proj", 64), ("k_proj", 32)):
+            rotation = torch.nn.Module()
+            rotation.weight = torch.nn.Parameter(torch.eye(size), requires_grad=False)
+            layer.self_attn.get_submodule(name).add_module("u_output", rotation)
+    tiny.quantize_model(model, {"g": preset_scheme("FP8_DYNAMIC", ["Linear"])})
+    save_checkpoint(model, tmp_path / "out")
+    assert {
+        name for name in tensors(tmp_path / "out") if "1.self_attn" in name and "u_" in name
+    } == {f"model.layers.1.self_attn.{name}_proj.u_output.weight" for name in "qk"}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import (
+    Concatenate,
     ConversionOps,
     ErnieFuseAndSplitTextVisionExperts,
     MergeModulelist,
@@ -87,6 +89,25 @@ def test_names_come_from_the_tables_of_transformers(family: str, names: dict[str
         assert part_names(mixture, stacking_converters(model)) == names
 
 
+def test_names_of_another_part_of_the_model_are_not_taken() -> None:
+    model = mixtures.build("qwen3_moe")
+    own = stacking_converters(model)
+    tower = [
+        WeightConverter(
+            [f"mlp.experts.*.{name}.weight" for name in names],
+            f"mlp.experts.{stack}",
+            [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(names) > 1 else [])],
+        )
+        for stack, names in {"gate_up_proj": ("fc1", "fc3"), "down_proj": ("fc2",)}.items()
+    ]
+    for entry in tower:
+        entry.scope_prefix, entry.base_model_prefix = "tower", "model"
+    for mixture in find_mixtures(model):
+        assert part_names(mixture, [*own, *tower]) == NAMES
+        there = replace(mixture, name=mixture.name.replace("model.", "model.tower."))
+        assert part_names(there, [*own, *tower]) == {GATE: "fc1", UP: "fc3", DOWN: "fc2"}
+
+
 class Stacked(nn.Module):
     """No family's: experts whose rows go through tanh."""
 
@@ -112,6 +133,40 @@ class Stacked(nn.Module):
 class Clamped(Stacked):
     def between(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.act_fn(gate) * up.clamp(max=0.5)
+
+
+class Normed(Stacked):
+    """Norms what an expert has made before it is weighted, and declares it as transformers does."""
+
+    is_transposed, is_concatenated, has_gate, has_bias = False, True, True, False
+    has_post_expert_norm = True
+
+    def __init__(self) -> None:
+        super().__init__(hidden=12)
+        self.post_expert_norm = RMSNorm(12)
+
+    def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden_states)
+        for expert in range(len(self.down_proj)):
+            token, place = torch.where(index == expert)
+            gate, up = (hidden_states[token] @ self.gate_up_proj[expert].T).chunk(2, -1)
+            made = self.post_expert_norm(self.between(gate, up) @ self.down_proj[expert].T)
+            result.index_add_(0, token, made * weights[token, place, None])
+        return result
+
+
+class SaysNoNorm(Normed):
+    has_post_expert_norm = False
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * hidden_states * scale
 
 
 class Declared(Stacked):
@@ -153,8 +208,25 @@ def test_a_family_that_no_one_knows_is_taken_apart() -> None:
         assert not made(tokens, elsewhere, weights)[0].any()
 
 
-def test_what_computes_something_else_is_not() -> None:
-    (found,) = find_mixtures(holding(Clamped()))
+def test_a_norm_behind_each_expert_stays(said: list[str]) -> None:
+    torch.manual_seed(0)
+    module = Normed()
+    (found,) = find_mixtures(holding(module))
+    assert found.form is not None
+    assert not said
+    made = take_apart(found, NAMES)
+    tokens, index = torch.randn(7, 12), torch.stack([torch.randperm(3)[:2] for _ in range(7)])
+    weights = torch.rand(7, 2)
+    with torch.no_grad():
+        wanted = module(tokens, index, weights)
+        assert torch.allclose(made(tokens, index, weights), wanted, atol=1e-5)
+        begin_stages(made, 2)
+        assert torch.allclose(made(tokens, index, weights), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Clamped, SaysNoNorm])
+def test_what_computes_something_else_is_not(kind: type[Stacked]) -> None:
+    (found,) = find_mixtures(holding(kind()))
     assert found.form is None
     assert "something else" in found.problem
 

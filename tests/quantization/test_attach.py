@@ -27,8 +27,10 @@ from llmcompressor.errors import TargetError
 from llmcompressor.quantization.attach import (
     attach_attention,
     attach_linear,
+    cache_scheme,
     cached_attention_modules,
     check_states,
+    planned_attention,
     set_parameter,
     tap_attention,
     untap_attention,
@@ -183,6 +185,21 @@ def test_keys_are_rounded_on_their_scale_once_attached() -> None:
     expected = fake_quantize(keys, torch.tensor([0.01]), None, FP8)
     assert not torch.equal(keys, expected)
     assert torch.allclose(cache.layers[0].keys, expected, atol=1e-6)
+
+
+@torch.no_grad()
+def test_states_keep_their_dtype_where_an_attention_module_has_parameters_of_another() -> None:
+    model, data = tiny.llama().to(torch.bfloat16), tiny.batches(number=1)
+    for module in cached_attention_modules(model):
+        module.sinks = torch.nn.Parameter(torch.zeros(4))
+        planned = planned_attention(model, module, cache_scheme(FP8), queries=False)
+        assert planned["k_scale"].dtype is planned["v_scale"].dtype is torch.bfloat16
+        assert planned["sinks"].dtype is torch.float32
+        tap_attention(model, module, queries=False)
+        scales = {name: torch.tensor([0.01]) for name in ("k_scale", "v_scale")}
+        attach_attention(module, FP8, scales)
+    cache = model(**data[0], use_cache=True).past_key_values
+    assert cache.layers[0].keys.dtype is cache.layers[0].values.dtype is torch.bfloat16
 
 
 def copied(module: Module, form: str) -> Any:

@@ -13,10 +13,12 @@ import torch
 import transformers
 from checkpoint_samples import Sample
 from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
 
 from llmcompressor import verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from llmcompressor.verification import Severity
+from llmcompressor.verification import Severity, TensorInfo
+from llmcompressor.verification.built import build, is_of_another_type
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -251,3 +253,18 @@ def test_code_that_comes_with_a_model_may_build_it_otherwise(whole: Source, tmp_
 def test_infinity_is_read_as_transformers_writes_it(whole: Source) -> None:
     config = whole("granitemoehybrid").config
     assert "__float__" in json.dumps(config)
+
+
+def test_a_model_type_may_have_the_class_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some types are read by a configuration of their own, and are Llamas."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 8}
+    config = {"model_type": "granite", "architectures": ["LlamaForCausalLM"], **sizes}
+    headers = {"model.embed_tokens.weight": TensorInfo("BF16", (8, 64))}
+    assert is_of_another_type(config)
+    assert build(config, headers) is None
+    table = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    monkeypatch.setitem(table, "granite", "LlamaForCausalLM")
+    assert not is_of_another_type(config)
+    built = build(config, headers)
+    assert built is not None
+    assert built.name == "LlamaForCausalLM"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 import transformers
 from safetensors import safe_open
 from transformers import AutoConfig, FuyuConfig, FuyuForCausalLM, PersimmonConfig
+from transformers.core_model_loading import WeightRenaming
 
 from llmcompressor import oneshot
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.verification.facts import TensorInfo
 from llmcompressor.verification.layout import entries_of
-from llmcompressor.verification.module_classes import kind_by_class, takes_experts
+from llmcompressor.verification.module_classes import kind_by_class, led_astray, takes_experts
 
 SMALL: dict[str, Any] = {
     "vocab_size": 160,
@@ -125,3 +127,23 @@ def test_the_class_tells_whether_it_takes_experts(
     """A whole model may have a table of stacks where its language model alone has none."""
     path = path if "." in path else f"model.layers.0.block_sparse_moe.experts.0.{path}"
     assert takes_experts(config, path) is is_taken
+
+
+@pytest.mark.parametrize(
+    ("pattern", "target", "lost"),
+    [
+        (r"mlp\.w2\.weight$", "mlp.down_proj.weight", ["weight_packed", "weight_scale"]),
+        (r"mlp\.w2\.", "mlp.down_proj.", []),
+    ],
+)
+def test_codes_that_are_not_renamed_as_a_weight_is(
+    pattern: str, target: str, lost: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = [WeightRenaming(pattern, target)]
+    module = importlib.import_module("transformers.conversion_mapping")
+    monkeypatch.setattr(module, "get_model_conversion_mapping", lambda *_, **__: table)
+    sizes = {**SMALL, "vocab_size": 96 + len(lost)}  # the class of each is asked once
+    config = configuration("llama", "LlamaForCausalLM", **sizes)
+    path, own = "model.layers.0.mlp.w2", ["weight_packed", "weight_scale"]
+    assert led_astray(config, path, own) == lost
+    assert not led_astray(config, "model.layers.0.mlp.up_proj", own)

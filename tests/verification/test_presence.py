@@ -11,6 +11,8 @@ from checkpoint_samples import HIDDEN, INNER, VOCABULARY, Sample, dense, made, s
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmcompressor.verification import Deployment, Severity, TensorInfo, check_serving
+from llmcompressor.verification.built import Built
+from llmcompressor.verification.rules import presence
 
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
 DTYPES = {torch.int32: "I32", torch.int64: "I64", torch.bfloat16: "BF16"}
@@ -45,6 +47,18 @@ def copy_layer(sample: Sample, source: int, target: int) -> None:
 def test_a_whole_llama_has_no_finding() -> None:
     assert not found(llama())
     assert not found(llama(3), "vllm")
+
+
+@pytest.mark.parametrize("missing", [(), ("model.layers.2.mlp.up_proj.weight",)])
+def test_layers_that_the_class_counts_otherwise_are_not_missed(
+    missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration may count attention and what follows it as two layers."""
+    sample = llama(2, num_hidden_layers=4)
+    assert found(sample) == {("S70", "model.layers", ERROR)}
+    built = Built("DoubledForCausalLM", {}, missing, {}, ())
+    monkeypatch.setattr(presence, "build", lambda *_: built)
+    assert found(sample) == ({("S70", "model.layers", ERROR)} if missing else set())
 
 
 def test_the_last_norm_is_needed_where_layers_have_norms() -> None:

@@ -103,6 +103,14 @@ class QuantizedModule:
         status = getattr(self.module, "quantization_status", None)
         return status is QuantizationStatus.FROZEN
 
+    def holds(self, own: str) -> bool:
+        """Whether one of the module's own tensors is written with what quantization adds to it.
+
+        Attention has others beside its scales (sinks): they are what they are in a model that is
+        not quantized, and a checkpoint may have another name for them.
+        """
+        return not self.is_attention or _is_qparam(own)
+
 
 def parse_format(name: str | None) -> CompressionFormat | None:
     """The compression format called ``name``.

@@ -16,7 +16,7 @@ from llmcompressor.checkpoint.layout import checkpoint_layout
 from llmcompressor.modeling.embeddings import embeddings, says_tied
 from llmcompressor.names import named_modules
 
-__all__ = ["Contents", "divide"]
+__all__ = ["Contents", "apart", "divide"]
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,7 @@ def divide(
         quantized: its quantized modules.
         state: name → tensor; on the meta device where weights are not loaded.
     """
-    own: dict[str, dict[str, Tensor]] = {entry.name: {} for entry in quantized}
-    plain = {}
-    for key, tensor in state.items():
-        module, _, name = key.rpartition(".")
-        if module in own:
-            own[module][name] = tensor
-        else:
-            plain[key] = tensor
+    own, plain = apart(quantized, state)
     tied = _tie(model, plain, {entry.name for entry in quantized})
     plain = remove_tied_weights_from_state_dict(plain, model)
     keys = frozenset(plain)
@@ -63,6 +56,26 @@ def divide(
     plain = checkpoint_layout(model, plain, names)
     compressed = {entry.name: (entry, own[entry.name]) for entry in quantized}
     return Contents(plain, keys, compressed, state, tied)
+
+
+def apart(
+    quantized: Sequence[QuantizedModule], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """The tensors of quantized modules, and all others.
+
+    Returns:
+        Quantized module → own name → tensor; and name in the model → tensor.
+    """
+    entries = {entry.name: entry for entry in quantized}
+    own: dict[str, dict[str, Tensor]] = {name: {} for name in entries}
+    plain = {}
+    for key, tensor in tensors.items():
+        module, _, name = key.rpartition(".")
+        if module in entries and entries[module].holds(name):
+            own[module][name] = tensor
+        else:
+            plain[key] = tensor
+    return own, plain
 
 
 def _tie(model: PreTrainedModel, plain: dict[str, Tensor], quantized: set[str]) -> bool | None:

@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.compress import QuantizedModule
-from llmcompressor.checkpoint.layout import merges_experts
+from llmcompressor.checkpoint.layout import merges_experts, merges_weights
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.names import named_modules, own_parameters
 
@@ -85,10 +85,13 @@ def dense_experts(
 
     Of the group that it takes for experts it looks for packed tensors only, and leaves dense
     experts random with no more than a warning; for 8-bit floats alone it takes dense weights too.
-    So such a group comes first, also where the names of groups are sorted.
+    So such a group comes first, also where the names of groups are sorted. Some releases take the
+    same group for whatever they make of other tensors than the checkpoint holds (one convolution of
+    three), and fail to load that.
     """
     names = {entry.name for entry in quantized}
-    if not (merges_experts(model) and expert_stacks(model, names)):
+    has_experts = merges_experts(model) and expert_stacks(model, names)
+    if not (has_experts or merges_weights(model, names)):
         return {}
     if any(is_expert(name) for name in names):  # those have to be found, the others cannot be
         return {}
@@ -97,7 +100,7 @@ def dense_experts(
     if weights is not None and weights.type == "float" and weights.num_bits == 8:
         return {}
     return {
-        "experts_not_quantized": QuantizationScheme(
+        "experts_not_quantized" if has_experts else "dense_weights": QuantizationScheme(
             targets=[_NOTHING],
             weights=QuantizationArgs(num_bits=8, type="float", strategy="tensor"),
             input_activations=QuantizationArgs(

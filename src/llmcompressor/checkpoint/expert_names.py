@@ -83,6 +83,8 @@ def _only_stacks(converter: WeightConverter) -> bool:
 
 def _sources(converter: Any, target: str) -> list[str]:
     """The last names of what a converter makes the tensor ``target`` of; empty if it does not."""
+    if not _reaches(converter, target):
+        return []
     patterns = [
         str(one).replace("\\", "").rstrip("$") for one in converter._original_target_patterns
     ]
@@ -90,3 +92,13 @@ def _sources(converter: Any, target: str) -> list[str]:
         return []
     found = [_PER_EXPERT.search(str(one)) for one in converter._original_source_patterns]
     return [one.group(1) for one in found if one is not None]
+
+
+def _reaches(converter: Any, target: str) -> bool:
+    """Whether a converter is for the part of the model that a tensor is in.
+
+    The parts of a composite model (its language model, its tower of images) have tables of their
+    own, and both may have experts.
+    """
+    scope, base = converter.scope_prefix, converter.base_model_prefix
+    return not scope or target.startswith((f"{scope}.", f"{base}.{scope}."))

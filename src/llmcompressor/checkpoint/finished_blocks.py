@@ -78,7 +78,7 @@ class FinishedBlocks:
         inside = f"{block}."
         names = [name for name, own in self._plain.items() if own.target.startswith(inside)]
         for name in self._layout.places:
-            module = self._by_place.get(name.rpartition(".")[0])
+            module = self._module_of(name)
             if module is not None and module.startswith(inside):
                 names.append(name)
         return names
@@ -122,13 +122,12 @@ class FinishedBlocks:
         plain = {}
         wanted = None if modules is None else {self._names[module] for module in modules}
         for name in self.names_of(block):
-            place, _, own = name.rpartition(".")
-            module = self._by_place.get(place)
+            module = self._module_of(name)
             if module is None:
                 if wanted is None or self._plain[name].target.rpartition(".")[0] in wanted:
                     plain[name] = reader.read(name)
             elif modules is None or self._entries[module].module in modules:
-                packed.setdefault(module, {})[own] = reader.read(name)
+                packed.setdefault(module, {})[name.rpartition(".")[2]] = reader.read(name)
         self._weights.put(plain, self._plain)
         for module, tensors in packed.items():
             self._unpack(self._entries[module], tensors)
@@ -136,8 +135,14 @@ class FinishedBlocks:
 
     def _plain_names(self) -> Iterable[str]:
         for name in self._layout.places:
-            if name.rpartition(".")[0] not in self._by_place:
+            if self._module_of(name) is None:
                 yield name
+
+    def _module_of(self, stored: str) -> str | None:
+        """The quantized module that a stored tensor is written with."""
+        place, _, own = stored.rpartition(".")
+        module = self._by_place.get(place)
+        return module if module is not None and self._entries[module].holds(own) else None
 
     def _unpack(self, entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> None:
         module, scheme = entry.module, entry.scheme

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ __all__ = [
     "checkpoint_names",
     "loaded_names",
     "merges_experts",
+    "merges_weights",
     "owned_by_model",
     "sources_of_plain",
     "stacked_names",
@@ -218,12 +219,24 @@ def checkpoint_layout(
     rest: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         target, pattern = transforms.name(key, convert=True)
-        keep = pattern is not None and target in fused_with_compressed
+        keep = pattern is not None and (target in fused_with_compressed or _is_within(model, key))
         (apart if keep else rest)[key] = tensor
     result: dict[str, Tensor] = dict(revert_weight_conversion(model, rest))
     for key, tensor in apart.items():
         result[transforms.name(key, convert=False)[0]] = tensor
     return result
+
+
+def _is_within(model: PreTrainedModel, key: str) -> bool:
+    """Whether a tensor is one of a module inside of a Linear: the matrix of a rotation.
+
+    It goes by the Linear's name, and has no part in what is made of the Linear's weight.
+    """
+    owner = key.rpartition(".")[0].rpartition(".")[0]
+    try:
+        return isinstance(model.get_submodule(owner), torch.nn.Linear)
+    except AttributeError:
+        return False
 
 
 def sources_of_plain(
@@ -264,6 +277,31 @@ def merges_experts(model: PreTrainedModel) -> bool:
         and any(pattern.endswith(".weight") for pattern in converter.source_patterns)
         for converter in _transforms(model, reverse=False).converters
     )
+
+
+def merges_weights(model: PreTrainedModel, quantized: Collection[str]) -> bool:
+    """Whether transformers makes a tensor of other weights than those it is stored as.
+
+    Args:
+        model: the model.
+        quantized: its quantized modules, which do not count, nor do experts.
+    """
+    transforms = _transforms(model, reverse=True)
+    patterns = {
+        pattern
+        for converter in transforms.converters
+        if all(_is_plain_weight(target) for target in converter.target_patterns)
+        for pattern in converter.source_patterns
+    }
+    return bool(patterns) and any(
+        transforms.name(name, convert=True)[1] in patterns
+        for name in model.state_dict()
+        if name.rpartition(".")[0] not in quantized
+    )
+
+
+def _is_plain_weight(pattern: str) -> bool:
+    return pattern.endswith(".weight") and "experts" not in pattern
 
 
 def owned_by_model(

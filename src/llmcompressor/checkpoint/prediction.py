@@ -19,7 +19,7 @@ from llmcompressor.checkpoint.compress import (
     quantized_module,
     quantized_modules,
 )
-from llmcompressor.checkpoint.contents import Contents, divide
+from llmcompressor.checkpoint.contents import Contents, apart, divide
 from llmcompressor.checkpoint.extras import extra_ignore, extra_tensors
 from llmcompressor.checkpoint.layout import checkpoint_layout, checkpoint_names
 from llmcompressor.checkpoint.on_grid import is_on_grid, warn_off_grid
@@ -130,14 +130,8 @@ def stored_block(
         Stored name → tensor. What is compressed lies in main memory, so that an accelerator
         holds the codes of one module at a time; the others are where they were.
     """
-    own: dict[str, dict[str, Tensor]] = {entry.name: {} for entry in quantized}
-    plain = {}
-    for key, tensor in block.items():
-        module, _, name = key.rpartition(".")
-        if module in own:
-            own[module][name] = tensor
-        elif key in plain_keys:
-            plain[key] = tensor
+    own, rest = apart(quantized, block)
+    plain = {key: tensor for key, tensor in rest.items() if key in plain_keys}
     found = checkpoint_layout(model, plain, list(own))
     places = checkpoint_names(model, list(own))
     warn_off_grid(one.name for one in quantized if not is_on_grid(one, own[one.name]))

@@ -8,7 +8,7 @@ computes ``down(act(gate(x)) * up(x))`` is seen on a small copy of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,11 +158,28 @@ def _small(module: Module, form: StackForm) -> _Trial:
     shape = replace(form, experts=experts, hidden=hidden, intermediate=between)
     random = torch.Generator().manual_seed(0)
     small._parameters = dict(_random_stacks(shape, random))
+    small._modules = {
+        name: None if child is None else _small_child(child, sizes, random)
+        for name, child in module._modules.items()
+    }
     if form.routed:
         index = torch.stack([torch.randperm(experts, generator=random)[:2] for _ in range(_TOKENS)])
         weights = torch.rand(_TOKENS, 2, generator=random)
         return _Trial(small, shape, [_normal(random, _TOKENS, hidden), index, weights])
     return _Trial(small, shape, [_normal(random, experts * _TOKENS, hidden)])
+
+
+def _small_child(child: Module, sizes: Mapping[int, int], random: torch.Generator) -> Module:
+    """A copy of what else a mixture calls, such as a norm, for vectors of the small sizes."""
+    own = list(child.named_parameters())
+    if not own or any(one.ndim != 1 or len(one) not in sizes for _, one in own):
+        return child
+    small = copy.deepcopy(child)
+    for name, one in own:
+        path, _, key = name.rpartition(".")
+        value = _normal(random, sizes[len(one)])
+        small.get_submodule(path)._parameters[key] = Parameter(value, requires_grad=False)
+    return small
 
 
 def _random_stacks(form: StackForm, random: torch.Generator) -> Iterator[tuple[str, Parameter]]:

@@ -233,8 +233,8 @@ class LinearExperts(Module):
 
     def add(self, result: Tensor, routes: Routes, made: Mapping[int, Tensor]) -> Tensor:
         """``result`` with what experts have made of their tokens; it is changed in place."""
-        for expert, output in made.items():
-            rows = routes.rows[expert]
+        for expert, product_TH in made.items():
+            rows, output = routes.rows[expert], self.normed(product_TH)
             if routes.weights is not None:
                 weighted = output * routes.weights[expert].unsqueeze(-1)
                 result.index_add_(0, rows, weighted.to(result.dtype))
@@ -242,6 +242,14 @@ class LinearExperts(Module):
                 place = expert * (len(result) // self.num_experts)
                 result[place + rows] = output.to(result.dtype)
         return result
+
+    def normed(self, output: Tensor) -> Tensor:
+        """What an expert's last product becomes before it is weighted: mixtures may have a norm."""
+        original: Any = self.hollow
+        if not getattr(original, "has_post_expert_norm", False):
+            return output
+        normed: Tensor = original.post_expert_norm(output)
+        return normed
 
     def _gated(self, *values: Tensor) -> Tensor:
         """What the original does between its two products."""

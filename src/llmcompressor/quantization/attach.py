@@ -241,7 +241,7 @@ def planned_attention(
     copy = _meta_copy(module)
     tap_attention(model, copy, queries=queries)
     try:
-        initialize_attention(copy, scheme)
+        _reserve_states(copy, scheme)
         return _own_tensors(copy)
     finally:
         untap_attention(model, copy)
@@ -288,7 +288,24 @@ def attach_attention(
     """
     if scheme is None:
         scheme = cache_scheme(args)
-    initialize_attention(module, scheme)
+    _reserve_states(module, scheme)
     for name, value in states.items():
         set_parameter(module, name, value)
     module.quantization_status = QuantizationStatus.DECOMPRESSED
+
+
+def _reserve_states(module: Module, scheme: QuantizationScheme) -> None:
+    """Give an attention module its scales and zero points, which have no value yet.
+
+    States are rounded in the dtype of their scales, and go on in it: they have that of the Linears
+    which make them. compressed-tensors takes the module's first parameter, and sinks may be float32
+    in a model of bfloat16.
+    """
+    initialize_attention(module, scheme)
+    linears = (one for one in module.modules() if isinstance(one, torch.nn.Linear))
+    dtype = next((one.weight.dtype for one in linears), None)
+    for name, present in list(module._parameters.items()):
+        is_scale = name in ("q_scale", "k_scale", "v_scale") and present is not None
+        if is_scale and dtype is not None and present.dtype is not dtype:
+            value = present.detach().to(dtype)
+            module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,8 @@ _FROM_FILES = frozenset(
 )
 _MOST_LAYERS = 4096
 """Building takes time for each: of more than this a configuration is damaged."""
+_CLASS_NAMES = "_MAPPING_NAMES"
+"""What the tables end in by which transformers finds classes: model type → name of a class."""
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks|block)\.\d+\.")
 _EXPERT = re.compile(r"(?:.*\.)?experts\.\d+\.")
 
@@ -105,7 +107,23 @@ def is_of_another_type(config: Mapping[str, Any]) -> bool:
         return False
     parts = (getattr(settings, name, None) for name in settings.sub_configs)
     # the language model of a larger one may be loaded alone
-    return not any(isinstance(each, kind.config_class) for each in (settings, *parts))
+    return not any(_takes(kind, each) for each in (settings, *parts))
+
+
+def _takes(kind: Any, settings: Any) -> bool:
+    """Whether a class is one of those that transformers makes of a configuration.
+
+    Some model types have a configuration of their own, and the class of another type.
+    """
+    if isinstance(settings, kind.config_class or ()):
+        return True
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415  # loads much
+
+    tables = (table for name, table in vars(modeling_auto).items() if name.endswith(_CLASS_NAMES))
+    named = (table.get(getattr(settings, "model_type", None)) for table in tables)
+    return any(
+        kind.__name__ in (names if isinstance(names, tuple | list) else (names,)) for names in named
+    )
 
 
 def _class_and_settings(config: Mapping[str, Any]) -> tuple[Any, Any] | None:
@@ -114,7 +132,7 @@ def _class_and_settings(config: Mapping[str, Any]) -> tuple[Any, Any] | None:
     ``None`` if there is none, or the two do not belong together.
     """
     kind, settings = _model_class(config), configuration(config, _FROM_FILES)
-    if kind is None or settings is None or not isinstance(settings, kind.config_class or ()):
+    if kind is None or settings is None or not _takes(kind, settings):
         return None
     return kind, settings
 
@@ -210,7 +228,7 @@ def refusal(config: Mapping[str, Any]) -> str:
     try:
         settings = read_by(CONFIG_MAPPING[name], config, _FROM_FILES)
         kind = _model_class(config)
-        if kind is not None and isinstance(settings, kind.config_class or ()):
+        if kind is not None and _takes(kind, settings):
             with quiet_transformers(), torch.device("meta"):
                 kind(settings)
     except ImportError:
@@ -326,8 +344,13 @@ def stored_names(model: Any) -> Callable[[str], str]:
     return lambda name: names(name)[0]
 
 
-def renamed_names(model: Any) -> Callable[[str], str]:
-    """As :func:`stored_names`, of tensors that are loaded as they are: none is split or joined."""
+def renamed_names(model: Any, others: Iterable[str] = ()) -> Callable[[str], str]:
+    """As :func:`stored_names`, of tensors that are loaded as they are: none is split or joined.
+
+    Args:
+        model: without data.
+        others: names of tensors that it will have beside its own.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
     from transformers.core_model_loading import (  # noqa: PLC0415
         WeightRenaming,
@@ -336,7 +359,7 @@ def renamed_names(model: Any) -> Callable[[str], str]:
 
     every: list[Any] = get_model_conversion_mapping(model)
     renamings = [one for one in every if isinstance(one, WeightRenaming)]
-    own, prefix = dict(model.state_dict()), model.base_model_prefix
+    own, prefix = dict.fromkeys([*model.state_dict(), *others]), model.base_model_prefix
     return lambda name: str(rename_source_key(name, renamings, [], prefix, own)[0])
 
 

@@ -9,14 +9,14 @@ experts that are stored one by one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 
-from llmcompressor.verification.built import class_of_type, every_name
+from llmcompressor.verification.built import class_of_type, every_name, renamed_names
 from llmcompressor.verification.class_model import class_model
 from llmcompressor.verification.families import text_settings
 from llmcompressor.verification.initialization import named_weights
@@ -27,6 +27,7 @@ __all__ = [
     "dtype_by_class",
     "experts_by_class",
     "kind_by_class",
+    "led_astray",
     "modules_by_class",
     "named_by_class",
     "takes_experts",
@@ -60,6 +61,10 @@ class _Class:
     def stored(self, name: str) -> str:
         """The name here of a tensor in the file; the first, if it becomes several."""
         return self.names(name)[0]
+
+    def renamed(self, others: Iterable[str]) -> Callable[[str], str]:
+        """Name of a tensor in the file → its name here, where the class has ``others`` too."""
+        return renamed_names(self.model, others)
 
     @cached_property
     def named(self) -> Mapping[str, str]:
@@ -112,6 +117,29 @@ def modules_by_class(config: Mapping[str, Any]) -> Callable[[str], tuple[Own, ..
         return tuple((owner, found.kinds.get(owner, "")) for owner in owners)
 
     return modules
+
+
+def led_astray(config: Mapping[str, Any], path: str, own: Iterable[str]) -> list[str]:
+    """Which tensors of a module transformers gives another name than the module's.
+
+    Some names are renamed for a weight alone, and the codes and scales of the same module are not.
+
+    Args:
+        config: the content of ``config.json``.
+        path: of the module in the file.
+        own: own names of its tensors.
+
+    Returns:
+        None where the class cannot be built, or has no such module.
+    """
+    found = _class_of(config)
+    if found is None:
+        return []
+    owner = found.stored(f"{path}.weight").rpartition(".")[0]
+    if found.kinds.get(owner) not in ("linear", "embedding"):
+        return []
+    place = found.renamed([f"{owner}.{each}" for each in own])
+    return [each for each in own if place(f"{path}.{each}") != f"{owner}.{each}"]
 
 
 def named_by_class(config: Mapping[str, Any]) -> Mapping[str, str]:

@@ -10,7 +10,7 @@ from llmcompressor.verification.conversions import stacks_quantized
 from llmcompressor.verification.expected import expected_tensors, is_stored_so, misfits
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
-from llmcompressor.verification.module_classes import takes_experts
+from llmcompressor.verification.module_classes import led_astray, takes_experts
 from llmcompressor.verification.rules.base import Problem, Rule, View, joined
 from llmcompressor.verification.rules.config import raw_groups, where
 from llmcompressor.verification.rules.tensors import KNOWN
@@ -22,6 +22,7 @@ _GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_acti
 _AS_LINEARS = frozenset({"llama4", "llama4_text"})
 """Values of ``model_type`` whose stacks are replaced by Linears where anything is quantized."""
 _ANEW = "Compress the model anew."
+_NUMBER = re.compile(r"\d+")
 _STACK = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?:gate_up_proj|down_proj)$")
 
 
@@ -144,6 +145,27 @@ def selection_is_the_same(view: View) -> Iterator[Problem]:
                 entry.name,
                 f"It is quantized, and transformers {why}: its weight is random there.",
                 "Give it a target in one group, and take it off ignore.",
+            )
+    yield from _astray(view)
+
+
+def _astray(view: View) -> Iterator[Problem]:
+    """Codes and scales whose names are not changed as that of a weight in their place would be."""
+    known: dict[tuple[str, ...], list[str]] = {}
+    for entry in view.quantized:
+        if entry.is_expert or view.is_draft(entry.name):
+            continue
+        own = sorted(set(entry.own) - {"weight", "bias"})
+        form = (_NUMBER.sub("*", entry.name), *own)
+        if form not in known:
+            known[form] = led_astray(view.config, entry.name, own)
+        if known[form]:
+            yield Problem(
+                entry.name,
+                f"transformers gives its {joined(known[form])} to no module, since it has another "
+                "name for that of a weight alone: they are random there.",
+                "Ignore it, or serve it with vLLM.",
+                None if view.deployment.server == "transformers" else Severity.WARNING,
             )
 
 
