@@ -192,7 +192,8 @@ def test_what_the_page_says_of_an_architecture(
         rule = cell.removeprefix("not (").removesuffix(")")
         is_noise = outcome.read is not None
         assert is_noise or outcome.trouble == OF_FAILURES[rule]
-        assert not is_noise or outcome.trouble, "tensors of which transformers knows nothing"
+        # some releases collect all tensors of experts, and lose what they cannot use without a word
+        assert not is_noise or not torch.allclose(outcome.read, outcome.written, atol=0.05)
         assert outcome.said.count("\n") == 1
         assert f"transformers would not load or run this ({rule})" in outcome.said
         assert "vLLM" in outcome.said

@@ -231,3 +231,11 @@ def test_what_transformers_cannot_run_is_said_by_its_rule(
 def test_neither_a_folder_nor_a_model_of_the_hub() -> None:
     with pytest.raises(CheckpointError, match="There is no folder o/nope here"):
         evaluate("o/nope", dataset=TEXTS)
+
+
+def test_packed_zero_points_are_measured(tmp_path: Path) -> None:
+    """In the releases too in which transformers by itself refuses them."""
+    modifier = QuantizationModifier(targets="Linear", scheme="W4A16_ASYM", ignore=["lm_head"])
+    made = oneshot(model=PICO, recipe=modifier, output_dir=tmp_path / "out")
+    sizes = {"dataset": TEXTS, "max_seq_length": 64}
+    assert evaluate(tmp_path / "out", **sizes).loss == evaluate(made.eval(), **sizes).loss

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
-from llmcompressor.schemes.attention import is_cached_attention
+from llmcompressor.schemes.attention import cache_argument, is_cached_attention
 from llmcompressor.schemes.resolve import resolve_schemes
 
 
@@ -57,6 +57,26 @@ class LinearAttention(nn.Module):
         return past_key_values.set_state(self.k_proj(x))
 
 
+class LaterAttention(FullAttention):
+    """As from transformers 5.24 on."""
+
+    @wrapped
+    def forward(self, x: Tensor, cache: Any = None, **kwargs: Any) -> Any:
+        return cache.update(x, self.k_proj(x))
+
+
+class LaterLinearAttention(LinearAttention):
+    def forward(self, x: Tensor, cache: Any = None, **kwargs: Any) -> Any:
+        return cache.set_state(self.k_proj(x))
+
+
+class OpenAttention(FullAttention):
+    """It names nothing that it takes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
 class HalfAttention(FullAttention):
     """As in Whisper: readers put a cache of their own in the place of the one it looks into."""
 
@@ -82,11 +102,33 @@ class CacheAttention(nn.Module):
         (HelpedAttention(), True),
         (LinearAttention(), False),
         (CacheAttention(), False),
+        (LaterAttention(), True),
+        (LaterLinearAttention(), False),
+        (OpenAttention(), False),
         (nn.Linear(4, 4), False),
     ],
 )
 def test_attention_with_a_cache_updates_it(module: nn.Module, is_cached: bool) -> None:
     assert is_cached_attention(module) == is_cached
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "name"),
+    [
+        (FullAttention(), (), "past_key_values"),
+        (LaterAttention(), ("x",), "cache"),
+        (LaterAttention(), ("x", "cache"), "cache"),
+        (LaterAttention(), ("past_key_values",), "past_key_values"),
+        (LaterAttention(), ("past_key_values", "cache"), "cache"),
+        (OpenAttention(), (), None),
+        (OpenAttention(), ("past_key_value",), "past_key_value"),
+        (SimpleNamespace(forward=3), (), None),
+    ],
+)
+def test_the_argument_that_is_the_cache(
+    module: Any, given: tuple[str, ...], name: str | None
+) -> None:
+    assert cache_argument(module, dict.fromkeys(given)) == name
 
 
 @pytest.mark.parametrize(("layer", "is_cached"), [(0, False), (1, True), (2, True), (None, True)])

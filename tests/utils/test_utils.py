@@ -2,23 +2,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    CompressedTensorsConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
 
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.utils import (
     calculate_offload_device_map,
     dispatch_for_generation,
     load_context,
 )
-from llmcompressor.utils.loading import _for_compression
 
+PROJECTION = "model.layers.0.self_attn.q_proj.weight"
 TINY = LlamaConfig(
     vocab_size=32,
     hidden_size=16,
@@ -61,13 +63,35 @@ def test_the_context_is_left_also_when_the_body_raises(folder: Path) -> None:
     assert vars(AutoModelForCausalLM).get("from_pretrained") is before
 
 
-def test_a_compressed_source_is_dequantized(folder: Path) -> None:
-    config = LlamaConfig(**TINY.to_diff_dict())
-    config.quantization_config = {"quant_method": "compressed-tensors"}
-    arguments = _for_compression(folder, {"config": config})
-    assert isinstance(arguments["quantization_config"], CompressedTensorsConfig)
-    assert arguments["quantization_config"].dequantize
-    assert "quantization_config" not in _for_compression(folder, {})
+INT4 = {"num_bits": 4, "strategy": "channel"}
+INT8 = {"num_bits": 8, "strategy": "channel"}
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # so the context does
+@pytest.mark.parametrize(
+    "weights", [[INT4], [INT4, INT8], [{**INT4, "symmetric": False}, INT8]], ids=len
+)
+def test_a_compressed_source_is_dequantized(
+    weights: list[dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
+    """Each weight by the scheme of its own group, and nothing else is left of them."""
+    targets = [["Linear"]] if len(weights) == 1 else [["re:.*self_attn.*"], ["re:.*mlp.*"]]
+    groups = {
+        f"group_{index}": {"targets": names, "weights": args}
+        for index, (names, args) in enumerate(zip(targets, weights, strict=True))
+    }
+    recipe = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
+    made = oneshot(folder, recipe, output_dir=tmp_path / "out")
+    with load_context():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    plain = LlamaForCausalLM.from_pretrained(folder)
+    found, written = dict(model.named_parameters()), dict(made.named_parameters())
+    assert found.keys() == dict(plain.named_parameters()).keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in found.items())
+    assert not torch.equal(found[PROJECTION], plain.get_parameter(PROJECTION))
+    assert getattr(model, "hf_quantizer", None) is None
+    assert getattr(model.config, "quantization_config", None) is None
+    assert not any(hasattr(each, "quantization_scheme") for each in model.modules())
 
 
 def test_a_dispatched_model_generates() -> None:

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from compressed_tensors.quantization import QuantizationMetadata
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     CompressedTensorsConfig,
     PreTrainedModel,
 )
+
+from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 
 __all__ = ["load_context"]
 
@@ -37,9 +40,22 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
     found = vars(model_cls).get("from_pretrained")
     original: Callable[..., PreTrainedModel] = model_cls.from_pretrained
 
-    def load(cls: Any, name: Any, *args: Any, **kwargs: Any) -> PreTrainedModel:
+    def load(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         """``from_pretrained`` with the arguments that compressing wants."""
-        return original(name, *args, **_for_compression(name, kwargs))
+        arguments = _for_compression(name, kwargs)
+        settings = _settings(name, arguments) if "quantization_config" not in arguments else {}
+        if settings.get("quant_method") != "compressed-tensors":
+            return original(name, *args, **arguments)
+        is_simple = _has_one_group(settings)
+        if is_simple:
+            arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+        with packed_zero_points_fit():
+            loaded = original(name, *args, **arguments)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if not is_simple:
+            _unpack(model)
+        _forget_schemes(model)
+        return loaded
 
     model_cls.from_pretrained = classmethod(load)
     try:
@@ -58,16 +74,39 @@ def _for_compression(name: Any, given: dict[str, Any]) -> dict[str, Any]:
         arguments.setdefault("dtype", "auto")
     if arguments.get("device_map") in _OFFLOADED:
         del arguments["device_map"]
-    if "quantization_config" not in arguments and _is_compressed(name, arguments):
-        arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     return arguments
 
 
-def _is_compressed(name: Any, arguments: dict[str, Any]) -> bool:
+def _has_one_group(settings: dict[str, Any]) -> bool:
+    """Whether one scheme is that of all weights; since 5.21 transformers takes one to unpack all.
+
+    It also unpacks what it cannot load packed, as where a class's initialization names a weight.
+    """
+    groups = dict(settings.get("config_groups") or {}).values()
+    return len([one for one in groups if dict(one).get("weights")]) <= 1
+
+
+def _unpack(model: PreTrainedModel) -> None:
+    """Give a loaded model its weights, each by the scheme of its own module."""
+    quantizer: Any = model.hf_quantizer
+    if quantizer.quantization_config.is_quantization_compressed:  # else it was written dense
+        quantizer.compressor.decompress_model(model)
+    quantizer.remove_quantization_config(model)
+
+
+def _forget_schemes(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            QuantizationMetadata.clear_quantization(module)
+            vars(module).pop("quantization_status", None)
+
+
+def _settings(name: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The quantization configuration of what is loaded, empty if there is none."""
     config = arguments.get("config")
     if not hasattr(config, "to_dict"):
         known = ("cache_dir", "revision", "subfolder", "token", "trust_remote_code")
         hub = {key: arguments[key] for key in known if key in arguments}
         config = AutoConfig.from_pretrained(config or name, **hub)
-    quantization = getattr(config, "quantization_config", None) or {}
-    return dict(quantization).get("quant_method") == "compressed-tensors"
+    found = getattr(config, "quantization_config", None) or {}
+    return dict(found if isinstance(found, dict) else found.to_dict())

@@ -3,7 +3,7 @@
 
 Three procedures, each as its reader has it: vLLM 0.33 (names in the order of the file, then joined
 shards, then classes as substrings of vLLM's own), SGLang 0.5 (classes before joined shards) and
-compressed-tensors 0.19, so transformers 5.17 (exact names, patterns, classes, each sorted).
+compressed-tensors, so transformers (exact names, patterns, classes, each sorted).
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class Resolver:
         return None
 
     def transformers(self, entry: Entry, own: Sequence[tuple[str, str]] = ()) -> Choice:
-        """What compressed-tensors 0.19, and so transformers 5.17, makes of a module.
+        """What compressed-tensors, and so transformers, makes of a module.
 
         Args:
             entry: the module.
