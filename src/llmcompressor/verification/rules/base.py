@@ -41,7 +41,7 @@ __all__ = [
 
 CONFIG, HEADERS, TENSORS, DEPLOYMENT = "config", "headers", "tensors", "deployment"
 WRITTEN = "written"
-VERSIONS = {"vllm": "0.33", "transformers": "5.23", "sglang": "0.5"}
+VERSIONS = {"vllm": "0.33", "transformers": "5.22", "sglang": "0.5"}
 """The releases whose rules these are; a rule that holds for others as well says so itself."""
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 _TOWER = re.compile(r".*vision|(?:.*\.)?(?:visual|(?:image|audio|speech)_(?:tower|encoder))\.")
