@@ -15,6 +15,7 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 
 from llmcompressor import train
 from llmcompressor.core import EventType
@@ -73,24 +74,34 @@ def let_processors_shard() -> None:
 def main(folder: Path, world: int, settings: dict[str, Any]) -> None:
     """Train on as many rows per step as one process would."""
     rows = [{key: value.tolist() for key, value in tiny.row(n).items()} for n in range(32)]
-    train(
-        model=str(folder / "dense"),
-        recipe=settings.pop("recipe", RECIPE),
-        distill_teacher=str(folder / "dense"),
-        dataset=Dataset.from_list(rows),
-        precision="float32",
-        per_device_train_batch_size=4 // world,
-        gradient_accumulation_steps=2,
-        num_train_epochs=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="steps",
-        save_steps=3,
-        report_to=[],
-        disable_tqdm=True,
-        seed=7,
-        **settings,
-    )
+    given: dict[str, Any] = {
+        "recipe": RECIPE,
+        "precision": "float32",
+        "per_device_train_batch_size": 4 // world,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 7,
+    }
+    dense = str(folder / "dense")
+    model = loaded_spread(dense, world) if settings.pop("loaded_spread", False) else dense
+    train(model, distill_teacher=dense, dataset=Dataset.from_list(rows), **given | settings)
+
+
+def loaded_spread(folder: str, world: int) -> Any:
+    """A model that transformers spreads over the processes as it loads it."""
+    from transformers.distributed import DistributedConfig
+
+    torch.distributed.init_process_group("gloo")
+    spread = DistributedConfig(fsdp_size=world)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread)
+    assert model.is_distributed_loading_by_transformers
+    return model
 
 
 def as_rank(rank: int, world: int, port: int, folder: str, settings: dict[str, Any]) -> None:

@@ -153,6 +153,25 @@ def test_a_teacher_teaches_adapters(make: Callable[[], Any], tmp_path: Path) -> 
         assert torch.equal(ours, theirs)
 
 
+def test_adapters_that_would_not_be_saved_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """transformers loads adapters with any PEFT, and saves them with a PEFT that it takes."""
+    wrapped().save_pretrained(tmp_path / "adapter")
+    model = tiny.tiny_model()
+    model.load_adapter(str(tmp_path / "adapter"), is_trainable=True)
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.9")
+    made = trainer(model, tmp_path / "run", DISTILL)
+    with pytest.raises(ArgumentError, match=r"not saved.* 99\.9.*PeftModel\.from_pretrained"):
+        made.train()
+    assert made.state.global_step == 0
+    remedy = peft.PeftModel.from_pretrained(
+        tiny.tiny_model(), tmp_path / "adapter", is_trainable=True
+    )
+    made = trainer(remedy, tmp_path / "run", DISTILL, max_steps=1)
+    made.train()
+    made.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("make", [wrapped, added, prompted])
 def test_a_plan_refuses_them_as_the_run_does(make: Callable[[], Any], tmp_path: Path) -> None:
     recipe = "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8_DYNAMIC}}"

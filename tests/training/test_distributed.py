@@ -7,6 +7,7 @@ calls ``train``.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
@@ -22,7 +23,7 @@ import tiny_training as tiny
 import torch
 from safetensors.torch import load_file
 from torch import multiprocessing
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from llmcompressor.args.renamed import name_among
 
@@ -106,7 +107,8 @@ def test_projections_are_learned_by_two_processes_as_by_one(tmp_path, fields, ch
 
 def sharded(folder: Path, name: str, *, processes: int, **settings: Any) -> None:
     """Train under FSDP to a checkpoint."""
-    given = {"output_dir": str(folder / name), **sharded_run.FSDP, **settings}
+    sharding = {} if settings.get("loaded_spread") else sharded_run.FSDP
+    given = {"output_dir": str(folder / name), **sharding, **settings}
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -149,6 +151,21 @@ def test_sharded_processes_train_as_one_does(dense):
     sharded_run.main(dense, 1, {"output_dir": str(dense / "alone"), "use_cpu": True})
     sharded(dense, "sharded", processes=2, use_cpu=True, ddp_backend="gloo")
     assert_alike(dense / "alone", dense / "sharded")
+
+
+@pytest.mark.skipif(
+    not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"),
+    reason="the installed transformers does not train what it spreads as it loads it",
+)
+def test_a_model_that_was_loaded_spread_trains_as_one_does(dense):
+    """No wrapper gathers it, and parameters that are added have optimizer groups of their own."""
+    recipe = copy.deepcopy(sharded_run.RECIPE)
+    recipe["stage_modifiers"]["QuantizationModifier"]["learned_scales"] = True
+    given = {"use_cpu": True, "recipe": recipe, "save_strategy": "no"}
+    sharded_run.main(dense, 1, {"output_dir": str(dense / "alone"), **given})
+    whole = {"precision": "auto", "ddp_backend": "gloo", "loaded_spread": True}
+    sharded(dense, "spread", processes=2, **given, **whole)
+    assert_alike(dense / "alone", dense / "spread")
 
 
 WRAPPED = {

@@ -53,6 +53,7 @@ from llmcompressor.checkpoint.write_errors import check_named
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown
+from llmcompressor.modeling.spread import was_loaded_spread, whole_state
 
 __all__ = [
     "DEFAULT_SHARD_SIZE",
@@ -223,7 +224,8 @@ def _save_pretrained(
     Args:
         model: the model.
         save_directory: where to write.
-        is_main_process: other processes write nothing.
+        is_main_process: other processes write nothing. They call this too where transformers has
+            spread the model when it loaded it.
         state_dict: tensors to write instead of the model's own.
         push_to_hub: upload the files that were written to ``repo_id``.
         max_shard_size: the most bytes of tensors in one file.
@@ -243,6 +245,9 @@ def _save_pretrained(
         )
     if not safe_serialization or sparsity_config is not None:
         logger.warning("Only dense safetensors are written: the arguments for others do nothing.")
+    if state_dict is None and was_loaded_spread(model):
+        is_main_process = model.should_save_on_this_rank(is_main_process)
+        state_dict = whole_state(model, keep=is_main_process)
     if not is_main_process:
         return
     options = replace(

@@ -32,7 +32,8 @@ from llmcompressor.entrypoints.training_progress import TrainingBar
 from llmcompressor.entrypoints.training_task import Training
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown, whole_state
+from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown
+from llmcompressor.modeling.spread import was_loaded_spread, whole_state
 from llmcompressor.training import Trainer
 from llmcompressor.training.optimizer import parameter_ids, without_new_parameters
 
@@ -241,7 +242,7 @@ class _Run:
         recipe = task.applied_recipe(self.session.lifecycle.recipe)
         modify_save_pretrained(self.model, recipe=recipe, source=task.source, report=report)
         state = None
-        if task.output_dir is not None and in_pieces(self.model):
+        if task.output_dir is not None and (in_pieces(self.model) or was_loaded_spread(self.model)):
             state = whole_state(self.model, keep=self.is_main)
         elif task.output_dir is not None and (
             trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled

@@ -29,7 +29,6 @@ __all__ = [
     "joined",
     "shape_of",
     "shapes_shown",
-    "whole_state",
 ]
 
 
@@ -150,27 +149,3 @@ def as_buffers(module: Module) -> None:
         if parameter is not None and not is_flat(parameter):
             del module._parameters[name]
             module.register_buffer(name, parameter.detach())
-
-
-@torch.no_grad()
-def whole_state(model: Module, *, keep: bool) -> dict[str, Tensor]:
-    """The state of a model, put together one parameter after another.
-
-    Args:
-        model: its parameters may be in flat pieces.
-        keep: whether this process wants it; the others get nothing.
-
-    Returns:
-        What ``state_dict`` gives, in main memory.
-    """
-    state: dict[str, Tensor] = {}
-    known: dict[int, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            continue
-        if id(value) not in known:
-            one = gathered(value) if is_flat(value) else value
-            known[id(value)] = one.detach().cpu() if keep else one.new_empty(0)
-        if keep:
-            state[name] = known[id(value)]
-    return state

@@ -18,10 +18,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from llmcompressor.modeling.flat_pieces import change_piece, cut, gathered, is_flat, joined
 
-__all__ = ["is_spread_as", "local", "spread_as", "together", "whole", "write", "zero"]
+__all__ = [
+    "is_spread_as",
+    "local",
+    "spread_as",
+    "together",
+    "was_loaded_spread",
+    "whole",
+    "whole_state",
+    "write",
+    "zero",
+]
+
+
+def was_loaded_spread(model: Any) -> bool:
+    """Whether transformers spread the model when it loaded it (``distributed_config``).
+
+    Nobody else gathers it then: all processes save it together.
+    """
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -29,6 +48,30 @@ def whole(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "full_tensor"):
         return tensor.full_tensor()  # type: ignore[no-any-return]  # a DTensor
     return gathered(tensor) if is_flat(tensor) else tensor
+
+
+@torch.no_grad()
+def whole_state(model: Module, *, keep: bool) -> dict[str, Tensor]:
+    """The state of a model, put together one parameter after another.
+
+    Args:
+        model: its parameters may be spread.
+        keep: whether this process wants it; the others get nothing.
+
+    Returns:
+        What ``state_dict`` gives, in main memory.
+    """
+    state: dict[str, Tensor] = {}
+    known: dict[int, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            continue
+        if id(value) not in known:
+            one = whole(value)
+            known[id(value)] = one.detach().cpu() if keep else one.new_empty(0)
+        if keep:
+            state[name] = known[id(value)]
+    return state
 
 
 def local(tensor: Any) -> Tensor:

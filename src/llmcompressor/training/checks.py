@@ -91,6 +91,7 @@ def check_trainer(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
     """
     args = trainer.args
     _check_spread(trainer, modifiers)
+    _check_adapters(trainer.model)
     if args.auto_find_batch_size:
         raise ArgumentError(
             "auto_find_batch_size starts the training over, and a recipe's modifiers cannot.",
@@ -123,6 +124,25 @@ def _check_spread(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
         )
     if trainer.is_deepspeed_enabled:
         _check_pieces(trainer, modifiers)
+
+
+def _check_adapters(model: Any) -> None:
+    """Refuse adapters that transformers has put in and will not save; it says so when it saves.
+
+    PEFT's own wrapper saves what it holds itself.
+    """
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return
+    from transformers.integrations import peft  # noqa: PLC0415  # few models have adapters
+
+    try:
+        peft.check_peft_version(peft.MIN_PEFT_VERSION)
+    except ValueError as error:
+        raise ArgumentError(
+            f"The adapters of the model could be trained and not saved. transformers: {error}.",
+            "Install that, or have PEFT hold the adapters: get_peft_model(...), "
+            "PeftModel.from_pretrained(...).",
+        ) from error
 
 
 def _check_pieces(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:

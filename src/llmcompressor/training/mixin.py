@@ -23,6 +23,7 @@ from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import BaseLogger, LoggerManager
 from llmcompressor.modeling.adapters import adapters_of
+from llmcompressor.modeling.spread import was_loaded_spread
 from llmcompressor.progress import other_bars_hidden
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.arguments import RecipeArgs
@@ -217,7 +218,7 @@ class SessionManagerMixIn(_Base):
         return SessionDriver(session, inputs, checkpoint)
 
     def _strategy(self) -> str:
-        if self.is_fsdp_enabled:
+        if self.is_fsdp_enabled or was_loaded_spread(self.model):
             return "fsdp"
         if self.is_deepspeed_enabled:
             return "zero3" if zero_stage(self.accelerator.state) == 3 else "deepspeed"

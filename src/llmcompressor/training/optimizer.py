@@ -31,7 +31,8 @@ def train_new_parameters(
     """Give the optimizer the trainable parameters that were added to the model.
 
     They are scales and the like, so they join the first group without weight decay; where there
-    is none they get a group of their own.
+    is none they get a group of their own. No kernel takes them together with parameters that are
+    spread over processes already.
 
     Args:
         model: with the new parameters.
@@ -52,7 +53,7 @@ def train_new_parameters(
     if groups is None:
         _add_to_stand_in(optimizer, new)
         return new
-    undecayed = [group for group in groups if group.get("weight_decay") == 0]
+    undecayed = [g for g in groups if g.get("weight_decay") == 0 and not _is_spread(g)]
     if undecayed or has_scheduler:
         (undecayed or groups[-1:])[0]["params"].extend(new)
     else:
@@ -82,6 +83,10 @@ def without_new_parameters(model: Module, before: Set[int]) -> Iterator[None]:
     finally:
         for module, name, parameter in taken:
             module._parameters[name] = parameter
+
+
+def _is_spread(group: dict[str, Any]) -> bool:
+    return any(hasattr(parameter, "full_tensor") for parameter in group["params"])  # a DTensor
 
 
 def _add_to_stand_in(optimizer: Any, new: list[Parameter]) -> None:
