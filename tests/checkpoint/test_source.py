@@ -237,10 +237,11 @@ def test_quantized(single: Path, config: dict[str, object]) -> None:
 
 
 def test_quantized_by_the_same_format_says_how_to_go_on(single: Path) -> None:
-    config = {"quantization_config": {"quant_method": "compressed-tensors"}}
-    (single / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="dequantize=True"):
-        inspect_source(single)
+    for method, remedy in (("compressed-tensors", "load_context"), ("fp8", "dequantize=True")):
+        config = {"quantization_config": {"quant_method": method}}
+        (single / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=remedy):
+            inspect_source(single)
 
 
 def test_hub_ids(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:

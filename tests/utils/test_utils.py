@@ -92,6 +92,8 @@ def test_a_compressed_source_is_dequantized(
     assert getattr(model, "hf_quantizer", None) is None
     assert getattr(model.config, "quantization_config", None) is None
     assert not any(hasattr(each, "quantization_scheme") for each in model.modules())
+    again = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
+    oneshot(model, again, output_dir=tmp_path / "again")
 
 
 def test_a_dispatched_model_generates() -> None:

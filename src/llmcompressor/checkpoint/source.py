@@ -212,7 +212,9 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
 def quantized_error(model: str, method: str) -> CheckpointError:
     """The error for a model that is quantized already."""
     remedy = "Compress the original, unquantized model"
-    if method in {"compressed-tensors", "compressed_tensors", "fp8", "mxfp4"}:
+    if method in {"compressed-tensors", "compressed_tensors"}:
+        remedy += ", or load it within llmcompressor.utils.load_context, save it, and use that"
+    elif method in {"fp8", "mxfp4"}:
         remedy += ", or load this one with transformers and dequantize=True, save it, and use that"
     return CheckpointError(f"The model {model} is already quantized by {method}.", f"{remedy}.")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from compressed_tensors.offload import remove_dispatch
 from compressed_tensors.quantization import QuantizationMetadata
 from transformers import (
     AutoConfig,
@@ -55,6 +56,8 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
         if not is_simple:
             _unpack(model)
         _forget_schemes(model)
+        if "device_map" not in arguments:
+            remove_dispatch(model, onload_tensors=True)  # unpacking leaves them with its own caches
         return loaded
 
     model_cls.from_pretrained = classmethod(load)

@@ -115,7 +115,8 @@ def _quantizer(config: Mapping[str, Any]) -> Any:
 
     try:
         with quiet_transformers():
-            settings = CompressedTensorsConfig.from_dict(dict(config["quantization_config"]))
+            kind: Any = CompressedTensorsConfig
+            settings = kind.from_dict(dict(config["quantization_config"]))
             found: Any = CompressedTensorsHfQuantizer(settings, pre_quantized=True)
     except Exception:  # other rules speak of what is wrong with it
         return None

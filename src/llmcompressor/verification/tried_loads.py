@@ -100,9 +100,8 @@ def _codes(weights: Mapping[str, Any]) -> dict[str, Tensor]:
         initialize_module_for_quantization,
     )
 
-    linear = torch.nn.utils.skip_init(
-        torch.nn.Linear, _COLUMNS, _ROWS, bias=False, dtype=torch.float32
-    )  # no random number is taken from the run
+    made: Any = torch.nn.utils.skip_init  # no random number is taken from the run
+    linear = made(torch.nn.Linear, _COLUMNS, _ROWS, bias=False, dtype=torch.float32)
     initialize_module_for_quantization(linear, QuantizationScheme(**_scheme(weights)))
     for own, tensor in linear.named_parameters():
         tensor.data.fill_(1 if own == "weight_scale" else 0)
@@ -126,7 +125,7 @@ def _load(
     with quiet_transformers(), other_bars_hidden():
         model, info = _tiny_class().from_pretrained(
             None,
-            config=PretrainedConfig(quantization_config=settings),
+            config=PretrainedConfig(**{"quantization_config": settings}),
             state_dict={f"{path}.{own}": each for own, each in codes.items()},
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -140,13 +139,13 @@ def _load(
 def _tiny_class() -> Any:
     from transformers import PretrainedConfig, PreTrainedModel  # noqa: PLC0415  # loads much
 
-    class OneLinear(PreTrainedModel):
+    class OneLinear(PreTrainedModel):  # type: ignore[no-untyped-call]  # of its own making
         config_class = PretrainedConfig
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.linear = torch.nn.Linear(_COLUMNS, _ROWS, bias=False)
-            self.post_init()
+            self.post_init()  # type: ignore[no-untyped-call]
 
         def _init_weights(self, module: torch.nn.Module) -> None:
             """Nothing: what is not loaded is not looked at."""
