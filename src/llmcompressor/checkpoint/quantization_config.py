@@ -41,7 +41,6 @@ from llmcompressor.names import named_modules, names_of
 __all__ = ["build_quantization_config"]
 
 _INDEXED = re.compile(r"(?:^|\.)([^.\d]+\.\d+\..*)$")
-_EXPERT_SPARSITY = "moe_sparsity_config"
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,8 @@ def build_quantization_config(
 
 
 def _as_json(config: QuantizationConfig, transform: Any) -> dict[str, Any]:
-    dumped = config.model_dump(mode="json")
-    if dumped.get(_EXPERT_SPARSITY) is None:  # what older readers do not know is not mentioned
-        dumped.pop(_EXPERT_SPARSITY, None)
     return {
-        **dumped,
+        **config.model_dump(mode="json"),
         "quant_method": "compressed-tensors",
         "sparsity_config": {},
         "transform_config": transform.model_dump(mode="json") if transform is not None else {},
