@@ -47,7 +47,7 @@ def test_every_preset_on_a_llama(preset: str, llama_folder: Path, compressed: Ru
     assert report.quantized == (0 if preset == "UNQUANTIZED" else 14)
     assert len(report.errors) == report.quantized
     assert verify(folder, llama_folder).ok != is_unserved
-    assert verify(folder, llama_folder, serve="transformers").ok
+    assert not is_unserved or verify(folder, llama_folder, serve="transformers").ok
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ from llmcompressor.names import named_modules, names_of
 __all__ = ["build_quantization_config"]
 
 _INDEXED = re.compile(r"(?:^|\.)([^.\d]+\.\d+\..*)$")
-_EXPERT_SPARSITY = "moe_sparsity_config"
 
 
 @dataclass(frozen=True)
