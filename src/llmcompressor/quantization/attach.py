@@ -61,6 +61,7 @@ KV_CACHE_TARGETS = ["re:.*(self_attn|attention)$"]
 """What a scheme for the cache alone names as targets; readers take the ``kv_cache_scheme``."""
 
 
+_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _CACHE_HOOKS = (
     QuantizedKVCache.__module__,
     give_quantized_cache.__module__,
@@ -304,6 +305,7 @@ def _reserve_states(module: Module, scheme: QuantizationScheme) -> None:
     initialize_attention(module, scheme)
     linears = (one for one in module.modules() if isinstance(one, torch.nn.Linear))
     dtype = next((one.weight.dtype for one in linears), None)
+_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
     for name, present in list(module._parameters.items()):
         is_scale = name in ("q_scale", "k_scale", "v_scale") and present is not None
         if is_scale and dtype is not None and present.dtype is not dtype:
