@@ -120,8 +120,8 @@ def build_quantization_config(
 
 def _as_json(config: QuantizationConfig, transform: Any) -> dict[str, Any]:
     found = config.model_dump(mode="json")
-    if found.get(_EXPERT_SPARSITY) is None:  # what older readers do not know is not mentioned
-        found.pop(_EXPERT_SPARSITY, None)
+    if found.get("moe_sparsity_config", ...) is None:
+        del found["moe_sparsity_config"]  # what older readers do not know is not mentioned
     if config.kv_cache_scheme is not None:
         found["kv_cache_scheme"] = _in_full(config.kv_cache_scheme)
     for name, scheme in config.config_groups.items():

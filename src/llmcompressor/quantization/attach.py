@@ -305,9 +305,8 @@ def _reserve_states(module: Module, scheme: QuantizationScheme) -> None:
     initialize_attention(module, scheme)
     linears = (one for one in module.modules() if isinstance(one, torch.nn.Linear))
     dtype = next((one.weight.dtype for one in linears), None)
-_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-    for name, present in list(module._parameters.items()):
-        is_scale = name in ("q_scale", "k_scale", "v_scale") and present is not None
-        if is_scale and dtype is not None and present.dtype is not dtype:
+    for name in ("q_scale", "k_scale", "v_scale"):
+        present = module._parameters.get(name)
+        if present is not None and dtype in _SCALE_DTYPES and present.dtype is not dtype:
             value = present.detach().to(dtype)
             module.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
