@@ -110,7 +110,7 @@ def test_what_is_meant_is_written_with_a_warning(
     assert len([line for line in warned if "transformers would not" in line]) == 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     if is_passed_over(model.model.layers[0].self_attn):
-        assert [line for line in warned if "(L10)" in line]
+        assert [line for line in warned if "(L11)" in line]
         model(torch.arange(3, 9)[None])
         return
     assert [line for line in warned if "(L5)" in line]
@@ -164,7 +164,7 @@ def test_what_an_earlier_run_has_quantized_is_known(tmp_path: Path, warned: list
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
     unknown = is_passed_over(read.model.layers[0].self_attn)
     said = [line for line in warned if "would not" in line]
-    assert [line for line in said if "(L10)" not in line] == []
+    assert [line for line in said if "(L11)" not in line] == []
     assert len(said) == unknown
     with torch.no_grad(), as_read(model):
         assert torch.equal(read(small.probe()).logits, model.eval()(small.probe()).logits)
@@ -188,7 +188,7 @@ def test_a_tower_that_transformers_rounds_without_scales_is_said(
     said = [line for line in warned if "would not" in line]
     assert len(said) == 1, "vLLM keeps no cache there"
     if is_passed_over(model.model.get_submodule(tower)):  # where nothing is rounded
-        assert "(L10)" in said[0]
+        assert "(L11)" in said[0]
         assert tower not in said[0]
         return
     for word in ("transformers", "(L7)", f"model.{tower}", "random", "Leave kv_cache_scheme out"):

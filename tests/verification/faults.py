@@ -922,14 +922,14 @@ def queries_with_zero_points(sample: Sample) -> None:
     sample.tensors[f"{LAYER}.self_attn.q_zero_point"] = torch.zeros(1, dtype=torch.int8)
 
 
-@fault("L10", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS, cache_is_known=False)
+@fault("L11", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS, cache_is_known=False)
 def cache_by_another_name(sample: Sample) -> None:
     """Nothing is rounded: neither turned keys nor queries with zero points do harm."""
     _turned(sample)
     sample.tensors[f"{LAYER}.self_attn.q_zero_point"] = torch.zeros(1, dtype=torch.int8)
 
 
-@fault("L10", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS, cache_is_known=False)
+@fault("L11", f"{LAYER}.self_attn", base="cache", deployment=BY_TRANSFORMERS, cache_is_known=False)
 def attention_by_another_name_without_scales(sample: Sample) -> None:
     """Their scales are found in the forward."""
     sample.settings["kv_cache_scheme"] |= {"dynamic": True, "strategy": "token"}
@@ -937,7 +937,7 @@ def attention_by_another_name_without_scales(sample: Sample) -> None:
         sample.drop(name)
 
 
-@fault("L10", f"{LAYER}.self_attn", severity=WARNING, base="cache", cache_is_known=False)
+@fault("L11", f"{LAYER}.self_attn", severity=WARNING, base="cache", cache_is_known=False)
 def cache_by_another_name_without_a_server(sample: Sample) -> None:
     """A limit of one server alone."""
 

@@ -90,7 +90,7 @@ def test_a_quantized_cache(llama_folder: Path, compressed: Run) -> None:
     read = AutoModelForCausalLM.from_pretrained(folder)
     layers = [f"model.layers.{index}.self_attn" for index in range(2)]
     unknown = [name for name in layers if is_passed_over(read.get_submodule(name))]
-    assert [line.partition(":")[0] for line in said] == [f"L10 {name}" for name in unknown]
+    assert [line.partition(":")[0] for line in said] == [f"L11 {name}" for name in unknown]
     scaled = [name for name in layers if hasattr(read.get_submodule(name), "k_scale")]
     assert sorted(scaled + unknown) == layers  # as the rule says
     report = verify(folder, llama_folder, serve="transformers", tp=1)
@@ -121,7 +121,7 @@ def test_a_cache_beside_linear_attention(compressed: Run, tmp_path: Path) -> Non
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     unknown = is_passed_over(loaded.model.layers[1].self_attn)
     named = [line.partition(":")[0] for line in said]
-    assert named == ["L10 model.layers.1.self_attn"] * unknown
+    assert named == ["L11 model.layers.1.self_attn"] * unknown
     assert loaded(small.probe(), use_cache=True).logits.isfinite().all()
 
 

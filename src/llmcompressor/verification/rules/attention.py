@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section 7: attention and the cache of keys and values (S49 to S55; L7, L10 of transformers)."""
+"""Section 7: attention and the cache of keys and values (S49 to S55; L7, L11 of transformers)."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def rounded_states_have_scales(view: View) -> Iterator[Problem]:
 
 
 def states_are_rounded(view: View) -> Iterator[Problem]:
-    """L10."""
+    """L11."""
     states = [_cache(view), *(group.scheme.inputs for group in view.groups if group.is_attention)]
     found = [args for args in states if args is not None]
     if not found:
@@ -233,7 +233,7 @@ OF_TRANSFORMERS = (
         is_limit=True,
     ),
     Rule(
-        "L10",
+        "L11",
         "states that are to be rounded are",
         states_are_rounded,
         server="transformers",

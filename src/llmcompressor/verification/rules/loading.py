@@ -172,7 +172,7 @@ def rounded_states_keep_their_dtype(view: View) -> Iterator[Problem]:
         return
     named = [name for name in view.headers if name.endswith(".q_zero_point")]
     if named and passed_over(view.config, view.headers):
-        return  # what is not rounded stays what it is (L10)
+        return  # what is not rounded stays what it is (L11)
     for name in named:
         yield Problem(
             name.rpartition(".")[0],
