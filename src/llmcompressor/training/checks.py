@@ -133,8 +133,9 @@ def _check_adapters(model: Any) -> None:
     """
     if not getattr(model, "_hf_peft_config_loaded", False):
         return
-    from transformers.integrations import peft  # noqa: PLC0415  # few models have adapters
+    from transformers.integrations import peft as integration  # noqa: PLC0415  # few have adapters
 
+    peft: Any = integration
     try:
         peft.check_peft_version(peft.MIN_PEFT_VERSION)
     except ValueError as error:

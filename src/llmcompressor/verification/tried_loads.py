@@ -122,10 +122,11 @@ def _load(
         "config_groups": {"group_0": _scheme(weights)},
         "ignore": [],
     }
+    kind: Any = PretrainedConfig  # any further argument becomes an attribute
     with quiet_transformers(), other_bars_hidden():
         model, info = _tiny_class().from_pretrained(
             None,
-            config=PretrainedConfig(**{"quantization_config": settings}),
+            config=kind(quantization_config=settings),
             state_dict={f"{path}.{own}": each for own, each in codes.items()},
             ignore_mismatched_sizes=True,
             output_loading_info=True,
