@@ -174,3 +174,20 @@ def test_every_kind_of_scheme_loads_back_equal(name):
     assert len(again.modifiers) == 2
     mine, theirs = (each.modifiers[0].resolve_quantization_config() for each in (recipe, again))
     assert mine.groups == theirs.groups
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM"])
+def test_every_argument_is_written_in_one_spelling_with_any_compressed_tensors(name):
+    groups = {"group_0": preset_scheme(name, ["Linear"])}
+    stage = yaml.safe_load(Recipe.from_modifiers(GPTQModifier(config_groups=groups)).yaml())
+    ((fields,),) = ([*each.values()] for each in stage["default_stage"].values())
+    assert fields["config_groups"]["group_0"]["weights"] == {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": name == "W4A16",
+        "group_size": 128,
+        "strategy": "group",
+        "dynamic": False,
+        "zp_dtype": "torch.int8",
+        "observer_kwargs": {},
+    }

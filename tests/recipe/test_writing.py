@@ -233,7 +233,7 @@ class Terse(BaseModel):
 def test_what_a_serializer_leaves_out_is_written():
     modifier = WritingPlain(value=Terse(zeros=torch.uint8, options={"norm": 2.4}))
     [again] = Recipe.create_instance(Recipe.from_modifiers([modifier]).yaml()).modifiers
-    assert again.value == {"bits": 8, "zeros": "uint8", "options": {"norm": 2.4}}
+    assert again.value == {"bits": 8, "zeros": "torch.uint8", "options": {"norm": 2.4}}
 
 
 def test_none_is_written_where_it_is_not_the_default():

@@ -171,20 +171,27 @@ def _plain_field(value: Any, name: str, dumped: Mapping[str, Any]) -> Any:
     """One field of a model; a serializer of the model may have dropped it with its name.
 
     That of compressed-tensors' arguments does so with fields that it fills in anew when they are
-    read, if nobody else gave them.
+    read, if nobody else gave them; which these are depends on its release, and what is written of
+    a dtype does not.
     """
+    if _is_of_torch(value, "dtype"):
+        return str(value)
     item = dumped[name] if name in dumped else to_jsonable_python(value, fallback=_spelled)
     return _plain(value, item)
 
 
 def _spelled(value: Any) -> str | float | None:
     """How a recipe spells a value that pydantic has no plain form for; ``None`` if in no way."""
-    kind = type(value)
-    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
+    if _is_of_torch(value, "dtype", "device"):
         return str(value).removeprefix("torch.")
     if isinstance(value, Integral):  # numpy's numbers too
         return int(value)
     return float(value) if isinstance(value, Real) else None
+
+
+def _is_of_torch(value: Any, *names: str) -> bool:
+    kind = type(value)
+    return kind.__module__ == "torch" and kind.__name__ in names
 
 
 def _is_null_by_default(info: FieldInfo) -> bool:
