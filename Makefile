@@ -3,16 +3,18 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# The exact versions that are installed.
+CONSTRAINTS ?= constraints.txt
 # Which tests run; `make test TESTS=` runs all, those too that take more than ten seconds each.
 TESTS  ?= not slow
 
 .PHONY: demo test lint types unit clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-	$(BIN)/python -m pip install --quiet torch -c constraints.txt
-	$(BIN)/python -m pip install --quiet --editable '.[dev,vision]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --upgrade pip -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet torch -c $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --editable '.[dev,vision]' -c $(CONSTRAINTS)
 	touch $(STAMP)
 
 demo: $(STAMP)

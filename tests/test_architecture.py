@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -333,7 +334,7 @@ def test_every_file_names_its_license() -> None:
 
 def test_no_path_of_one_machine() -> None:
     texts = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")]
-    texts += [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    texts += [ROOT / "pyproject.toml", *sorted(ROOT.glob("constraints*.txt"))]
     texts += sorted((ROOT / "docs").rglob("*.md"))
     texts += _own(ROOT / "benchmarks", "*.md")
     found = []
@@ -342,3 +343,18 @@ def test_no_path_of_one_machine() -> None:
             if path != Path(__file__) and MACHINE_PATH.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
     assert not found, "\n".join(found)
+
+
+def test_ranges_begin_with_versions_that_are_tested() -> None:
+    """Those of constraints-oldest.txt, which is else the same as constraints.txt."""
+    newest, oldest = (
+        dict(line.split("==") for line in (ROOT / name).read_text().splitlines())
+        for name in ("constraints.txt", "constraints-oldest.txt")
+    )
+    changed = {name: version for name, version in oldest.items() if newest.get(name) != version}
+    assert set(changed) == {"compressed-tensors", "transformers"}
+    assert newest.keys() == oldest.keys()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = [one for one in project["dependencies"] if re.split("[><=]", one)[0] in changed]
+    for one, (name, version) in zip(sorted(ranges), sorted(changed.items()), strict=True):
+        assert f"{version}.".startswith(f"{one.split(',')[0].removeprefix(f'{name}>=')}.")
