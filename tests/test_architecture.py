@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
