@@ -35,7 +35,7 @@ __all__ = ["check_servable", "check_writable_model", "check_written", "serves_no
 _MOST_SHOWN = 5
 _OF_VALUES = {"S27", "S72"}
 """Rules of servers that are about values: no recipe asks for breaking them."""
-_OF_SOME_RELEASES = {"L9"}
+_OF_SOME_RELEASES = {"L9", "L10"}
 """Rules of what is read by other releases of the same server: reason to warn, not to refuse."""
 _REMEDIES = {
     "L2": "Ignore these modules, take a scheme whose codes keep the name weight (W8A8, "
