@@ -37,7 +37,7 @@ _OF_VALUES = {"S27", "S72"}
 """Rules of servers that are about values: no recipe asks for breaking them."""
 _OF_STATES = {"L11"}
 """Rules of what transformers leaves as it is: all else of the checkpoint is read."""
-_OF_SOME_RELEASES = {"L9", "L11"}
+_OF_SOME_RELEASES = {"L9", "L10", "L11"}
 """Rules of what is read by other releases of the same server: reason to warn, not to refuse."""
 _REMEDIES = {
     "L2": "Ignore these modules, take a scheme whose codes keep the name weight (W8A8, "

@@ -115,23 +115,26 @@ def _load(
     """What is loaded of a Linear with its dtypes, and what is refused for its shape."""
     from transformers import PretrainedConfig  # noqa: PLC0415  # loads much
 
-    settings = {
+    settings: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": _FORMATS[weights["num_bits"]],
         "config_groups": {"group_0": _scheme(weights)},
         "ignore": [],
     }
-    kind: Any = PretrainedConfig  # any further argument becomes an attribute
-    with quiet_transformers(), other_bars_hidden():
-        model, info = _tiny_class().from_pretrained(
-            None,
-            config=kind(quantization_config=settings),
-            state_dict={f"{path}.{own}": each for own, each in codes.items()},
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **more,
-        )
+    config: Any = PretrainedConfig
+    try:
+        with quiet_transformers(), other_bars_hidden():
+            model, info = _tiny_class().from_pretrained(
+                None,
+                config=config(quantization_config=settings),
+                state_dict={f"{path}.{own}": each for own, each in codes.items()},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **more,
+            )
+    except Exception:  # a release that cannot be asked so: nothing is said of it
+        return {}, set()
     found = {own: each.dtype for own, each in model.linear.state_dict().items()}
     return found, {one[0] for one in info["mismatched_keys"]}
 
