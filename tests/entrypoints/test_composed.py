@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import small_models as small
 import torch
-from test_read_back import READER, read_by_the_package
+from test_read_back import READER, is_of_unknown_attention, read_by_the_package
+from tests.caches import as_read, is_passed_over
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -234,7 +235,7 @@ TURNED = [name for name, case in CASES.items() if case.turned]
 
 _PAGE = Path(__file__).parents[2] / "docs" / "modifiers" / "spinquant.md"
 _APPLY = re.search(
-    r"from compressed_tensors\.transform .*?return model\n(?=```)", _PAGE.read_text(), re.S
+    r"from compressed_tensors\.quantization .*?return model\n(?=```)", _PAGE.read_text(), re.S
 )
 assert _APPLY is not None
 TURNED_READER = f"""
@@ -286,7 +287,9 @@ def outcomes(
     for name, case in CASES.items():
         said[name] = lines = []
         sink = logger.add(lines.append, format="{message}")
-        written[name] = small.logits(_compressed(case, sources[case.model], root / "out" / name))
+        model = _compressed(case, sources[case.model], root / "out" / name)
+        with as_read(model):
+            written[name] = small.logits(model)
         logger.remove(sink)
     torch.save(small.probe(), root / "tokens.pt")
     read_alone(READER, root / "out", root / "tokens.pt", root / "found.pt")
@@ -328,7 +331,7 @@ def test_it_runs_the_model_as_often_as_it_must(name: str, outcomes: dict[str, Ou
 def test_it_is_served(name: str, outcomes: dict[str, Outcome]) -> None:
     """By verify, and by transformers in a process without this package, with the same logits."""
     outcome = outcomes[name]
-    assert outcome.left == []
+    assert [one for one in outcome.left if not is_of_unknown_attention(one)] == []
     assert torch.equal(outcome.read, outcome.written)
     assert verify(str(outcome.folder)).ok
 
@@ -340,7 +343,10 @@ def test_what_stays_in_the_forward_is_served_by_readers_that_make_it(
     """transformers makes other logits: the run tells of it before it begins, and verify after."""
     outcome = outcomes[name]
     assert outcome.turned is not None
-    assert torch.equal(outcome.turned, outcome.written)
+    if "R3" in CASES[name].recipe and is_passed_over(small.llama().model.layers[0].self_attn):
+        assert torch.allclose(outcome.turned, outcome.written, atol=0.02)  # it is left out
+    else:
+        assert torch.equal(outcome.turned, outcome.written)
     assert not torch.allclose(outcome.read, outcome.written, atol=0.1)
     [told] = [line for line in outcome.said if "the forward, which readers" in str(line)]
     assert str(told).startswith(f"{CASES[name].turned} in the forward")

@@ -20,6 +20,7 @@ import pytest
 import small_models as small
 import torch
 from safetensors.torch import load_file
+from tests.caches import as_read, is_passed_over
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -33,10 +34,13 @@ from llmcompressor.verification.tried_loads import refuses_packed_zero_points
 DECODED = """
 def decoded(model, tokens):
     '''The last logits, where the last two tokens come one by one, beside what is cached.'''
+    from inspect import signature
+    names = signature(model.forward).parameters
+    name = "cache" if "cache" in names else "past_key_values"
     state = model(tokens[:, :-2], use_cache=True)
     for position in (-2, -1):
         token = tokens[:, position:][:, :1]
-        state = model(token, past_key_values=state.past_key_values, use_cache=True)
+        state = model(token, **{name: state[name]}, use_cache=True)
     return state.logits
 """
 READER = (
@@ -337,7 +341,7 @@ def _write(case: Case, folder: Path) -> tuple[Tensor, Tensor]:
 def _logits(model: Any) -> tuple[Tensor, Tensor]:
     known: dict[str, Any] = {}
     exec(DECODED, known)
-    with torch.no_grad():
+    with torch.no_grad(), as_read(model):
         return small.logits(model), known["decoded"](model, small.probe())
 
 
@@ -345,7 +349,7 @@ def _logits(model: Any) -> tuple[Tensor, Tensor]:
 def test_reads_back_as_the_model_in_memory(name: str, outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes[name]
     assert outcome.missing == []
-    assert outcome.unexpected == []
+    assert [one for one in outcome.unexpected if not is_of_unknown_attention(one)] == []
     assert bool(torch.isfinite(outcome.written).all())
     assert torch.equal(outcome.read, outcome.written)
     assert torch.equal(outcome.read_decoded, outcome.written_decoded)
@@ -367,10 +371,24 @@ def test_what_transformers_alone_refuses_is_said(name: str, outcomes: dict[str, 
     assert ("L9" in rules) == bool(outcome.error)
 
 
+def is_of_unknown_attention(tensor: str) -> bool:
+    """Whether it is a scale of attention that readers leave as it is."""
+    own = tensor.rpartition(".")[2]
+    is_of_states = own[1:] in ("_scale", "_zero_point") and own[0] in "qkv"
+    return is_of_states and is_passed_over(small.llama().model.layers[0].self_attn)
+
+
 @pytest.mark.parametrize("name", sorted(CASES.keys() - UNTOUCHED))
 def test_each_case_changes_what_the_model_computes(name: str, outcomes: dict[str, Outcome]) -> None:
     """Guards the comparison: a reader that quantized nothing would agree as well."""
-    assert not torch.equal(outcomes[name].read, small.logits(small.llama(**CASES[name].model)))
+    original = small.logits(small.llama(**CASES[name].model))
+    config = json.loads((outcomes[name].folder / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"].values()
+    if not any(group["weights"] or group["targets"] != ["LlamaAttention"] for group in groups):
+        is_left_out = is_passed_over(small.llama().model.layers[0].self_attn)
+        assert torch.equal(outcomes[name].read, original) == is_left_out
+        return
+    assert not torch.equal(outcomes[name].read, original)
 
 
 @pytest.mark.parametrize("name", CASES)
