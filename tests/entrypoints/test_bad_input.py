@@ -33,7 +33,7 @@ from llmcompressor.errors import (
     RecipeError,
     TargetError,
 )
-from llmcompressor.modifiers.quantization import GPTQModifier
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.attention import takes_cache
 
@@ -639,6 +639,21 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(llmcompressor.checkpoint.shards, "save_file", save_file)
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
+
+
+@pytest.mark.parametrize("call", [oneshot, plan, model_free_ptq])
+def test_an_adapter_beside_the_model_is_not_left_out(
+    call: Callable[..., Any], llama_folder: Path, tmp_path: Path
+) -> None:
+    """transformers would load both."""
+    folder = shutil.copytree(llama_folder, tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    more: dict[str, Any] = {"recipe": QuantizationModifier(targets="Linear", scheme="W8A16")}
+    if call is model_free_ptq:
+        more = {"save_directory": tmp_path / "out", "scheme": "W8A16"}
+    with pytest.raises(CheckpointError, match=r"beside the model.*merge_and_unload"):
+        call(folder, **more)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("existing", ["absent", "overwritten"])

@@ -25,6 +25,7 @@ __all__ = [
     "SourceInfo",
     "TensorHeader",
     "adapter_error",
+    "check_no_adapter",
     "holds_adapter",
     "inspect_source",
     "is_hub_id",
@@ -145,6 +146,23 @@ def adapter_error(directory: Path) -> CheckpointError:
         "Merge it into its base (AutoPeftModelForCausalLM.from_pretrained(...)"
         ".merge_and_unload()), and give that or the folder that it is saved in.",
     )
+
+
+def check_no_adapter(directory: Path) -> None:
+    """Refuse a folder in which an adapter lies beside the model: it would be left out.
+
+    transformers puts it into the model that it loads.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    if (directory / _ADAPTER).is_file():
+        raise CheckpointError(
+            f"The folder {directory} holds an adapter (PEFT) beside the model: transformers loads "
+            "both, and what is compressed would be the model without it.",
+            "Merge it into the model (AutoPeftModelForCausalLM.from_pretrained(...)"
+            f".merge_and_unload()) and save that, or take {_ADAPTER} out of the folder.",
+        )
 
 
 def inspect_source(

@@ -18,7 +18,13 @@ from llmcompressor.checkpoint.blueprint import Blueprint
 from llmcompressor.checkpoint.existing_quantization import existing_quantization
 from llmcompressor.checkpoint.expert_stacks import ExpertStack, find_stacks, split_stacks
 from llmcompressor.checkpoint.hub import fetch
-from llmcompressor.checkpoint.source import SourceInfo, TensorHeader, inspect_source, is_hub_id
+from llmcompressor.checkpoint.source import (
+    SourceInfo,
+    TensorHeader,
+    check_no_adapter,
+    inspect_source,
+    is_hub_id,
+)
 from llmcompressor.checkpoint.tree_model import TreeModel, build_tree, tied_pair, untied
 from llmcompressor.entrypoints.converting import check_converter, converted
 from llmcompressor.entrypoints.devices import named_device
@@ -236,6 +242,7 @@ def _check_needs_no_data(modifier: QuantizationModifier, resolved: ResolvedSchem
 def _inspect(model: str) -> SourceInfo:
     folder = fetch(model) if is_hub_id(model) else model
     source = inspect_source(folder, allow_quantized=True)
+    check_no_adapter(source.directory)
     if not source.tensors:
         raise CheckpointError(
             f"The folder {folder} holds no safetensors files.",

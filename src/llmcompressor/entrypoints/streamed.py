@@ -33,6 +33,7 @@ from llmcompressor.checkpoint.save import (
 from llmcompressor.checkpoint.shards import parse_size
 from llmcompressor.checkpoint.source import (
     SourceInfo,
+    check_no_adapter,
     inspect_source,
     is_hub_id,
     local_directory,
@@ -92,6 +93,7 @@ def streamable(job: Job) -> SourceInfo | None:
         _say_in_memory(f"{', '.join(whole) or f'the {job.pipeline()} pipeline'} needs all of it")
         return None
     source = inspect_source(_local(job, str(model)))
+    check_no_adapter(source.directory)
     if not source.tensors:
         _say_in_memory("its weights are not safetensors")
         return None

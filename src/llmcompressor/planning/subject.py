@@ -27,7 +27,12 @@ from llmcompressor.checkpoint.load import (
     untie_embeddings,
 )
 from llmcompressor.checkpoint.reading import DTYPES
-from llmcompressor.checkpoint.source import TensorHeader, inspect_source, local_directory
+from llmcompressor.checkpoint.source import (
+    TensorHeader,
+    check_no_adapter,
+    inspect_source,
+    local_directory,
+)
 from llmcompressor.checkpoint.ties import (
     BelievedTie,
     same_values,
@@ -173,6 +178,7 @@ def open_subject(args: ModelArguments, modifiers: Sequence[Modifier] = ()) -> Su
 def _from_folder(args: ModelArguments, modifiers: Sequence[Modifier]) -> Subject:
     folder = local_directory(args.model, revision=args.model_revision, cache_dir=args.cache_dir)
     source = inspect_source(args.model if folder is None else folder, headers_only=True)
+    check_no_adapter(source.directory)
     if not source.tensors:
         raise CheckpointError(
             f"The weights of {source.directory} are not safetensors files, whose headers are "
