@@ -514,3 +514,28 @@ def test_a_scale_that_is_loaded_as_float32_unpacks_to_it(
     assert torch.equal(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "float32")), logits(model)
     )
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_packed_zero_points_are_unpacked_while_they_load(groups: int, tmp_path: Path) -> None:
+    """As the remedy says, where there is one group; with two of them it says something else."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16)
+    asymmetric = {**INT4, "symmetric": False}
+    named = {"targets": ["Linear"] if groups == 1 else ["re:.*mlp.*"], "weights": asymmetric}
+    other = {"group_1": {"targets": ["re:.*self_attn.*"], "weights": INT8}} if groups > 1 else {}
+    recipe = QuantizationModifier(config_groups={"group_0": named, **other}, ignore=["lm_head"])
+    reset_session()
+    oneshot(model=model, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    found = verify(tmp_path / "model", serve="transformers").findings
+    said = [one for one in found if one.rule == "L9"]
+    assert bool(said) == refuses_packed_zero_points()
+    assert all(("dequantize=True" in one.remedy) == (groups == 1) for one in said)
+    if groups == 1:
+        plain = CompressedTensorsConfig(dequantize=True)
+        with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+            loaded = AutoModelForCausalLM.from_pretrained(
+                tmp_path / "model", quantization_config=plain
+            )
+        assert torch.equal(logits(loaded), logits(model))
