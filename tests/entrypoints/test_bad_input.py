@@ -649,6 +649,8 @@ def test_an_adapter_beside_the_model_is_not_left_out(
     folder = shutil.copytree(llama_folder, tmp_path / "model")
     (folder / "adapter_config.json").write_text("{}")
     more: dict[str, Any] = {"recipe": QuantizationModifier(targets="Linear", scheme="W8A16")}
+    if call is oneshot:
+        more["output_dir"] = tmp_path / "out"
     if call is model_free_ptq:
         more = {"save_directory": tmp_path / "out", "scheme": "W8A16"}
     with pytest.raises(CheckpointError, match=r"beside the model.*merge_and_unload"):
