@@ -45,6 +45,8 @@ class ExpertList:
     """Key in the list → expert."""
     owner: Module
     """The module whose forward calls them, as far as the structure tells."""
+    holders: Sequence[Module]
+    """What the owner lies in, from the model on, and the owner itself."""
 
 
 def lists_of_alike(model: Module) -> Iterator[ExpertList]:
@@ -61,7 +63,15 @@ def lists_of_alike(model: Module) -> Iterator[ExpertList]:
         if inside and len(members) > 1 and len(set(map(form_of_module, members.values()))) == 1:
             has_forward = type(module).forward not in (ModuleList.forward, ModuleDict.forward)
             holder = name if has_forward else name.rpartition(".")[0]
-            yield ExpertList(name, module, members, model.get_submodule(holder))
+            holders = list(_on_the_way(model, holder))
+            yield ExpertList(name, module, members, holders[-1], holders)
+
+
+def _on_the_way(model: Module, name: str) -> Iterator[Module]:
+    yield model
+    parts = name.split(".") if name else []
+    for end in range(len(parts)):
+        yield model.get_submodule(".".join(parts[: end + 1]))
 
 
 def _has_weights(module: Module) -> bool:
@@ -181,13 +191,11 @@ class ShownLists:
         self._places: dict[Module, set[Module]] = {}
 
     @contextlib.contextmanager
-    def watching(self, model: Module) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Show tokens while the body runs."""
         for one in self.lists:
             _tokens[one.module] = [0] * len(one.members)
-            self._places[one.owner] = {
-                module for module in model.modules() if one.owner in set(module.modules())
-            } | set(one.owner.modules())
+            self._places[one.owner] = {*one.holders, *one.owner.modules()}
         owners = {one.owner: None for one in self.lists}
         members = [member for one in self.lists for member in one.members.values()]
         with stubbed(owners, self._showing), stubbed(members, self._routed):

@@ -65,7 +65,7 @@ def listed_experts_shown(
         with seen_without_weights(model, batches[0]):
             found = plainly_called(found, lambda: batches.run(small_batch(batches[0])))
     lists = ShownLists(found, lambda: state.batch_data is not None)
-    with lists.watching(model):
+    with lists.watching():
         yield lists
     _say_counts(lists)
 
