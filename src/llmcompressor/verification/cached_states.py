@@ -4,7 +4,7 @@
 compressed-tensors, which transformers asks, goes by names and arguments. Towers that see or hear
 may have attention of such a form too: what stands for the cache is given to it like to any other.
 And where transformers calls the cache by a name that the installed compressed-tensors does not
-know, no attention has that form, and nothing is said when such a checkpoint is read.
+know, no attention has that form, and scales in the file are unexpected, no error.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def states_are_rounded(view: View) -> Iterator[Problem]:
         yield Problem(
             path,
             "The installed transformers and compressed-tensors leave its keys and values as they "
-            "are, and say nothing: the latter does not know its forward for that of attention with "
+            "are: the latter does not know its forward for that of attention with "
             "a cache.",
             "Serve it with vLLM, or read it with a transformers whose attention takes "
             "past_key_values.",
