@@ -20,6 +20,7 @@ __all__ = ["RULES"]
 
 _LAYER = re.compile(r"(?P<stack>(?:.*\.)?(?:layers|h|blocks|block))\.(?P<index>\d+)\.(?P<rest>.+)$")
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
+_PARTS_OF_A_LAYER = 4
 _MOST_SHOWN = 4
 _REMOVE = "Remove the tensor."
 _COPY = "Copy them from the original model."
@@ -96,8 +97,8 @@ def layers_are_complete(view: View) -> Iterator[Problem]:
         counts = _counts(view, stack)
         real = _real(view, stack, layers)
         yield from _incomplete(view, stack, real)
-        if counts and len(stacks) == 1 and len(real) < min(counts) and not _has_all(view):
-            count = min(counts)
+        count = min(counts, default=0)
+        if len(stacks) == 1 and len(real) < count and not _has_all(view, count, len(real)):
             lacking = count - len(real)
             # the first of them are enough, and a wrong count may be any number
             missing = (str(index) for index in itertools.count() if index not in layers)
@@ -106,8 +107,13 @@ def layers_are_complete(view: View) -> Iterator[Problem]:
             yield Problem(stack, f"It lacks the layers {shown}{more} of {count}.", _COPY)
 
 
-def _has_all(view: View) -> bool:
-    """Whether the class finds everything: it may count layers otherwise than they are stored."""
+def _has_all(view: View, counted: int, stored: int) -> bool:
+    """Whether the class finds everything: it may count layers otherwise than they are stored.
+
+    A count that is many times as large is a mistake, and would take long to build.
+    """
+    if counted > _PARTS_OF_A_LAYER * stored:
+        return False
     if view.tensors is not None:
         built = view.built
     else:  # it is only planned
