@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from llmcompressor.modeling import flat_pieces
+from llmcompressor.modeling import flat_pieces, spread
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.spread import is_spread_as, local, spread_as, together, write, zero
 
@@ -87,10 +87,10 @@ def test_a_whole_state_is_kept_by_who_wants_it() -> None:
     model[1].weight = model[0].weight
     values = cut_up(model[0].weight)
     model[0].weight.data = values.clone()  # gathered
-    state = flat_pieces.whole_state(model, keep=True)
+    state = spread.whole_state(model, keep=True)
     assert torch.equal(state["0.weight"], values)
     assert state["0.weight"] is state["1.weight"]
-    assert flat_pieces.whole_state(model, keep=False) == {}
+    assert spread.whole_state(model, keep=False) == {}
 
 
 def test_what_is_added_later_becomes_a_buffer() -> None:
