@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llmcompressor import oneshot
 from llmcompressor.errors import DatasetError, TargetError
+from llmcompressor.modeling.hollow import hollow_weights
+from llmcompressor.modeling.listed_experts import lists_of_alike, plainly_called
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.pipelines.experts import experts_report
 
@@ -69,6 +72,56 @@ class Shown(Listed):
 
     def forward(self, x: Tensor) -> Tensor:
         return sum(expert(x) for expert in self.experts)
+
+
+class InChunks(Listed):
+    """Some tokens after others, and a shared expert between the calls of one expert."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.shared = LlamaMLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [super(InChunks, self).forward(one) + self.shared(one) for one in x.split(3, dim=1)]
+        return torch.cat(parts, dim=1)
+
+
+class OfMixtures(Listed):
+    """Each of its experts holds experts."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.experts = nn.ModuleList([InRows(config) for _ in range(EXPERTS)])
+
+
+class InRows(Listed):
+    """As one of several experts gets tokens: in a matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[None])[0]
+
+
+class AddedBefore(Listed):
+    """What a shared expert makes is added to the tokens before the others get them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.shared = LlamaMLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shared(x))
+
+
+class OneAfterAnother(Listed):
+    """An expert gets what those before it made of the tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1).clone()
+        chosen = chosen_of(len(rows), self.share)
+        for number, expert in enumerate(self.experts):
+            if (chosen <= number).any():
+                rows[chosen <= number] += expert(rows[chosen <= number])
+        return rows.view_as(x)
 
 
 class Patient(Recorder):
@@ -163,15 +216,18 @@ def test_each_sees_every_token_once_and_outputs_stay(
     assert not [one for one in model.modules() if "forward" in vars(one)]
 
 
+@pytest.mark.parametrize("kind", [Listed, InChunks, OfMixtures])
 @pytest.mark.parametrize("pipeline", ["sequential", "layer_sequential"])
-def test_references_are_those_of_the_original_model(pipeline: str) -> None:
-    """Behind compressed experts too, to which other tokens may go."""
+def test_references_are_those_of_the_original_model(pipeline: str, kind: type[Listed]) -> None:
+    """Behind compressed experts too, to which other tokens may go, and as often as they like."""
     batches = tiny.text_batches()
     original = Patient()
-    run_pipeline(build(Listed, layer=0), batches, original, pipeline)
+    run_pipeline(build(kind, layer=0), batches, original, pipeline)
     recorder = Patient(twin=True, round_to=1)
-    run_pipeline(build(Listed, layer=0), batches, recorder, pipeline)
+    run_pipeline(build(kind, layer=0), batches, recorder, pipeline)
     for name, references in recorder._references.items():
+        if ".shared." in name:  # called several times
+            continue
         for one, other in zip(references, original._inputs[name], strict=True):
             assert one is not None
             torch.testing.assert_close(one, other)
@@ -277,6 +333,33 @@ def test_that_they_cannot_be_shown_all_tokens_is_said_once(
     assert "moe_calibrate_all_experts=True has no effect" in said
     assert f"1 of {EXPERTS} experts: {LIST}.2 (0)." in said
     assert not hooks_left(model)
+
+
+@pytest.mark.parametrize("kind", [Listed, OfMixtures, AddedBefore, OneAfterAnother, Scaled])
+def test_how_they_are_called_is_found_out_without_weights_too(kind: type[Listed]) -> None:
+    found = []
+    for device in ("cpu", "meta"):
+        model = build(kind).to(device)
+        run = partial(model, **tiny.text_batches()[0])
+        with hollow_weights(model):
+            lists = plainly_called(list(lists_of_alike(model)), run)
+        found.append([one.name for one in lists])
+    assert found[0] == found[1]
+    assert (LIST in found[0]) == (kind in (Listed, OfMixtures))
+
+
+@pytest.mark.parametrize("kind", [Listed, Scaled])
+def test_one_that_is_ignored_keeps_nothing_from_the_others(
+    kind: type[Listed], warned: list[str]
+) -> None:
+    batches, recorder = tiny.text_batches(), Patient(ignore=["lm_head", rf"re:{LIST}\.0\..*"])
+    run_pipeline(build(kind), batches, recorder)
+    if kind is Scaled:
+        (said,) = told(warned)
+        assert f"1 of {EXPERTS - 1} experts: {LIST}.2 (0)." in said
+        return
+    for seen in (recorder._inputs[f"{LIST}.{number}.gate_proj"] for number in (1, 2)):
+        assert [len(one) for one in seen] == [batch["input_ids"].numel() for batch in batches]
 
 
 @pytest.mark.parametrize("policy", ["all_tokens", "rtn", "neighbours"])

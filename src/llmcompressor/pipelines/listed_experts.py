@@ -76,14 +76,14 @@ def _calibrated(modifiers: Sequence[Modifier], state: State) -> set[Module]:
 
 
 def _linears_of(one: ExpertList, calibrated: set[Module]) -> dict[str, list[Module]]:
-    """Name of each expert → its calibrated matrices; empty if an expert has none."""
+    """Name of each expert that has calibrated matrices → these."""
     own = {
         f"{one.name}.{key}": [
             part for part in member.modules() if part in calibrated and _is_matrix(part)
         ]
         for key, member in one.members.items()
     }
-    return own if all(own.values()) else {}
+    return {name: matrices for name, matrices in own.items() if matrices}
 
 
 def _is_matrix(module: Module) -> bool:

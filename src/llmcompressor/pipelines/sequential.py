@@ -251,7 +251,7 @@ class _SequentialRun:
             is_little=fits and device.type == "cpu" and self.plan.bytes <= LITTLE,
             streams=self.streams,
         )
-        originals = OriginalWeights(len(self.batches), self.order.calls)
+        originals = OriginalWeights(len(self.batches), self.order.calls, self.lists.may_be_called)
         with (
             PausedForward(self._targets(), self._passes()) as forward,
             contextlib.nullcontext() if self.residency is None else self.residency.watching(),
