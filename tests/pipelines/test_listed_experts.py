@@ -348,6 +348,22 @@ def test_how_they_are_called_is_found_out_without_weights_too(kind: type[Listed]
     assert (LIST in found[0]) == (kind in (Listed, OfMixtures))
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_quantized_cache_beside_them_changes_nothing(pipeline: str, warned: list[str]) -> None:
+    """To observe keys and values, passes run to the end."""
+    reports = []
+    fp8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    for cache in ({}, {"kv_cache_scheme": fp8}):
+        model = build(Listed)
+        recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"], **cache)
+        run_pipeline(model, tiny.text_batches(), recipe, pipeline)
+        scales = [one.gate_proj.input_scale for one in model.get_submodule(LIST)]
+        assert scales[0] == scales[1] == scales[2]
+        reports.append(experts_report(model))
+    assert reports[0] == reports[1]
+    assert not told(warned)
+
+
 @pytest.mark.parametrize("kind", [Listed, Scaled])
 def test_one_that_is_ignored_keeps_nothing_from_the_others(
     kind: type[Listed], warned: list[str]

@@ -52,12 +52,9 @@ def listed_experts_shown(
     batches: CalibrationBatches,
     args: DatasetArguments,
 ) -> Iterator[ShownLists]:
-    """Show all tokens of a layer to such experts while the body runs, where that is asked for.
-
-    What runs to the end of the model sees routes, and has to see them as they are.
-    """
+    """Show all tokens of a layer to such experts while the body runs, where that is asked for."""
     found: list[ExpertList] = []
-    if args.moe_calibrate_all_experts and not any(one.runs_to_end for one in modifiers):
+    if args.moe_calibrate_all_experts:
         calibrated = _calibrated(modifiers, state)
         lists_there = (one for one in lists_of_alike(model) if _linears_of(one, calibrated))
         found = [one for one in lists_there if not any(map(_is_matrix, one.members.values()))]
