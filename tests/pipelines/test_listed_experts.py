@@ -124,6 +124,18 @@ class OneAfterAnother(Listed):
         return rows.view_as(x)
 
 
+class Again(Listed):
+    """Its layer is called twice in one forward, and its experts were calibrated in the first."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layer = Listed(config)
+        del self.experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x))
+
+
 class Patient(Recorder):
     """Can do without tokens, as those that quantize weights can."""
 
@@ -401,6 +413,7 @@ def test_but_they_may_be_an_error(pipeline: str) -> None:
 
 def test_nothing_is_said_where_it_makes_no_difference(warned: list[str]) -> None:
     run_pipeline(build(Shown), tiny.text_batches(), Patient())
+    run_pipeline(build(Again), tiny.text_batches(), Patient())
     enough = type("Enough", (Listed,), {"share": (0, 0, 0, 0, 1, 1, 1, 2, 2, 2)})
     run_pipeline(build(enough), tiny.text_batches(), Patient(), moe_calibrate_all_experts=False)
     run_pipeline(build(Scaled), tiny.text_batches(), Patient(ignore=["lm_head", f"re:{LIST}.*"]))

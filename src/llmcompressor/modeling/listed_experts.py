@@ -214,6 +214,9 @@ class ShownLists:
                 for inner in member.modules():  # an expert may hold experts
                     self._owners.setdefault(inner, set()).add(one.owner)
 
+    def __contains__(self, one: ExpertList) -> bool:
+        return any(other.module is one.module for other in self.lists)
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Show tokens while the body runs."""

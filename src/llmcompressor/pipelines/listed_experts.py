@@ -11,7 +11,7 @@ Such a list is known by that alone: alike modules that get different numbers of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -104,14 +104,24 @@ def listed_experts_counted(
     modifiers: Sequence[Modifier],
     batches: CalibrationBatches,
     args: DatasetArguments,
+    shown: ShownLists,
 ) -> Iterator[None]:
-    """Count the tokens of such experts while the body runs, and say then what they got.
+    """Count the tokens of other such experts while the body runs, and say then what they got.
+
+    Args:
+        model: what is calibrated.
+        state: knows what is padding.
+        modifiers: those that calibrate it.
+        batches: all that is run.
+        args: what is asked for.
+        shown: those that get all tokens anyway.
 
     Raises:
         DatasetError: an expert got too few, and that is to be an error.
     """
     counter = _Counter()
-    counter.watch(model, state, _calibrated(modifiers, state))
+    calibrated = _calibrated(modifiers, state)
+    counter.watch([one for one in lists_of_alike(model) if one not in shown], state, calibrated)
     try:
         yield
     finally:
@@ -128,15 +138,15 @@ class _Counter(HooksMixin):
     _seen: dict[Module, int] = PrivateAttr(default_factory=dict)
     _members: dict[str, dict[str, list[Module]]] = PrivateAttr(default_factory=dict)
 
-    def watch(self, model: Module, state: State, calibrated: set[Module]) -> None:
-        """Count what the calibrated modules of lists of alike modules get."""
+    def watch(self, lists: Iterable[ExpertList], state: State, calibrated: set[Module]) -> None:
+        """Count what the calibrated modules of lists get."""
 
         def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor = first_tensor(args, kwargs)
             if isinstance(tensor, Tensor):
                 self._seen[module] += count_tokens(tensor, state.token_mask)
 
-        for found in lists_of_alike(model):
+        for found in lists:
             if own := _linears_of(found, calibrated):
                 self._members[found.name] = own
         for module in {one for own in self._members.values() for of in own.values() for one in of}:

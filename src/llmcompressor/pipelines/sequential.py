@@ -103,7 +103,7 @@ class SequentialPipeline:
                     scarcity_reported(
                         model, watched, batches, state, dataset_args.min_tokens_per_module
                     ),
-                    listed_experts_counted(model, state, modifiers, batches, dataset_args),
+                    listed_experts_counted(model, state, modifiers, batches, dataset_args, lists),
                     blocks_watched(model, state),
                     progress(len(run.plan.units), "Calibrating") as advance,
                 ):
