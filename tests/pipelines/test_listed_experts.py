@@ -136,6 +136,20 @@ class Again(Listed):
         return self.layer(self.layer(x))
 
 
+class Halved(Listed):
+    """Its experts return less than they get."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for expert in self.experts:
+            expert.down_proj = nn.Linear(config.intermediate_size, config.hidden_size // 2)
+        self.back = nn.Linear(config.hidden_size // 2, config.hidden_size)
+
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        made: Tensor = self.back(expert(rows))
+        return made
+
+
 class Patient(Recorder):
     """Can do without tokens, as those that quantize weights can."""
 
@@ -332,10 +346,11 @@ def test_they_are_quantized_as_experts_in_stacks_are() -> None:
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("twin", [False, True])
+@pytest.mark.parametrize("kind", [Scaled, Halved])
 def test_that_they_cannot_be_shown_all_tokens_is_said_once(
-    pipeline: str, twin: bool, warned: list[str]
+    pipeline: str, twin: bool, kind: type[Listed], warned: list[str]
 ) -> None:
-    model, batches = build(Scaled), tiny.text_batches()
+    model, batches = build(kind), tiny.text_batches()
     sizes = [batch["input_ids"].numel() for batch in batches]
     most = sum(int((chosen_of(size, Listed.share) == 0).sum()) for size in sizes)
     run_pipeline(model, batches, Patient(twin=twin, round_to=2), pipeline)

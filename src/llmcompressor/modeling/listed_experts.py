@@ -118,12 +118,12 @@ def _is_plain(
         return False
     seed = torch.Generator().manual_seed(0)
     marked = torch.rand(given.shape, generator=seed).to(given.device, given.dtype)
-    calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+    calls: list[tuple[tuple[Any, ...], Mapping[str, Any], Any]] = []
 
     def recording(member: Module, own: Forward) -> Forward:
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            calls.append((args, kwargs))
-            return _disturbed(own(*args, **kwargs), seed)
+            calls.append((args, kwargs, _disturbed(own(*args, **kwargs), seed)))
+            return calls[-1][-1]
 
         return recorded
 
@@ -144,7 +144,7 @@ def _is_plain(
     rows = marked.flatten(0, -2)
     if not calls or not all(_are_rows(*call, rows) for call in calls):
         return False
-    return len(calls) < len(one.members) or any(len(args[0]) < len(rows) for args, _ in calls)
+    return len(calls) < len(one.members) or any(len(args[0]) < len(rows) for args, *_ in calls)
 
 
 def _others_with_weights(one: ExpertList) -> list[Module]:
@@ -159,12 +159,17 @@ def _disturbed(made: Any, seed: torch.Generator) -> Any:
     return made + torch.rand(made.shape, generator=seed).to(made.device, made.dtype)
 
 
-def _are_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: Tensor) -> bool:
-    """Whether a call's only argument is a matrix of some of ``rows``."""
+def _are_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, rows: Tensor) -> bool:
+    """Whether a call's only argument is a matrix of some of ``rows``, and it returns one like it.
+
+    Zeros like it take the place of what is returned while calls are watched.
+    """
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
         return False
     given = args[0]
     if given.ndim != _MATRIX or given.shape[1] != rows.shape[1]:
+        return False
+    if not isinstance(made, Tensor) or made.shape != given.shape:
         return False
     some = given[:_COMPARED].to(rows.dtype)
     return bool((some[:, None] == rows[None]).all(-1).any(-1).all())
