@@ -239,3 +239,15 @@ def test_tokens_of_the_trial_are_not_counted() -> None:
     counted = experts_report(oneshot(small.mixture(), modifier, rows))
     tokens = sum(len(row["input_ids"]) for row in rows)
     assert [sum(one["tokens"]) for one in counted.values()] == [2 * tokens] * 2
+
+
+def test_attention_may_be_run_twice_on_one_call() -> None:
+    """It is what is calibrated as a whole there; the second call gets what the first was given."""
+    scales = []
+    for level in ("linear", "sub_block", "block"):
+        modifier = QuantizationModifier(
+            targets="Linear", scheme="FP8", ignore=["lm_head"], kv_cache_scheme=FP8
+        )
+        model = oneshot(small.mixture(), modifier, small.token_rows(), sequential_granularity=level)
+        scales.append([layer.self_attn.k_scale for layer in model.model.layers])
+    assert scales[0] == scales[1] == scales[2]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llmcompressor import oneshot
 from llmcompressor.errors import DatasetError, TargetError
+from llmcompressor.modeling.hollow import hollow_weights
+from llmcompressor.modeling.listed_experts import lists_of_alike, plainly_called
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.pipelines.experts import experts_report
 
@@ -69,6 +72,82 @@ class Shown(Listed):
 
     def forward(self, x: Tensor) -> Tensor:
         return sum(expert(x) for expert in self.experts)
+
+
+class InChunks(Listed):
+    """Some tokens after others, and a shared expert between the calls of one expert."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.shared = LlamaMLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [super(InChunks, self).forward(one) + self.shared(one) for one in x.split(3, dim=1)]
+        return torch.cat(parts, dim=1)
+
+
+class OfMixtures(Listed):
+    """Each of its experts holds experts."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.experts = nn.ModuleList([InRows(config) for _ in range(EXPERTS)])
+
+
+class InRows(Listed):
+    """As one of several experts gets tokens: in a matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[None])[0]
+
+
+class AddedBefore(Listed):
+    """What a shared expert makes is added to the tokens before the others get them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.shared = LlamaMLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shared(x))
+
+
+class OneAfterAnother(Listed):
+    """An expert gets what those before it made of the tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1).clone()
+        chosen = chosen_of(len(rows), self.share)
+        for number, expert in enumerate(self.experts):
+            if (chosen <= number).any():
+                rows[chosen <= number] += expert(rows[chosen <= number])
+        return rows.view_as(x)
+
+
+class Again(Listed):
+    """Its layer is called twice in one forward, and its experts were calibrated in the first."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layer = Listed(config)
+        del self.experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x))
+
+
+class Halved(Listed):
+    """Its experts return less than they get."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for expert in self.experts:
+            expert.down_proj = nn.Linear(config.intermediate_size, config.hidden_size // 2)
+        self.back = nn.Linear(config.hidden_size // 2, config.hidden_size)
+
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        made: Tensor = self.back(expert(rows))
+        return made
 
 
 class Patient(Recorder):
@@ -163,15 +242,18 @@ def test_each_sees_every_token_once_and_outputs_stay(
     assert not [one for one in model.modules() if "forward" in vars(one)]
 
 
+@pytest.mark.parametrize("kind", [Listed, InChunks, OfMixtures])
 @pytest.mark.parametrize("pipeline", ["sequential", "layer_sequential"])
-def test_references_are_those_of_the_original_model(pipeline: str) -> None:
-    """Behind compressed experts too, to which other tokens may go."""
+def test_references_are_those_of_the_original_model(pipeline: str, kind: type[Listed]) -> None:
+    """Behind compressed experts too, to which other tokens may go, and as often as they like."""
     batches = tiny.text_batches()
     original = Patient()
-    run_pipeline(build(Listed, layer=0), batches, original, pipeline)
+    run_pipeline(build(kind, layer=0), batches, original, pipeline)
     recorder = Patient(twin=True, round_to=1)
-    run_pipeline(build(Listed, layer=0), batches, recorder, pipeline)
+    run_pipeline(build(kind, layer=0), batches, recorder, pipeline)
     for name, references in recorder._references.items():
+        if ".shared." in name:  # called several times
+            continue
         for one, other in zip(references, original._inputs[name], strict=True):
             assert one is not None
             torch.testing.assert_close(one, other)
@@ -264,10 +346,11 @@ def test_they_are_quantized_as_experts_in_stacks_are() -> None:
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("twin", [False, True])
+@pytest.mark.parametrize("kind", [Scaled, Halved])
 def test_that_they_cannot_be_shown_all_tokens_is_said_once(
-    pipeline: str, twin: bool, warned: list[str]
+    pipeline: str, twin: bool, kind: type[Listed], warned: list[str]
 ) -> None:
-    model, batches = build(Scaled), tiny.text_batches()
+    model, batches = build(kind), tiny.text_batches()
     sizes = [batch["input_ids"].numel() for batch in batches]
     most = sum(int((chosen_of(size, Listed.share) == 0).sum()) for size in sizes)
     run_pipeline(model, batches, Patient(twin=twin, round_to=2), pipeline)
@@ -277,6 +360,49 @@ def test_that_they_cannot_be_shown_all_tokens_is_said_once(
     assert "moe_calibrate_all_experts=True has no effect" in said
     assert f"1 of {EXPERTS} experts: {LIST}.2 (0)." in said
     assert not hooks_left(model)
+
+
+@pytest.mark.parametrize("kind", [Listed, OfMixtures, AddedBefore, OneAfterAnother, Scaled])
+def test_how_they_are_called_is_found_out_without_weights_too(kind: type[Listed]) -> None:
+    found = []
+    for device in ("cpu", "meta"):
+        model = build(kind).to(device)
+        run = partial(model, **tiny.text_batches()[0])
+        with hollow_weights(model):
+            lists = plainly_called(list(lists_of_alike(model)), run)
+        found.append([one.name for one in lists])
+    assert found[0] == found[1]
+    assert (LIST in found[0]) == (kind in (Listed, OfMixtures))
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_quantized_cache_beside_them_changes_nothing(pipeline: str, warned: list[str]) -> None:
+    """To observe keys and values, passes run to the end."""
+    reports = []
+    fp8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    for cache in ({}, {"kv_cache_scheme": fp8}):
+        model = build(Listed)
+        recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"], **cache)
+        run_pipeline(model, tiny.text_batches(), recipe, pipeline)
+        scales = [one.gate_proj.input_scale for one in model.get_submodule(LIST)]
+        assert scales[0] == scales[1] == scales[2]
+        reports.append(experts_report(model))
+    assert reports[0] == reports[1]
+    assert not told(warned)
+
+
+@pytest.mark.parametrize("kind", [Listed, Scaled])
+def test_one_that_is_ignored_keeps_nothing_from_the_others(
+    kind: type[Listed], warned: list[str]
+) -> None:
+    batches, recorder = tiny.text_batches(), Patient(ignore=["lm_head", rf"re:{LIST}\.0\..*"])
+    run_pipeline(build(kind), batches, recorder)
+    if kind is Scaled:
+        (said,) = told(warned)
+        assert f"1 of {EXPERTS - 1} experts: {LIST}.2 (0)." in said
+        return
+    for seen in (recorder._inputs[f"{LIST}.{number}.gate_proj"] for number in (1, 2)):
+        assert [len(one) for one in seen] == [batch["input_ids"].numel() for batch in batches]
 
 
 @pytest.mark.parametrize("policy", ["all_tokens", "rtn", "neighbours"])
@@ -302,6 +428,7 @@ def test_but_they_may_be_an_error(pipeline: str) -> None:
 
 def test_nothing_is_said_where_it_makes_no_difference(warned: list[str]) -> None:
     run_pipeline(build(Shown), tiny.text_batches(), Patient())
+    run_pipeline(build(Again), tiny.text_batches(), Patient())
     enough = type("Enough", (Listed,), {"share": (0, 0, 0, 0, 1, 1, 1, 2, 2, 2)})
     run_pipeline(build(enough), tiny.text_batches(), Patient(), moe_calibrate_all_experts=False)
     run_pipeline(build(Scaled), tiny.text_batches(), Patient(ignore=["lm_head", f"re:{LIST}.*"]))

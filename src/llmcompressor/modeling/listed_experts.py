@@ -12,6 +12,7 @@ them, as they would be counted twice.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -109,44 +110,66 @@ def _is_plain(
     """Run the owner on other tokens, which can be told apart, and look at how members are called.
 
     What it makes of them, and where it sends them, does not matter: its weights need not be there.
+    Where they are not, what is added to tokens would leave them as they are: all that modules with
+    weights return is drawn at random.
     """
     given = first_tensor(args, kwargs)
     if given is None or given.ndim < _MATRIX or not given.is_floating_point():
         return False
     seed = torch.Generator().manual_seed(0)
     marked = torch.rand(given.shape, generator=seed).to(given.device, given.dtype)
-    calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+    calls: list[tuple[tuple[Any, ...], Mapping[str, Any], Any]] = []
 
     def recording(member: Module, own: Forward) -> Forward:
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            calls.append((args, kwargs))
-            return own(*args, **kwargs)
+            calls.append((args, kwargs, _disturbed(own(*args, **kwargs), seed)))
+            return calls[-1][-1]
 
         return recorded
+
+    def disturbing(_: Module, own: Forward) -> Forward:
+        return lambda *args, **kwargs: _disturbed(own(*args, **kwargs), seed)
 
     copied_args, copied_kwargs = for_another_run(
         (args, dict(kwargs)), lambda tensor: marked if tensor is given else tensor
     )
     try:
-        with stubbed(one.members.values(), recording):
+        with (
+            stubbed(one.members.values(), recording),
+            stubbed(_others_with_weights(one), disturbing),
+        ):
             forward(*copied_args, **copied_kwargs)
-        rows = marked.flatten(0, -2)
-        empty = next(iter(one.members.values())).forward(rows[:0])
     except Exception:  # whatever a model's own code raises here: how it calls them is not known
         return False
-    takes_none = isinstance(empty, Tensor) and empty.shape == rows[:0].shape
-    plain = bool(calls) and all(_are_rows(*call, rows) for call in calls)
-    if not (takes_none and plain):
+    rows = marked.flatten(0, -2)
+    if not calls or not all(_are_rows(*call, rows) for call in calls):
         return False
-    return len(calls) < len(one.members) or any(len(args[0]) < len(rows) for args, _ in calls)
+    return len(calls) < len(one.members) or any(len(args[0]) < len(rows) for args, *_ in calls)
 
 
-def _are_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: Tensor) -> bool:
-    """Whether a call's only argument is a matrix of some of ``rows``."""
+def _others_with_weights(one: ExpertList) -> list[Module]:
+    """What the owner of a list holds besides it."""
+    own = {one.owner, *one.module.modules()}
+    return [module for module in one.owner.modules() if module not in own and _has_weights(module)]
+
+
+def _disturbed(made: Any, seed: torch.Generator) -> Any:
+    if not isinstance(made, Tensor) or not made.is_floating_point():
+        return made
+    return made + torch.rand(made.shape, generator=seed).to(made.device, made.dtype)
+
+
+def _are_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, rows: Tensor) -> bool:
+    """Whether a call's only argument is a matrix of some of ``rows``, and it returns one like it.
+
+    Zeros like it take the place of what is returned while calls are watched.
+    """
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
         return False
     given = args[0]
     if given.ndim != _MATRIX or given.shape[1] != rows.shape[1]:
+        return False
+    if not isinstance(made, Tensor) or made.shape != given.shape:
         return False
     some = given[:_COMPARED].to(rows.dtype)
     return bool((some[:, None] == rows[None]).all(-1).any(-1).all())
@@ -189,6 +212,15 @@ class ShownLists:
         self.silent = False
         self._wanted = wanted
         self._places: dict[Module, set[Module]] = {}
+        self._inside: Counter[Module] = Counter()
+        self._owners: dict[Module, set[Module]] = {}
+        for one in self.lists:
+            for member in one.members.values():
+                for inner in member.modules():  # an expert may hold experts
+                    self._owners.setdefault(inner, set()).add(one.owner)
+
+    def __contains__(self, one: ExpertList) -> bool:
+        return any(other.module is one.module for other in self.lists)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -211,11 +243,21 @@ class ShownLists:
             self.silent = False
 
     def counted(self, order: CallOrder) -> CallOrder:
-        """``order`` with the calls that :meth:`calls_watched` keeps silent about."""
-        members = {member for one in self.lists for member in one.members.values()}
-        inner = {one for member in members for one in member.modules()} - members
-        calls = {module: 2 * n if module in inner else n for module, n in order.calls.items()}
-        return CallOrder(order.groups, {**calls, **dict.fromkeys(members & set(calls), 2)})
+        """``order`` with those calls of experts alone that every batch makes: the ones shown."""
+        seen = {
+            member: order.calls.get(one.owner, 1)
+            for one in self.lists
+            for member in one.members.values()
+            if member in order.calls
+        }
+        return CallOrder(order.groups, {**order.calls, **seen})
+
+    def may_be_called(self, module: Module) -> bool:
+        """Whether ``module`` is part of an expert whose layer some pass has not left yet.
+
+        How often the layer's own code calls an expert is known when it has returned.
+        """
+        return any(self._inside[owner] for owner in self._owners.get(module, ()))
 
     def _is_on(self, owner: Module) -> bool:
         if self.silent:
@@ -233,19 +275,19 @@ class ShownLists:
             tokens = first_tensor(args, kwargs)
             if tokens is None or not self._is_on(owner):
                 return forward(*args, **kwargs)
-            rows = tokens.flatten(0, -2)
-            for member in members:
-                member(rows)
             routed = dict.fromkeys(members, 0)
-            before = _ROUTED.set(routed)
+            self._inside[owner] += 1
             try:
-                made = forward(*args, **kwargs)
+                rows = tokens.flatten(0, -2)
                 for member in members:
-                    if not routed[member] and not self.silent:
-                        # so that each is called as often as is expected
-                        member(rows[:0])
+                    member(rows)
+                before = _ROUTED.set(routed)
+                try:
+                    made = forward(*args, **kwargs)
+                finally:
+                    _ROUTED.reset(before)
             finally:
-                _ROUTED.reset(before)
+                self._inside[owner] -= 1
             if hooks_are_on():
                 self._count(owner, routed)
             return made

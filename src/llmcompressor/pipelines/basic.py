@@ -56,7 +56,7 @@ class BasicPipeline:
             share = dataset_args.min_tokens_per_module
             with (
                 scarcity_reported(model, owners, batches, state, share),
-                listed_experts_counted(model, state, modifiers, batches, dataset_args),
+                listed_experts_counted(model, state, modifiers, batches, dataset_args, lists),
                 blocks_watched(model, state),
                 progress(len(batches), "Calibrating") as advance,
             ):

@@ -11,7 +11,7 @@ Such a list is known by that alone: alike modules that get different numbers of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -52,12 +52,9 @@ def listed_experts_shown(
     batches: CalibrationBatches,
     args: DatasetArguments,
 ) -> Iterator[ShownLists]:
-    """Show all tokens of a layer to such experts while the body runs, where that is asked for.
-
-    What runs to the end of the model sees routes, and has to see them as they are.
-    """
+    """Show all tokens of a layer to such experts while the body runs, where that is asked for."""
     found: list[ExpertList] = []
-    if args.moe_calibrate_all_experts and not any(one.runs_to_end for one in modifiers):
+    if args.moe_calibrate_all_experts:
         calibrated = _calibrated(modifiers, state)
         lists_there = (one for one in lists_of_alike(model) if _linears_of(one, calibrated))
         found = [one for one in lists_there if not any(map(_is_matrix, one.members.values()))]
@@ -76,14 +73,14 @@ def _calibrated(modifiers: Sequence[Modifier], state: State) -> set[Module]:
 
 
 def _linears_of(one: ExpertList, calibrated: set[Module]) -> dict[str, list[Module]]:
-    """Name of each expert → its calibrated matrices; empty if an expert has none."""
+    """Name of each expert that has calibrated matrices → these."""
     own = {
         f"{one.name}.{key}": [
             part for part in member.modules() if part in calibrated and _is_matrix(part)
         ]
         for key, member in one.members.items()
     }
-    return own if all(own.values()) else {}
+    return {name: matrices for name, matrices in own.items() if matrices}
 
 
 def _is_matrix(module: Module) -> bool:
@@ -107,14 +104,24 @@ def listed_experts_counted(
     modifiers: Sequence[Modifier],
     batches: CalibrationBatches,
     args: DatasetArguments,
+    shown: ShownLists,
 ) -> Iterator[None]:
-    """Count the tokens of such experts while the body runs, and say then what they got.
+    """Count the tokens of other such experts while the body runs, and say then what they got.
+
+    Args:
+        model: what is calibrated.
+        state: knows what is padding.
+        modifiers: those that calibrate it.
+        batches: all that is run.
+        args: what is asked for.
+        shown: those that get all tokens anyway.
 
     Raises:
         DatasetError: an expert got too few, and that is to be an error.
     """
     counter = _Counter()
-    counter.watch(model, state, _calibrated(modifiers, state))
+    calibrated = _calibrated(modifiers, state)
+    counter.watch([one for one in lists_of_alike(model) if one not in shown], state, calibrated)
     try:
         yield
     finally:
@@ -131,15 +138,15 @@ class _Counter(HooksMixin):
     _seen: dict[Module, int] = PrivateAttr(default_factory=dict)
     _members: dict[str, dict[str, list[Module]]] = PrivateAttr(default_factory=dict)
 
-    def watch(self, model: Module, state: State, calibrated: set[Module]) -> None:
-        """Count what the calibrated modules of lists of alike modules get."""
+    def watch(self, lists: Iterable[ExpertList], state: State, calibrated: set[Module]) -> None:
+        """Count what the calibrated modules of lists get."""
 
         def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor = first_tensor(args, kwargs)
             if isinstance(tensor, Tensor):
                 self._seen[module] += count_tokens(tensor, state.token_mask)
 
-        for found in lists_of_alike(model):
+        for found in lists:
             if own := _linears_of(found, calibrated):
                 self._members[found.name] = own
         for module in {one for own in self._members.values() for of in own.values() for one in of}:

@@ -103,7 +103,7 @@ class SequentialPipeline:
                     scarcity_reported(
                         model, watched, batches, state, dataset_args.min_tokens_per_module
                     ),
-                    listed_experts_counted(model, state, modifiers, batches, dataset_args),
+                    listed_experts_counted(model, state, modifiers, batches, dataset_args, lists),
                     blocks_watched(model, state),
                     progress(len(run.plan.units), "Calibrating") as advance,
                 ):
@@ -251,7 +251,7 @@ class _SequentialRun:
             is_little=fits and device.type == "cpu" and self.plan.bytes <= LITTLE,
             streams=self.streams,
         )
-        originals = OriginalWeights(len(self.batches), self.order.calls)
+        originals = OriginalWeights(len(self.batches), self.order.calls, self.lists.may_be_called)
         with (
             PausedForward(self._targets(), self._passes()) as forward,
             contextlib.nullcontext() if self.residency is None else self.residency.watching(),

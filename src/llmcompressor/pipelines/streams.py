@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -28,12 +28,19 @@ class OriginalWeights:
 
     Args:
         passes: how many original passes there are.
-        calls: how often one pass calls each module, as far as is known.
+        calls: how often one pass calls each module at least, as far as is known.
+        may_be_called: tells whether a pass that waits now may call a module once more than that.
     """
 
-    def __init__(self, passes: int, calls: Mapping[Module, int]) -> None:
+    def __init__(
+        self,
+        passes: int,
+        calls: Mapping[Module, int],
+        may_be_called: Callable[[Module], bool] = lambda _: False,
+    ) -> None:
         self._passes = passes
         self._calls = calls
+        self._may_be_called = may_be_called
         self._saved: dict[Module, list[tuple[Module, str, Parameter]]] = {}
         self._served: dict[Module, Counter[int]] = {}
 
@@ -73,6 +80,8 @@ class OriginalWeights:
     def _all_served(self, module: Module) -> bool:
         """Whether every original pass has called ``module`` as often as it will."""
         served, calls = self._served.get(module, Counter()), self._calls.get(module, 1)
+        if self._may_be_called(module):
+            return False
         return len(served) == self._passes and min(served.values()) >= calls
 
 

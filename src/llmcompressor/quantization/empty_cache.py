@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import Cache, DynamicCache
 
-__all__ = ["EmptyCache", "answer_as_empty"]
+__all__ = ["EmptyCache", "answer_as_empty", "stands_for"]
 
 
 class EmptyCache:
@@ -44,6 +44,11 @@ class EmptyCache:
         if self._cache is None:
             self._cache = DynamicCache(config=self._quantized.config)
         return getattr(self._cache, name)
+
+
+def stands_for(cache: Any, quantized: QuantizedKVCache) -> bool:
+    """Whether what a call has as its cache was given to it in the place of ``quantized``."""
+    return isinstance(cache, EmptyCache) and cache._quantized is quantized
 
 
 def answer_as_empty(

@@ -16,7 +16,7 @@ from compressed_tensors.modeling import KV_CACHE_ATTR, QuantizedKVCache
 from compressed_tensors.quantization.lifecycle.forward import set_forward_quantized
 from torch.nn import Module
 
-from llmcompressor.quantization.empty_cache import answer_as_empty
+from llmcompressor.quantization.empty_cache import answer_as_empty, stands_for
 
 __all__ = ["make_cache_portable", "make_forward_portable"]
 
@@ -57,7 +57,12 @@ class QuantizedForward:
 
 
 class PortableCache(QuantizedKVCache):  # type: ignore[misc]  # compressed-tensors has no types
-    """A quantized cache that takes its attention along."""
+    """A quantized cache that takes its attention along, and that a call may be made again with."""
+
+    def add_past_key_values(self, past_key_values: Any) -> None:
+        """Take the cache of a call; what stands for this one itself is none."""
+        again = past_key_values is self or stands_for(past_key_values, self)
+        super().add_past_key_values(None if again else past_key_values)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "attn_module": self.attn_module(), "past_key_values": None}
