@@ -12,6 +12,7 @@ import tiny_checkpoints as tiny
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file
+from tests.caches import as_read, is_passed_over
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -154,7 +155,7 @@ def read_back(
                 "decoder_input_ids": tiny.tokens(),
             }
         save_checkpoint(model, root / name, max_shard_size="150KB" if name == "tied" else "1GB")
-        with torch.no_grad():
+        with torch.no_grad(), as_read(model):
             here[name] = model(**tokens[name]).logits
         if name in DENSE:
             dense = f"{name}-dense"
@@ -189,8 +190,16 @@ def test_reads_back_as_the_model_that_was_saved(
 ) -> None:
     result = read_back[name]
     assert result["missing"] == []
-    assert result["unexpected"] == []
+    passed_over = is_passed_over(tiny.llama().model.layers[0].self_attn)
+    unexpected = [one for one in result["unexpected"] if not (passed_over and _is_of_states(one))]
+    assert unexpected == []
     assert torch.equal(result["logits"], result["here"])
+
+
+def _is_of_states(name: str) -> bool:
+    """Whether a tensor is a scale or zero point of queries, keys or values."""
+    own = name.rpartition(".")[2]
+    return own[0] in "qkv" and own[1:] in ("_scale", "_zero_point")
 
 
 def test_the_cases_differ(read_back: dict[str, dict[str, Any]]) -> None:

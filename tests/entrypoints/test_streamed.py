@@ -30,6 +30,7 @@ from transformers import (
 
 from llmcompressor import oneshot
 from llmcompressor.checkpoint.block_weights import BlockWeights
+from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.core import active_session
 from llmcompressor.entrypoints import oneshot as module
 from llmcompressor.entrypoints.limits import Limits
@@ -163,7 +164,8 @@ def test_the_files_are_those_of_a_run_in_memory(
 ) -> None:
     streamed, memory, model = both_ways(folders(name), recipe, tmp_path, monkeypatch)
     assert small.tree(streamed) == small.tree(memory)
-    reader = AutoModelForCausalLM.from_pretrained(streamed, dtype="auto").eval()
+    with packed_zero_points_fit():
+        reader = AutoModelForCausalLM.from_pretrained(streamed, dtype="auto").eval()
     if name == "mixtral":
         reader.set_experts_implementation("eager")  # others sum in another order
     with torch.no_grad(), as_read(model):
