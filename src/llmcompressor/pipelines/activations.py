@@ -36,7 +36,7 @@ LITTLE = 256 * 2**20
 
 _SMALLEST = 64 * 1024
 """Bytes below which a storage is not worth moving."""
-_TOLERATED = 24 * 2**20
+_TOLERATED = 12 * 2**20
 """Bytes that may stay freed and held where a pass of either stream stops."""
 _DEPTH = 4
 
