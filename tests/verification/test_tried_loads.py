@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     initialize_module_for_quantization,
 )
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
-from llmcompressor.verification import tried_loads
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.verification import Severity, tried_loads
 
 QUESTIONS = (
     tried_loads.refuses_packed_zero_points,
@@ -62,3 +66,34 @@ def test_the_place_of_packed_zero_points(bits: int, rows: int) -> None:
         shapes.append((linear.weight_zero_point.shape, linear.weight_zero_point.dtype))
     assert shapes == [((rows, 2), torch.int32)] * 2
     assert vars(PackedQuantizationCompressor)["compress"] is before
+
+
+def test_what_cannot_be_tried_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A release that cannot be asked is not taken for one that refuses nothing."""
+    settings = {"num_bits": 4, "group_size": 32, "symmetric": False}
+    group = {"targets": ["Linear"], "weights": settings}
+    recipe = QuantizationModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    oneshot(tiny_llama(), recipe, output_dir=tmp_path / "out")
+    assert not tried_loads.why_untried()
+
+    def fail() -> None:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(tried_loads, "_tiny_class", fail)
+    asked = (tried_loads.why_untried, tried_loads.refuses_packed_zero_points)
+    for question in asked:
+        question.cache_clear()
+    try:
+        found = verify(tmp_path / "out", serve="transformers").findings
+    finally:
+        for question in asked:
+            question.cache_clear()
+    told = [one for one in found if one.rule == "L9"]
+    assert told
+    assert all("could not be tried: TypeError: no such argument" in one.message for one in told)
+    assert {one.severity for one in told} == {Severity.WARNING}
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=96, num_hidden_layers=1, **sizes))

@@ -10,7 +10,7 @@ know, no attention has that form, and scales in the file are unexpected, no erro
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -36,14 +36,11 @@ def without_scales(config: Mapping[str, Any], names: Iterable[str]) -> list[str]
     Returns:
         Paths in the class; none where it cannot be built.
     """
-    model = class_model(config)
-    if model is None:
-        return []
-    stored = stored_names(model)
+    stored, modules = _of_class(config)
     held = {stored(name) for name in names if name.endswith((".k_scale", ".v_scale"))}
     return [
         path
-        for path, module in model.named_modules()
+        for path, module in modules
         if is_cached_attention_module(module)
         and _updates(module)
         and not {f"{path}.k_scale", f"{path}.v_scale"} <= held
@@ -63,17 +60,22 @@ def passed_over(
     Returns:
         Paths in the class; none where it cannot be built.
     """
-    model = class_model(config)
-    if model is None:
-        return []
-    stored = stored_names(model)
+    stored, modules = _of_class(config)
     scaled = {stored(name).rpartition(".")[0] for name in names if name.endswith(_OF_STATES)}
     return [
         path
-        for path, module in model.named_modules()
+        for path, module in modules
         if (path in scaled if stored_scales else _has_cache(module))
         and not is_cached_attention_module(module)
     ]
+
+
+def _of_class(config: Mapping[str, Any]) -> tuple[Callable[[str], str], list[tuple[str, Module]]]:
+    """What the class calls a tensor of the file, and its modules; none where it cannot be built."""
+    model = class_model(config)
+    if model is None:
+        return str, []
+    return stored_names(model), list(model.named_modules())
 
 
 def _has_cache(module: Module) -> bool:

@@ -23,12 +23,26 @@ __all__ = [
     "refuses_packed_zero_points",
     "renamed_keep_their_dtype",
     "small_float_experts_become",
+    "why_untried",
 ]
 
 _ROWS, _COLUMNS = 16, 32
 _PACKED = {"num_bits": 4, "group_size": _COLUMNS, "symmetric": False}
 _CODED = {"num_bits": 8, "strategy": "tensor"}
 _FORMATS = {4: "pack-quantized", 8: "int-quantized"}
+
+
+@lru_cache(maxsize=1)
+def why_untried() -> str:
+    """What keeps the model of one Linear from being loaded at all, empty if nothing does.
+
+    The answers of this module are no then, and say nothing.
+    """
+    try:
+        _load_or_fail(_CODED, _codes(_CODED))
+    except Exception as error:  # a release that cannot be asked so
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 @lru_cache(maxsize=1)
@@ -113,6 +127,15 @@ def _load(
     weights: Mapping[str, Any], codes: Mapping[str, Tensor], path: str = "linear", **more: Any
 ) -> tuple[dict[str, torch.dtype], set[str]]:
     """What is loaded of a Linear with its dtypes, and what is refused for its shape."""
+    try:
+        return _load_or_fail(weights, codes, path, **more)
+    except Exception:  # why_untried says it
+        return {}, set()
+
+
+def _load_or_fail(
+    weights: Mapping[str, Any], codes: Mapping[str, Tensor], path: str = "linear", **more: Any
+) -> tuple[dict[str, torch.dtype], set[str]]:
     from transformers import PretrainedConfig  # noqa: PLC0415  # loads much
 
     settings: dict[str, Any] = {
@@ -123,18 +146,15 @@ def _load(
         "ignore": [],
     }
     config: Any = PretrainedConfig
-    try:
-        with quiet_transformers(), other_bars_hidden():
-            model, info = _tiny_class().from_pretrained(
-                None,
-                config=config(quantization_config=settings),
-                state_dict={f"{path}.{own}": each for own, each in codes.items()},
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **more,
-            )
-    except Exception:  # a release that cannot be asked so: nothing is said of it
-        return {}, set()
+    with quiet_transformers(), other_bars_hidden():
+        model, info = _tiny_class().from_pretrained(
+            None,
+            config=config(quantization_config=settings),
+            state_dict={f"{path}.{own}": each for own, each in codes.items()},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **more,
+        )
     found = {own: each.dtype for own, each in model.linear.state_dict().items()}
     return found, {one[0] for one in info["mismatched_keys"]}
 

@@ -45,6 +45,7 @@ from llmcompressor.verification.tried_loads import (
     refuses_other_shapes,
     refuses_packed_zero_points,
     small_float_experts_become,
+    why_untried,
 )
 
 __all__ = ["RULES"]
@@ -244,7 +245,10 @@ def _packed_zero_points(view: View) -> Iterator[Problem]:
         zero = entry.own.get("weight_zero_point")
         if zero is None or zero.dtype != "I32" or (entry.is_expert and not as_linears):
             continue  # T6 speaks of experts
-        if zero.shape[:1] == (entry.rows,) or not refuses_packed_zero_points():
+        if zero.shape[:1] == (entry.rows,):
+            continue
+        if not refuses_packed_zero_points():
+            yield from _untried(entry, "weight_zero_point")
             continue
         yield Problem(
             entry.name,
@@ -262,9 +266,12 @@ def _single_numbers(view: View) -> Iterator[Problem]:
             continue
         for own, info in entry.own.items():
             is_one = own.endswith("_scale") and info.numel == 1
-            if not is_one or len(info.shape) == 1 or not refuses_other_shapes():
+            if not is_one or len(info.shape) == 1:
                 continue
             if own == "weight_scale" and len(info.shape) > 1 and not _is_shared(view, entry):
+                continue
+            if not refuses_other_shapes():
+                yield from _untried(entry, own)
                 continue
             yield Problem(
                 entry.name,
@@ -272,6 +279,17 @@ def _single_numbers(view: View) -> Iterator[Problem]:
                 "fails to load.",
                 "Store it as [1], or serve it with vLLM.",
             )
+
+
+def _untried(entry: Entry, own: str) -> Iterator[Problem]:
+    if why := why_untried():
+        yield Problem(
+            entry.name,
+            f"Whether the installed transformers has a place for its {own} could not be tried: "
+            f"{why}.",
+            "Load it with transformers before it is served.",
+            Severity.WARNING,
+        )
 
 
 def tables_work(view: View) -> Iterator[Problem]:
