@@ -331,7 +331,7 @@ def test_a_starved_expert_can_be_an_error(
     pipeline: str, source: tuple[PreTrainedModel, Path], tmp_path: Path
 ) -> None:
     # of 0.9 times the tokens; whoever has just as many as the message says is none of them
-    least = r"fewer than (\d+): .*model\.layers\.0\.mlp\.experts\.\d \((\d+)\)"
+    least = r"Fewer than (\d+) calibration tokens .*model\.layers\.0\.mlp\.experts\.\d \((\d+)\)"
     with pytest.raises(DatasetError, match=least) as error:
         compressed(
             source[1],
@@ -342,7 +342,7 @@ def test_a_starved_expert_can_be_an_error(
             min_tokens_per_module=0.9,
             pipeline=pipeline,
         )
-    said = re.search(r"fewer than (\d+):", error.value.problem)
+    said = re.search(r"Fewer than (\d+) calibration", error.value.problem)
     counts = re.findall(r"experts\.\d \((\d+)\)", error.value.problem)
     assert said is not None
     assert all(int(count) < int(said[1]) for count in counts)

@@ -261,7 +261,8 @@ def test_references_are_those_of_the_original_model(pipeline: str, kind: type[Li
     assert not torch.equal(recorder._inputs[last][0], recorder._references[last][0])
 
 
-def test_a_folder_is_read_block_by_block_with_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [True, False])
+def test_a_folder_is_read_block_by_block_with_them(every: bool, tmp_path: Path) -> None:
     """Switch Transformers keep experts by name; what weights would route is not known at first."""
     torch.manual_seed(0)
     config = SwitchTransformersConfig(
@@ -289,16 +290,33 @@ def test_a_folder_is_read_block_by_block_with_them(tmp_path: Path) -> None:
             ignore=["lm_head", "re:.*classifier$"],
         )
         outputs.append(tmp_path / f"out-{len(outputs)}")
-        oneshot(model=model, dataset=data, recipe=recipe, output_dir=str(outputs[-1]))
+        oneshot(
+            model=model,
+            dataset=data,
+            recipe=recipe,
+            output_dir=str(outputs[-1]),
+            moe_calibrate_all_experts=every,
+        )
     for name in ("model.safetensors", "config.json"):
         assert (outputs[0] / name).read_bytes() == (outputs[1] / name).read_bytes()
     reports = [json.loads((one / "compression_report.json").read_text()) for one in outputs]
     assert reports[0]["experts"] == reports[1]["experts"]
     assert len(reports[0]["experts"]) == 2
-    assert 0 in [count for one in reports[0]["experts"].values() for count in one["tokens"]]
+    none = [
+        (layer, str(place))
+        for layer, one in reports[0]["experts"].items()
+        for place, count in enumerate(one["tokens"])
+        if count == 0
+    ]
+    assert none
+    found = [
+        (layer, n) for layer, one in reports[0]["experts"].items() for n in one.get("starved", ())
+    ]
+    assert found == ([] if every else none)
     records = reports[0]["modifiers"]["GPTQModifier"]
     tokens = [record["tokens"] for name, record in records.items() if ".experts." in name]
-    assert sorted(tokens) == [4 * 12] * 8 + [4 * 24] * 8  # of the decoder, of the encoder
+    if every:
+        assert sorted(tokens) == [4 * 12] * 8 + [4 * 24] * 8  # of the decoder, of the encoder
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -307,24 +325,39 @@ def test_they_may_be_left_to_what_is_routed_to_them(pipeline: str, warned: list[
     names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
     plain = plain_inputs(model, batches, names)
     recorder = Patient()
-    run_pipeline(model, batches, recorder, pipeline, moe_calibrate_all_experts=False)
+    arguments = {"moe_calibrate_all_experts": False, "starved_experts": "rtn"}
+    run_pipeline(model, batches, recorder, pipeline, **arguments)
     for name in (f"{LIST}.0.gate_proj", f"{LIST}.1.down_proj"):
         assert [len(one) for one in recorder._inputs[name]] == [len(one) for one in plain[name]]
     assert f"{LIST}.2.gate_proj" not in recorder._inputs
 
 
-def test_they_are_quantized_as_experts_in_stacks_are() -> None:
+STARVED = {
+    "moe_calibrate_all_experts": False,
+    "min_tokens_per_module": 0.5,
+    "sequential_granularity": "block",
+}
+
+
+@pytest.mark.parametrize("arguments", [{}, STARVED], ids=["all", "starved"])
+def test_they_are_quantized_as_experts_in_stacks_are(arguments: dict[str, Any]) -> None:
     """The same weights, the same routes: GPTQ makes the same of both."""
     stacked: Any = tiny.build("mixtral")
     listed_one = copy.deepcopy(stacked)
     for layer in listed_one.model.layers:
         layer.mlp = AsList(layer.mlp)
     batches = tiny.text_batches()
+    if arguments:  # what is routed to experts in lists is padding too
+        batches = [{"input_ids": batch["input_ids"]} for batch in batches]
     for model in (stacked, listed_one):
         weights = {"num_bits": 4, "strategy": "group", "group_size": 16}
         groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-        recipe = GPTQModifier(config_groups=groups, ignore=["lm_head", "re:.*gate$"])
-        oneshot(model=model, dataset=DataLoader(batches, batch_size=None), recipe=recipe)
+        asymmetric = None if not arguments else False  # in stacks they have no such correction then
+        recipe = GPTQModifier(
+            config_groups=groups, ignore=["lm_head", "re:.*gate$"], asymmetric=asymmetric
+        )
+        data = DataLoader(batches, batch_size=None)
+        oneshot(model=model, dataset=data, recipe=recipe, **arguments)
     called = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
     pairs = [
         (stack, listed_layer.mlp.experts[int(number)].get_submodule(called[own]))
@@ -336,6 +369,10 @@ def test_they_are_quantized_as_experts_in_stacks_are() -> None:
     assert len(pairs) == len(stacked.model.layers) * stacked.config.num_local_experts * 3
     counted = [experts_report(model) for model in (stacked, listed_one)]
     assert counted[0].keys() == counted[1].keys()
+    assert [one.get("starved") for one in counted[0].values()] == [
+        one.get("starved") for one in counted[1].values()
+    ]
+    assert all("starved" in one for one in counted[0].values()) == bool(arguments)
     for name, own in counted[0].items():  # in lists padding counts too
         assert all(a <= b for a, b in zip(own["tokens"], counted[1][name]["tokens"], strict=True))
     for stack, single in pairs:
@@ -405,24 +442,101 @@ def test_one_that_is_ignored_keeps_nothing_from_the_others(
         assert [len(one) for one in seen] == [batch["input_ids"].numel() for batch in batches]
 
 
+PAUSED = ["sequential", "layer_sequential", "independent"]
+
+
 @pytest.mark.parametrize("policy", ["all_tokens", "rtn", "neighbours"])
-def test_nor_has_a_policy_for_starved_ones_effect(policy: str, warned: list[str]) -> None:
+@pytest.mark.parametrize("pipeline", PAUSED)
+@pytest.mark.parametrize("twin", [False, True])
+def test_starved_ones_are_shown_what_the_policy_says(
+    policy: str, pipeline: str, twin: bool, warned: list[str]
+) -> None:
+    """Three tenths of the tokens are too few here, and none anyway; the first has enough."""
+    model, batches = build(Listed, layer=0), tiny.text_batches()
+    names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
+    plain = plain_inputs(model, batches, names)
+    shares = [chosen_of(one["input_ids"].numel(), Listed.share) for one in batches]
+    recorder = Patient(twin=twin, targets=list(names.values()))
     run_pipeline(
-        build(Listed),
-        tiny.text_batches(),
-        Patient(),
+        model,
+        batches,
+        recorder,
+        pipeline,
         moe_calibrate_all_experts=False,
+        min_tokens_per_module=0.5,
         starved_experts=policy,
     )
-    (said,) = told(warned)
-    assert f"starved_experts={policy!r} has no effect" in said
+    first = "model.layers.0.mlp.experts"
+    sizes = [len(one) for one in shares]
+    routed = [[int((one == number).sum()) for one in shares] for number in range(EXPERTS)]
+    wanted = {
+        "all_tokens": {1: sizes, 2: sizes},
+        "neighbours": {
+            1: routed[0],
+            2: [n for both in zip(*routed[:2], strict=True) for n in both],
+        },
+        "rtn": {},
+    }[policy]
+    for number, lengths in {0: routed[0], 1: [], 2: [], **wanted}.items():
+        for own in ("gate_proj", "up_proj", "down_proj"):
+            seen = recorder._inputs.get(f"{first}.{number}.{own}", [])
+            assert [len(one) for one in seen] == lengths
+    for one, other in zip(
+        recorder._inputs[f"{first}.0.gate_proj"], plain[f"{first}.0.gate_proj"], strict=True
+    ):
+        assert torch.equal(one, other)
+    for name in names.values():  # outputs are those of the routed tokens
+        if name.startswith("model.layers.1"):
+            for one, other in zip(recorder._inputs[name], plain[name], strict=True):
+                assert torch.equal(one, other)
+    totals = [sum(one) for one in routed]
+    starved = {1: policy, 2: policy}
+    assert experts_report(model) == {first: {"tokens": totals, "starved": starved}}
+    (said,) = [one for one in warned if "reached 2 of 3 experts" in one]
+    assert f"{first}.1 ({totals[1]}), {first}.2 (0)" in said
+    assert not told(warned)
+    assert not hooks_left(model)
+
+
+@pytest.mark.parametrize("kind", [InChunks, OfMixtures])
+@pytest.mark.parametrize("policy", ["all_tokens", "neighbours"])
+def test_starved_ones_change_no_output(policy: str, kind: type[Listed]) -> None:
+    model, batches = build(kind, layer=0), tiny.text_batches()
+    names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
+    plain = plain_inputs(model, batches, names)
+    recorder = Patient()
+    arguments = {"moe_calibrate_all_experts": False, "starved_experts": policy}
+    run_pipeline(model, batches, recorder, **arguments)
+    for name in names.values():
+        if name.startswith("model.layers.1"):
+            for one, other in zip(recorder._inputs[name], plain[name], strict=True):
+                assert torch.equal(one, other)
+    assert any(name.startswith("model.layers.0.mlp.experts.2.") for name in recorder._inputs)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_but_they_may_be_an_error(pipeline: str) -> None:
-    model = build(Scaled)
+def test_what_nothing_waits_for_has_no_policy(pipeline: str, warned: list[str]) -> None:
+    """Nor has what cannot be shown rows of the layer's input."""
+    kind = Listed if pipeline == "basic" else Scaled
+    arguments = {"moe_calibrate_all_experts": False, "starved_experts": "neighbours"}
+    run_pipeline(build(kind), tiny.text_batches(), Patient(), pipeline, **arguments)
+    (said,) = told(warned)
+    assert "starved_experts='neighbours' has no effect" in said
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("kind", [Listed, Scaled])
+def test_but_they_may_be_an_error(pipeline: str, kind: type[Listed]) -> None:
+    model = build(kind)
     with pytest.raises(DatasetError, match=rf"1 of {EXPERTS} experts: {LIST}\.2 \(0\)"):
-        run_pipeline(model, tiny.text_batches(), Patient(), pipeline, starved_experts="error")
+        run_pipeline(
+            model,
+            tiny.text_batches(),
+            Patient(),
+            pipeline,
+            starved_experts="error",
+            moe_calibrate_all_experts=False,
+        )
     assert not hooks_left(model)
 
 

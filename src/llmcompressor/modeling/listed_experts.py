@@ -7,6 +7,10 @@ rows of its layer's input and nothing else. That is tried out (:func:`plainly_ca
 forward of the layer is preceded by one call of each expert with all rows (:class:`ShownLists`),
 and the calls behind it are those that make its output: whoever watches the experts is not told of
 them, as they would be counted twice.
+
+Where experts are calibrated with what is routed to them, one run of the layer counts that first.
+An expert that gets too little is then shown all rows in the same way, those that the others get,
+or none.
 """
 
 from __future__ import annotations
@@ -25,11 +29,19 @@ from torch.nn import Module, ModuleDict, ModuleList
 
 from llmcompressor.modeling.alike_experts import form_of_module
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.experts import Shown
 from llmcompressor.modeling.hooks import HooksMixin, hooks_are_on
 from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.stubs import Forward, stubbed
 
-__all__ = ["ExpertList", "ShownLists", "lists_of_alike", "plainly_called", "tokens_of"]
+__all__ = [
+    "ExpertList",
+    "ShownLists",
+    "lists_of_alike",
+    "plainly_called",
+    "starved_of",
+    "tokens_of",
+]
 
 _COMPARED = 8
 """Rows of each call that are looked for among the tokens."""
@@ -176,6 +188,7 @@ def _are_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, rows:
 
 
 _tokens: WeakKeyDictionary[Module, list[int]] = WeakKeyDictionary()
+_starved: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
 
 
 def tokens_of(module: Module) -> list[int]:
@@ -187,6 +200,11 @@ def tokens_of(module: Module) -> list[int]:
     return list(_tokens.get(module, ()))
 
 
+def starved_of(module: Module) -> dict[int, str]:
+    """Which members of a list got too few tokens → the policy by which they were calibrated."""
+    return dict(_starved.get(module, {}))
+
+
 _ROUTED: ContextVar[dict[Module, int] | None] = ContextVar("routed", default=None)
 """Expert → rows of the calls that make the output of the layer whose forward runs now.
 
@@ -194,23 +212,44 @@ Passes that wait inside such a forward have contexts of their own, so each sees 
 """
 
 
+@contextlib.contextmanager
+def _routes(routed: dict[Module, int] | None) -> Iterator[None]:
+    """Calls of experts in the body are counted as routed to them; shown to them where ``None``."""
+    before = _ROUTED.set(routed)
+    try:
+        yield
+    finally:
+        _ROUTED.reset(before)
+
+
 class ShownLists:
-    """Shows every expert of some lists all tokens of their layers.
+    """Shows every expert of some lists all tokens of their layers, or those that get too few.
 
     Args:
         lists: of whose members :func:`plainly_called` holds.
         wanted: tells whether a batch is run, so that tokens are to be shown.
+        every: every expert is shown all tokens; else it gets what is routed to it until its list
+            is :meth:`decided`.
 
     Attributes:
         pending: the modules where passes are still to wait; ``None`` while nothing waits anywhere.
         silent: no expert runs for its routed tokens (their outputs are zeros): calls are watched.
     """
 
-    def __init__(self, lists: Sequence[ExpertList], wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self, lists: Sequence[ExpertList], wanted: Callable[[], bool], *, every: bool = True
+    ) -> None:
         self.lists = list(lists)
+        self.every = every
         self.pending: Collection[Module] | None = None
         self.silent = False
         self._wanted = wanted
+        self._shown: dict[Module, Shown] = {}
+        self._undecided = [] if every else list(lists)
+        self._in_survey = False
+        if every:
+            members = (member for one in lists for member in one.members.values())
+            self._shown = dict.fromkeys(members, "all_tokens")
         self._places: dict[Module, set[Module]] = {}
         self._inside: Counter[Module] = Counter()
         self._owners: dict[Module, set[Module]] = {}
@@ -227,6 +266,7 @@ class ShownLists:
         """Show tokens while the body runs."""
         for one in self.lists:
             _tokens[one.module] = [0] * len(one.members)
+            _starved.pop(one.module, None)
             self._places[one.owner] = {*one.holders, *one.owner.modules()}
         owners = {one.owner: None for one in self.lists}
         members = [member for one in self.lists for member in one.members.values()]
@@ -235,8 +275,8 @@ class ShownLists:
 
     @contextlib.contextmanager
     def calls_watched(self) -> Iterator[None]:
-        """Have each expert seen once, with all tokens, by those who watch calls."""
-        self.silent = True
+        """Have each expert that is shown all tokens seen once, with them, by who watches calls."""
+        self.silent = self.every
         try:
             yield
         finally:
@@ -246,7 +286,7 @@ class ShownLists:
         """``order`` with those calls of experts alone that every batch makes: the ones shown."""
         seen = {
             member: order.calls.get(one.owner, 1)
-            for one in self.lists
+            for one in (self.lists if self.every else ())
             for member in one.members.values()
             if member in order.calls
         }
@@ -259,8 +299,44 @@ class ShownLists:
         """
         return any(self._inside[owner] for owner in self._owners.get(module, ()))
 
+    # ------------------------------------------------------------------ too few tokens
+
+    @property
+    def any_undecided(self) -> bool:
+        """Whether there are lists of which nothing is decided."""
+        return bool(self._undecided)
+
+    def undecided(self, modules: Collection[Module]) -> list[ExpertList]:
+        """The lists whose owners are among ``modules``, and of which nothing is decided."""
+        return [one for one in self._undecided if one.owner in modules]
+
+    @contextlib.contextmanager
+    def surveying(self) -> Iterator[None]:
+        """Count the tokens that are routed to experts while the body runs; it shows them none."""
+        self._in_survey = True
+        try:
+            yield
+        finally:
+            self._in_survey = False
+
+    def decided(self, one: ExpertList, starved: Mapping[int, Shown], policy: str) -> None:
+        """The tokens of a list were counted: settle what is shown to its members.
+
+        Args:
+            one: the list.
+            starved: place in the list of who gets too few → what it is shown; the others are
+                calibrated with what is routed to them.
+            policy: what that is called in a report.
+        """
+        self._undecided.remove(one)
+        members = list(one.members.values())
+        self._shown |= {members[place]: shown for place, shown in starved.items()}
+        _starved[one.module] = dict.fromkeys(starved, policy)
+
+    # ------------------------------------------------------------------ forwards
+
     def _is_on(self, owner: Module) -> bool:
-        if self.silent:
+        if self.silent or self._in_survey:
             return True
         if not self._wanted():
             return False
@@ -278,23 +354,28 @@ class ShownLists:
             routed = dict.fromkeys(members, 0)
             self._inside[owner] += 1
             try:
-                rows = tokens.flatten(0, -2)
-                for member in members:
-                    member(rows)
-                before = _ROUTED.set(routed)
-                try:
+                if not self._in_survey:
+                    self._show(members, "all_tokens", tokens.flatten(0, -2))
+                with _routes(routed):
                     made = forward(*args, **kwargs)
-                finally:
-                    _ROUTED.reset(before)
             finally:
                 self._inside[owner] -= 1
-            if hooks_are_on():
+            if hooks_are_on() if self.every else self._in_survey:
                 self._count(owner, routed)
             return made
 
         return shown
 
+    def _show(self, members: Sequence[Module], shown: Shown, rows: Tensor) -> None:
+        """Call those of ``members`` that are shown these rows; what they return is dropped."""
+        for member in members:
+            if self._shown.get(member) == shown:
+                member(rows)
+
     def _routed(self, member: Module, forward: Forward) -> Forward:
+        lists = (list(one.members.values()) for one in self.lists)
+        others = [one for one in next(own for own in lists if member in own) if one is not member]
+
         def called(*args: Any, **kwargs: Any) -> Any:
             routed, given = _ROUTED.get(), first_tensor(args, kwargs)
             if routed is None or member not in routed or given is None:
@@ -302,6 +383,11 @@ class ShownLists:
             routed[member] += len(given)
             if self.silent:
                 return torch.zeros_like(given)
+            if not self._in_survey:
+                with _routes(None):
+                    self._show(others, "neighbours", given)
+            if member not in self._shown:
+                return forward(*args, **kwargs)
             with HooksMixin.disable_hooks():
                 return forward(*args, **kwargs)
 

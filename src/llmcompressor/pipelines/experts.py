@@ -10,22 +10,20 @@ that all its routes are known.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import ceil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
 from torch.nn import Module
 
-from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.expert_stages import ExpertStage, begin_stages
-from llmcompressor.modeling.experts import LinearExperts, Shown
+from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.hooks import HooksMixin
-from llmcompressor.modeling.listed_experts import tokens_of
+from llmcompressor.modeling.listed_experts import starved_of, tokens_of
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
-from llmcompressor.schemes.assign import listed
+from llmcompressor.pipelines.starvation import Starvation
 
 if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments
@@ -38,11 +36,6 @@ _WORKSPACE = 2**32
 _FLOAT = 4
 _COPIES = 2
 """With twin streams there are two statistics of each input; a solver holds weights twice."""
-_SHOWN: Mapping[str, Shown] = {
-    "all_tokens": "all_tokens",
-    "neighbours": "neighbours",
-    "rtn": "nothing",
-}
 
 
 class ExpertWatch(HooksMixin):
@@ -51,8 +44,7 @@ class ExpertWatch(HooksMixin):
     _names: dict[LinearExperts, str] = PrivateAttr(default_factory=dict)
     _undecided: set[LinearExperts] = PrivateAttr(default_factory=set)
     _counted: set[LinearExperts] = PrivateAttr(default_factory=set)
-    _least: float = PrivateAttr(1.0)
-    _policy: str = PrivateAttr("all_tokens")
+    _starvation: Starvation = PrivateAttr(Starvation())
 
     def begin(
         self,
@@ -68,8 +60,7 @@ class ExpertWatch(HooksMixin):
             for name, module in model.named_modules()
             if isinstance(module, LinearExperts) and _is_calibrated(module, modifiers, state)
         }
-        self._least = max(1.0, (args.min_tokens_per_module or 0.0) * batches.real_tokens)
-        self._policy = args.starved_experts
+        self._starvation = Starvation.asked_for(args, batches)
         every = args.moe_calibrate_all_experts
         for mixture in self._names:
             begin_stages(mixture, wave_of(mixture, every=every))
@@ -118,25 +109,11 @@ class ExpertWatch(HooksMixin):
         """
         for mixture in mixtures:
             self._undecided.discard(mixture)
-            starved = [n for n, count in enumerate(mixture.tokens) if count < self._least]
-            if not starved:
-                continue
-            name = self._names[mixture]
-            shown = listed(f"{name}.{one} ({mixture.tokens[one]})" for one in starved)
-            if self._policy == "error":
-                raise DatasetError(
-                    f"Too few calibration tokens reached {len(starved)} of "
-                    f"{mixture.num_experts} experts, fewer than {ceil(self._least)}: {shown}.",
-                    "Calibrate with more data, set moe_calibrate_all_experts, or choose another "
-                    "policy for starved_experts.",
-                )
-            logger.warning(
-                f"Fewer than {ceil(self._least)} calibration tokens reached {len(starved)} of "
-                f"{mixture.num_experts} experts: {shown}. {_WORDS[self._policy]}"
-            )
-            for one in starved:
-                mixture.shown[one] = _SHOWN[self._policy]
-                mixture.starved[one] = self._policy
+            counts = self._counts([mixture])
+            names = list(counts)
+            for one in map(names.index, self._starvation.settle(counts)):
+                mixture.shown[one] = self._starvation.shown
+                mixture.starved[one] = self._starvation.policy
 
     def all_ran(self) -> None:
         """All batches have run and none waited: experts were shown what was routed to them.
@@ -145,26 +122,27 @@ class ExpertWatch(HooksMixin):
             DatasetError: an expert got too few, and that is to be an error.
         """
         undecided = [one for one in self._names if one in self._undecided]
-        if self._policy == "error":
+        if self._starvation.policy == "error":
             self.decide(undecided)
             return
-        starved = [
-            f"{self._names[mixture]}.{expert} ({count})"
-            for mixture in undecided
-            for expert, count in enumerate(mixture.tokens)
-            if count < self._least
-        ]
+        starved, few = self._starvation.told(self._counts(undecided))
         if starved:
-            experts = sum(mixture.num_experts for mixture in undecided)
             logger.warning(
-                f"Fewer than {ceil(self._least)} calibration tokens reached {len(starved)} of "
-                f"{experts} experts: {listed(starved)}. starved_experts={self._policy!r} has no "
+                f"{few} starved_experts={self._starvation.policy!r} has no "
                 "effect here, as nothing waits until the routes are known: those without tokens "
                 "are rounded to nearest or pruned by magnitude, the others are calibrated with "
                 "what they got. Choose pipeline='sequential', or set moe_calibrate_all_experts."
             )
 
     # ------------------------------------------------------------------ helpers
+
+    def _counts(self, mixtures: Iterable[LinearExperts]) -> dict[str, int]:
+        """Expert of ``mixtures`` → its tokens."""
+        return {
+            f"{self._names[mixture]}.{expert}": count
+            for mixture in mixtures
+            for expert, count in enumerate(mixture.tokens)
+        }
 
     def _count(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(module, LinearExperts)
@@ -183,13 +161,6 @@ class ExpertWatch(HooksMixin):
             f"Tokens routed to each of {len(counts)} experts in {layers} layers: {min(counts)} to "
             f"{max(counts)}, {sum(counts) / len(counts):.0f} on average; {never} got none."
         )
-
-
-_WORDS = {
-    "all_tokens": "Their statistics are made of all tokens of their layer.",
-    "neighbours": "Their statistics are those of the other experts of their layer.",
-    "rtn": "Their weights are rounded to nearest, or pruned by magnitude.",
-}
 
 
 @contextlib.contextmanager
@@ -236,7 +207,7 @@ def experts_report(model: Module, within: Callable[[str], bool] | None = None) -
         if isinstance(module, LinearExperts):
             tokens, starved = list(module.tokens), dict(module.starved)
         else:
-            tokens, starved = tokens_of(module), {}
+            tokens, starved = tokens_of(module), starved_of(module)
         if any(tokens):
             found[name] = {"tokens": tokens, **({"starved": starved} if starved else {})}
     return found

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
@@ -34,6 +33,7 @@ from llmcompressor.observers.tokens import count_tokens
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.calibrated import seen_without_weights
 from llmcompressor.pipelines.model_runs import small_batch
+from llmcompressor.pipelines.starvation import Starvation
 from llmcompressor.schemes.assign import listed
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from llmcompressor.core.state import State
     from llmcompressor.modifiers.modifier import Modifier
 
-__all__ = ["listed_experts_counted", "listed_experts_shown"]
+__all__ = ["listed_experts_counted", "listed_experts_shown", "may_be_starved", "settle_starved"]
 
 
 @contextlib.contextmanager
@@ -51,20 +51,71 @@ def listed_experts_shown(
     modifiers: Sequence[Modifier],
     batches: CalibrationBatches,
     args: DatasetArguments,
+    *,
+    blocks: Iterable[Module] = (),
 ) -> Iterator[ShownLists]:
-    """Show all tokens of a layer to such experts while the body runs, where that is asked for."""
-    found: list[ExpertList] = []
-    if args.moe_calibrate_all_experts:
-        calibrated = _calibrated(modifiers, state)
-        lists_there = (one for one in lists_of_alike(model) if _linears_of(one, calibrated))
-        found = [one for one in lists_there if not any(map(_is_matrix, one.members.values()))]
+    """Show all tokens of a layer to such experts while the body runs, where that is asked for.
+
+    Else to those that get too few, as ``starved_experts`` says.
+
+    Args:
+        model: what is calibrated.
+        state: knows whether a batch runs.
+        modifiers: those that calibrate it.
+        batches: all that is run.
+        args: what is asked for.
+        blocks: where all passes wait, so that it can be counted who gets too few.
+    """
+    every = args.moe_calibrate_all_experts
+    found = _lists_of_calibrated(model, _calibrated(modifiers, state))
+    if not every:
+        found = _inside(found, blocks)
     if found:
         with seen_without_weights(model, batches[0]):
             found = plainly_called(found, lambda: batches.run(small_batch(batches[0])))
-    lists = ShownLists(found, lambda: state.batch_data is not None)
+    lists = ShownLists(found, lambda: state.batch_data is not None, every=every)
     with lists.watching():
         yield lists
     _say_counts(lists)
+
+
+def may_be_starved(
+    model: Module, state: State, modifiers: Sequence[Modifier], blocks: Iterable[Module]
+) -> bool:
+    """Whether it may have to be counted, where all passes wait, which such expert gets too few.
+
+    How the model's own code calls them is not tried out. Arguments as above.
+    """
+    found = _lists_of_calibrated(model, _calibrated(modifiers, state))
+    return bool(_inside(found, blocks))
+
+
+def settle_starved(lists: Sequence[ExpertList], shown: ShownLists, starvation: Starvation) -> None:
+    """The tokens of ``lists`` were counted: say who gets too few, and settle what it is shown.
+
+    Raises:
+        DatasetError: an expert got too few, and that is to be an error.
+    """
+    for one in lists:
+        names = [f"{one.name}.{key}" for key in one.members]
+        counts = dict(zip(names, tokens_of(one.module), strict=True))
+        starved = starvation.settle(counts)
+        places = {names.index(name): starvation.shown for name in starved}
+        shown.decided(one, places, starvation.policy)
+
+
+def _lists_of_calibrated(model: Module, calibrated: set[Module]) -> list[ExpertList]:
+    """Lists of experts of which some have calibrated matrices and none is one itself."""
+    return [
+        one
+        for one in lists_of_alike(model)
+        if _linears_of(one, calibrated) and not any(map(_is_matrix, one.members.values()))
+    ]
+
+
+def _inside(lists: Iterable[ExpertList], blocks: Iterable[Module]) -> list[ExpertList]:
+    within = {inner for block in blocks for inner in block.modules()}
+    return [one for one in lists if one.owner in within]
 
 
 def _calibrated(modifiers: Sequence[Modifier], state: State) -> set[Module]:
@@ -90,10 +141,11 @@ def _is_matrix(module: Module) -> bool:
 def _say_counts(lists: ShownLists) -> None:
     counts = [count for one in lists.lists for count in tokens_of(one.module)]
     if any(counts):
+        all_tokens = " Their statistics are made of all tokens." if lists.every else ""
         logger.info(
             f"Tokens routed to each of {len(counts)} experts in {len(lists.lists)} layers, padding "
             f"included: {min(counts)} to {max(counts)}, {sum(counts) / len(counts):.0f} on "
-            f"average; {counts.count(0)} got none. Their statistics are made of all tokens."
+            f"average; {counts.count(0)} got none.{all_tokens}"
         )
 
 
@@ -128,8 +180,7 @@ def listed_experts_counted(
         counter.remove_hooks()
     counts = {name: own for name, own in counter.counts().items() if len(set(own.values())) > 1}
     if counts:
-        least = max(1.0, (args.min_tokens_per_module or 0.0) * batches.real_tokens)
-        _report(counts, least, args)
+        _report(counts, Starvation.asked_for(args, batches), args)
 
 
 class _Counter(HooksMixin):
@@ -161,15 +212,12 @@ class _Counter(HooksMixin):
         }
 
 
-def _report(counts: dict[str, dict[str, int]], least: float, args: DatasetArguments) -> None:
+def _report(
+    counts: dict[str, dict[str, int]], starvation: Starvation, args: DatasetArguments
+) -> None:
     every = {member: count for own in counts.values() for member, count in own.items()}
-    starved = [f"{member} ({count})" for member, count in every.items() if count < least]
-    policy = args.starved_experts
-    few = (
-        f"Fewer than {ceil(least)} calibration tokens reached {len(starved)} of {len(every)} "
-        f"experts: {listed(starved)}."
-    )
-    if starved and policy == "error":
+    starved, few = starvation.told(every)
+    if starved and starvation.policy == "error":
         raise DatasetError(
             few, "Calibrate with more data, or choose another policy for starved_experts."
         )

@@ -41,8 +41,13 @@ from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
 from llmcompressor.pipelines.finite_blocks import blocks_watched, ends_behind
 from llmcompressor.pipelines.granularity import Plan, Unit, forwards_of, make_plan
-from llmcompressor.pipelines.listed_experts import listed_experts_counted, listed_experts_shown
+from llmcompressor.pipelines.listed_experts import (
+    listed_experts_counted,
+    listed_experts_shown,
+    settle_starved,
+)
 from llmcompressor.pipelines.residency import Residency
+from llmcompressor.pipelines.starvation import Starvation
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
 from llmcompressor.progress import Advance, progress
 
@@ -76,19 +81,30 @@ class SequentialPipeline:
         """
         session = active_session()
         state, modifiers = session.state, session.lifecycle.recipe.modifiers
+        blocks, level = _stops(model, modifiers, state, dataset_args)
         with (
             calibrating(
                 model, dataloader, state, use_loss_mask=dataset_args.use_loss_mask
             ) as batches,
             experts_watched(model, state, modifiers, batches, dataset_args) as experts,
-            listed_experts_shown(model, state, modifiers, batches, dataset_args) as lists,
+            listed_experts_shown(
+                model, state, modifiers, batches, dataset_args, blocks=blocks
+            ) as lists,
         ):
             keeper = state.keeper
             residency = None if keeper is None else Residency(keeper, state, modifiers)
             run = _prepare(
-                model, batches, modifiers, state, dataset_args, self.forced_level, lists, residency
+                model,
+                batches,
+                modifiers,
+                state,
+                dataset_args,
+                blocks,
+                self.forced_level or level,
+                lists,
+                residency,
             )
-            run.experts = experts
+            run.experts, run.starvation = experts, Starvation.asked_for(dataset_args, batches)
             logger.info(
                 f"Sequential calibration: {len(run.plan.units)} stops at {run.plan.level} level "
                 f"({run.plan.reason}); {len(batches)} batches, {run.streams} stream(s): "
@@ -126,18 +142,12 @@ def _prepare(
     modifiers: Sequence[Modifier],
     state: State,
     dataset_args: DatasetArguments,
+    blocks: dict[Module, str],
     forced: Granularity | None,
     lists: ShownLists,
     residency: Residency | None = None,
 ) -> _SequentialRun:
     owners = _owners(modifiers, state, residency)
-    blocks = find_blocks(model, dataset_args.sequential_targets)
-    if forced is None and dataset_args.sequential_granularity != "auto":
-        forced = Granularity(dataset_args.sequential_granularity)
-    if dataset_args.sequential_targets and set(blocks) <= set(owners):
-        forced, blocks = forced or Granularity.LINEAR, find_blocks(model)
-    elif dataset_args.sequential_targets:
-        forced = forced or Granularity.BLOCK
     calibrated = watch_calibrated(model, batches, owners, blocks, lists)
     try_attention(model, batches, modifiers, state)
     warn_uncalled(calibrated, modifiers)
@@ -147,12 +157,13 @@ def _prepare(
     undeclared = any(_is_undeclared(modifier, state) for modifier in modifiers)
     budget = _budget(dataset_args)
     to_end = undeclared or any(modifier.runs_to_end for modifier in modifiers)
+    finest = max((m.finest_granularity for m in modifiers), default=Granularity.BLOCK)
     lay_out = partial(
         make_plan,
         calibrated.names,
         calibrated.order,
         blocks,
-        finest=max((m.finest_granularity for m in modifiers), default=Granularity.BLOCK),
+        finest=Granularity.BLOCK if lists.any_undecided else finest,
         tokens=batches.tokens,
         streams=streams,
         budget=budget,
@@ -180,6 +191,22 @@ def _prepare(
         lists=lists,
         residency=residency,
     )
+
+
+def _stops(
+    model: Module, modifiers: Sequence[Modifier], state: State, args: DatasetArguments
+) -> tuple[dict[Module, str], Granularity | None]:
+    """The parts in which the model is taken, and the level that the arguments ask for, if any."""
+    level = None
+    if args.sequential_granularity != "auto":
+        level = Granularity(args.sequential_granularity)
+    blocks = find_blocks(model, args.sequential_targets)
+    if not args.sequential_targets:
+        return blocks, level
+    # Of a run that goes on, those that are finished too: it asks for the same level.
+    if set(blocks) <= set(owners_of(modifiers, state)):
+        return find_blocks(model), level or Granularity.LINEAR
+    return blocks, level or Granularity.BLOCK
 
 
 def _owners(
@@ -230,6 +257,7 @@ class _SequentialRun:
     lists: ShownLists
     residency: Residency | None = None
     experts: ExpertWatch = field(default_factory=ExpertWatch)
+    starvation: Starvation = field(default_factory=Starvation)
 
     @property
     def has_work(self) -> bool:
@@ -423,6 +451,11 @@ class _Stepper:
             experts.decide(mixtures)  # all passes have brought their routes here
         elif mixtures:
             experts.survey(mixtures, partial(self._run_once, stop))
+        lists = self.run.lists
+        if undecided := lists.undecided(set(unit.stop.modules())):
+            with lists.surveying(), HooksMixin.disable_hooks():
+                self._run_once(stop)
+            settle_starved(undecided, lists, self.run.starvation)
 
     def _run_once(self, stop: Stop) -> None:
         """Run the module that passes wait at, for those hooks that are on."""

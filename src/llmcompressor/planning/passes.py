@@ -10,11 +10,13 @@ from torch.nn import Module
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.core.state import State
+from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.spilled import activation_budget
 from llmcompressor.modifiers.modifier import DataSize, Granularity, Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.calibrated import owners_of
 from llmcompressor.pipelines.granularity import choose_level, forwards_of
+from llmcompressor.pipelines.listed_experts import may_be_starved
 from llmcompressor.pipelines.passes import joined, passes_of, stretches_of, with_surveys
 from llmcompressor.planning.learning import LearningContext, PartLearning, plan_learning
 from llmcompressor.planning.result import PassPlan
@@ -127,11 +129,15 @@ def _sequential(
     undeclared = not all(
         one.runs_to_end or one.calibrated_modules(context.state) for one in modifiers
     )
+    model = context.state.model
+    counted = not args.moe_calibrate_all_experts and may_be_starved(
+        model, context.state, modifiers, find_blocks(model)
+    )
     finest = max(one.finest_granularity for one in modifiers)
     budget = _budget(context)
     chosen = choose_level(
         list(owners),
-        finest=Granularity.BLOCK if undeclared else finest,
+        finest=Granularity.BLOCK if undeclared or counted else finest,
         forced=_forced(pipeline, context, owners),
         tokens=context.data.tokens,
         streams=streams,
