@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import published_models as published
 import pytest
 import torch
 from datasets import Dataset
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot, plan
@@ -268,6 +270,32 @@ def test_granularity_and_residency(llama_folder: Path) -> None:
     assert chosen.level == "block"
     whole = quick(AutoModelForCausalLM.from_pretrained(llama_folder), GPTQ, rows())
     assert "whole" in whole.residency
+
+
+def test_where_experts_in_a_list_may_be_starved_passes_wait_at_blocks(llama_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    for layer in model.model.layers:
+        layer.mlp = Routed(layer.mlp)
+    levels = {
+        every: quick(model, GPTQ, rows(), moe_calibrate_all_experts=every).passes[0].level
+        for every in (True, False)
+    }
+    assert levels == {True: "linear", False: "block"}
+
+
+class Routed(nn.Module):
+    """Each of two MLPs for every other token."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([mlp, copy.deepcopy(mlp)])
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.flatten(0, 1)
+        made = torch.empty_like(rows)
+        for first, expert in enumerate(self.experts):
+            made[first::2] = expert(rows[first::2])
+        return made.view_as(hidden_states)
 
 
 def test_the_operations_are_those_of_the_matrices(llama_folder: Path) -> None:
