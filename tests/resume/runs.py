@@ -173,6 +173,7 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "dropped_pruned": dropped_pruned,
     "starved": gptq,
     "starved_pruned": pruned_rounded,
+    "linear_by_linear": gptq,
 }
 NEEDS_DATA = RECIPES.keys() - {"rtn"}
 STARVED = {"moe_calibrate_all_experts": False, "min_tokens_per_module": 0.5}
@@ -240,6 +241,7 @@ class Job:
             dataset=data,
             starved_experts="rtn",
             **(STARVED if is_starved else {}),
+            sequential_targets=["Linear"] if self.recipe == "linear_by_linear" else None,
             output_dir=str(self.output),
             resume=self.resume,
             verify=False,

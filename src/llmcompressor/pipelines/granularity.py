@@ -15,7 +15,7 @@ Twin streams add one run of the original model and hold everything twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,7 +25,16 @@ from llmcompressor.modeling.blocks import block_of, sub_blocks
 from llmcompressor.modeling.call_order import CallOrder
 from llmcompressor.modifiers.modifier import Granularity
 
-__all__ = ["Choice", "Plan", "Unit", "choose_level", "estimate_bytes", "forwards_of", "make_plan"]
+__all__ = [
+    "Choice",
+    "Plan",
+    "Unit",
+    "choose_level",
+    "estimate_bytes",
+    "forwards_of",
+    "level_of_targets",
+    "make_plan",
+]
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,18 @@ def forwards_of(level: Granularity, streams: int, *, propagates: bool) -> int:
     """
     once = 1 if level is Granularity.LINEAR or not propagates else 2
     return once + (streams - 1)
+
+
+def level_of_targets(targets: Iterable[Module], calibrated: Container[Module]) -> Granularity:
+    """The level that is meant by naming where to stop.
+
+    Args:
+        targets: the modules that are named.
+        calibrated: what the recipe calibrates, what an earlier attempt has finished included. To
+            stop at every ``Linear`` means no less where one of them, the head, is left alone.
+    """
+    single = all(target in calibrated or not _has_parts(target) for target in targets)
+    return Granularity.LINEAR if single else Granularity.BLOCK
 
 
 def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, streams: int) -> int:

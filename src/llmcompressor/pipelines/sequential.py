@@ -40,7 +40,7 @@ from llmcompressor.pipelines.coverage import scarcity_reported, warn_uncalled
 from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
 from llmcompressor.pipelines.finite_blocks import blocks_watched, ends_behind
-from llmcompressor.pipelines.granularity import Plan, Unit, forwards_of, make_plan
+from llmcompressor.pipelines.granularity import Plan, Unit, forwards_of, level_of_targets, make_plan
 from llmcompressor.pipelines.listed_experts import (
     listed_experts_counted,
     listed_experts_shown,
@@ -203,10 +203,8 @@ def _stops(
     blocks = find_blocks(model, args.sequential_targets)
     if not args.sequential_targets:
         return blocks, level
-    # Of a run that goes on, those that are finished too: it asks for the same level.
-    if set(blocks) <= set(owners_of(modifiers, state)):
-        return find_blocks(model), level or Granularity.LINEAR
-    return blocks, level or Granularity.BLOCK
+    meant = level_of_targets(blocks, owners_of(modifiers, state))
+    return find_blocks(model) if meant is Granularity.LINEAR else blocks, level or meant
 
 
 def _owners(

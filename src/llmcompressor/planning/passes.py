@@ -15,7 +15,7 @@ from llmcompressor.modeling.spilled import activation_budget
 from llmcompressor.modifiers.modifier import DataSize, Granularity, Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.calibrated import owners_of
-from llmcompressor.pipelines.granularity import choose_level, forwards_of
+from llmcompressor.pipelines.granularity import choose_level, forwards_of, level_of_targets
 from llmcompressor.pipelines.listed_experts import may_be_starved
 from llmcompressor.pipelines.passes import joined, passes_of, stretches_of, with_surveys
 from llmcompressor.planning.learning import LearningContext, PartLearning, plan_learning
@@ -183,7 +183,7 @@ def _forced(
         return Granularity(context.args.sequential_granularity)
     if not context.stops:
         return None
-    return Granularity.LINEAR if set(context.stops) <= set(owners) else Granularity.BLOCK
+    return level_of_targets(context.stops, owners)
 
 
 def _budget(context: PassContext) -> int:
