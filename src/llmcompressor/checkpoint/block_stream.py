@@ -64,6 +64,7 @@ class BlockStream:
     Attributes:
         names: module of a block → its name, in order.
         stage: the present pass.
+        one_by_one: each modifier sees the model as those before it leave it.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class BlockStream:
         for entry in prediction.quantized:
             self._entries.setdefault(self._block_of(entry.name), []).append(entry)
         self.stage = 0
+        self.one_by_one = True
         self._inside: list[str] = []
         self._left = 0
         try:

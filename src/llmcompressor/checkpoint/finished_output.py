@@ -34,6 +34,7 @@ class FinishedOutput:
     Attributes:
         names: module of a block → its name, in order.
         stage: the present pass.
+        one_by_one: each modifier sees the model as those before it leave it.
     """
 
     rest_is_finished = True
@@ -57,6 +58,7 @@ class FinishedOutput:
             blueprint.model.get_submodule(name): name for name in weights.blocks
         }
         self.stage = 0
+        self.one_by_one = True
 
     def is_of(self, folder: Path) -> bool:
         """Whether the output is as it was written, of the original as it is now: all are read."""

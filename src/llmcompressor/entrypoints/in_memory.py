@@ -41,7 +41,7 @@ from llmcompressor.modeling.flat_pieces import in_pieces
 from llmcompressor.pipelines import PIPELINES
 from llmcompressor.pipelines.experts import experts_report
 from llmcompressor.pipelines.mixtures import meant_mixtures
-from llmcompressor.pipelines.passes import run_passes, stretches_of
+from llmcompressor.pipelines.passes import run_passes, stretches_of, with_surveys
 from llmcompressor.pipelines.unreached import check_reached
 
 __all__ = ["check_finite", "load_whole_model", "run_in_memory"]
@@ -191,12 +191,12 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
 def _run_pipelines(job: Job, model: Module, batches: Any, session: CompressionSession) -> None:
     """One pipeline for all modifiers, or one for each stretch that has to see the one before."""
     name = job.pipeline()
-    stretches = stretches_of(session.lifecycle.recipe.modifiers)
-    if name == "independent" or len(stretches) == 1:
+    passes = with_surveys(stretches_of(session.lifecycle.recipe.modifiers))
+    if name == "independent" or len(passes) == 1:
         PIPELINES.load(name)()(model, batches, job.dataset_args)
     else:
         args = job.dataset_args
-        run_passes(stretches, model, batches, args, pipeline=name, begin=lambda number: None)
+        run_passes(passes, model, batches, args, pipeline=name, begin=lambda number: None)
 
 
 def _save(

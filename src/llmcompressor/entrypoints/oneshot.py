@@ -17,7 +17,7 @@ from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.streamed import run_streamed, streamable
 from llmcompressor.errors import ArgumentError
-from llmcompressor.logger import logger
+from llmcompressor.logger import logged_to, logger
 
 __all__ = ["Oneshot", "oneshot"]
 
@@ -40,7 +40,8 @@ def oneshot(
         dataset: calibration data: a registered name, a file or folder, a ``Dataset``, a
             ``DataLoader``, or a list of strings.
         output_dir: where to write the compressed checkpoint; nothing is written without it.
-        log_dir: write a log file into this folder.
+        log_dir: write a log file into this folder; the environment variable
+            ``LLM_COMPRESSOR_LOG_FILE`` names a file instead.
         **arguments: every other argument of :class:`~llmcompressor.args.ModelArguments`,
             :class:`~llmcompressor.args.DatasetArguments`,
             :class:`~llmcompressor.args.RecipeArguments` and
@@ -92,7 +93,7 @@ class Oneshot(Job):
         if self.run_args.dry_run:
             return _planned(self._given)
         model = self.model_args.model
-        with _log_file(self.log_dir), _left_inference_mode(model), _left_autocast():
+        with logged_to(_log_file(self.log_dir)), _left_inference_mode(model), _left_autocast():
             source = self.open_data()
             checkpoint = streamable(self)
             if checkpoint is not None:
@@ -149,15 +150,8 @@ def _left_autocast() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _log_file(log_dir: str | Path | None) -> Iterator[None]:
-    """Also write the log to a file in ``log_dir``, for the time of the run."""
+def _log_file(log_dir: str | Path | None) -> Path | None:
+    """The file in ``log_dir`` that a run which begins now is logged to."""
     if log_dir is None:
-        yield
-        return
-    name = f"oneshot_{datetime.now():%Y-%m-%d_%H-%M-%S}.log"
-    sink = logger.add(str(Path(log_dir) / name), level="DEBUG")
-    try:
-        yield
-    finally:
-        logger.remove(sink)
+        return None
+    return Path(log_dir) / f"oneshot_{datetime.now():%Y-%m-%d_%H-%M-%S}.log"

@@ -309,6 +309,7 @@ class _Run:
             stream.stage = stage
             self._counts = any(one.collects for one in passes[stage])
 
+        stream.one_by_one = self.job.pipeline() == "independent"
         state.keeper = stream
         try:
             with short_waits():

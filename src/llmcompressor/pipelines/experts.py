@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
@@ -69,7 +70,9 @@ class ExpertWatch(HooksMixin):
             else:
                 self._undecided.add(mixture)
             self._hooks.add(mixture.register_forward_pre_hook(_tell_padding(state), prepend=True))
-            self.register_hook(mixture, self._count, "forward_pre", with_kwargs=True)
+            self.register_hook(
+                mixture, partial(self._count, state), "forward_pre", with_kwargs=True
+            )
 
     def end(self) -> None:
         """Stop watching; the counts stay with the mixtures."""
@@ -144,9 +147,12 @@ class ExpertWatch(HooksMixin):
             for expert, count in enumerate(mixture.tokens)
         }
 
-    def _count(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _count(
+        self, state: State, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         assert isinstance(module, LinearExperts)
-        if module.calls_all or module in self._counted:
+        is_trial = state.batch_data is None  # a modifier tries something out
+        if is_trial or module.calls_all or module in self._counted:
             return
         for expert, count in enumerate(module.counts(*args, **kwargs)):
             module.tokens[expert] += count

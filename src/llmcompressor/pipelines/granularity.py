@@ -261,8 +261,11 @@ def _units(
             assert stop is not None
             units.setdefault(stop, []).append(module)
     labels = {**names, **stops}
+    # Whoever names no modules is told of a stop when it has run: that may be a single Linear.
     return [
-        Unit(stop, labels[stop], tuple(members), _has_parts(stop) and stop in stops)
+        Unit(
+            stop, labels[stop], tuple(members), stop in stops and (every_block or _has_parts(stop))
+        )
         for stop, members in units.items()
     ]
 

@@ -38,21 +38,39 @@ def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifie
     Args:
         modifiers: of the recipe, in order.
         pipeline: one of :data:`BY_BLOCK`; others than ``independent`` make more than one pass
-            only where a modifier rewrites what those behind it would collect.
+            only where a modifier rewrites what those behind it would collect. What needs no data
+            stands in one pass with what comes next, which is not to see what it rounds.
     """
     passes: list[list[Modifier]] = [[]]
-    for modifier in modifiers:
+    for place, modifier in enumerate(modifiers):
         needs = modifier.requires_calibration_data
-        taken = any(one.requires_calibration_data for one in passes[-1])
+        waits = needs or (pipeline != "independent" and _any_needs(modifiers[place:]))
+        taken = _any_needs(passes[-1])
         alone = pipeline == "independent" and not _joins(modifier, passes[-1])
         apart = alone or any(_rewrites(one) for one in passes[-1])
-        behind = not needs and any(one.leaves_open for one in passes[-1])
-        behind = behind or modifier.begins_a_pass
         first = modifier.learns_first and bool(passes[-1])
-        if first or (needs and taken and apart) or (taken and behind):
+        first = first or (
+            modifier.surveys_first and any(_is_early(one, pipeline) for one in passes[-1])
+        )
+        if first or (waits and taken and apart) or (taken and _comes_behind(modifier, passes[-1])):
             passes.append([])
         passes[-1].append(modifier)
     return with_surveys(passes)
+
+
+def _any_needs(modifiers: Sequence[Modifier]) -> bool:
+    return any(one.requires_calibration_data for one in modifiers)
+
+
+def _is_early(modifier: Modifier, pipeline: str) -> bool:
+    """Whether what comes later in its pass sees what it has made of weights."""
+    return pipeline == "independent" or modifier.changes_at_once
+
+
+def _comes_behind(modifier: Modifier, others: Sequence[Modifier]) -> bool:
+    """Whether it needs what data has made of the model in a pass before its own."""
+    is_open = any(one.leaves_open for one in others)
+    return modifier.begins_a_pass or (is_open and not modifier.requires_calibration_data)
 
 
 def with_surveys(passes: Sequence[list[Modifier]]) -> list[list[Modifier]]:
@@ -84,12 +102,13 @@ def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
 def stretches_of(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
     """The modifiers, cut behind each that rewrites what others would collect in its pass.
 
-    And before each that learns first.
+    And before each that learns first, or needs what data has made of the model.
     """
     stretches: list[list[Modifier]] = [[]]
     for modifier in modifiers:
         first = modifier.learns_first and bool(stretches[-1])
-        if first or any(_rewrites(one) for one in stretches[-1]):
+        behind = _any_needs(stretches[-1]) and _comes_behind(modifier, stretches[-1])
+        if first or behind or any(_rewrites(one) for one in stretches[-1]):
             stretches.append([])
         stretches[-1].append(modifier)
     return stretches

@@ -28,6 +28,8 @@ class Keeper(Protocol):
 
     names: Mapping[Module, str]
     """Block → name, in order."""
+    one_by_one: bool
+    """Whether each modifier sees the model as those before it leave it (``independent``)."""
 
     @property
     def finished(self) -> Collection[str]:
@@ -89,7 +91,9 @@ class Residency:
         }
         self._blocks = {name: block for block, name in keeper.names.items()}
         self._visited: set[str] = set()
-        self._early = _before_data(modifiers)
+        self._early = [
+            one for one in _before_data(modifiers) if keeper.one_by_one or one.changes_at_once
+        ]
         self.loaded: dict[str, Module] = {}
 
     @contextlib.contextmanager
@@ -205,6 +209,6 @@ class Residency:
 
 
 def _before_data(modifiers: Sequence[Modifier]) -> list[Modifier]:
-    """Those that need no data and stand before one that does: it sees what they have done."""
+    """Those that need no data and stand before one that does: it may see what they have done."""
     needing = [place for place, one in enumerate(modifiers) if one.requires_calibration_data]
     return list(modifiers[: needing[0]]) if needing else []

@@ -204,7 +204,9 @@ def _stops(
     if not args.sequential_targets:
         return blocks, level
     meant = level_of_targets(blocks, owners_of(modifiers, state))
-    return find_blocks(model) if meant is Granularity.LINEAR else blocks, level or meant
+    if meant is Granularity.LINEAR and not any(_is_undeclared(one, state) for one in modifiers):
+        return find_blocks(model), level or meant
+    return blocks, level or Granularity.BLOCK
 
 
 def _owners(

@@ -100,7 +100,7 @@ def _divided(modifiers: Sequence[Modifier], context: PassContext) -> list[list[M
         return passes_of(modifiers, context.pipeline)
     if context.pipeline == "independent":
         return with_surveys(joined(modifiers))
-    return stretches_of(modifiers)
+    return with_surveys(stretches_of(modifiers))
 
 
 def _plan_pass(modifiers: list[Modifier], context: PassContext) -> tuple[PassPlan, list[BlockWork]]:

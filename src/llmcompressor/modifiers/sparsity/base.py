@@ -340,7 +340,7 @@ class OneShotPruningModifier(Modifier):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Say so where nothing was pruned for want of a second pass."""
-        if self._is_surveying:
+        if self._profile is not None and self._layers.names and not self._finished:
             logger.warning(
                 f"{self._name} pruned nothing: no calibration followed the one in which it looked "
                 "at all layers."

@@ -341,8 +341,8 @@ def _lost(entry: Entry, scheme: Scheme, weights: Args) -> Iterator[str]:
         yield "transformers cannot load packed experts with zero points."
     if scheme.format in ("int-quantized", "naive-quantized") and weights.kind == "int":
         yield "transformers does not find unpacked integer experts, and fails to load."
-    if weights.kind == "float" and weights.strategy == "block" and not _is_one_block(entry):
-        yield "transformers multiplies block scales of experts without expanding them."
+    if weights.kind == "float" and entry.form != "packed" and _has_parts(entry, weights.strategy):
+        yield f"transformers multiplies {weights.strategy} scales of experts without expanding them."
     if weights.is_mxfp8:  # those of 4 bits are packed, and unpacked as they should be
         yield "transformers takes the exponents of MXFP8 experts for scales, and fails to load."
     is_odd = weights.kind == "int" and weights.bits in (3, 5, 6, 7)
@@ -350,9 +350,12 @@ def _lost(entry: Entry, scheme: Scheme, weights: Args) -> Iterator[str]:
         yield f"Without weight_shape the width of {weights.bits}-bit experts is not known."
 
 
-def _is_one_block(entry: Entry) -> bool:
+def _has_parts(entry: Entry, strategy: str) -> bool:
+    """Whether a scale is not as wide as what it is multiplied with there: a row, or all of it."""
     scale = entry.own.get("weight_scale")
-    return scale is not None and scale.numel == 1
+    if strategy == "block":
+        return scale is None or scale.numel != 1
+    return strategy == "group" and (scale is None or scale.shape[-1] != 1)
 
 
 RULES = (
