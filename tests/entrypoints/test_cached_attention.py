@@ -251,3 +251,29 @@ def test_attention_may_be_run_twice_on_one_call() -> None:
         model = oneshot(small.mixture(), modifier, small.token_rows(), sequential_granularity=level)
         scales.append([layer.self_attn.k_scale for layer in model.model.layers])
     assert scales[0] == scales[1] == scales[2]
+
+
+def test_that_readers_need_a_cache_is_said(tmp_path: Path, warned: list[str]) -> None:
+    """They put nothing in the place of a cache that is not there."""
+    found = {}
+    for name, make in {"inkling": inkling, "llama": small.llama}.items():
+        warned.clear()
+        make().save_pretrained(tmp_path / name)
+        recipe = QuantizationModifier(kv_cache_scheme=FP8)
+        output = tmp_path / f"{name}-out"
+        oneshot(
+            model=str(tmp_path / name),
+            recipe=recipe,
+            dataset=small.token_rows(),
+            output_dir=output,
+        )
+        said = any("with use_cache=True alone" in line for line in warned)
+        reader = type(make()).from_pretrained(output).eval()
+        reader(small.probe(), use_cache=True)
+        try:
+            reader(small.probe(), use_cache=False)
+            runs = True
+        except AttributeError:
+            runs = False
+        found[name] = (said, runs)
+    assert found == {"inkling": (True, False), "llama": (False, True)}

@@ -107,6 +107,21 @@ def test_a_folder_and_its_model_object_give_the_same_files(
     assert small.tree(tmp_path / "folder") == small.tree(tmp_path / "object")
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_is_logged_to_a_file(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folder that is given, or the file that the environment names."""
+    if named:
+        monkeypatch.setenv("LLM_COMPRESSOR_LOG_FILE", str(tmp_path / "named.log"))
+    tiny(log_dir=tmp_path / "logs")
+    files = [tmp_path / "named.log"] if named else list((tmp_path / "logs").glob("oneshot_*.log"))
+    assert "modules quantized" in files[0].read_text()
+    assert (tmp_path / "logs").exists() is not named or not list((tmp_path / "logs").iterdir())
+    tiny()
+    assert files[0].read_text().count("modules quantized") == (2 if named else 1)
+
+
 def test_the_returned_model_generates(pico: Path) -> None:
     model = oneshot(
         model=pico, recipe=GPTQ, dataset=TEXTS, num_calibration_samples=4, max_seq_length=32

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,23 @@ def test_a_model_and_its_folder_give_the_same_file(family: str, first: str, tmp_
     assert files
     for file in files:
         assert file.read_bytes() == (tmp_path / "in_memory" / file.name).read_bytes()
+
+
+def test_tokens_of_trials_are_not_counted(tmp_path: Path) -> None:
+    """From a folder, rotations are tried out when the experts are watched already."""
+    mixtures.saved("qwen3_moe", tmp_path / "source")
+    counts = {}
+    for name, first in {"plain": [], "rotated": [SpinQuantModifier(rotations=["R1"])]}.items():
+        oneshot(
+            model=str(tmp_path / "source"),
+            recipe=[*first, GPTQModifier(config_groups=GROUPS, ignore=IGNORED)],
+            dataset=mixtures.rows(),
+            moe_calibrate_all_experts=False,
+            output_dir=tmp_path / name,
+        )
+        report = json.loads((tmp_path / name / "compression_report.json").read_text())
+        counts[name] = [sum(layer["tokens"]) for layer in report["experts"].values()]
+    assert counts["plain"] == counts["rotated"]
 
 
 def rotation(location: str, width: int) -> tuple[TransformScheme, TransformArgs, Parameter]:

@@ -713,3 +713,19 @@ def test_a_module_that_no_batch_reaches_is_an_error_in_the_sequential_pipeline()
     with pytest.raises(TargetError, match=r"model\.layers\.1\.mlp\.spare"):
         tiny.run(model, gptq())
     assert not tiny.traces(model)
+
+
+def test_scales_are_fitted_beside_others_of_another_width() -> None:
+    """Linears with one input may have groups of their own."""
+
+    def scale_of_q(**sizes: int) -> Tensor:
+        groups = {
+            name: {"targets": [f"re:.*{name}_proj$"], "weights": {**WEIGHTS, "group_size": size}}
+            for name, size in sizes.items()
+        }
+        model = tiny.run(tiny.llama(), gptq(config_groups=groups))
+        return model.model.layers[0].self_attn.q_proj.weight_scale.detach()
+
+    alone = scale_of_q(q=32)
+    assert torch.equal(alone, scale_of_q(q=32, k=32))
+    assert torch.equal(alone, scale_of_q(q=32, k=16))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 import torch
+from pydantic import PrivateAttr
 from recorders import Recorder, hooks_left, plain_inputs, run_pipeline, stubs_left
 from torch import nn
 from torch.nn import Module
@@ -200,6 +201,33 @@ def test_modifiers_are_told_group_by_group_or_block_by_block() -> None:
 def test_the_user_may_say_where(targets: list[str], expected: list[set[str]]) -> None:
     model = tiny.build("llama")
     assert _blocks_of(_told(model, sequential_targets=targets)) == expected
+
+
+class Everywhere(Modifier):
+    """Wants data, and names no modules."""
+
+    _told: list[tuple[Module, ...]] = PrivateAttr(default_factory=list)
+
+    @property
+    def requires_calibration_data(self) -> bool:
+        return True
+
+    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+        return True
+
+    def on_sequential_epoch_end(self, state: Any, event: Any, modules: Any, **kw: Any) -> None:
+        self._told.append(tuple(modules))
+
+
+@pytest.mark.parametrize("target", ["LlamaDecoderLayer", "LlamaMLP", "Linear"])
+def test_who_names_no_modules_is_told_of_all_once(target: str) -> None:
+    model, modifier = tiny.build("llama"), Everywhere()
+    run_pipeline(model, tiny.text_batches(), modifier, sequential_targets=[target])
+    *stops, rest = modifier._told
+    assert all(type(modules[0]).__name__ == target for modules in stops)
+    told = [module for modules in (*stops, rest) for module in modules]
+    assert len(told) == len(set(told))
+    assert set(told) == set(model.modules())
 
 
 def test_nested_targets_of_the_user_are_an_error_that_names_both() -> None:

@@ -105,6 +105,11 @@ def rotated() -> list[Any]:
     return [SpinQuantModifier(rotations=["R1", "R2", "R4"]), *gptq()]
 
 
+def rotated_stream() -> list[Any]:
+    """What is tried out first, on a few tokens, is no calibration of experts."""
+    return [SpinQuantModifier(rotations=["R1"]), *gptq()]
+
+
 def rotated_between() -> list[Any]:
     """A pass in which what is to be rotated in the next one stands by."""
     return [
@@ -173,6 +178,7 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
     "dropped_pruned": dropped_pruned,
     "starved": gptq,
     "starved_pruned": pruned_rounded,
+    "starved_rotated": rotated_stream,
     "linear_by_linear": gptq,
 }
 NEEDS_DATA = RECIPES.keys() - {"rtn"}

@@ -46,6 +46,7 @@ OTHERS = [
     *(("dropped_pruned", "append", number) for number in (3, 5, 9, 12, 15)),
     *(("starved", "append", number) for number in (3, 4)),
     *(("starved_pruned", "append", number) for number in (3, 5, 6)),
+    ("starved_rotated", "append", 3),
     ("linear_by_linear", "append", 3),
     ("gptq", "write", 9),
     ("gptq", "write", 30),

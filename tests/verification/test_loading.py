@@ -539,3 +539,23 @@ def test_packed_zero_points_are_unpacked_while_they_load(groups: int, tmp_path: 
                 tmp_path / "model", quantization_config=plain
             )
         assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize(("width", "is_read"), [(16, False), (64, True)])  # of 64 columns
+def test_group_scales_of_float_experts_are_read_where_they_are_one_for_a_row(
+    width: int, is_read: bool, tmp_path: Path
+) -> None:
+    source = mixture("mixtral", tmp_path / "source", torch.bfloat16)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": width}
+    recipe = QuantizationModifier(
+        config_groups={"group_0": {"targets": ["re:.*experts.*"], "weights": scheme}}
+    )
+    reset_session()
+    oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"), verify=False)
+    findings = verify(tmp_path / "model", serve="transformers").findings
+    assert ("T6" in {one.rule for one in findings if one.severity == "error"}) is not is_read
+    if is_read:
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        return
+    with pytest.raises(RuntimeError, match="conversion"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")

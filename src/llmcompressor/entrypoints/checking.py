@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,10 @@ def check_servable(
             f"this ({each.first.rule}). {_said([each.first])}"
             + (f" ({len(each.modules)} modules)" if each.modules[1:] else "")
         )
+    is_taken = all(one.server != "vllm" for one in errors)
     for each in merged((one for one in limits if one not in errors), by_rule=True):
         remedy = _REMEDIES.get(each.first.rule, each.first.remedy)
+        remedy = remedy if is_taken or "vLLM" not in remedy else ""
         failing = "round all of" if each.first.rule in _OF_STATES else "load or run"
         logger.warning(
             f"transformers would not {failing} this ({each.first.rule}). "
@@ -199,7 +202,9 @@ def check_writable_model(
         return
     _check_unparametrized(model)
     folder = None if source is None else Path(source)
-    with outlined(modifiers, state), dense_closed(model):
+    with outlined(modifiers, state), dense_closed(model), ExitStack() as written:
+        for modifier in modifiers:
+            written.enter_context(modifier.as_written(state))
         planned = [one for modifier in modifiers for one in modifier.planned(state)]
         prediction = predict(model, planned, {}, save_compressed=packed)
         config = planned_config(model, folder, prediction, compressed=packed)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from types import MappingProxyType
@@ -535,6 +536,11 @@ class Modifier(HooksMixin):
             together: whether the part is a block, and not what lies in none.
         """
         return 0
+
+    def as_written(self, state: State) -> AbstractContextManager[None]:
+        """While the body runs, the model holds what this will have written beside its weights."""
+        del state
+        return nullcontext()
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Leave ``modules``, which have seen all data, as they are to be stored.

@@ -36,6 +36,7 @@ from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules
 from llmcompressor.pipelines.model_runs import small_batch
 from llmcompressor.quantization.attach import tap_attention, untap_attention
+from llmcompressor.quantization.empty_cache import left_without_cache
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State
@@ -76,6 +77,7 @@ def try_attention(
     with HooksMixin.disable_hooks(), hollow_weights(model), zero_products(), resting(model):
         for use_cache in (True, False):  # as readers generate, and as it is calibrated
             trial.run(use_cache=use_cache)
+        trial.say_what_readers_need()
 
 
 class _Trial:
@@ -96,11 +98,28 @@ class _Trial:
             raise self._refusal(error, running, use_cache=use_cache) from error
         logger.debug(f"{type(self._model).__name__} was not tried out: {plain!r:.200}")
 
-    def _error(self, states: _States, *, use_cache: bool) -> Exception | None:
+    def say_what_readers_need(self) -> None:
+        """Warn of a model that readers run with a cache and not without one.
+
+        Here attention that gets none is given an empty one; readers give it a quantized one with
+        nothing behind it.
+        """
+        error = self._error(self._states, use_cache=False, helped=False)
+        if error is None or self._error({}, use_cache=False) is not None:
+            return
+        shown = " ".join(f"{type(error).__name__}: {error}".split())
+        logger.warning(
+            f"transformers will run what is written with use_cache=True alone: without a cache "
+            f"{type(self._model).__name__} asks the quantized one for what it has not "
+            f"({shown:.200})."
+        )
+
+    def _error(self, states: _States, *, use_cache: bool, helped: bool = True) -> Exception | None:
         """What the model's own code raises with the states of ``states`` within reach."""
         self._running = None
         batch = {**self._batch, "use_cache": use_cache}
-        with _tapped(self._model, states), self._watched(states):
+        helping = contextlib.nullcontext() if helped else left_without_cache(states)
+        with _tapped(self._model, states), helping, self._watched(states):
             try:
                 self._model(**model_inputs(self._model, batch))
             except CompressorError:

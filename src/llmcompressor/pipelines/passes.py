@@ -48,10 +48,7 @@ def passes_of(modifiers: Sequence[Modifier], pipeline: str) -> list[list[Modifie
         taken = _any_needs(passes[-1])
         alone = pipeline == "independent" and not _joins(modifier, passes[-1])
         apart = alone or any(_rewrites(one) for one in passes[-1])
-        first = modifier.learns_first and bool(passes[-1])
-        first = first or (
-            modifier.surveys_first and any(_is_early(one, pipeline) for one in passes[-1])
-        )
+        first = _looks_first(modifier, passes[-1], pipeline)
         if first or (waits and taken and apart) or (taken and _comes_behind(modifier, passes[-1])):
             passes.append([])
         passes[-1].append(modifier)
@@ -62,9 +59,12 @@ def _any_needs(modifiers: Sequence[Modifier]) -> bool:
     return any(one.requires_calibration_data for one in modifiers)
 
 
-def _is_early(modifier: Modifier, pipeline: str) -> bool:
-    """Whether what comes later in its pass sees what it has made of weights."""
-    return pipeline == "independent" or modifier.changes_at_once
+def _looks_first(modifier: Modifier, others: Sequence[Modifier], pipeline: str) -> bool:
+    """Whether it takes a look at what others leave before the pass that it works in."""
+    if modifier.learns_first:
+        return bool(others)
+    seen = (pipeline == "independent" or one.changes_at_once for one in others)
+    return modifier.surveys_first and any(seen)
 
 
 def _comes_behind(modifier: Modifier, others: Sequence[Modifier]) -> bool:
@@ -102,11 +102,11 @@ def _joins(modifier: Modifier, others: Sequence[Modifier]) -> bool:
 def stretches_of(modifiers: Sequence[Modifier]) -> list[list[Modifier]]:
     """The modifiers, cut behind each that rewrites what others would collect in its pass.
 
-    And before each that learns first, or needs what data has made of the model.
+    And before each that takes a look at the model first, or needs what data has made of it.
     """
     stretches: list[list[Modifier]] = [[]]
     for modifier in modifiers:
-        first = modifier.learns_first and bool(stretches[-1])
+        first = _looks_first(modifier, stretches[-1], "sequential")
         behind = _any_needs(stretches[-1]) and _comes_behind(modifier, stretches[-1])
         if first or behind or any(_rewrites(one) for one in stretches[-1]):
             stretches.append([])

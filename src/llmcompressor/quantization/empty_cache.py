@@ -8,6 +8,9 @@ without one, as in calibration, it knows no answer.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from compressed_tensors.modeling import KV_CACHE_ATTR, QuantizedKVCache
@@ -15,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import Cache, DynamicCache
 
-__all__ = ["EmptyCache", "answer_as_empty", "stands_for"]
+__all__ = ["EmptyCache", "answer_as_empty", "left_without_cache", "stands_for"]
 
 
 class EmptyCache:
@@ -60,3 +63,19 @@ def answer_as_empty(
         empty = EmptyCache(quantized)
         kwargs = {key: empty if one is quantized else one for key, one in kwargs.items()}
     return args, kwargs
+
+
+@contextmanager
+def left_without_cache(attentions: Iterable[Module]) -> Iterator[None]:
+    """While the body runs, attention that gets no cache gets none from here, as under readers."""
+    taken: list[tuple[Module, Any]] = []
+    for module in attentions:
+        hooks = module._forward_pre_hooks
+        taken.append((module, hooks))
+        kept = ((key, hook) for key, hook in hooks.items() if hook is not answer_as_empty)
+        module._forward_pre_hooks = OrderedDict(kept)
+    try:
+        yield
+    finally:
+        for module, hooks in taken:
+            module._forward_pre_hooks = hooks

@@ -175,7 +175,8 @@ def _stages(
         alike: dict[object, list[str]] = {}
         for name in (name_of[module] for module in group):
             expert = name.split(".")[:-2] if _EXPERT.search(name) else []
-            key = (grid_of(names[name].parameters.args), *expert)
+            args = names[name].parameters.args
+            key = (grid_of(args), partition_of(args), *expert)
             alike.setdefault(key, []).append(name)
         for own in alike.values():
             stages.setdefault(_EXPERT.sub(".*.", own[0]), []).append(own)

@@ -44,7 +44,7 @@ from llmcompressor.quantization.column_solver import (
     solve,
 )
 from llmcompressor.quantization.parameters import WeightParameters, weight_of
-from llmcompressor.schemes.bridge import grid_of
+from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
 
@@ -308,17 +308,17 @@ class GPTQModifier(QuantizationMixin):
     def _groups(
         self, modules: Sequence[Module], fitted: set[Module]
     ) -> Iterator[tuple[list[Module], Problem]]:
-        """Modules with one input, one grid and one order, and what is to be solved for them.
+        """Modules with one input, grid, order and width of cells, and what is solved for them.
 
         What another modifier has fitted to the original model is not corrected once more.
         """
-        alike: dict[tuple[Module, Grid, Any], list[Module]] = {}
+        alike: dict[tuple[Module, Grid, Any, Any], list[Module]] = {}
         for module in modules:
             args = self._schemes[module].weights
             assert args is not None
-            key = (self._leader(module), grid_of(args), args.actorder)
+            key = (self._leader(module), grid_of(args), args.actorder, partition_of(args))
             alike.setdefault(key, []).append(module)
-        for (leader, _, actorder), members in alike.items():
+        for (leader, _, actorder, _), members in alike.items():
             statistics = self._statistics.get(leader)
             if statistics is None or statistics.tokens == 0:
                 for module in members:

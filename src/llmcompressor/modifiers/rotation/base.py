@@ -8,6 +8,7 @@ import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -151,6 +152,11 @@ class RotationModifier(Modifier):
             self._check_blocks(model, self._plan)
             self._plan.stand_by(model, _device_of(model))
         return True
+
+    def as_written(self, state: State) -> AbstractContextManager[None]:
+        """With the rotations that stay in the forward; they stand by where no weights are there."""
+        assert self._plan is not None
+        return self._plan.attached(state.model) if is_loaded(state.model) else nullcontext()
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Nothing is said of rotations that were not done."""

@@ -175,6 +175,8 @@ class SpinQuantModifier(RotationModifier):
                 "Undo each rotation where what it rotates is read.",
             )
         faults: dict[str, str | None] = dict.fromkeys(self.rotations, fault)
+        if find is None and len(self.rotations) > 1:
+            return self._refusal_of_some(model, fault)
         if find is not None and len(self.rotations) > 1:
             faults = {name: find(self._plan_of(model, [name])) for name in self.rotations}
         guilty = [name for name in self.rotations if faults[name]] or list(self.rotations)
@@ -187,6 +189,16 @@ class SpinQuantModifier(RotationModifier):
             f"SpinQuantModifier: with {' and '.join(guilty)} {type(model).__name__} computes "
             f"something else ({faults[guilty[0]] or fault}). {reasons}.",
             remedy,
+        )
+
+    def _refusal_of_some(self, model: Any, fault: str) -> TargetError:
+        """Which of several is at fault is not known: those in the forward stand by already."""
+        together = " and ".join(self.rotations)
+        reasons = "; ".join(f"{name}, if {_REASONS[name]}" for name in self.rotations)
+        return TargetError(
+            f"SpinQuantModifier: with {together} {type(model).__name__} computes something else "
+            f"({fault}). One of them is at fault: {reasons}.",
+            "Try each of them alone, and leave out those that are refused.",
         )
 
     def without(self, model: Any, names: Sequence[str]) -> str:

@@ -341,8 +341,9 @@ def _lost(entry: Entry, scheme: Scheme, weights: Args) -> Iterator[str]:
         yield "transformers cannot load packed experts with zero points."
     if scheme.format in ("int-quantized", "naive-quantized") and weights.kind == "int":
         yield "transformers does not find unpacked integer experts, and fails to load."
-    if weights.kind == "float" and entry.form != "packed" and _has_parts(entry, weights.strategy):
-        yield f"transformers multiplies {weights.strategy} scales of experts without expanding them."
+    strategy = weights.strategy
+    if weights.kind == "float" and entry.form != "packed" and _has_parts(entry, strategy):
+        yield f"transformers multiplies {strategy} scales of experts without expanding them."
     if weights.is_mxfp8:  # those of 4 bits are packed, and unpacked as they should be
         yield "transformers takes the exponents of MXFP8 experts for scales, and fails to load."
     is_odd = weights.kind == "int" and weights.bits in (3, 5, 6, 7)
