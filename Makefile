@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # The exact versions that are installed.
 CONSTRAINTS ?= constraints.txt
-# Which tests run; `make test TESTS=` runs all, those too that take more than ten seconds each.
+# Which tests run; `make test TESTS=` runs all: also those that take long, and more cases of some.
 TESTS  ?= not slow
 
 .PHONY: demo test lint types unit clean

@@ -71,7 +71,7 @@ def compressed(model: Any, recipe: str, output: Path, **more: Any) -> Any:
     return oneshot(model=model, recipe=RECIPES[recipe](), dataset=rows, output_dir=output, **more)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_files_are_those_of_a_model_in_memory(
     recipe: str, tied: bool, tmp_path: Path, warned: list[str]

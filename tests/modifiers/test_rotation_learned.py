@@ -319,7 +319,7 @@ def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_kept")
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_files_are_those_of_a_model_in_memory(
     recipe: str, tied: bool, tmp_path: Path, warned: list[str]

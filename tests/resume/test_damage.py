@@ -55,6 +55,10 @@ def remove(file: Path) -> None:
     file.unlink()
 
 
+SLOW = [pytest.mark.slow]
+"""For cases like others, which the whole suite has."""
+
+
 def files_of(folder: Path) -> list[str]:
     return sorted(
         str(path.relative_to(folder))
@@ -63,8 +67,14 @@ def files_of(folder: Path) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, remove])
-@pytest.mark.parametrize("number", range(1 + 1 + BLOCKS))
+@pytest.mark.parametrize(
+    ("number", "damage"),
+    [
+        pytest.param(number, damage, marks=[] if number == 0 or turn == number % 3 else SLOW)
+        for number in range(1 + 1 + BLOCKS)
+        for turn, damage in enumerate((truncate, flip, remove))
+    ],
+)
 def test_a_damaged_file_of_the_working_folder(
     number: int,
     damage: Callable[[Path], None],

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import BLOCKS, KILLED, NEEDS_DATA, Job, run, tree
@@ -28,28 +30,43 @@ BOUNDARIES = [
     for number in range(1, lines(recipe) + 1)
     for kind in ("append", *(["appended"] if number == lines(recipe) else []))
 ]
+
+
+def at(
+    recipe: str,
+    quick: AbstractSet[int],
+    others: AbstractSet[int] = frozenset(),
+    kind: str = "append",
+) -> Iterator[Any]:
+    """Boundaries of a recipe: those that are always tried, and those of the whole suite alone."""
+    for number in sorted(quick | others):
+        marks = [pytest.mark.slow] if number not in quick else []
+        yield pytest.param(recipe, kind, number, marks=marks)
+
+
 OTHERS = [
-    *((recipe, "torn", number) for recipe in ("rtn", "gptq") for number in (1, 3)),
-    *((recipe, "appended", number) for recipe in ("one_pass", "cache") for number in (2, 3)),
-    *(("sparse", "append", number) for number in (2, 4, 5, 7, 9)),
-    *(("pruned", "append", number) for number in (3, 5)),
-    *(("pruned_rounded", "append", number) for number in (3, 5, 7)),
-    *(("rotated", "append", number) for number in (2, 3, 5)),
-    *(("rotated_between", "append", number) for number in (3, 5, 6, 8)),
-    *(("smoothed", "append", number) for number in (1, 2, 3, 5)),
-    *(("learned", "append", number) for number in (1, 2, 3, 4, 6, 8, 10)),
-    ("learned", "torn", 3),
-    ("learned", "appended", 2),
-    *(("dropped", "append", number) for number in (3, 4, 6, 9, 11)),
-    *(("dropped_quantized", "append", number) for number in range(1, 14)),
-    *(("dropped_rounded", "append", number) for number in range(1, 10)),
-    *(("dropped_pruned", "append", number) for number in (3, 5, 9, 12, 15)),
-    *(("starved", "append", number) for number in (3, 4)),
-    *(("starved_pruned", "append", number) for number in (3, 5, 6)),
-    ("starved_rotated", "append", 3),
-    ("linear_by_linear", "append", 3),
-    ("gptq", "write", 9),
-    ("gptq", "write", 30),
+    *at("rtn", {1, 3}, kind="torn"),
+    *at("gptq", {1, 3}, kind="torn"),
+    *at("one_pass", {3}, {2}, "appended"),
+    *at("cache", {3}, {2}, "appended"),
+    *at("sparse", {2, 5, 7}, {4, 9}),
+    *at("pruned", {3}, {5}),
+    *at("pruned_rounded", {3, 7}, {5}),
+    *at("rotated", {2, 3}, {5}),
+    *at("rotated_between", {3, 6}, {5, 8}),
+    *at("smoothed", {1, 3}, {2, 5}),
+    *at("learned", {2, 3, 6}, {1, 4, 8, 10}),
+    *at("learned", {3}, kind="torn"),
+    *at("learned", {2}, kind="appended"),
+    *at("dropped", {3, 6, 11}, {4, 9}),
+    *at("dropped_quantized", {2, 5, 8, 12}, set(range(1, 14))),
+    *at("dropped_rounded", {2, 5, 8}, set(range(1, 10))),
+    *at("dropped_pruned", {5, 12}, {3, 9, 15}),
+    *at("starved", {3}, {4}),
+    *at("starved_pruned", {3, 6}, {5}),
+    *at("starved_rotated", {3}),
+    *at("linear_by_linear", {3}),
+    *at("gptq", {9}, {30}, "write"),
 ]
 
 
@@ -74,7 +91,7 @@ def remembers(job: Job) -> bool:
 
 
 @pytest.mark.parametrize("recipe", ["rtn", "gptq", "two", "learned"])
-@pytest.mark.parametrize("moments", [6, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(
     recipe: str, moments: int, model: Path, tmp_path: Path, expected: Expected
 ) -> None:
