@@ -12,6 +12,7 @@ import torch
 from recorders import Recorder, run_pipeline
 from torch import Tensor
 from torch.nn import Module
+from transformers import BartConfig, BartModel
 
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.observers.tokens import real_tokens
@@ -139,17 +140,45 @@ def test_in_an_encoder_decoder_each_input_comes_with_the_mask_of_its_half(pipeli
     assert [len(real_tokens(x, m)) for x, m in zip(tokens, masks, strict=True)] == [20, 20, 20]
 
 
-def test_a_decoder_whose_inputs_are_made_of_labels_counts_what_was_labelled() -> None:
+@pytest.mark.parametrize("form", ["labels", "labels and inputs", "inputs"])
+def test_a_decoder_without_a_mask_counts_what_each_row_alone_would_have(form: str) -> None:
+    """Inputs are the labels one position later: as many as there are labels."""
     labels = _ids(10, length=6)
-    labels[1, 3:] = -100
+    labels[1, 4:] = -100
     recorder = Recorder()
-    batch = {**_padded(_ids(0), "right"), "labels": labels}
+    batch = {**_padded(_ids(0), "right")}
+    if "labels" in form:
+        batch["labels"] = labels
+    if "inputs" in form:
+        later = tiny.build("t5").prepare_decoder_input_ids_from_labels(labels)
+        batch["decoder_input_ids"] = later
+        if form == "inputs":  # of a padding token alone it is seen where the row has ended
+            later[1, 4:] = 0
     run_pipeline(tiny.build("t5"), [batch], recorder)
     for name, (mask,) in recorder._masks.items():
         if name.startswith("encoder") or "EncDecAttention.k" in name:
             assert mask.shape == (2, LENGTH + EXTRA)
         elif name.startswith("decoder") and "EncDecAttention.v" not in name:
             assert mask.tolist() == [[True] * 6, [True] * 4 + [False] * 2]
+
+
+def test_a_decoder_that_gets_the_tokens_of_the_encoder_has_its_padding() -> None:
+    config = BartConfig(
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+    )
+    recorder = Recorder(twin=True)
+    batch = _padded(_ids(0), "right")
+    run_pipeline(BartModel(config).eval(), [batch], recorder)
+    assert any(name.startswith("decoder") for name in recorder._masks)
+    for name, (mask,) in recorder._masks.items():
+        assert torch.equal(mask, batch["attention_mask"].bool()), name
 
 
 def test_a_speech_encoder_has_no_padding_and_its_decoder_has() -> None:

@@ -147,7 +147,7 @@ def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iter
     if encoder is None:
         yield
         return
-    inside = set(encoder.modules())
+    inside, padding = set(encoder.modules()), _padding_of(model)
     # By batch: all of them pass the encoder before the first goes through the decoder.
     returned: dict[int, weakref.ref[Tensor]] = {}
 
@@ -164,7 +164,7 @@ def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iter
         encoded = returned.get(id(batch))
         crossed = encoded is not None and _is_same(first_tensor(args, kwargs), encoded())
         encodes = module in inside or crossed
-        state.token_mask = token_mask(batch) if encodes else _decoder_mask(batch)
+        state.token_mask = token_mask(batch) if encodes else _decoder_mask(batch, padding)
 
     leaves = [module for module in model.modules() if not any(True for _ in module.children())]
     handles = [encoder.register_forward_hook(remember)]
@@ -178,15 +178,39 @@ def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iter
             handle.remove()
 
 
-def _decoder_mask(batch: Mapping[str, Any]) -> Tensor | None:
-    """The real tokens of a decoder, which may get its inputs from labels, one position later."""
-    labels = batch.get("labels")
-    given = "decoder_attention_mask" in batch or "decoder_input_ids" in batch
-    if given or not isinstance(labels, Tensor):
+def _decoder_mask(batch: Mapping[str, Any], padding: int | None) -> Tensor | None:
+    """The real tokens of a decoder, whose padding most collators leave without a mask.
+
+    Args:
+        batch: its inputs are given, are made of labels, one position later, or of the encoder's.
+        padding: the token id that stands for nothing else.
+    """
+    if "decoder_attention_mask" in batch:
         return token_mask(batch, "decoder_attention_mask")
-    real = labels.ne(_IGNORED_LABEL).roll(1, dims=-1)
-    real[..., 0] = True  # the token that starts every sequence
-    return None if bool(real.all()) else real
+    labels, ids = batch.get("labels"), batch.get("decoder_input_ids")
+    if isinstance(labels, Tensor) and labels.ndim == 2 and _fits(labels, ids):
+        return _up_to_last(labels.ne(_IGNORED_LABEL))
+    if isinstance(ids, Tensor):
+        return None if padding is None else _up_to_last(ids.ne(padding))
+    return token_mask(batch)
+
+
+def _fits(labels: Tensor, ids: Any) -> bool:
+    return not isinstance(ids, Tensor) or ids.shape == labels.shape
+
+
+def _up_to_last(wanted_BT: Tensor) -> Tensor | None:
+    """What stands in each row up to the last that is wanted, and its first in any case."""
+    real_BT = wanted_BT.flip(-1).cumsum(-1).flip(-1) > 0
+    real_BT[:, 0] = True  # the token that starts every sequence, often that of padding
+    return None if bool(real_BT.all()) else real_BT
+
+
+def _padding_of(model: Module) -> int | None:
+    """The id of a padding token that is no other token of the model."""
+    config = getattr(model, "config", None)
+    padding, ends = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos"))
+    return None if padding in (ends if isinstance(ends, list) else [ends]) else padding
 
 
 def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:
