@@ -64,7 +64,7 @@ def test_a_matrix_that_is_not_loaded_is_not_gone_through(
     hollow = torch.zeros(()).expand(3, 2)
     assert torch.equal(flow._nothing(torch.ones(5, 2), hollow), torch.zeros(5, 3))
     assert flow._nothing(torch.ones(5, 2), hollow.clone()) is None
-    # Small, and no 16-bit floats: all is multiplied in full once, which some processors are slow at.
+    # Small, and no 16-bit floats: all is multiplied in full once, and some processors are slow.
     config = {**published.DEEPSEEK_V3, "num_hidden_layers": 4, "n_routed_experts": 16}
     config |= {"hidden_size": 512, "intermediate_size": 512, "vocab_size": 1000}
     folder = published.write_headers(tmp_path / "model", config, published.tensors_of(config))
