@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from llmcompressor.core.events import Event, EventType
@@ -20,6 +21,15 @@ class CompressionSession:
 
     def __init__(self) -> None:
         self._lifecycle = CompressionLifecycle()
+        self._taken = threading.Lock()
+
+    def take(self) -> bool:
+        """Have this session for one run; false if another run, of whatever thread, has it."""
+        return self._taken.acquire(blocking=False)
+
+    def leave(self) -> None:
+        """The run that has taken this session is over."""
+        self._taken.release()
 
     @property
     def lifecycle(self) -> CompressionLifecycle:

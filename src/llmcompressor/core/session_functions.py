@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompressor.core.events import EventType
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.state import ModifiedState
+from llmcompressor.logger import logger
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -20,6 +21,7 @@ __all__ = [
     "active_session",
     "callbacks",
     "create_session",
+    "free_session",
     "reset_session",
     "session_of_run",
 ]
@@ -34,6 +36,8 @@ class _Stack(threading.local):
 
 _default = CompressionSession()
 _stack = _Stack()
+_running = threading.RLock()
+"""Held by the thread whose run is at work."""
 
 
 @contextmanager
@@ -58,12 +62,49 @@ def active_session() -> CompressionSession:
 
 @contextmanager
 def session_of_run() -> Iterator[CompressionSession]:
-    """The session that was created around the ``with`` block, else one for the block alone."""
-    if _stack.sessions:
-        yield _stack.sessions[-1]
-        return
-    with create_session() as session:
+    """The session that was created around the ``with`` block, else one for the block alone.
+
+    One in which another run is at work is not disturbed either.
+    """
+    with free_session() if _stack.sessions else _own_session() as session:
         yield session
+
+
+@contextmanager
+def free_session() -> Iterator[CompressionSession]:
+    """The active session, for a run that is alone; another one where a run is in it already.
+
+    Runs of other threads are waited for: threads may share the session of the process, and always
+    share torch's settings, which a run changes and puts back. A run within a run, begun by a
+    modifier, gets a session for itself.
+    """
+    with _alone():
+        session = active_session()
+        if not session.take():
+            with create_session() as own:
+                yield own
+            return
+        try:
+            yield session
+        finally:
+            session.leave()
+
+
+@contextmanager
+def _own_session() -> Iterator[CompressionSession]:
+    with _alone(), create_session() as session:
+        yield session
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    if not _running.acquire(blocking=False):
+        logger.info("Another run of this process is at work: this one waits for its end.")
+        _running.acquire()
+    try:
+        yield
+    finally:
+        _running.release()
 
 
 def reset_session() -> None:

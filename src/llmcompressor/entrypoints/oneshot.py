@@ -13,6 +13,7 @@ import torch
 from torch.nn import Module
 
 from llmcompressor.args import RunArguments, parse_arguments
+from llmcompressor.core.session_functions import free_session
 from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.streamed import run_streamed, streamable
@@ -93,7 +94,12 @@ class Oneshot(Job):
         if self.run_args.dry_run:
             return _planned(self._given)
         model = self.model_args.model
-        with logged_to(_log_file(self.log_dir)), _left_inference_mode(model), _left_autocast():
+        with (
+            logged_to(_log_file(self.log_dir)),
+            free_session(),
+            _left_inference_mode(model),
+            _left_autocast(),
+        ):
             source = self.open_data()
             checkpoint = streamable(self)
             if checkpoint is not None:

@@ -31,7 +31,7 @@ from llmcompressor.args import (
     TrainingArguments,
     parse_arguments,
 )
-from llmcompressor.core.session_functions import active_session
+from llmcompressor.core.session_functions import free_session
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.model_prints import note_change
 from llmcompressor.entrypoints.oneshot import oneshot
@@ -223,7 +223,8 @@ def _run(plan: list[_Stage], record: StageRecord, model: Any) -> Any:
             continue
         logger.info(f"{what}.")
         result = None  # the model of the stage before gives its memory back
-        active_session().reset()
+        with free_session() as session:
+            session.reset()
         record.begin(stage.name, stage.record)
         try:
             result = stage.run()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
@@ -11,26 +12,54 @@ from torch.nn import Parameter, functional
 
 __all__ = ["linear_replaced"]
 
+Fits = Callable[[Tensor, Tensor], bool]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
+class _Here(threading.local):
+    """What stands in for ``functional.linear`` in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.products: tuple[tuple[Fits, Product], ...] = ()
+
+
+_here = _Here()
+_lock = threading.Lock()
+_plain = functional.linear
+_users = 0
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if type(input) is Tensor and type(weight) in (Tensor, Parameter):
+        for fits, product in reversed(_here.products):
+            if fits(input, weight):
+                return product(input, weight, bias)
+    return _plain(input, weight, bias)
+
+
 @contextlib.contextmanager
-def linear_replaced(fits: Callable[[Tensor, Tensor], bool], product: Product) -> Iterator[None]:
-    """Have ``functional.linear`` call ``product`` inside.
+def linear_replaced(fits: Fits, product: Product) -> Iterator[None]:
+    """Have ``functional.linear`` call ``product`` inside, in this thread.
 
     Args:
         fits: of an input and a weight, both plain tensors, whether it is to.
         product: of an input, a weight and a bias or ``None``, what ``functional.linear`` gives.
     """
-    plain = functional.linear
-
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if type(input) is Tensor and type(weight) in (Tensor, Parameter) and fits(input, weight):
-            return product(input, weight, bias)
-        return plain(input, weight, bias)
-
-    setattr(functional, "linear", linear)  # noqa: B010 - torch declares it a function
+    before = _here.products
+    _count(1)
+    _here.products = (*before, (fits, product))
     try:
         yield
     finally:
-        setattr(functional, "linear", plain)  # noqa: B010
+        _here.products = before
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    """Exchange the function for the first that wants it, and put it back for the last."""
+    global _plain, _users  # noqa: PLW0603 - the function is one for the whole process
+    with _lock:
+        if not _users:
+            _plain = functional.linear
+        _users += change
+        setattr(functional, "linear", _linear if _users else _plain)  # noqa: B010 - torch declares it a function
