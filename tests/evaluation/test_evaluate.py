@@ -71,7 +71,7 @@ def test_a_folder_that_is_not_there() -> None:
 
 
 def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot load"):
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
         evaluate(tmp_path, dataset=TEXTS)
 
 

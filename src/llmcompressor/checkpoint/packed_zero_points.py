@@ -8,6 +8,7 @@ does not fit; since transformers 5.23 that ends the load.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
@@ -21,11 +22,14 @@ from torch import Tensor
 __all__ = ["packed_zero_points_fit"]
 
 _PACKED = ("group", "channel")
+_lock = threading.RLock()
+"""The method is one for all threads: what one puts in its place another would put back."""
 
 
 @contextmanager
 def packed_zero_points_fit() -> Iterator[None]:
     """Inside, ``from_pretrained`` loads packed codes with zero points in every release."""
+    _lock.acquire()
     own = vars(PackedQuantizationCompressor)["compress"]
 
     def compress(
@@ -48,3 +52,4 @@ def packed_zero_points_fit() -> Iterator[None]:
         yield
     finally:
         PackedQuantizationCompressor.compress = own
+        _lock.release()

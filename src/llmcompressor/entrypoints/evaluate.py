@@ -10,16 +10,16 @@ from typing import Any, cast
 
 import torch
 from torch.nn import Module
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from llmcompressor.args.checks import integer, optional
 from llmcompressor.checkpoint.hub import fetch
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.entrypoints.positions import positions_of
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import ArgumentError, CheckpointError, CompressorError, DatasetError
 from llmcompressor.evaluation.measure import measure
+from llmcompressor.evaluation.models import check_kind, load_for_measuring
 from llmcompressor.evaluation.report import Report
 from llmcompressor.evaluation.sources import documents_of
 from llmcompressor.evaluation.windows import choose, cut
@@ -79,7 +79,8 @@ def evaluate(
         The report.
 
     Raises:
-        CheckpointError: a checkpoint is not there or cannot be loaded.
+        CheckpointError: a checkpoint is not there, cannot be loaded, lacks weights, or is of a
+            kind that no text can be measured with.
         DatasetError: the text is missing, empty, or does not fit the model.
         ArgumentError: the two models have different vocabularies, or a number is out of range.
     """
@@ -114,10 +115,9 @@ def _check_numbers(**given: Any) -> None:
 
 
 def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreTrainedModel:
-    if isinstance(source, PreTrainedModel):
-        return source
-    if isinstance(source, Module) and adapters_of(source):  # it runs as its base does
-        return cast("PreTrainedModel", source)
+    if isinstance(source, PreTrainedModel) or (isinstance(source, Module) and adapters_of(source)):
+        check_kind(getattr(source, "config", None), f"the {type(source).__name__}")
+        return cast("PreTrainedModel", source)  # one with adapters runs as its base does
     if not isinstance(source, str | Path):
         raise ArgumentError(
             f"What is to be measured is a {type(source).__name__}.",
@@ -128,18 +128,8 @@ def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreT
         raise CheckpointError(f"There is no model folder {source}.", "Check the path.")
     if not path.is_dir():
         path = Path(fetch(str(source)))
-    try:
-        with _explained(source), packed_zero_points_fit():
-            model = AutoModelForCausalLM.from_pretrained(
-                str(path), dtype="auto", trust_remote_code=trust_remote_code
-            )
-    except CheckpointError:
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"transformers cannot load {source} as a causal language model: {error}",
-            "Give a folder with config.json and weights, or the name of such a model.",
-        ) from error
+    with _explained(source):
+        model = load_for_measuring(path, trust_remote_code=trust_remote_code)
     return dispatch_for_generation(model)
 
 

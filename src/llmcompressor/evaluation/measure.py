@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from llmcompressor.errors import ArgumentError, NonFiniteError
 from llmcompressor.evaluation.metrics import Sums, sums_of_batch
+from llmcompressor.evaluation.models import check_causal, logits_of
 from llmcompressor.evaluation.report import Report
 from llmcompressor.evaluation.windows import Window, batches
 from llmcompressor.progress import progress
@@ -59,7 +60,9 @@ def compare(
         Name → report.
 
     Raises:
-        ArgumentError: a model and the reference have different vocabularies.
+        ArgumentError: a model and the reference have different vocabularies, or one gives no
+            probabilities to tokens.
+        CheckpointError: one sees the tokens that it is to predict.
         NonFiniteError: a model gave NaN or infinite probabilities to a token of the text.
     """
     if batch_size < 1:
@@ -68,10 +71,12 @@ def compare(
     steps = -(-len(windows) // batch_size)
     everything = [*models.values(), *([] if reference is None else [reference])]
     with _evaluating(everything), progress(steps, "Evaluating") as advance:
+        for model, window in product(everything, windows[:1]):
+            check_causal(model, window)
         for ids_BT, mask_BT in batches(windows, batch_size):
-            reference_BTV = None if reference is None else _logits(reference, ids_BT, mask_BT)
+            reference_BTV = None if reference is None else logits_of(reference, ids_BT, mask_BT)
             for name, model in models.items():
-                logits_BTV = _logits(model, ids_BT, mask_BT)
+                logits_BTV = logits_of(model, ids_BT, mask_BT)
                 _check_vocabularies(name, logits_BTV, reference_BTV)
                 sums[name] += sums_of_batch(logits_BTV, ids_BT, mask_BT, reference_BTV)
             advance()
@@ -99,23 +104,6 @@ def _report(name: str, sums: Sums, windows: int, reference: nn.Module | None) ->
         kl_divergence=max(0.0, sums.kl / sums.tokens),
         top1_agreement=sums.agreed / sums.tokens,
     )
-
-
-def _logits(model: nn.Module, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    device = _input_device(model)
-    inputs: dict[str, Any] = {"input_ids": ids_BT.to(device), "use_cache": False}
-    if not mask_BT.all():
-        inputs["attention_mask"] = mask_BT.long().to(device)
-    logits: Tensor = model(**inputs).logits
-    return logits
-
-
-def _input_device(model: nn.Module) -> torch.device:
-    """Where the ids go: beside the embedding. A parameter on meta has its data elsewhere."""
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    parameters = (embedding if embedding is not None else model).parameters()
-    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _check_vocabularies(name: str, logits_BTV: Tensor, reference_BTV: Tensor | None) -> None:

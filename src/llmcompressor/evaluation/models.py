@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that are measured: those that go on with a text, with all of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn import Module
+from transformers import AutoConfig, PreTrainedModel
+
+from llmcompressor.checkpoint.load import check_complete, loading_error, model_class
+from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.errors import ArgumentError, CheckpointError
+
+__all__ = ["check_causal", "check_kind", "load_for_measuring", "logits_of"]
+
+_WANTED = "Give a model that goes on with a text."
+_CHANCE = 1e-3
+"""How much of a logit may be due to the order of sums."""
+
+
+def load_for_measuring(place: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a folder, of the class that its configuration names, complete.
+
+    Raises:
+        CheckpointError: it cannot be loaded, lacks weights, or is of a kind that cannot be
+            measured.
+    """
+    name = str(place)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        check_kind(config, name)
+        loader = model_class(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise loading_error(name, error) from error
+    try:
+        with packed_zero_points_fit():
+            model, info = loader.from_pretrained(
+                name,
+                dtype="auto",
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                output_loading_info=True,
+            )
+    except (OSError, ImportError, SafetensorError) as error:
+        raise loading_error(name, error) from error
+    check_complete(name, info)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def check_kind(config: Any, name: str) -> None:
+    """Refuse a model that makes a text of another one.
+
+    Raises:
+        CheckpointError: it is an encoder with a decoder.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(
+            f"{name} is an encoder with a decoder ({config.model_type}): what it writes depends on "
+            "an input beside the text.",
+            _WANTED,
+        )
+
+
+def check_causal(model: Module, window: Sequence[int]) -> None:
+    """Refuse a model that sees what it is to predict.
+
+    Those that may look both ways say in their configuration whether they do, but not all that say
+    so do it: these are tried.
+
+    Args:
+        model: gives logits, on the device where its embedding is.
+        window: at least two token ids.
+
+    Raises:
+        CheckpointError: what it says of the first token depends on what follows it.
+    """
+    config: Any = getattr(model, "config", None)
+    if not any(getattr(config, one, None) is False for one in ("is_decoder", "causal")):
+        return
+    first, other = (
+        logits_of(model, torch.tensor([ids]))[0, 0].float()
+        for ids in (list(window), [window[0]] * len(window))
+    )
+    if float((first - other).abs().max()) > _CHANCE * float(first.abs().max()):
+        raise CheckpointError(
+            f"{type(model).__name__} ({config.model_type}) reads a text in both directions: it "
+            "would see each token that it is to predict.",
+            f"{_WANTED[:-1]}; if it is one, its config.json has to say is_decoder: true.",
+        )
+
+
+def logits_of(model: Module, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    """What a model makes of token ids, ``[B, T, V]``.
+
+    Raises:
+        ArgumentError: it makes something else of them.
+    """
+    device = _input_device(model)
+    inputs: dict[str, Any] = {"input_ids": ids_BT.to(device), "use_cache": False}
+    if mask_BT is not None and not mask_BT.all():
+        inputs["attention_mask"] = mask_BT.long().to(device)
+    logits = getattr(model(**inputs), "logits", None)
+    shape = tuple(getattr(logits, "shape", ()))
+    if not isinstance(logits, Tensor) or shape[:-1] != ids_BT.shape or shape[-1] <= ids_BT.max():
+        raise ArgumentError(
+            f"{type(model).__name__} makes {'logits ' + str(list(shape)) if shape else 'no logits'}"
+            f" of tokens {list(ids_BT.shape)}: they are no probabilities of the next token.",
+            _WANTED,
+        )
+    return logits
+
+
+def _input_device(model: Module) -> torch.device:
+    """Where the ids go: beside the embedding. A parameter on meta has its data elsewhere."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    parameters = (embedding if embedding is not None else model).parameters()
+    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
