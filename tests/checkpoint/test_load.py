@@ -213,3 +213,11 @@ class TestProcessor:
     def test_one_that_was_asked_for_is_an_error(self, dense: Path) -> None:
         with pytest.raises(CheckpointError, match="No tokenizer"):
             load_processor(str(dense), PICO)
+
+
+def test_an_empty_quantization_config_says_nothing(dense: Path) -> None:
+    edit_config(dense, quantization_config={})
+    model = load_model(dense)
+    assert not hasattr(model.config, "quantization_config")
+    again = build_blueprint(inspect_source(dense)).model
+    assert not hasattr(again.config, "quantization_config")

@@ -158,6 +158,18 @@ def test_a_weight_that_is_changed_after_it_was_quantized_is_told(
     assert not spoils or "weights of model.layers.1.mlp.up_proj after" in said[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_is_cast_after_it_was_quantized_is_told(
+    dtype: torch.dtype, tmp_path: Path, log: list[tuple[str, str]]
+) -> None:
+    recipe = "modifiers: {QuantizationModifier: {targets: Linear, scheme: W8A8, ignore: [lm_head]}}"
+    made = oneshot(small.llama().to(torch.bfloat16), recipe=recipe).to(dtype)
+    made.save_pretrained(tmp_path / "out")
+    said = [text for level, text in log if "was cast from" in text and level == "WARNING"]
+    assert len(said) == (dtype is torch.float16)
+    assert all("from bfloat16 to float16 after it was quantized" in text for text in said)
+
+
 def test_it_runs_beside_ours(tmp_path: Path) -> None:
     recipe = (
         "modifiers:\n"

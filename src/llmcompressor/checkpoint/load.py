@@ -129,6 +129,7 @@ def load_model(
     place = str(Path(model).expanduser()) if Path(model).expanduser().exists() else str(model)
     try:
         config = AutoConfig.from_pretrained(str(config_name or place), **hub)
+        _forget_empty_quantization(config)
         check_config_unquantized(config, place)
         loader = model_class(config, trust_remote_code=trust_remote_code)
         loaded: PreTrainedModel
@@ -223,8 +224,16 @@ def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> Pr
         )
     except (OSError, ValueError, ImportError) as error:
         raise loading_error(str(place), error) from error
+    _forget_empty_quantization(config)
     check_config_unquantized(config, str(place))
     return config
+
+
+def _forget_empty_quantization(config: PretrainedConfig) -> None:
+    """Drop what says of no quantization how it was done; transformers would look for the method."""
+    for one in (config, getattr(config, "text_config", None)):
+        if getattr(one, "quantization_config", None) == {}:
+            del one.quantization_config
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:

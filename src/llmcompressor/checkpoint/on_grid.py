@@ -20,7 +20,7 @@ from llmcompressor.numerics.scales import effective_scale
 from llmcompressor.schemes.assign import listed
 from llmcompressor.schemes.bridge import grid_of, partition_of
 
-__all__ = ["is_on_grid", "warn_off_grid"]
+__all__ = ["is_on_grid", "warn_cast", "warn_off_grid"]
 
 _OF_A_STEP = 0.25
 _OF_A_FLOAT = 2.0**-6
@@ -67,6 +67,22 @@ def warn_off_grid(names: Iterable[str]) -> None:
             f"Something has changed the weights of {listed(names)} after they were quantized: "
             "they are stored as the nearest that their scales can hold, which is not what the "
             "model in memory computes with. Change weights before the modifier that quantizes them."
+        )
+
+
+def warn_cast(dtype: torch.dtype, before: torch.dtype | None) -> None:
+    """Say that a model was cast after it was quantized, if it was.
+
+    Args:
+        dtype: the model's.
+        before: what it had when it was quantized; ``None`` where it was not, or nobody knows.
+    """
+    if before is not None and dtype is not before:
+        names = [str(one).removeprefix("torch.") for one in (before, dtype)]
+        logger.warning(
+            f"The model was cast from {names[0]} to {names[1]} after it was quantized: weights and "
+            "scales were rounded once more, so that readers compute something else than the model "
+            f"in memory. Quantize it in {names[1]} (precision={names[1]!r})."
         )
 
 

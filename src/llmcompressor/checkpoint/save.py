@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from compressed_tensors.quantization import QuantizationStatus
+from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -35,7 +36,7 @@ from llmcompressor.checkpoint.extras import (
 )
 from llmcompressor.checkpoint.layout import checkpoint_names
 from llmcompressor.checkpoint.model_config import checkpoint_config, write_json
-from llmcompressor.checkpoint.on_grid import is_on_grid, warn_off_grid
+from llmcompressor.checkpoint.on_grid import is_on_grid, warn_cast, warn_off_grid
 from llmcompressor.checkpoint.output_layout import OutputLayout
 from llmcompressor.checkpoint.prediction import Prediction
 from llmcompressor.checkpoint.processor import PROCESSOR_FILES, processor_directory
@@ -53,6 +54,7 @@ from llmcompressor.checkpoint.write_errors import check_named
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown
+from llmcompressor.modeling.inputs import model_dtype
 from llmcompressor.modeling.spread import was_loaded_spread, whole_state
 
 __all__ = [
@@ -96,6 +98,7 @@ class SaveOptions:
         report: decisions and figures to keep beside the weights, as JSON data.
         check: called with the folder when all else is written; what it returns is kept in the
             report as ``verification``.
+        dtype: what the model had when it was quantized, if that is known.
     """
 
     save_compressed: bool = True
@@ -106,6 +109,7 @@ class SaveOptions:
     source: str | os.PathLike[str] | None = None
     report: Mapping[str, Any] | None = None
     check: Callable[[Path], Mapping[str, Any]] | None = None
+    dtype: torch.dtype | None = None
 
 
 def save_checkpoint(
@@ -193,7 +197,10 @@ def modify_save_pretrained(
         processor: written too if given; ``save_pretrained`` of a model writes none by itself.
         report: as in :class:`SaveOptions`.
     """
-    options = SaveOptions(recipe=recipe, source=source, processor=processor, report=report)
+    dtype = model_dtype(model) if any(map(is_module_quantized, model.modules())) else None
+    options = SaveOptions(
+        recipe=recipe, source=source, processor=processor, report=report, dtype=dtype
+    )
     object.__setattr__(model, _OPTIONS, options)
     # a bound method is pickled by its name, which the model's class has for another one
     object.__setattr__(model, "save_pretrained", partial(_save_pretrained, model))
@@ -257,6 +264,7 @@ def _save_pretrained(
         max_shard_size=max_shard_size,
     )
     check_named("save_directory", save_directory)
+    warn_cast(model_dtype(model), options.dtype)
     written = _save_into(model, Path(save_directory), options, state_dict)
     if push_to_hub:
         _push(model, Path(save_directory), written, hub_arguments)

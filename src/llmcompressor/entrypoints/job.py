@@ -119,8 +119,9 @@ class Job(Task):
         names = ", ".join(type(each).__name__ for each in self._foreign())
         if names:
             logger.warning(
-                f"The dataset is not read, and {names} may want it: set requires_calibration_data "
-                "to True in the class, or ask for a pipeline (sequential)."
+                f"The dataset is not read, and {names} may want it: write "
+                "requires_calibration_data: ClassVar[bool] = True in the class, or ask for a "
+                "pipeline (sequential)."
             )
 
     def _tell_of_schedules(self) -> None:
