@@ -28,6 +28,7 @@ from llmcompressor.modeling.expert_forms import DOWN, GATE, UP
 from llmcompressor.modeling.expert_search import find_mixtures
 from llmcompressor.modeling.expert_stages import begin_stages
 from llmcompressor.modeling.experts import LinearExperts, put_together, take_apart
+from llmcompressor.modeling.linear_calls import linear_replaced
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.observers.tokens import count_tokens, real_tokens
 from llmcompressor.pipelines.mixtures import meant_mixtures
@@ -67,6 +68,31 @@ def test_what_is_shown_changes_no_output(family: str, shown: Any, wave: int | No
     for mixture in opened.values():
         mixture.end()
         assert not [name for name in mixture._modules if "_" in name and name != "act_fn"]
+
+
+@pytest.mark.parametrize("family", mixtures.FAMILIES)
+@pytest.mark.parametrize("shown", ["routed", "all_tokens", "neighbours", "nothing"])
+@pytest.mark.parametrize("done", [False, True])
+def test_an_output_has_the_bits_of_its_own_products(family: str, shown: Any, done: bool) -> None:
+    """A run that goes on behind a layer shows it nothing: else it would end with other bytes.
+
+    How many rows are multiplied at once may change the last bits of each; here it changes all.
+    """
+
+    def by_rows(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        made = given @ weight.T * (1 + len(given) / 64)
+        return made if bias is None else made + bias
+
+    model = mixtures.build(family)
+    opened = open_experts(model, find_mixtures(model))
+    with linear_replaced(lambda given, _: given.ndim == 2, by_rows):
+        before = mixtures.logits(model)
+        for mixture in opened.values():
+            begin_stages(mixture)
+            mixture.shown = [shown] * mixture.num_experts
+            for stage in (one for pair in mixture.stages for one in pair):
+                stage.is_done = done
+        assert torch.equal(mixtures.logits(model), before)
 
 
 @pytest.mark.parametrize(

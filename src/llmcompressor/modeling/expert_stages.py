@@ -132,13 +132,14 @@ class ExpertStage(Module):
         return product(mixture.linear(expert, DOWN), between)
 
     def _show_between(self, routes: Routes) -> dict[int, Tensor]:
+        """As :meth:`_output` of each expert: what it is shown besides does not change a bit of it.
+
+        Products of more rows may be rounded otherwise, and a run that goes on behind this layer
+        shows it nothing.
+        """
         made = {}
         for expert in self.experts:
             mixture, down = self.mixture, self.mixture.linear(expert, DOWN)
-            if mixture.shown[expert] == "all_tokens" and routes.inputs is None:
-                every = down(mixture.between(expert, routes.tokens_TH))
-                made[expert] = every[routes.rows[expert]]
-                continue
             own = mixture.between(expert, routes.input_of(expert))
             shown = self._shown_between(expert, own, routes)
             if shown is own and len(own):

@@ -158,11 +158,12 @@ class ExpertWatch(HooksMixin):
             module.tokens[expert] += count
 
     def _say_counts(self) -> None:
-        counts = [count for mixture in self._names for count in mixture.tokens]
-        if not counts or not any(counts):
+        # what an earlier run has finished is not counted again
+        counted = [mixture.tokens for mixture in self._names if any(mixture.tokens)]
+        counts = [count for tokens in counted for count in tokens]
+        if not counts:
             return
-        layers = len(self._names)
-        never = counts.count(0)
+        layers, never = len(counted), counts.count(0)
         logger.info(
             f"Tokens routed to each of {len(counts)} experts in {layers} layers: {min(counts)} to "
             f"{max(counts)}, {sum(counts) / len(counts):.0f} on average; {never} got none."

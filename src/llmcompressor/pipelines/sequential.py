@@ -10,7 +10,7 @@ module returns.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -404,6 +404,7 @@ class _Stepper:
             LifecycleCallbacks.sequential_epoch_end(modules)
         elif residency is not None and is_finished:
             residency.replace_finished(unit.stop)
+            _show_no_more(unit.stop.modules())
         last = self._is_last(unit)
         self.forward.release(unit.stop)
         if last:
@@ -432,9 +433,7 @@ class _Stepper:
         self._see_routes(stop, unit)
         self._calibrate(stop, unit)
         modules = tuple(dict.fromkeys([*unit.stop.modules(), *unit.modules]))
-        for module in modules:
-            if isinstance(module, ExpertStage):
-                module.is_done = True
+        _show_no_more(modules)
         return modules
 
     def _keep_originals(self, unit: Unit) -> None:
@@ -576,6 +575,12 @@ class _Stepper:
         state.token_mask = None if one is None else self.run.batches.mask(one.index)
         state.batch_sizes = None if one is None else self.run.batches.sizes(one.index)
         state.reference_inputs = references
+
+
+def _show_no_more(modules: Iterable[Module]) -> None:
+    for module in modules:
+        if isinstance(module, ExpertStage):
+            module.is_done = True
 
 
 class _WaitingInputs(Mapping[Module, torch.Tensor]):
