@@ -231,7 +231,8 @@ def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> Pr
 
 def _forget_empty_quantization(config: PretrainedConfig) -> None:
     """Drop what says of no quantization how it was done; transformers would look for the method."""
-    for one in (config, getattr(config, "text_config", None)):
+    holders: tuple[Any, ...] = (config, getattr(config, "text_config", None))
+    for one in holders:
         if getattr(one, "quantization_config", None) == {}:
             del one.quantization_config
 
