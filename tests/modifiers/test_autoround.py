@@ -264,6 +264,34 @@ def test_experts_are_learned_with_their_block(family: str) -> None:
     assert sum(one.moved > 0 for one in experts) > 0.9 * len(experts)
 
 
+@pytest.mark.parametrize("policy", ["rtn", "all_tokens"])
+def test_starved_experts_are_rounded_where_that_is_asked_for(
+    policy: str, warned: list[str]
+) -> None:
+    """All of them are starved, since none gets all tokens."""
+    groups = {"all": {"targets": ["Linear"], "weights": {**WEIGHTS, "group_size": 8}}}
+    modifier = autoround(config_groups=groups)
+    model = tiny.run(
+        mixtures.mixture("mixtral"),
+        modifier,
+        moe_calibrate_all_experts=False,
+        min_tokens_per_module=1.0,
+        starved_experts=policy,
+    )
+    nearest = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
+    rounded = tiny.run(mixtures.mixture("mixtral"), nearest)
+    experts = [name for name, _ in model.named_parameters() if ".experts." in name]
+    experts = [name for name in experts if name.endswith(".weight")]
+    are_nearest = {
+        torch.equal(model.get_parameter(name), rounded.get_parameter(name)) for name in experts
+    }
+    assert len(experts) == 2 * 3 * mixtures.EXPERTS
+    assert are_nearest == {policy == "rtn"}
+    assert any(name for name in modifier.records if "self_attn" in name)
+    told = [text for text in warned if "has no effect on AutoRoundModifier" in text]
+    assert bool(told) == (policy != "rtn")
+
+
 def rows(number: int = 6) -> Dataset:
     ids = tiny.batches(number=number)
     return Dataset.from_dict({"input_ids": [row.tolist() for b in ids for row in b["input_ids"]]})

@@ -11,14 +11,17 @@ import pytest
 import tiny_llama as tiny
 import tiny_mixtures as mixtures
 import torch
+from datasets import Dataset
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor import plan
 from llmcompressor.core import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modeling.mapped_places import SmoothSet
 from llmcompressor.modifiers import awq as old_path
 from llmcompressor.modifiers.awq.parents import ParentRuns
+from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQ_MAPPING_REGISTRY, AWQMapping, AWQModifier
 from llmcompressor.recipe import Recipe
@@ -289,6 +292,38 @@ def test_without_a_modifier_that_quantizes_it_is_refused() -> None:
 def test_nothing_quantized_in_its_mappings_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to work for"):
         tiny.run(tiny.llama(), AWQModifier(), rounding(ignore=["re:.*layers.*"]))
+
+
+@pytest.mark.parametrize(
+    ("behind", "said"),
+    [
+        (rounding(ignore=["re:.*layers.*"]), "nothing to work for"),
+        (
+            QuantizationModifier(scheme="FP8", targets="Linear", ignore=["lm_head"]),
+            "duo_scaling compares the weights of a group",
+        ),
+    ],
+    ids=["other modules", "one scale"],
+)
+def test_what_stands_behind_it_is_looked_at_before_any_pass(
+    behind: QuantizationModifier, said: str, tmp_path: Path
+) -> None:
+    model, batches = tiny.llama(), tiny.batches()
+    weights = {name: one.clone() for name, one in model.state_dict().items()}
+    first = SparseGPTModifier(sparsity=0.5, targets=["Linear"], ignore=["lm_head"])
+    with pytest.raises(ValueError, match=said):
+        tiny.run(model, first, AWQModifier(), behind.model_copy(deep=True))
+    assert all(torch.equal(one, weights[name]) for name, one in model.state_dict().items())
+    model.save_pretrained(tmp_path / "model")
+    rows = [{"input_ids": row.tolist()} for batch in batches for row in batch["input_ids"]]
+    found = plan(
+        tmp_path / "model",
+        [AWQModifier(), behind.model_copy(deep=True)],
+        Dataset.from_list(rows),
+        measure=False,
+    )
+    assert [problem.where for problem in found.problems] == ["AWQModifier"]
+    assert said in found.problems[0].message
 
 
 def test_registered_mappings_are_those_of_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

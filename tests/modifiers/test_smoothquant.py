@@ -107,6 +107,13 @@ def test_what_is_ignored_is_left_alone() -> None:
     assert not torch.equal(model.model.layers[1].input_layernorm.weight, norm)
 
 
+def test_an_ignore_entry_that_matches_nothing_is_told(warned: list[str]) -> None:
+    tiny.run(tiny.llama(), SmoothQuantModifier(ignore=["re:.*input_layernrom"]))
+    (said,) = [text for text in warned if "re:.*input_layernrom" in text]
+    assert "matches no module" in said
+    assert "input_layernorm" in said
+
+
 def test_it_undoes_planted_outliers(pico: Path) -> None:
     """W8A8 of a model with outliers comes as near to the original as one without."""
     data = planted.text(pico)

@@ -29,7 +29,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 
 from llmcompressor.modeling.alike_experts import form_of_module
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
-from llmcompressor.modeling.experts import Shown
+from llmcompressor.modeling.experts import LinearExperts, Shown
 from llmcompressor.modeling.hooks import HooksMixin, hooks_are_on
 from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.stubs import Forward, stubbed
@@ -39,6 +39,7 @@ __all__ = [
     "ShownLists",
     "lists_of_alike",
     "plainly_called",
+    "starved_modules",
     "starved_of",
     "tokens_of",
 ]
@@ -203,6 +204,24 @@ def tokens_of(module: Module) -> list[int]:
 def starved_of(module: Module) -> dict[int, str]:
     """Which members of a list got too few tokens → the policy by which they were calibrated."""
     return dict(_starved.get(module, {}))
+
+
+def starved_modules(block: Module) -> dict[Module, str]:
+    """The parts of experts in ``block`` that got too few tokens → the policy for them."""
+    found: dict[Module, str] = {}
+    for module in block.modules():
+        if isinstance(module, LinearExperts):
+            members = [module._modules[str(one)] for one in range(module.num_experts)]
+            starved = module.starved
+        else:
+            starved = starved_of(module)
+            own = (one for one in module._modules.values() if starved and one is not None)
+            members = [one for one in own if _has_weights(one)]
+        for place, policy in starved.items():
+            member = members[place]
+            assert member is not None
+            found |= dict.fromkeys(member.modules(), policy)
+    return found
 
 
 _ROUTED: ContextVar[dict[Module, int] | None] = ContextVar("routed", default=None)

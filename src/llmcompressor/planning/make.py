@@ -139,9 +139,7 @@ class _Maker:
         # as it is given: a modifier may give its head a weight of its own, or rotations
         parameters = sum(one.numel() for one in subject.model.parameters())
         planned = [self._initialized(modifier) for modifier in request.modifiers]
-        for modifier in request.modifiers:
-            if modifier.initialized:
-                modifier.on_all_initialized(self._state)
+        self._all_initialized(are_all=None not in planned)
         everything = [one for each in planned for one in each or ()]
         names = [
             _worked_on(subject.model, modifier, each or (), self._state)
@@ -200,6 +198,17 @@ class _Maker:
             return []
         self._rehearse(modifier)
         return planned
+
+    def _all_initialized(self, *, are_all: bool) -> None:
+        """Tell modifiers that all are; what one lacks of another that was refused is no problem."""
+        for modifier in self._request.modifiers:
+            if not modifier.initialized:
+                continue
+            try:
+                modifier.on_all_initialized(self._state)
+            except CompressorError as error:
+                if are_all:
+                    self._problems.append(problem_of(type(modifier).__name__, error))
 
     def _rehearse(self, modifier: Modifier) -> None:
         """What a modifier tries out before its work is tried out on a small model."""

@@ -26,7 +26,7 @@ from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modeling.mapped_places import Names, SmoothSet
 from llmcompressor.modeling.mappings import find_sets
-from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modeling.matching import check_targets, match_named_modules
 from llmcompressor.modeling.named_mappings import named_sets
 from llmcompressor.modeling.scaling import divide_outputs, multiply_inputs
 from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier, Work
@@ -180,6 +180,7 @@ class SmoothingMixin(Modifier):
             )
         else:
             self._sets = named_sets(model, names, self.ignored(), samples)
+        check_targets(model, (), ignore=self.ignored())
         left_out = _matching(model, self.ignored())
         self._sets = [
             one

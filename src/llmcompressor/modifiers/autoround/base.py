@@ -24,6 +24,7 @@ from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.listed_experts import starved_modules
 from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modifiers.autoround.begin import (
     REFINEMENTS,
@@ -275,6 +276,9 @@ class AutoRoundModifier(QuantizationMixin):
                 "Leave sequential_targets out, or let them name whole blocks.",
             )
         names = {module: f"{inner}.weight" for inner, module in block.named_modules()}
+        members = self._left_to_learn(block, members)
+        if not members:
+            return
         runner = BlockRunner(block, calls)
         nearest = {names[one]: beginning_of(one, self._nearest(one)) for one in members}
         begun, before, error_nearest = self._begin(name, runner, nearest)
@@ -297,6 +301,21 @@ class AutoRoundModifier(QuantizationMixin):
                 name, rows, tuned.iteration, tuned.error, error_begun, error_nearest, moved
             )
         _log(name, tuned, error_nearest)
+
+    def _left_to_learn(self, block: Module, members: Sequence[Module]) -> list[Module]:
+        """``members`` without those of starved experts that are to be rounded to nearest."""
+        starved = starved_modules(block)
+        rounded = [one for one in members if starved.get(one) == "rtn"]
+        for module in rounded:
+            self.keep(module, self.observe(module))
+        others = {starved[one] for one in members if one in starved} - {"rtn"}
+        if others:
+            logger.warning(
+                f"starved_experts={min(others)!r} has no effect on AutoRoundModifier, which learns "
+                f"from what {self._blocks[block]} returns: of an expert that are its routed "
+                "tokens. One without any is rounded to nearest."
+            )
+        return [one for one in members if one not in set(rounded)]
 
     def _begin(
         self, name: str, runner: BlockRunner, nearest: Mapping[str, Beginning]

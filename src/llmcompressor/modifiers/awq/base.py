@@ -272,10 +272,14 @@ class AWQModifier(SmoothingMixin):
         self._settled = quantized_before(state)
         return super().on_initialize(state, **kwargs)
 
-    # ------------------------------------------------------------------ while
+    def on_all_initialized(self, state: State) -> None:
+        """It is known what later modifiers quantize, and how.
 
-    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
-        """Watch the inputs; for ``loss: output`` also what the parents are called with."""
+        Raises:
+            TargetError: they quantize nothing that this one scales.
+            RecipeError: not in a way that its search can judge.
+        """
+        super().on_all_initialized(state)
         if not self.wanted_sets():
             raise TargetError(
                 "AWQModifier has nothing to work for: no later modifier quantizes the weights of "
@@ -283,6 +287,11 @@ class AWQModifier(SmoothingMixin):
                 "Put a QuantizationModifier behind it whose targets include them.",
             )
         self._check_strategies()
+
+    # ------------------------------------------------------------------ while
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        """Watch the inputs; for ``loss: output`` also what the parents are called with."""
         self._to_clip = self._clippable()
         super().on_calibration_start(state, event, **kwargs)
         if self.loss == "output":
