@@ -13,9 +13,9 @@ import torch
 from torch.nn import Module
 from transformers import AutoModelForCausalLM, BitNetConfig, BitNetForCausalLM
 
-from llmcompressor import oneshot, verify
+from llmcompressor import oneshot, plan, verify
 from llmcompressor.checkpoint.block_weights import BlockWeights
-from llmcompressor.errors import NonFiniteError, TargetError
+from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.modifiers.gptq import base as gptq_base
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
@@ -78,16 +78,20 @@ def test_the_files_are_those_of_a_model_in_memory(
 ) -> None:
     source = model_of(tmp_path / "model", tied=tied)
     whole = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    compressed(whole, recipe, tmp_path / "whole")
-    returned = compressed(str(source), recipe, tmp_path / "streamed")
+    # servers that join q, k and v rotate the inputs of all of them: none computes what is meant
+    is_served = not recipe.startswith("some readers")
+    compressed(whole, recipe, tmp_path / "whole", verify=is_served)
+    returned = compressed(str(source), recipe, tmp_path / "streamed", verify=is_served)
     assert not any("whole model is loaded" in line for line in warned)
     for name in ("model.safetensors", "config.json"):
         one, other = ((tmp_path / kind / name).read_bytes() for kind in ("whole", "streamed"))
         assert one == other, name
     assert torch.equal(tiny.logits(returned, tiny.batches()), tiny.logits(whole, tiny.batches()))
     wrong = {one.rule for one in verify(tmp_path / "streamed").findings if one.severity == "error"}
-    # servers that join q, k and v rotate the inputs of all of them
-    assert wrong == ({"S75"} if recipe.startswith("some readers") else set())
+    assert wrong == (set() if is_served else {"S75"})
+    if not is_served:
+        with pytest.raises(RecipeError, match="No server would serve"):
+            compressed(str(source), recipe, tmp_path / "refused")
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -107,7 +111,7 @@ def test_those_that_turn_an_input_alike_share_what_is_counted_of_it(
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto") if loaded else source
     rotated = QuIPModifier(rotations=["v"], ignore=["lm_head", *ignore])
     monkeypatch.setitem(RECIPES, "this", lambda: [rotated, gptq()])
-    compressed(model, "this", tmp_path / "out")
+    compressed(model, "this", tmp_path / "out", verify=False)
     assert len(made) == 2 * inputs, made
 
 
@@ -164,3 +168,22 @@ def test_what_would_compute_something_else_is_refused_and_nothing_is_left(tmp_pa
             output_dir=tmp_path / "out",
         )
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("rotation", ["R2", "R4"])
+def test_a_server_that_makes_no_rotations_is_told_of(rotation: str, tmp_path: Path) -> None:
+    source = model_of(tmp_path / "model")
+    groups = {"all": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "channel"}}}
+    recipe = [
+        SpinQuantModifier(rotations=[rotation]),
+        QuantizationModifier(config_groups=groups, ignore=["lm_head"]),
+    ]
+    found = plan(source, recipe, serve="sglang", measure=False)
+    oneshot(model=str(source), recipe=recipe, output_dir=tmp_path / "out")
+    report = verify(tmp_path / "out", serve="sglang")
+    stays = rotation == "R4"
+    for findings in (found.serving, report.findings):
+        told = [one for one in findings if one.rule == "G5" and one.module == "transform_config"]
+        assert len(told) == stays
+        assert all(one.severity == "error" for one in told)
+    assert report.ok != stays

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from llmcompressor.verification.rules.base import Problem, Rule, View
+from llmcompressor.verification.rules.base import Problem, Rule, View, joined
+from llmcompressor.verification.rules.transforms import in_the_forward
 from llmcompressor.verification.scheme import Scheme, parse_args
 
 __all__ = ["RULES"]
@@ -69,6 +70,14 @@ def embeddings_are_plain(view: View) -> Iterator[Problem]:
 
 def schemes_are_served(view: View) -> Iterator[Problem]:
     """G5."""
+    if online := in_the_forward(view):
+        yield Problem(
+            "transform_config",
+            "SGLang reads no transform_config, and its outputs are wrong: the weights are rotated "
+            f"for {joined(online)}, which it does not apply.",
+            "Serve it with vLLM, which applies it, or use rotations that are multiplied into the "
+            "weights alone (R1, R2).",
+        )
     capability = view.deployment.capability
     linears = {
         choice.group.name
@@ -174,7 +183,11 @@ RULES = (
     _rule("G2", "what is unquantized is ignored", everything_is_listed),
     _rule("G3", "shards are ignored together", shards_are_ignored_together),
     _rule("G4", "embeddings stay plain", embeddings_are_plain),
-    _rule("G5", "Linears have a scheme that is served", schemes_are_served),
+    _rule(
+        "G5",
+        "Linears have a scheme that is served, and no rotation in the forward",
+        schemes_are_served,
+    ),
     _rule("G6", "experts have a scheme that is served", experts_are_served),
     _rule("G7", "heads and caches are served", head_and_cache),
 )

@@ -12,7 +12,7 @@ from llmcompressor.verification.layout import Entry
 from llmcompressor.verification.resolve import compiled
 from llmcompressor.verification.rules.base import CONFIG, DEPLOYMENT, Problem, Rule, View, joined
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "in_the_forward"]
 
 _KEYS = frozenset({"type", "apply", "randomize", "requires_grad", "block_size", "head_dim"})
 _KEYS_MORE = frozenset({"precision"})
@@ -224,14 +224,20 @@ def _channels(view: View, entry: Entry, location: str) -> int | None:
     return None if weight is None or len(weight.shape) != 2 else weight.shape[1]
 
 
+def in_the_forward(view: View) -> list[str]:
+    """The rotations that a server has to make while it runs."""
+    online = (name for name, _, one in _applied(view) if one.get("location") in _ONLINE)
+    return list(dict.fromkeys(online))
+
+
 def transformers_applies_none(view: View) -> Iterator[Problem]:
     """S77."""
-    online = [name for name, _, one in _applied(view) if one.get("location") in _ONLINE]
+    online = in_the_forward(view)
     if online:
         yield Problem(
             "transform_config",
             "transformers drops transform_config, and its outputs are wrong: the weights are "
-            f"rotated for {joined(dict.fromkeys(online))}, which it does not apply.",
+            f"rotated for {joined(online)}, which it does not apply.",
             "Serve it with vLLM, which applies it, or use rotations that are multiplied into the "
             "weights alone (R1, R2).",
         )
