@@ -125,6 +125,27 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(
         evaluate(folder, dataset=ROWS)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, None),
+        ({"quant_method": "compressed-tensors", "config_groups": 7}, "cannot be loaded|cannot run"),
+    ],
+)
+def test_what_a_configuration_says_of_quantization(
+    settings: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    """Nothing, which is no method; or what transformers refuses by an error of its own."""
+    folder = _folder(_built(hf.LlamaForCausalLM), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    if said is None:
+        assert evaluate(folder, dataset=ROWS).loss > 0
+        return
+    with pytest.raises(CheckpointError, match=said):
+        evaluate(folder, dataset=ROWS)
+
+
 def test_an_unknown_kind_of_model_is_one_short_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
     with pytest.raises(CheckpointError, match=r"cannot be loaded|brings its own code") as caught:

@@ -23,6 +23,7 @@ from llmcompressor import oneshot
 from llmcompressor.errors import DatasetError, TargetError
 from llmcompressor.modeling.hollow import hollow_weights
 from llmcompressor.modeling.listed_experts import lists_of_alike, plainly_called
+from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.pipelines.experts import experts_report
 
@@ -512,6 +513,27 @@ def test_starved_ones_change_no_output(policy: str, kind: type[Listed]) -> None:
             for one, other in zip(recorder._inputs[name], plain[name], strict=True):
                 assert torch.equal(one, other)
     assert any(name.startswith("model.layers.0.mlp.experts.2.") for name in recorder._inputs)
+
+
+def test_starved_ones_are_rounded_to_nearest_where_others_learn() -> None:
+    weights = {"num_bits": 3, "strategy": "channel"}
+    fields = {
+        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "re:.*gate$"],
+    }
+    made = []
+    for recipe in (AutoRoundModifier(**fields, iters=4), QuantizationModifier(**fields)):
+        model = build(Listed)
+        data = DataLoader(tiny.text_batches(), batch_size=None)
+        starved = {"dataset": data, **STARVED, "starved_experts": "rtn"}
+        oneshot(model=model, recipe=recipe, **(starved if not made else {}))
+        made.append(model.model.layers[1].mlp.experts)
+    learned, nearest = made
+    are_nearest = [
+        torch.equal(one.down_proj.weight, other.down_proj.weight)
+        for one, other in zip(learned, nearest, strict=True)
+    ]
+    assert are_nearest == [False, True, True]
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

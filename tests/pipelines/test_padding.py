@@ -162,6 +162,17 @@ def test_a_decoder_without_a_mask_counts_what_each_row_alone_would_have(form: st
             assert mask.tolist() == [[True] * 6, [True] * 4 + [False] * 2]
 
 
+def test_a_token_that_pads_and_ends_counts_once() -> None:
+    """The first of them ends the sequence."""
+    model = tiny.build("t5")
+    model.config.eos_token_id = model.config.pad_token_id
+    ids = torch.tensor([[0, 5, 6, 7, 8, 9], [0, 5, 6, 0, 0, 0]])
+    recorder = Recorder(twin=True)
+    run_pipeline(model, [{**_padded(_ids(0), "none"), "decoder_input_ids": ids}], recorder)
+    (mask,) = recorder._masks["decoder.block.0.layer.0.SelfAttention.q"]
+    assert mask.tolist() == [[True] * 6, [True] * 4 + [False] * 2]
+
+
 def test_a_decoder_that_gets_the_tokens_of_the_encoder_has_its_padding() -> None:
     config = BartConfig(
         vocab_size=64,

@@ -33,10 +33,13 @@ from llmcompressor.schemes.assign import listed
 
 __all__ = [
     "AUTO_CLASSES",
+    "LOADING_FAILURES",
     "check_complete",
     "check_unadapted",
     "check_unoffloaded",
     "check_unquantized",
+    "config_of",
+    "load_complete",
     "load_model",
     "loading_error",
     "model_class",
@@ -45,11 +48,12 @@ __all__ = [
     "untie_embeddings",
 ]
 
-_LOADING_FAILURES = (
+LOADING_FAILURES = (
     EOFError,
     ImportError,
     OSError,
     RuntimeError,
+    SafetensorError,
     ValueError,
     pickle.UnpicklingError,
     struct.error,
@@ -120,7 +124,7 @@ def load_model(
     """
     if not is_hub_id(model):
         inspect_source(model)
-    hub = {
+    hub: dict[str, Any] = {
         "revision": revision or "main",
         "cache_dir": cache_dir,
         "token": token,
@@ -128,29 +132,62 @@ def load_model(
     }
     place = str(Path(model).expanduser()) if Path(model).expanduser().exists() else str(model)
     try:
-        config = AutoConfig.from_pretrained(str(config_name or place), **hub)
-        _forget_empty_quantization(config)
+        config = config_of(config_name or place, **hub)
         check_config_unquantized(config, place)
-        loader = model_class(config, trust_remote_code=trust_remote_code)
-        loaded: PreTrainedModel
-        loaded, info = loader.from_pretrained(
-            place,
-            config=config,
-            dtype=parse_precision(precision),
-            ignore_mismatched_sizes=True,  # refused below, by name
-            output_loading_info=True,
-            **hub,
-        )
+        loaded = load_complete(place, config, dtype=parse_precision(precision), **hub)
     except torch.OutOfMemoryError:
         raise
-    except (*_LOADING_FAILURES, SafetensorError) as error:
+    except LOADING_FAILURES as error:
         if isinstance(error, CheckpointError):
             raise
         raise loading_error(place, error) from error
-    check_complete(place, info)
     if not tie_word_embeddings:
         untie_embeddings(loaded)
     loaded.train(mode=False)
+    return loaded
+
+
+def config_of(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
+    """The configuration of a model, without a ``quantization_config`` that says nothing.
+
+    Args:
+        place: a folder, or the id of a model on the hub.
+        hub: arguments of ``from_pretrained``.
+    """
+    config: PretrainedConfig = AutoConfig.from_pretrained(str(place), **hub)
+    holders: tuple[Any, ...] = (config, getattr(config, "text_config", None))
+    for one in holders:
+        if getattr(one, "quantization_config", None) == {}:
+            del one.quantization_config
+    return config
+
+
+def load_complete(
+    place: str, config: PretrainedConfig, *, trust_remote_code: bool, **arguments: Any
+) -> PreTrainedModel:
+    """The model of the class that ``config`` names, with every one of its weights.
+
+    Args:
+        place: a folder, or the id of a model on the hub.
+        config: as :func:`config_of` gives it.
+        trust_remote_code: run modelling code that comes with the checkpoint.
+        arguments: further ones of ``from_pretrained``.
+
+    Raises:
+        CheckpointError: weights are missing or have another shape; of what else is wrong
+            transformers raises its own errors (:func:`loading_error`).
+    """
+    loader = model_class(config, trust_remote_code=trust_remote_code)
+    loaded: PreTrainedModel
+    loaded, info = loader.from_pretrained(
+        place,
+        config=config,
+        ignore_mismatched_sizes=True,  # refused below, by name
+        output_loading_info=True,
+        trust_remote_code=trust_remote_code,
+        **arguments,
+    )
+    check_complete(place, info)
     return loaded
 
 
@@ -219,22 +256,11 @@ def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> Pr
         CheckpointError: it cannot be read, or says that the model is quantized.
     """
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            str(place), trust_remote_code=trust_remote_code
-        )
+        config = config_of(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         raise loading_error(str(place), error) from error
-    _forget_empty_quantization(config)
     check_config_unquantized(config, str(place))
     return config
-
-
-def _forget_empty_quantization(config: PretrainedConfig) -> None:
-    """Drop what says of no quantization how it was done; transformers would look for the method."""
-    holders: tuple[Any, ...] = (config, getattr(config, "text_config", None))
-    for one in holders:
-        if getattr(one, "quantization_config", None) == {}:
-            del one.quantization_config
 
 
 def model_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:

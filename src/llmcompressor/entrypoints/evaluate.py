@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from llmcompressor.args.checks import integer, optional
 from llmcompressor.checkpoint.hub import fetch
+from llmcompressor.checkpoint.load import LOADING_FAILURES, loading_error
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.entrypoints.positions import positions_of
 from llmcompressor.entrypoints.verify import verify
@@ -128,8 +129,15 @@ def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreT
         raise CheckpointError(f"There is no model folder {source}.", "Check the path.")
     if not path.is_dir():
         path = Path(fetch(str(source)))
-    with _explained(source):
-        model = load_for_measuring(path, trust_remote_code=trust_remote_code)
+    try:
+        with _explained(source):
+            model = load_for_measuring(path, trust_remote_code=trust_remote_code)
+    except torch.OutOfMemoryError:
+        raise
+    except LOADING_FAILURES as error:
+        if isinstance(error, CompressorError):
+            raise
+        raise loading_error(str(path), error) from error  # no rule says more
     return dispatch_for_generation(model)
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import Module
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from llmcompressor.checkpoint.load import check_complete, loading_error, model_class
+from llmcompressor.checkpoint.load import config_of, load_complete, loading_error
 from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.errors import ArgumentError, CheckpointError
 
@@ -28,32 +27,17 @@ def load_for_measuring(place: Path, *, trust_remote_code: bool) -> PreTrainedMod
     """The model of a folder, of the class that its configuration names, complete.
 
     Raises:
-        CheckpointError: it cannot be loaded, lacks weights, or is of a kind that cannot be
-            measured.
+        CheckpointError: it has no configuration, lacks weights, or is of a kind that cannot be
+            measured; of what else is wrong transformers raises its own errors.
     """
     name = str(place)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        check_kind(config, name)
-        loader = model_class(config, trust_remote_code=trust_remote_code)
+        config = config_of(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise loading_error(name, error) from error
-    try:
-        with packed_zero_points_fit():
-            model, info = loader.from_pretrained(
-                name,
-                dtype="auto",
-                trust_remote_code=trust_remote_code,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                output_loading_info=True,
-            )
-    except (OSError, ImportError, SafetensorError) as error:
-        raise loading_error(name, error) from error
-    check_complete(name, info)
-    loaded: PreTrainedModel = model
-    return loaded
+    check_kind(config, name)
+    with packed_zero_points_fit():
+        return load_complete(name, config, trust_remote_code=trust_remote_code, dtype="auto")
 
 
 def check_kind(config: Any, name: str) -> None:

@@ -29,7 +29,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 
 from llmcompressor.modeling.alike_experts import form_of_module
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
-from llmcompressor.modeling.experts import LinearExperts, Shown
+from llmcompressor.modeling.experts import Shown
 from llmcompressor.modeling.hooks import HooksMixin, hooks_are_on
 from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.stubs import Forward, stubbed
@@ -38,8 +38,8 @@ __all__ = [
     "ExpertList",
     "ShownLists",
     "lists_of_alike",
+    "members_of",
     "plainly_called",
-    "starved_modules",
     "starved_of",
     "tokens_of",
 ]
@@ -68,17 +68,19 @@ def lists_of_alike(model: Module) -> Iterator[ExpertList]:
     for name, module in model.named_modules():
         if not isinstance(module, ModuleList | ModuleDict):
             continue
-        members = {
-            key: one
-            for key, one in module._modules.items()
-            if one is not None and _has_weights(one)
-        }
+        members = members_of(module)
         inside = any(part.isdecimal() for part in name.split("."))
         if inside and len(members) > 1 and len(set(map(form_of_module, members.values()))) == 1:
             has_forward = type(module).forward not in (ModuleList.forward, ModuleDict.forward)
             holder = name if has_forward else name.rpartition(".")[0]
             holders = list(_on_the_way(model, holder))
             yield ExpertList(name, module, members, holders[-1], holders)
+
+
+def members_of(module: Module) -> dict[str, Module]:
+    """Key in a list → a module with weights."""
+    own = module._modules.items()
+    return {key: one for key, one in own if one is not None and _has_weights(one)}
 
 
 def _on_the_way(model: Module, name: str) -> Iterator[Module]:
@@ -204,24 +206,6 @@ def tokens_of(module: Module) -> list[int]:
 def starved_of(module: Module) -> dict[int, str]:
     """Which members of a list got too few tokens → the policy by which they were calibrated."""
     return dict(_starved.get(module, {}))
-
-
-def starved_modules(block: Module) -> dict[Module, str]:
-    """The parts of experts in ``block`` that got too few tokens → the policy for them."""
-    found: dict[Module, str] = {}
-    for module in block.modules():
-        if isinstance(module, LinearExperts):
-            members = [module._modules[str(one)] for one in range(module.num_experts)]
-            starved = module.starved
-        else:
-            starved = starved_of(module)
-            own = (one for one in module._modules.values() if starved and one is not None)
-            members = [one for one in own if _has_weights(one)]
-        for place, policy in starved.items():
-            member = members[place]
-            assert member is not None
-            found |= dict.fromkeys(member.modules(), policy)
-    return found
 
 
 _ROUTED: ContextVar[dict[Module, int] | None] = ContextVar("routed", default=None)

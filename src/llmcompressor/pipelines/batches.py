@@ -178,12 +178,12 @@ def _two_masks(model: Module, batches: CalibrationBatches, state: State) -> Iter
             handle.remove()
 
 
-def _decoder_mask(batch: Mapping[str, Any], padding: int | None) -> Tensor | None:
+def _decoder_mask(batch: Mapping[str, Any], padding: tuple[int, bool] | None) -> Tensor | None:
     """The real tokens of a decoder, whose padding most collators leave without a mask.
 
     Args:
         batch: its inputs are given, are made of labels, one position later, or of the encoder's.
-        padding: the token id that stands for nothing else.
+        padding: as :func:`_padding_of` gives it.
     """
     if "decoder_attention_mask" in batch:
         return token_mask(batch, "decoder_attention_mask")
@@ -191,7 +191,7 @@ def _decoder_mask(batch: Mapping[str, Any], padding: int | None) -> Tensor | Non
     if isinstance(labels, Tensor) and labels.ndim == 2 and _fits(labels, ids):
         return _up_to_last(labels.ne(_IGNORED_LABEL))
     if isinstance(ids, Tensor):
-        return None if padding is None else _up_to_last(ids.ne(padding))
+        return None if padding is None else _up_to_last(_no_padding(ids, *padding))
     return token_mask(batch)
 
 
@@ -206,11 +206,21 @@ def _up_to_last(wanted_BT: Tensor) -> Tensor | None:
     return None if bool(real_BT.all()) else real_BT
 
 
-def _padding_of(model: Module) -> int | None:
-    """The id of a padding token that is no other token of the model."""
+def _no_padding(ids_BT: Tensor, padding: int, is_end: bool) -> Tensor:
+    """Which tokens are none of padding; where that is the end of a sequence too, one may be."""
+    real_BT = ids_BT.ne(padding)
+    if is_end:
+        real_BT[:, 1:] |= real_BT[:, :-1].clone()
+    return real_BT
+
+
+def _padding_of(model: Module) -> tuple[int, bool] | None:
+    """The token of padding, and whether it also ends a sequence; ``None`` if there is none."""
     config = getattr(model, "config", None)
     padding, ends = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos"))
-    return None if padding in (ends if isinstance(ends, list) else [ends]) else padding
+    if padding is None:
+        return None
+    return padding, padding in (ends if isinstance(ends, list) else [ends])
 
 
 def _is_same(tensor: Tensor | None, other: Tensor | None) -> bool:

@@ -24,8 +24,8 @@ from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
-from llmcompressor.modeling.listed_experts import starved_modules
 from llmcompressor.modeling.repeated_calls import for_another_run
+from llmcompressor.modeling.starved_experts import starved_modules
 from llmcompressor.modifiers.autoround.begin import (
     REFINEMENTS,
     Beginning,
