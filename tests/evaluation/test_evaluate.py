@@ -65,6 +65,24 @@ def test_a_checkpoint_beside_itself(pico: PreTrainedModel) -> None:
     )
 
 
+def test_the_precision_is_that_of_the_computation(pico: PreTrainedModel) -> None:
+    given: dict[str, Any] = {"dataset": TEXTS, "max_seq_length": 64}
+    wide = evaluate(PICO, reference=PICO, precision="float32", **given)
+    assert wide.loss == wide.reference_loss == evaluate(pico, **given).loss
+    assert wide.loss != evaluate(PICO, precision=torch.bfloat16, **given).loss
+
+
+def test_a_precision_that_is_none() -> None:
+    with pytest.raises(ArgumentError, match=r"precision.*float31.*float32"):
+        evaluate("./no-such-model", precision="float31")
+
+
+def test_a_precision_that_transformers_cannot_unpack(tmp_path: Path) -> None:
+    oneshot(PICO, recipe=QuantizationModifier(scheme="NVFP4A16"), output_dir=tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"float32.*precision"):
+        evaluate(tmp_path / "out", dataset=TEXTS, precision="float32")
+
+
 def test_a_folder_that_is_not_there() -> None:
     with pytest.raises(CheckpointError, match=r"no model folder \./nothing"):
         evaluate("./nothing")

@@ -35,7 +35,7 @@ _PRECISIONS = {
 }
 
 
-def _precision(name: str, value: Any) -> str:
+def precision_name(name: str, value: Any) -> str:
     """A precision's name, or a torch dtype; stored as "auto" or the dtype's own name."""
     return str(one_of(_PRECISIONS)(name, str(value).removeprefix("torch.")))
 
@@ -83,7 +83,7 @@ class ModelArguments:
         default="auto",
         metadata=about(
             "The weights' dtype when loaded: auto (as stored), float16, bfloat16 or float32.",
-            _precision,
+            precision_name,
         ),
     )
     tie_word_embeddings: bool = field(

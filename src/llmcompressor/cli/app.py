@@ -165,6 +165,10 @@ def _evaluate(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows per forward.")] = 8,
     seed: Annotated[int, typer.Option(help="Which windows.")] = 0,
+    precision: Annotated[
+        str,
+        typer.Option(help="What to compute in: auto (as stored), float16, bfloat16 or float32."),
+    ] = "auto",
     trust_remote_code_model: Annotated[
         bool, typer.Option("--trust-remote-code-model", help="Run the checkpoint's own code.")
     ] = False,
@@ -194,6 +198,7 @@ def _evaluate(
             num_samples=num_samples,
             batch_size=batch_size,
             seed=seed,
+            precision=precision,
             trust_remote_code_model=trust_remote_code_model,
         )
         if as_json:

@@ -13,8 +13,9 @@ from torch.nn import Module
 from transformers import AutoTokenizer, PreTrainedModel
 
 from llmcompressor.args.checks import integer, optional
+from llmcompressor.args.model_arguments import precision_name
 from llmcompressor.checkpoint.hub import fetch
-from llmcompressor.checkpoint.load import LOADING_FAILURES, loading_error
+from llmcompressor.checkpoint.load import LOADING_FAILURES, loading_error, parse_precision
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.entrypoints.positions import positions_of
 from llmcompressor.entrypoints.verify import verify
@@ -49,6 +50,7 @@ def evaluate(
     num_samples: int | None = None,
     batch_size: int = 8,
     seed: int = 0,
+    precision: str | torch.dtype = "auto",
     trust_remote_code_model: bool = False,
 ) -> Report:
     """Measure a causal language model on a text, beside the original if it is given.
@@ -74,6 +76,8 @@ def evaluate(
         num_samples: how many windows, drawn at random; all by default.
         batch_size: windows per forward.
         seed: which windows.
+        precision: dtype that checkpoints are loaded and computed in; by default the one that
+            their configuration names. A model that is given as an object keeps its own.
         trust_remote_code_model: run code that comes with the checkpoint.
 
     Returns:
@@ -86,9 +90,10 @@ def evaluate(
         ArgumentError: the two models have different vocabularies, or a number is out of range.
     """
     _check_numbers(max_seq_length=max_seq_length, num_samples=num_samples, batch_size=batch_size)
+    dtype = parse_precision(precision_name("precision", precision))
     with other_bars_hidden():
-        model = _load(checkpoint, trust_remote_code_model)
-        original = None if reference is None else _load(reference, trust_remote_code_model)
+        model = _load(checkpoint, trust_remote_code_model, dtype)
+        original = None if reference is None else _load(reference, trust_remote_code_model, dtype)
         length = _window(max_seq_length, [model, *([] if original is None else [original])])
         tokenizer = _tokenizer(tokenizer, checkpoint, reference, trust_remote_code_model)
         documents = documents_of(
@@ -100,7 +105,7 @@ def evaluate(
         )
         windows = choose(cut(documents, length), num_samples, seed)
         _check_windows(windows, model)
-        with _explained(checkpoint, reference):
+        with _explained(checkpoint, reference, dtype=dtype):
             return measure(model, windows, reference=original, batch_size=batch_size)
 
 
@@ -115,7 +120,9 @@ def _check_numbers(**given: Any) -> None:
         (integer(least) if name == "batch_size" else optional(integer(least)))(name, value)
 
 
-def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreTrainedModel:
+def _load(
+    source: str | Path | PreTrainedModel, trust_remote_code: bool, dtype: torch.dtype | str
+) -> PreTrainedModel:
     if isinstance(source, PreTrainedModel) or (isinstance(source, Module) and adapters_of(source)):
         check_kind(getattr(source, "config", None), f"the {type(source).__name__}")
         return cast("PreTrainedModel", source)  # one with adapters runs as its base does
@@ -130,8 +137,8 @@ def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreT
     if not path.is_dir():
         path = Path(fetch(str(source)))
     try:
-        with _explained(source):
-            model = load_for_measuring(path, trust_remote_code=trust_remote_code)
+        with _explained(source, dtype=dtype):
+            model = load_for_measuring(path, trust_remote_code=trust_remote_code, dtype=dtype)
     except torch.OutOfMemoryError:
         raise
     except LOADING_FAILURES as error:
@@ -142,8 +149,10 @@ def _load(source: str | Path | PreTrainedModel, trust_remote_code: bool) -> PreT
 
 
 @contextmanager
-def _explained(*sources: Any) -> Iterator[None]:
+def _explained(*sources: Any, dtype: torch.dtype | str) -> Iterator[None]:
     """Have what transformers cannot run named by the rule that a checkpoint breaks.
+
+    Without such a rule a dtype that is not the checkpoint's own is the likeliest reason.
 
     Raises:
         CheckpointError: the checkpoint, the reason and the remedy.
@@ -161,7 +170,12 @@ def _explained(*sources: Any) -> Iterator[None]:
                     f"{where}{finding.message}",
                     finding.remedy,
                 ) from error
-        raise
+        if dtype == "auto":
+            raise
+        raise CheckpointError(
+            f"transformers cannot run {sources[0]} in {dtype} ({type(error).__name__}: {error}).",
+            "Leave out precision: not every packed format unpacks to another dtype.",
+        ) from error
 
 
 def _findings(source: Any) -> list[Finding]:

@@ -23,8 +23,15 @@ _CHANCE = 1e-3
 """How much of a logit may be due to the order of sums."""
 
 
-def load_for_measuring(place: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+def load_for_measuring(
+    place: Path, *, trust_remote_code: bool, dtype: torch.dtype | str = "auto"
+) -> PreTrainedModel:
     """The model of a folder, of the class that its configuration names, complete.
+
+    Args:
+        place: the folder.
+        trust_remote_code: run modelling code that comes with it.
+        dtype: what the model computes in; by default what its configuration says.
 
     Raises:
         CheckpointError: it has no configuration, lacks weights, or is of a kind that cannot be
@@ -37,7 +44,7 @@ def load_for_measuring(place: Path, *, trust_remote_code: bool) -> PreTrainedMod
         raise loading_error(name, error) from error
     check_kind(config, name)
     with packed_zero_points_fit():
-        return load_complete(name, config, trust_remote_code=trust_remote_code, dtype="auto")
+        return load_complete(name, config, trust_remote_code=trust_remote_code, dtype=dtype)
 
 
 def check_kind(config: Any, name: str) -> None:
