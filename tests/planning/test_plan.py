@@ -276,11 +276,17 @@ def test_where_experts_in_a_list_may_be_starved_passes_wait_at_blocks(llama_fold
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     for layer in model.model.layers:
         layer.mlp = Routed(layer.mlp)
-    levels = {
+    assert levels_of(model) == {True: "linear", False: "block"}
+    for layer in model.model.layers:
+        layer.mlp.scale = 0.5  # so that they get no rows of the layer's input
+    assert levels_of(model) == {True: "block", False: "block"}
+
+
+def levels_of(model: nn.Module) -> dict[bool, str]:
+    return {
         every: quick(model, GPTQ, rows(), moe_calibrate_all_experts=every).passes[0].level
         for every in (True, False)
     }
-    assert levels == {True: "linear", False: "block"}
 
 
 class Routed(nn.Module):
@@ -288,13 +294,14 @@ class Routed(nn.Module):
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
+        self.scale = 1.0
         self.experts = nn.ModuleList([mlp, copy.deepcopy(mlp)])
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         rows = hidden_states.flatten(0, 1)
         made = torch.empty_like(rows)
         for first, expert in enumerate(self.experts):
-            made[first::2] = expert(rows[first::2])
+            made[first::2] = expert(rows[first::2] * self.scale)
         return made.view_as(hidden_states)
 
 

@@ -53,6 +53,14 @@ _Window = Annotated[
 ]
 
 
+_Samples = Annotated[
+    int | None, typer.Option(help="How many windows, drawn at random. (default: all)")
+]
+_Precision = Annotated[
+    str, typer.Option(help="What to compute in: auto (as stored), float16, bfloat16 or float32.")
+]
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"llmcompressor {__version__}")
@@ -160,15 +168,10 @@ def _evaluate(
         str | None, typer.Option(help="Folder or name of the tokenizer, if not the model's.")
     ] = None,
     max_seq_length: _Window = None,
-    num_samples: Annotated[
-        int | None, typer.Option(help="How many windows, drawn at random. (default: all)")
-    ] = None,
+    num_samples: _Samples = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows per forward.")] = 8,
     seed: Annotated[int, typer.Option(help="Which windows.")] = 0,
-    precision: Annotated[
-        str,
-        typer.Option(help="What to compute in: auto (as stored), float16, bfloat16 or float32."),
-    ] = "auto",
+    precision: _Precision = "auto",
     trust_remote_code_model: Annotated[
         bool, typer.Option("--trust-remote-code-model", help="Run the checkpoint's own code.")
     ] = False,

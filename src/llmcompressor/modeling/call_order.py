@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["CallOrder", "first_tensor", "watch_calls"]
+__all__ = ["CallOrder", "first_tensor", "version_of", "watch_calls"]
 
 
 @dataclass(frozen=True)

@@ -1,52 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that are modules in a list, called one by one by the model's own code.
+"""Which experts are modules in a list, and how the model's own code calls them.
 
-Each is called for the tokens that are routed to it, in whatever way that code has. To show each of
-them all tokens, as calibration wants, no more has to be known than that an expert is called with
-rows of its layer's input and nothing else. That is tried out (:func:`plainly_called`). Then the
-forward of the layer is preceded by one call of each expert with all rows (:class:`ShownLists`),
-and the calls behind it are those that make its output: whoever watches the experts is not told of
-them, as they would be counted twice.
-
-Where experts are calibrated with what is routed to them, one run of the layer counts that first.
-An expert that gets too little is then shown all rows in the same way, those that the others get,
-or none.
+Each is called for the tokens that are routed to it, in whatever way that code has. To show an
+expert more than these, as calibration wants (:mod:`llmcompressor.modeling.shown_lists`), it has to
+be known what to call it with. That is tried out on a small forward (:func:`manners_of`). An
+expert may be called with rows of its layer's input and nothing else: then with any of them. Or with
+something made of them, and of what besides only that code knows: then with what another expert of
+the list is called with.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList
 
 from llmcompressor.modeling.alike_experts import form_of_module
-from llmcompressor.modeling.call_order import CallOrder, first_tensor
-from llmcompressor.modeling.experts import Shown
-from llmcompressor.modeling.hooks import HooksMixin, hooks_are_on
+from llmcompressor.modeling.call_order import first_tensor, version_of
 from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.stubs import Forward, stubbed
 
-__all__ = [
-    "ExpertList",
-    "ShownLists",
-    "lists_of_alike",
-    "members_of",
-    "plainly_called",
-    "starved_of",
-    "tokens_of",
-]
+__all__ = ["ExpertList", "Manner", "lists_of_alike", "manners_of", "members_of", "rows_of"]
 
 _COMPARED = 8
 """Rows of each call that are looked for among the tokens."""
 _MATRIX = 2
+
+
+class Manner(Enum):
+    """What the members of a list can be shown."""
+
+    ROWS = "rows"
+    """Any rows of their layer's input: they are called with some of them, and nothing else."""
+    CALLS = "calls"
+    """What the others are called with."""
 
 
 @dataclass(eq=False)
@@ -94,34 +86,61 @@ def _has_weights(module: Module) -> bool:
     return any(part._parameters for part in module.modules())
 
 
-def plainly_called(lists: Sequence[ExpertList], run: Callable[[], object]) -> list[ExpertList]:
-    """Those of ``lists`` whose members are called with rows of their owner's input alone.
+def manners_of(lists: Sequence[ExpertList], run: Callable[[], object]) -> dict[ExpertList, Manner]:
+    """How members of ``lists`` can be shown what is not routed to them; without those that cannot.
 
-    Lists whose members all get all rows are not among them: nothing need be shown to them.
+    Lists whose members all get equally many rows are not among them: nothing need be shown to
+    them, or they are no experts.
 
     Args:
         lists: as :func:`lists_of_alike` finds them.
         run: runs the model once, on something small; its weights may be zeros.
     """
-    found: dict[ExpertList, bool] = {}
+    found: dict[ExpertList, set[Manner | None]] = {}
 
     def trying(owner: Module, forward: Forward) -> Forward:
         def tried(*args: Any, **kwargs: Any) -> Any:
             for one in lists:
-                if one.owner is owner and found.get(one, True):
-                    found[one] = _is_plain(one, forward, args, kwargs)
+                if one.owner is owner and None not in found.get(one, ()):
+                    found.setdefault(one, set()).add(_manner(one, forward, args, kwargs))
             return forward(*args, **kwargs)
 
         return tried
 
     with torch.no_grad(), stubbed({one.owner: None for one in lists}, trying):
         run()
-    return [one for one in lists if found.get(one)]
+    chosen: dict[ExpertList, Manner] = {}
+    for one, manners in found.items():
+        if None not in manners:
+            chosen[one] = Manner.ROWS if manners == {Manner.ROWS} else Manner.CALLS
+    return chosen
 
 
-def _is_plain(
+@dataclass(frozen=True)
+class _Call:
+    """One call of a member, and what became of it."""
+
+    member: Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    made: Any
+    wrote: bool
+    """Whether it wrote to what it got."""
+
+    @property
+    def rows(self) -> int:
+        given = first_tensor(self.args, self.kwargs)
+        return 0 if given is None else rows_of(given)
+
+
+def rows_of(given: Tensor) -> int:
+    """How many tokens a tensor ``[..., H]`` holds."""
+    return given.shape[:-1].numel() if given.ndim else 1
+
+
+def _manner(
     one: ExpertList, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
+) -> Manner | None:
     """Run the owner on other tokens, which can be told apart, and look at how members are called.
 
     What it makes of them, and where it sends them, does not matter: its weights need not be there.
@@ -130,15 +149,19 @@ def _is_plain(
     """
     given = first_tensor(args, kwargs)
     if given is None or given.ndim < _MATRIX or not given.is_floating_point():
-        return False
+        return None
     seed = torch.Generator().manual_seed(0)
     marked = torch.rand(given.shape, generator=seed).to(given.device, given.dtype)
-    calls: list[tuple[tuple[Any, ...], Mapping[str, Any], Any]] = []
+    calls: list[_Call] = []
 
     def recording(member: Module, own: Forward) -> Forward:
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            calls.append((args, kwargs, _disturbed(own(*args, **kwargs), seed)))
-            return calls[-1][-1]
+            kept_args, kept_kwargs = for_another_run((args, kwargs), Tensor.clone)
+            versions = _versions(args, kwargs)
+            made = _disturbed(own(*args, **kwargs), seed)
+            wrote = versions != _versions(args, kwargs)
+            calls.append(_Call(member, kept_args, kept_kwargs, made, wrote))
+            return made
 
         return recorded
 
@@ -146,7 +169,7 @@ def _is_plain(
         return lambda *args, **kwargs: _disturbed(own(*args, **kwargs), seed)
 
     copied_args, copied_kwargs = for_another_run(
-        (args, dict(kwargs)), lambda tensor: marked if tensor is given else tensor
+        (args, dict(kwargs)), lambda tensor: marked.clone() if tensor is given else tensor
     )
     try:
         with (
@@ -154,12 +177,49 @@ def _is_plain(
             stubbed(_others_with_weights(one), disturbing),
         ):
             forward(*copied_args, **copied_kwargs)
+        return _manner_of_calls(one, calls, marked.flatten(0, -2))
     except Exception:  # whatever a model's own code raises here: how it calls them is not known
-        return False
-    rows = marked.flatten(0, -2)
-    if not calls or not all(_are_rows(*call, rows) for call in calls):
-        return False
-    return len(calls) < len(one.members) or any(len(args[0]) < len(rows) for args, *_ in calls)
+        return None
+
+
+def _manner_of_calls(one: ExpertList, calls: Sequence[_Call], rows: Tensor) -> Manner | None:
+    if not calls:
+        return None
+    if all(_are_rows(call, rows) for call in calls):
+        shared = len(calls) < len(one.members) or any(call.rows < len(rows) for call in calls)
+        return Manner.ROWS if shared else None
+    routed = [
+        sum(call.rows for call in calls if call.member is own) for own in one.members.values()
+    ]
+    if not _are_shares(routed, len(rows)):
+        return None
+    for member in one.members.values():  # each has to take what another gets
+        args, kwargs = for_another_run((calls[0].args, dict(calls[0].kwargs)), Tensor.clone)
+        member.forward(*args, **kwargs)
+    return Manner.CALLS
+
+
+def _are_shares(routed: Sequence[int], tokens: int) -> bool:
+    """Whether members of a list get tokens that are routed to them, by how many each gets.
+
+    Layers one behind another all get equally many. So may experts, by chance, but fewer than there
+    are, and each token goes to equally many of them.
+    """
+    if len(set(routed)) > 1:
+        return True
+    return routed[0] < tokens and sum(routed) % tokens == 0
+
+
+def _versions(*values: Any) -> list[int]:
+    """How often each tensor among the arguments of a call was written to."""
+    found: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(version_of(tensor))
+        return tensor
+
+    for_another_run(values, note)
+    return found
 
 
 def _others_with_weights(one: ExpertList) -> list[Module]:
@@ -174,231 +234,17 @@ def _disturbed(made: Any, seed: torch.Generator) -> Any:
     return made + torch.rand(made.shape, generator=seed).to(made.device, made.dtype)
 
 
-def _are_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, rows: Tensor) -> bool:
+def _are_rows(call: _Call, rows: Tensor) -> bool:
     """Whether a call's only argument is a matrix of some of ``rows``, and it returns one like it.
 
     Zeros like it take the place of what is returned while calls are watched.
     """
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+    if len(call.args) != 1 or call.kwargs or call.wrote or not isinstance(call.args[0], Tensor):
         return False
-    given = args[0]
+    given, made = call.args[0], call.made
     if given.ndim != _MATRIX or given.shape[1] != rows.shape[1]:
         return False
     if not isinstance(made, Tensor) or made.shape != given.shape:
         return False
     some = given[:_COMPARED].to(rows.dtype)
     return bool((some[:, None] == rows[None]).all(-1).any(-1).all())
-
-
-_tokens: WeakKeyDictionary[Module, list[int]] = WeakKeyDictionary()
-_starved: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
-
-
-def tokens_of(module: Module) -> list[int]:
-    """How many rows were routed to each member of a list in the last calibration.
-
-    Padding is included: which rows an expert is called with is the model's own affair. Empty where
-    nothing was counted.
-    """
-    return list(_tokens.get(module, ()))
-
-
-def starved_of(module: Module) -> dict[int, str]:
-    """Which members of a list got too few tokens → the policy by which they were calibrated."""
-    return dict(_starved.get(module, {}))
-
-
-_ROUTED: ContextVar[dict[Module, int] | None] = ContextVar("routed", default=None)
-"""Expert → rows of the calls that make the output of the layer whose forward runs now.
-
-Passes that wait inside such a forward have contexts of their own, so each sees its own.
-"""
-
-
-@contextlib.contextmanager
-def _routes(routed: dict[Module, int] | None) -> Iterator[None]:
-    """Calls of experts in the body are counted as routed to them; shown to them where ``None``."""
-    before = _ROUTED.set(routed)
-    try:
-        yield
-    finally:
-        _ROUTED.reset(before)
-
-
-class ShownLists:
-    """Shows every expert of some lists all tokens of their layers, or those that get too few.
-
-    Args:
-        lists: of whose members :func:`plainly_called` holds.
-        wanted: tells whether a batch is run, so that tokens are to be shown.
-        every: every expert is shown all tokens; else it gets what is routed to it until its list
-            is :meth:`decided`.
-
-    Attributes:
-        pending: the modules where passes are still to wait; ``None`` while nothing waits anywhere.
-        silent: no expert runs for its routed tokens (their outputs are zeros): calls are watched.
-    """
-
-    def __init__(
-        self, lists: Sequence[ExpertList], wanted: Callable[[], bool], *, every: bool = True
-    ) -> None:
-        self.lists = list(lists)
-        self.every = every
-        self.pending: Collection[Module] | None = None
-        self.silent = False
-        self._wanted = wanted
-        self._shown: dict[Module, Shown] = {}
-        self._undecided = [] if every else list(lists)
-        self._in_survey = False
-        if every:
-            members = (member for one in lists for member in one.members.values())
-            self._shown = dict.fromkeys(members, "all_tokens")
-        self._places: dict[Module, set[Module]] = {}
-        self._inside: Counter[Module] = Counter()
-        self._owners: dict[Module, set[Module]] = {}
-        for one in self.lists:
-            for member in one.members.values():
-                for inner in member.modules():  # an expert may hold experts
-                    self._owners.setdefault(inner, set()).add(one.owner)
-
-    def __contains__(self, one: ExpertList) -> bool:
-        return any(other.module is one.module for other in self.lists)
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Show tokens while the body runs."""
-        for one in self.lists:
-            _tokens[one.module] = [0] * len(one.members)
-            _starved.pop(one.module, None)
-            self._places[one.owner] = {*one.holders, *one.owner.modules()}
-        owners = {one.owner: None for one in self.lists}
-        members = [member for one in self.lists for member in one.members.values()]
-        with stubbed(owners, self._showing), stubbed(members, self._routed):
-            yield
-
-    @contextlib.contextmanager
-    def calls_watched(self) -> Iterator[None]:
-        """Have each expert that is shown all tokens seen once, with them, by who watches calls."""
-        self.silent = self.every
-        try:
-            yield
-        finally:
-            self.silent = False
-
-    def counted(self, order: CallOrder) -> CallOrder:
-        """``order`` with those calls of experts alone that every batch makes: the ones shown."""
-        seen = {
-            member: order.calls.get(one.owner, 1)
-            for one in (self.lists if self.every else ())
-            for member in one.members.values()
-            if member in order.calls
-        }
-        return CallOrder(order.groups, {**order.calls, **seen})
-
-    def may_be_called(self, module: Module) -> bool:
-        """Whether ``module`` is part of an expert whose layer some pass has not left yet.
-
-        How often the layer's own code calls an expert is known when it has returned.
-        """
-        return any(self._inside[owner] for owner in self._owners.get(module, ()))
-
-    # ------------------------------------------------------------------ too few tokens
-
-    @property
-    def any_undecided(self) -> bool:
-        """Whether there are lists of which nothing is decided."""
-        return bool(self._undecided)
-
-    def undecided(self, modules: Collection[Module]) -> list[ExpertList]:
-        """The lists whose owners are among ``modules``, and of which nothing is decided."""
-        return [one for one in self._undecided if one.owner in modules]
-
-    @contextlib.contextmanager
-    def surveying(self) -> Iterator[None]:
-        """Count the tokens that are routed to experts while the body runs; it shows them none."""
-        self._in_survey = True
-        try:
-            yield
-        finally:
-            self._in_survey = False
-
-    def decided(self, one: ExpertList, starved: Mapping[int, Shown], policy: str) -> None:
-        """The tokens of a list were counted: settle what is shown to its members.
-
-        Args:
-            one: the list.
-            starved: place in the list of who gets too few → what it is shown; the others are
-                calibrated with what is routed to them.
-            policy: what that is called in a report.
-        """
-        self._undecided.remove(one)
-        members = list(one.members.values())
-        self._shown |= {members[place]: shown for place, shown in starved.items()}
-        _starved[one.module] = dict.fromkeys(starved, policy)
-
-    # ------------------------------------------------------------------ forwards
-
-    def _is_on(self, owner: Module) -> bool:
-        if self.silent or self._in_survey:
-            return True
-        if not self._wanted():
-            return False
-        return self.pending is None or not self._places[owner].isdisjoint(self.pending)
-
-    def _showing(self, owner: Module, forward: Forward) -> Forward:
-        members = [
-            member for one in self.lists if one.owner is owner for member in one.members.values()
-        ]
-
-        def shown(*args: Any, **kwargs: Any) -> Any:
-            tokens = first_tensor(args, kwargs)
-            if tokens is None or not self._is_on(owner):
-                return forward(*args, **kwargs)
-            routed = dict.fromkeys(members, 0)
-            self._inside[owner] += 1
-            try:
-                if not self._in_survey:
-                    self._show(members, "all_tokens", tokens.flatten(0, -2))
-                with _routes(routed):
-                    made = forward(*args, **kwargs)
-            finally:
-                self._inside[owner] -= 1
-            if hooks_are_on() if self.every else self._in_survey:
-                self._count(owner, routed)
-            return made
-
-        return shown
-
-    def _show(self, members: Sequence[Module], shown: Shown, rows: Tensor) -> None:
-        """Call those of ``members`` that are shown these rows; what they return is dropped."""
-        for member in members:
-            if self._shown.get(member) == shown:
-                member(rows)
-
-    def _routed(self, member: Module, forward: Forward) -> Forward:
-        lists = (list(one.members.values()) for one in self.lists)
-        others = [one for one in next(own for own in lists if member in own) if one is not member]
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            routed, given = _ROUTED.get(), first_tensor(args, kwargs)
-            if routed is None or member not in routed or given is None:
-                return forward(*args, **kwargs)
-            routed[member] += len(given)
-            if self.silent:
-                return torch.zeros_like(given)
-            if not self._in_survey:
-                with _routes(None):
-                    self._show(others, "neighbours", given)
-            if member not in self._shown:
-                return forward(*args, **kwargs)
-            with HooksMixin.disable_hooks():
-                return forward(*args, **kwargs)
-
-        return called
-
-    def _count(self, owner: Module, routed: Mapping[Module, int]) -> None:
-        for one in self.lists:
-            if one.owner is owner and not self.silent:
-                counted = _tokens[one.module]
-                for place, member in enumerate(one.members.values()):
-                    counted[place] += routed[member]

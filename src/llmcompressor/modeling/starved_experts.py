@@ -6,7 +6,8 @@ from __future__ import annotations
 from torch.nn import Module
 
 from llmcompressor.modeling.experts import LinearExperts
-from llmcompressor.modeling.listed_experts import members_of, starved_of
+from llmcompressor.modeling.listed_experts import members_of
+from llmcompressor.modeling.shown_lists import starved_of
 
 __all__ = ["starved_modules"]
 

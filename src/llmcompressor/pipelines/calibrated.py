@@ -15,7 +15,7 @@ from llmcompressor.modeling.call_order import CallOrder, version_of, watch_calls
 from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modeling.hollow import hollow_weights, zero_products
 from llmcompressor.modeling.input_rotations import input_rotations, resting
-from llmcompressor.modeling.listed_experts import ShownLists
+from llmcompressor.modeling.shown_lists import ShownLists
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.experts import every_expert_called

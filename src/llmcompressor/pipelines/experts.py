@@ -21,7 +21,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.expert_stages import ExpertStage, begin_stages
 from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.hooks import HooksMixin
-from llmcompressor.modeling.listed_experts import starved_of, tokens_of
+from llmcompressor.modeling.shown_lists import starved_of, tokens_of
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.starvation import Starvation

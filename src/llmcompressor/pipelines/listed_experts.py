@@ -4,14 +4,14 @@
 Experts in stacks are taken apart and called by code of this package, which can show each of them
 all tokens. How a model's own code calls the members of a list has to be found out
 (:mod:`llmcompressor.modeling.listed_experts`): where it calls them with tokens and nothing else,
-they are shown all of them too. Where not, they are calibrated with what they get, and that is said.
-Such a list is known by that alone: alike modules that get different numbers of tokens.
+they are shown all of them too; where with something made of tokens, all that any of them is called
+with. What takes nothing but its own is calibrated with that, and it is said.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
@@ -22,13 +22,10 @@ from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.hooks import HooksMixin
-from llmcompressor.modeling.listed_experts import (
-    ExpertList,
-    ShownLists,
-    lists_of_alike,
-    plainly_called,
-    tokens_of,
-)
+from llmcompressor.modeling.inputs import model_inputs
+from llmcompressor.modeling.listed_experts import ExpertList, Manner, lists_of_alike, manners_of
+from llmcompressor.modeling.probes import token_ids
+from llmcompressor.modeling.shown_lists import ShownLists, tokens_of
 from llmcompressor.observers.tokens import count_tokens
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.calibrated import seen_without_weights
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
     from llmcompressor.core.state import State
     from llmcompressor.modifiers.modifier import Modifier
 
-__all__ = ["listed_experts_counted", "listed_experts_shown", "may_be_starved", "settle_starved"]
+__all__ = ["listed_experts_counted", "listed_experts_shown", "settle_starved", "wait_at_blocks"]
 
 
 @contextlib.contextmanager
@@ -52,7 +49,7 @@ def listed_experts_shown(
     batches: CalibrationBatches,
     args: DatasetArguments,
     *,
-    blocks: Iterable[Module] = (),
+    blocks: Iterable[Module] | None = None,
 ) -> Iterator[ShownLists]:
     """Show all tokens of a layer to such experts while the body runs, where that is asked for.
 
@@ -64,30 +61,60 @@ def listed_experts_shown(
         modifiers: those that calibrate it.
         batches: all that is run.
         args: what is asked for.
-        blocks: where all passes wait, so that it can be counted who gets too few.
+        blocks: where all passes can wait, so that it can be counted who gets too few; ``None`` if
+            nothing waits.
     """
     every = args.moe_calibrate_all_experts
     found = _lists_of_calibrated(model, _calibrated(modifiers, state))
+    inside = _inside(found, blocks or ())
     if not every:
-        found = _inside(found, blocks)
+        found = inside
+    manners: dict[ExpertList, Manner] = {}
     if found:
         with seen_without_weights(model, batches[0]):
-            found = plainly_called(found, lambda: batches.run(small_batch(batches[0])))
-    lists = ShownLists(found, lambda: state.batch_data is not None, every=every)
+            manners = manners_of(found, lambda: batches.run(small_batch(batches[0])))
+    if blocks is not None:
+        rows = Manner.ROWS
+        manners = {one: own for one, own in manners.items() if own is rows or one in inside}
+    lists = ShownLists(manners, lambda: state.batch_data is not None, every=every)
     with lists.watching():
         yield lists
     _say_counts(lists)
 
 
-def may_be_starved(
-    model: Module, state: State, modifiers: Sequence[Modifier], blocks: Iterable[Module]
+def wait_at_blocks(
+    model: Module,
+    state: State,
+    modifiers: Sequence[Modifier],
+    blocks: Iterable[Module],
+    *,
+    every: bool,
 ) -> bool:
-    """Whether it may have to be counted, where all passes wait, which such expert gets too few.
+    """Whether passes may have to wait at whole blocks for such experts, as far as can be told.
 
-    How the model's own code calls them is not tried out. Arguments as above.
+    Either it has to be counted there which of them gets too few, or they are shown what others are
+    called with. That is tried out with token ids, where the model can do with these.
+
+    Args:
+        model: what is to be calibrated; its weights may be anywhere.
+        state: of the run.
+        modifiers: those that calibrate it.
+        blocks: where passes can wait.
+        every: each of the experts is to be shown all tokens.
     """
-    found = _lists_of_calibrated(model, _calibrated(modifiers, state))
-    return bool(_inside(found, blocks))
+    found = _inside(_lists_of_calibrated(model, _calibrated(modifiers, state)), blocks)
+    if not found or not every:
+        return bool(found)
+    return any(Manner.CALLS in _manners(model, found, ids).values() for ids in token_ids(model))
+
+
+def _manners(
+    model: Module, lists: Sequence[ExpertList], batch: Mapping[str, Any]
+) -> dict[ExpertList, Manner]:
+    """As :func:`manners_of`, and none where the forward wants something else than ``batch``."""
+    with contextlib.suppress(DatasetError), seen_without_weights(model, batch):
+        return manners_of(lists, lambda: model(**model_inputs(model, batch)))
+    return {}
 
 
 def settle_starved(lists: Sequence[ExpertList], shown: ShownLists, starvation: Starvation) -> None:

@@ -28,8 +28,8 @@ from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modeling.hooks import HooksMixin, has_output_hooks
 from llmcompressor.modeling.inputs import model_device
-from llmcompressor.modeling.listed_experts import ShownLists
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
+from llmcompressor.modeling.shown_lists import ShownLists
 from llmcompressor.modeling.spilled import activation_budget, room_on
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines.activations import LITTLE, ActivationStore
@@ -163,7 +163,7 @@ def _prepare(
         calibrated.names,
         calibrated.order,
         blocks,
-        finest=Granularity.BLOCK if lists.any_undecided else finest,
+        finest=Granularity.BLOCK if lists.at_blocks else finest,
         tokens=batches.tokens,
         streams=streams,
         budget=budget,
@@ -516,7 +516,7 @@ class _Stepper:
                         self._send_on(one, hooks_on=True)
                 if brought is not None:
                     captured[unit.stop] = brought
-                references[one.index] = captured
+                references[one.index] = self.run.lists.without_unpaired(captured)
             else:
                 self._try(one, references.pop(one.index, None))
 

@@ -16,7 +16,7 @@ from llmcompressor.modifiers.modifier import DataSize, Granularity, Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.calibrated import owners_of
 from llmcompressor.pipelines.granularity import choose_level, forwards_of, level_of_targets
-from llmcompressor.pipelines.listed_experts import may_be_starved
+from llmcompressor.pipelines.listed_experts import wait_at_blocks
 from llmcompressor.pipelines.passes import joined, passes_of, stretches_of, with_surveys
 from llmcompressor.planning.learning import LearningContext, PartLearning, plan_learning
 from llmcompressor.planning.result import PassPlan
@@ -130,14 +130,14 @@ def _sequential(
         one.runs_to_end or one.calibrated_modules(context.state) for one in modifiers
     )
     model = context.state.model
-    counted = not args.moe_calibrate_all_experts and may_be_starved(
-        model, context.state, modifiers, find_blocks(model)
+    at_blocks = wait_at_blocks(
+        model, context.state, modifiers, find_blocks(model), every=args.moe_calibrate_all_experts
     )
     finest = max(one.finest_granularity for one in modifiers)
     budget = _budget(context)
     chosen = choose_level(
         list(owners),
-        finest=Granularity.BLOCK if undeclared or counted else finest,
+        finest=Granularity.BLOCK if undeclared or at_blocks else finest,
         forced=_forced(pipeline, context, owners),
         tokens=context.data.tokens,
         streams=streams,

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows experts in lists more tokens than the model's own code calls them with.
+
+Where experts are called with rows of their layer's input (:class:`Manner.ROWS`), the forward of the
+layer is preceded by one call of each expert with all rows, and the calls behind it are those that
+make its output: whoever watches the experts is not told of them, as they would be counted twice.
+Where they are called with something else (:class:`Manner.CALLS`), each call of one is preceded by
+calls of the others with a copy of what it gets. So each is shown all that any of them gets.
+
+Where experts are calibrated with what is routed to them, one run of the layer counts that first.
+An expert that gets too little is then shown all of it in the same way, what the others get,
+or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.experts import Shown
+from llmcompressor.modeling.hooks import HooksMixin, hooks_are_on
+from llmcompressor.modeling.listed_experts import ExpertList, Manner, rows_of
+from llmcompressor.modeling.repeated_calls import for_another_run
+from llmcompressor.modeling.stubs import Forward, stubbed
+
+__all__ = ["ShownLists", "starved_of", "tokens_of"]
+
+_tokens: WeakKeyDictionary[Module, list[int]] = WeakKeyDictionary()
+_starved: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
+
+
+def tokens_of(module: Module) -> list[int]:
+    """How many rows were routed to each member of a list in the last calibration.
+
+    Padding is included: which rows an expert is called with is the model's own affair. Empty where
+    nothing was counted.
+    """
+    return list(_tokens.get(module, ()))
+
+
+def starved_of(module: Module) -> dict[int, str]:
+    """Which members of a list got too few tokens → the policy by which they were calibrated."""
+    return dict(_starved.get(module, {}))
+
+
+_ROUTED: ContextVar[dict[Module, int] | None] = ContextVar("routed", default=None)
+"""Expert → rows of the calls that make the output of the layer whose forward runs now.
+
+Passes that wait inside such a forward have contexts of their own, so each sees its own.
+"""
+
+
+@contextlib.contextmanager
+def _routes(routed: dict[Module, int] | None) -> Iterator[None]:
+    """Calls of experts in the body are counted as routed to them; shown to them where ``None``."""
+    before = _ROUTED.set(routed)
+    try:
+        yield
+    finally:
+        _ROUTED.reset(before)
+
+
+class ShownLists:
+    """Shows every expert of some lists all tokens of their layers, or those that get too few.
+
+    Args:
+        lists: which → what their members can be shown, as :func:`manners_of` finds out.
+        wanted: tells whether a batch is run, so that tokens are to be shown.
+        every: every expert is shown all tokens; else it gets what is routed to it until its list
+            is :meth:`decided`.
+
+    Attributes:
+        pending: the modules where passes are still to wait; ``None`` while nothing waits anywhere.
+        silent: no expert that is shown rows runs for its routed tokens (their outputs are zeros):
+            calls are watched.
+    """
+
+    def __init__(
+        self,
+        lists: Mapping[ExpertList, Manner],
+        wanted: Callable[[], bool],
+        *,
+        every: bool = True,
+    ) -> None:
+        self.lists = list(lists)
+        self.every = every
+        self.pending: Collection[Module] | None = None
+        self.silent = False
+        self._wanted = wanted
+        self._shown: dict[Module, Shown] = {}
+        self._undecided = [] if every else list(lists)
+        self._in_survey = False
+        self._by_calls = {
+            member
+            for one, manner in lists.items()
+            if manner is Manner.CALLS
+            for member in one.members.values()
+        }
+        if every:
+            members = (member for one in lists for member in one.members.values())
+            self._shown = dict.fromkeys(members, "all_tokens")
+        self._places: dict[Module, set[Module]] = {}
+        self._inside: Counter[Module] = Counter()
+        self._owners: dict[Module, set[Module]] = {}
+        for one in self.lists:
+            for member in one.members.values():
+                for inner in member.modules():  # an expert may hold experts
+                    self._owners.setdefault(inner, set()).add(one.owner)
+
+    def __contains__(self, one: ExpertList) -> bool:
+        return any(other.module is one.module for other in self.lists)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Show tokens while the body runs."""
+        for one in self.lists:
+            _tokens[one.module] = [0] * len(one.members)
+            _starved.pop(one.module, None)
+            self._places[one.owner] = {*one.holders, *one.owner.modules()}
+        owners = {one.owner: None for one in self.lists}
+        members = [member for one in self.lists for member in one.members.values()]
+        with stubbed(owners, self._showing), stubbed(members, self._routed):
+            yield
+
+    @contextlib.contextmanager
+    def calls_watched(self) -> Iterator[None]:
+        """Have each expert that is shown all tokens seen once, with them, by who watches calls."""
+        self.silent = self.every
+        try:
+            yield
+        finally:
+            self.silent = False
+
+    def counted(self, order: CallOrder) -> CallOrder:
+        """``order`` with those calls of experts alone that every batch makes: the ones shown."""
+        seen = {
+            member: order.calls.get(one.owner, 1)
+            for one in (self.lists if self.every else ())
+            for member in one.members.values()
+            if member in order.calls and member not in self._by_calls
+        }
+        return CallOrder(order.groups, {**order.calls, **seen})
+
+    def may_be_called(self, module: Module) -> bool:
+        """Whether ``module`` is part of an expert whose layer some pass has not left yet.
+
+        How often the layer's own code calls an expert is known when it has returned.
+        """
+        return any(self._inside[owner] for owner in self._owners.get(module, ()))
+
+    @property
+    def at_blocks(self) -> bool:
+        """Whether passes are to wait at whole blocks.
+
+        Routes are counted there, and a single matrix may be called any number of times.
+        """
+        return bool(self._undecided or self._by_calls)
+
+    def without_unpaired(self, references: Mapping[Module, Tensor]) -> dict[Module, Tensor]:
+        """``references`` but for those of experts that are called with what the others get.
+
+        A call in one pass and a call in the other are not of the same tokens, nor of one expert.
+        """
+        inside = {inner for member in self._by_calls for inner in member.modules()}
+        return {module: one for module, one in references.items() if module not in inside}
+
+    # ------------------------------------------------------------------ too few tokens
+
+    def undecided(self, modules: Collection[Module]) -> list[ExpertList]:
+        """The lists whose owners are among ``modules``, and of which nothing is decided."""
+        return [one for one in self._undecided if one.owner in modules]
+
+    @contextlib.contextmanager
+    def surveying(self) -> Iterator[None]:
+        """Count the tokens that are routed to experts while the body runs; it shows them none."""
+        self._in_survey = True
+        try:
+            yield
+        finally:
+            self._in_survey = False
+
+    def decided(self, one: ExpertList, starved: Mapping[int, Shown], policy: str) -> None:
+        """The tokens of a list were counted: settle what is shown to its members.
+
+        Args:
+            one: the list.
+            starved: place in the list of who gets too few → what it is shown; the others are
+                calibrated with what is routed to them.
+            policy: what that is called in a report.
+        """
+        self._undecided.remove(one)
+        members = list(one.members.values())
+        self._shown |= {members[place]: shown for place, shown in starved.items()}
+        _starved[one.module] = dict.fromkeys(starved, policy)
+
+    # ------------------------------------------------------------------ forwards
+
+    def _is_on(self, owner: Module) -> bool:
+        if self.silent or self._in_survey:
+            return True
+        if not self._wanted():
+            return False
+        return self.pending is None or not self._places[owner].isdisjoint(self.pending)
+
+    def _showing(self, owner: Module, forward: Forward) -> Forward:
+        members = [
+            member for one in self.lists if one.owner is owner for member in one.members.values()
+        ]
+
+        def shown(*args: Any, **kwargs: Any) -> Any:
+            tokens = first_tensor(args, kwargs)
+            if tokens is None or not self._is_on(owner):
+                return forward(*args, **kwargs)
+            routed = dict.fromkeys(members, 0)
+            self._inside[owner] += 1
+            try:
+                if not self._in_survey:
+                    self._show(members, "all_tokens", tokens.flatten(0, -2))
+                with _routes(routed):
+                    made = forward(*args, **kwargs)
+            finally:
+                self._inside[owner] -= 1
+            if hooks_are_on() if self.every else self._in_survey:
+                self._count(owner, routed)
+            return made
+
+        return shown
+
+    def _show(self, members: Sequence[Module], shown: Shown, rows: Tensor) -> None:
+        """Call those of ``members`` that are shown these rows; what they return is dropped."""
+        for member in members:
+            if self._shown.get(member) == shown and member not in self._by_calls:
+                member(rows)
+
+    def _show_call(
+        self, members: Sequence[Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Call those of ``members`` that are shown what another gets, each with a copy of it."""
+        for member in members:
+            if self._shown.get(member) in ("all_tokens", "neighbours"):
+                copied_args, copied_kwargs = for_another_run((args, dict(kwargs)), Tensor.clone)
+                member(*copied_args, **copied_kwargs)
+
+    def _is_muted(self, member: Module) -> bool:
+        """Whether calls that make an output are not looked at: what counts was shown besides."""
+        shown = self._shown.get(member)
+        if member in self._by_calls and shown == "all_tokens":
+            return False  # the others were shown to it, this is its own
+        return shown is not None
+
+    def _routed(self, member: Module, forward: Forward) -> Forward:
+        lists = (list(one.members.values()) for one in self.lists)
+        others = [one for one in next(own for own in lists if member in own) if one is not member]
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            routed, given = _ROUTED.get(), first_tensor(args, kwargs)
+            if routed is None or member not in routed or given is None:
+                return forward(*args, **kwargs)
+            routed[member] += rows_of(given)
+            if self.silent and member not in self._by_calls:
+                return torch.zeros_like(given)
+            if not self._in_survey:
+                with _routes(None):
+                    if member in self._by_calls:
+                        self._show_call(others, args, kwargs)
+                    else:
+                        self._show(others, "neighbours", given)
+            if not self._is_muted(member):
+                return forward(*args, **kwargs)
+            with HooksMixin.disable_hooks():
+                return forward(*args, **kwargs)
+
+        return called
+
+    def _count(self, owner: Module, routed: Mapping[Module, int]) -> None:
+        for one in self.lists:
+            if one.owner is owner and not self.silent:
+                counted = _tokens[one.module]
+                for place, member in enumerate(one.members.values()):
+                    counted[place] += routed[member]
