@@ -21,7 +21,13 @@ import tiny_checkpoints as tiny
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessor,
+    LlamaForCausalLM,
+    LlavaProcessor,
+    PreTrainedModel,
+)
 
 import llmcompressor
 from llmcompressor.checkpoint import shards
@@ -160,14 +166,43 @@ class TestFiles:
         save_checkpoint(w4a16(tiny.llama()), tmp_path / "out")
         assert {stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "out").iterdir()} == {mode}
 
-    def test_a_changed_tokenizer_does_not_change_its_files(
+    def test_a_tokenizer_that_was_used_does_not_change_its_files(
         self, tmp_path: Path, source: Path
     ) -> None:
+        """Scripts choose how samples are padded and cut; readers would do so too."""
         tokenizer = AutoTokenizer.from_pretrained(source)
-        tokenizer.add_tokens(["<surprise>"])
+        tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+        tokenizer(["def f"], truncation=True, max_length=1, padding="max_length")
         save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=tokenizer)
-        name = "tokenizer.json"
-        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+    @pytest.mark.parametrize("elsewhere", [False, True])
+    def test_a_changed_tokenizer_is_written_as_it_is(
+        self, elsewhere: bool, tmp_path: Path, source: Path
+    ) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(PICO if elsewhere else source)
+        tokenizer.add_tokens(["<surprise>"])
+        tokenizer.chat_template = "{{ messages[0].content }}!"
+        tokenizer(["def f"], truncation=True, max_length=1)
+        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=tokenizer)
+        read = AutoTokenizer.from_pretrained(tmp_path / "out")
+        assert len(read) == len(AutoTokenizer.from_pretrained(source)) + 1
+        assert read.chat_template == tokenizer.chat_template
+        stored = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
+        assert stored["truncation"] is stored["padding"] is None
+
+    def test_a_processor_of_parts_is_written_whole(self, tmp_path: Path, source: Path) -> None:
+        """The folder of its tokenizer holds nothing else of it."""
+        processor = LlavaProcessor(
+            CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16),
+            AutoTokenizer.from_pretrained(source),
+            patch_size=4,
+        )
+        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=processor)
+        read = LlavaProcessor.from_pretrained(tmp_path / "out")
+        assert read.patch_size == 4
+        assert read.image_processor.crop_size == processor.image_processor.crop_size
 
     def test_a_tokenizer_from_elsewhere_replaces_all_files_of_the_source_s(
         self, tmp_path: Path, source: Path

@@ -3,16 +3,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from transformers import AutoProcessor, AutoTokenizer
 
 from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.errors import CheckpointError
+from llmcompressor.logger import logger
 
-__all__ = ["PROCESSOR_FILES", "LoadedProcessor", "load_processor", "processor_directory"]
+__all__ = [
+    "PROCESSOR_FILES",
+    "LoadedProcessor",
+    "is_as_stored",
+    "load_processor",
+    "processor_directory",
+    "write_processor",
+]
 
 PROCESSOR_FILES = frozenset(
     {
@@ -35,6 +45,25 @@ PROCESSOR_FILES = frozenset(
         "vocab.txt",
     }
 )
+
+
+_OF_A_CALL = frozenset({"padding", "truncation"})
+"""What a fast tokenizer remembers of its last call, and would have every reader do."""
+_OF_BATCHES = frozenset(
+    {
+        "max_length",
+        "model_max_length",
+        "pad_to_multiple_of",
+        "pad_token",
+        "pad_token_type_id",
+        "padding_side",
+        "stride",
+        "truncation_side",
+        "truncation_strategy",
+    }
+)
+"""How samples are put together: scripts set it to calibrate, and no reader needs it."""
+_OF_A_PLACE = frozenset({"_commit_hash", "_name_or_path", "name_or_path", "tokenizer_file"})
 
 
 class LoadedProcessor(NamedTuple):
@@ -99,6 +128,53 @@ def processor_directory(processor: Any) -> Path | None:
     tokenizer = getattr(processor, "tokenizer", processor)
     name = getattr(tokenizer, "name_or_path", None) or getattr(processor, "name_or_path", None)
     return local_directory(name) if isinstance(name, str) and name else None
+
+
+def is_as_stored(processor: Any, folder: Path) -> bool:
+    """Whether the files of ``folder`` are those of ``processor``, however it was used since.
+
+    A token may have been added to it, or its chat template been replaced; a processor may have
+    been put together of parts. How it pads and cuts batches does not count. Where the class finds
+    nothing of its own in ``folder``, the files are not those.
+    """
+    try:
+        stored = type(processor).from_pretrained(str(folder))
+        return _written(processor) == _written(stored)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        logger.debug(f"{type(processor).__name__} is not that of {folder}: {error!r:.200}")
+        return False
+
+
+def write_processor(processor: Any, folder: Path) -> None:
+    """Write a processor's files, without what it remembers of its last call.
+
+    Readers would cut their prompts to the length of calibration samples.
+    """
+    processor.save_pretrained(folder)
+    stored = folder / "tokenizer.json"
+    if stored.is_file():
+        held = json.loads(stored.read_text(encoding="utf-8"))
+        if any(held.get(key) is not None for key in _OF_A_CALL):
+            held |= dict.fromkeys(_OF_A_CALL & held.keys())
+            text = json.dumps(held, ensure_ascii=False, indent=2)
+            stored.write_text(text, encoding="utf-8")
+
+
+def _written(processor: Any) -> dict[str, Any]:
+    """Name → content of each file that ``processor`` writes, but for where it came from."""
+    with TemporaryDirectory(prefix="llmcompressor-") as place:
+        processor.save_pretrained(place)
+        files = (file for file in Path(place).rglob("*") if file.is_file())
+        return {str(file.relative_to(place)): _content(file) for file in files}
+
+
+def _content(file: Path) -> Any:
+    if file.suffix != ".json":
+        return file.read_bytes()
+    held = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(held, dict):
+        return held
+    return {key: held[key] for key in held.keys() - _OF_A_CALL - _OF_BATCHES - _OF_A_PLACE}
 
 
 def _first_line(error: BaseException) -> str:

@@ -39,7 +39,12 @@ from llmcompressor.checkpoint.model_config import checkpoint_config, write_json
 from llmcompressor.checkpoint.on_grid import is_on_grid, warn_cast, warn_off_grid
 from llmcompressor.checkpoint.output_layout import OutputLayout
 from llmcompressor.checkpoint.prediction import Prediction
-from llmcompressor.checkpoint.processor import PROCESSOR_FILES, processor_directory
+from llmcompressor.checkpoint.processor import (
+    PROCESSOR_FILES,
+    is_as_stored,
+    processor_directory,
+    write_processor,
+)
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
 from llmcompressor.checkpoint.run_report import write_report
 from llmcompressor.checkpoint.shards import ShardWriter, natural_key, parse_size
@@ -492,17 +497,19 @@ def _write_side_files(
     model: PreTrainedModel, folder: Path, source: Path | None, options: SaveOptions
 ) -> None:
     processor = options.processor
-    own_processor = processor is None or (
-        source is not None and processor_directory(processor) == source
-    )
+    stored = None if processor is None else processor_directory(processor)
+    if stored is not None and not (_has_processor(stored) and is_as_stored(processor, stored)):
+        logger.info(
+            f"The {type(processor).__name__} is not as {stored} holds it: it is written as it is."
+        )
+        stored = None
+    own_processor = processor is None or (stored is not None and stored == source)
     if source is not None:
         copy_side_files(source, folder, without=None if own_processor else set(PROCESSOR_FILES))
-    if processor is not None and not (own_processor and _has_processor(folder)):
-        elsewhere = processor_directory(processor)
-        if elsewhere is not None and _has_processor(elsewhere):
-            copy_processor_files(elsewhere, folder)
-        else:
-            processor.save_pretrained(folder)
+    if stored is not None and not own_processor:
+        copy_processor_files(stored, folder)
+    elif processor is not None and stored is None:
+        write_processor(processor, folder)
     if model.can_generate() and _generates_otherwise(model, folder):
         model.generation_config.to_json_file(folder / "generation_config.json")
     recipe = options.recipe() if callable(options.recipe) else options.recipe

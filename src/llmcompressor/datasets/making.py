@@ -9,6 +9,7 @@ from typing import Any
 from llmcompressor.datasets.chat import ChatRenderer, fault_of_chat
 from llmcompressor.datasets.checks import check_token_ids
 from llmcompressor.datasets.encode import Encoder, pad_id_of, padding_side_of
+from llmcompressor.datasets.media import by_known_names, check_placeholders
 from llmcompressor.datasets.preparation import Preparation
 from llmcompressor.datasets.preprocess import RowPreparer
 from llmcompressor.datasets.rows import Row
@@ -178,10 +179,12 @@ class SampleMaker:
         if not rows:
             return {}
         encoder = self._own_encoder(self._where(next(iter(rows))))
+        rows = {index: by_known_names(row, encoder.columns) for index, row in rows.items()}
         for index, row in rows.items():
             where = self._where(index)
             self._rows.check_columns(row, encoder.columns, where)
             _check_text(row, where)
+            _check_media(row, self._it.processor, where)
         try:
             outputs = encoder(list(rows.values()))
         except DatasetError:
@@ -271,6 +274,13 @@ def _check_text(row: Row, where: str) -> None:
         )
     if text is not None and not text.isascii():
         _check_unicode(text, where)
+
+
+def _check_media(row: Row, processor: Any, where: str) -> None:
+    try:
+        check_placeholders(processor, row)
+    except DatasetError as error:
+        raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
 
 
 def _check_unicode(text: str, where: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcompressor.datasets.chat import ChatRenderer, fault_of_chat, is_chat, turns
+from llmcompressor.datasets.media import media_of
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.samples import MAIN_INPUTS
 from llmcompressor.errors import DatasetError, did_you_mean
@@ -97,8 +98,11 @@ class RowPreparer:
                 row["text"] = row.pop(column)
             elif _is_silent(row) and not self._main_inputs & row.keys():
                 row["text"] = None
-        if is_chat(row.get("text")):
-            row["text"] = self._rendered(row["text"], column, where)
+        if is_chat(conversation := row.get("text")):
+            row["text"] = self._rendered(conversation, column, where)
+            for name, shown in _media_of(conversation, where).items():
+                if row.get(name) is None:
+                    row[name] = shown
         return row
 
     def _rendered(self, conversation: Any, column: str, where: str) -> str:
@@ -166,6 +170,13 @@ class RowPreparer:
             if self._function is None:
                 remedy = "Check that this is a copy of the data set that was named."
             raise DatasetError(f"{where} cannot be preprocessed: {error!r}.", remedy) from error
+
+
+def _media_of(conversation: Any, where: str) -> dict[str, list[Any]]:
+    try:
+        return media_of(turns(conversation))
+    except DatasetError as error:
+        raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
 
 
 def refuse_broken_chat(row: Mapping[str, Any], where: str) -> None:

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures reach the processor from wherever rows hold them, or their lack is an error."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+from transformers import CLIPImageProcessor, LlavaProcessor
+
+from llmcompressor.errors import DatasetError
+
+TEMPLATE = (
+    "{% for turn in messages %}{% if turn['content'] is string %}{{ turn['content'] }}"
+    "{% else %}{% for part in turn['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+TEXT = "<image>x = 1"
+
+
+@pytest.fixture(scope="module")
+def processor(tokenizer):
+    own = copy.deepcopy(tokenizer)
+    own.add_tokens(["<image>"], special_tokens=True)
+    return LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
+        own,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+
+
+def picture(seed: int = 0) -> Image.Image:
+    drawn = numpy.random.default_rng(seed).integers(0, 255, (9, 8, 3), dtype=numpy.uint8)
+    return Image.fromarray(drawn)
+
+
+def turns(*shown: dict) -> list[dict]:
+    parts = [*({"type": "image", **one} for one in shown), {"type": "text", "text": "x = 1"}]
+    return [{"role": "user", "content": parts}]
+
+
+def encoded(image: Image.Image) -> str:
+    written = io.BytesIO()
+    image.save(written, "PNG")
+    return base64.b64encode(written.getvalue()).decode()
+
+
+@pytest.fixture
+def pixels(batches, processor):
+    def made(row: dict) -> torch.Tensor:
+        (batch,) = batches([row], processor=processor)
+        assert batch["pixel_values"].shape[1:] == (3, 8, 8)
+        return batch["pixel_values"]
+
+    return made
+
+
+def test_however_a_row_holds_a_picture_the_model_gets_it(pixels, tmp_path):
+    image, file = picture(), tmp_path / "picture.png"
+    image.save(file)
+    rows = [
+        {"text": TEXT, "images": image},
+        {"text": TEXT, "images": [image]},
+        {"text": TEXT, "image": image},
+        {"messages": turns({}), "images": image},
+        {"messages": turns({}), "image": [image]},
+        {"messages": turns({"image": None}), "image": image},
+        {"messages": turns({"image": image})},
+        {"messages": turns({"image": str(file)})},
+        {"messages": turns({"path": str(file)})},
+        {"messages": turns({"url": str(file), "path": None})},
+        {"messages": turns({"base64": encoded(image)})},
+    ]
+    first, *others = map(pixels, rows)
+    assert all(torch.equal(first, one) for one in others)
+
+
+def test_several_keep_their_order(pixels):
+    images = [picture(seed) for seed in range(2)]
+    within = pixels({"messages": turns(*({"image": one} for one in images))})
+    assert torch.equal(within, pixels({"text": f"<image>{TEXT}", "images": images}))
+    assert not torch.equal(within[0], within[1])
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"text": TEXT}, "sample 0: the text has <image>.*column 'images'"),
+        ({"text": TEXT, "pictures": "here"}, "sample 0: the text has <image>"),
+        ({"messages": turns({})}, "sample 0: the text has <image>"),
+        ({"messages": turns({}, {"image": "x.png"})}, r"x\.png.*cannot be read"),
+        ({"messages": turns({}, {"image": 5})}, "sample 0: 1 of 2 parts for images"),
+    ],
+    ids=["none", "another column", "turns", "no file", "one of two"],
+)
+def test_a_placeholder_without_a_picture_is_refused(batches, processor, row, match):
+    with pytest.raises(DatasetError, match=match):
+        batches([row], processor=processor)
+
+
+def test_text_alone_needs_none(batches, processor):
+    (batch,) = batches(["x = 1"], processor=processor)
+    assert "pixel_values" not in batch
