@@ -56,6 +56,9 @@ REFUSED = [
     (hf.LlamaForSequenceClassification, "makes logits .* of tokens"),
     (hf.BertForSequenceClassification, "makes logits .* of tokens|reads a text in both directions"),
     (hf.BertForMaskedLM, "reads a text in both directions"),
+    (hf.DistilBertForMaskedLM, "reads a text in both directions"),
+    (hf.ModernBertForMaskedLM, "reads a text in both directions"),
+    (hf.AlbertForMaskedLM, "reads a text in both directions"),
     (hf.LlamaModel, "makes no logits of tokens"),
     (hf.BartForConditionalGeneration, "is an encoder with a decoder"),
 ]

@@ -113,14 +113,16 @@ class Counting(nn.Module):
 def test_the_reference_runs_once_for_all_models() -> None:
     reference = Counting()
     compare({"a": Counting(), "b": Counting()}, WINDOWS, reference=reference, batch_size=2)
-    assert len(reference.calls) == 3
+    tried = 2  # whether it looks ahead
+    assert len(reference.calls) == tried + 3
 
 
 def test_modes_are_set_and_restored() -> None:
     model = Counting().train()
     model.inner.eval()
     measure(model, RAGGED, batch_size=len(RAGGED))
-    assert model.calls == [(False, False, True)]
+    assert {one[:2] for one in model.calls} == {(False, False)}
+    assert model.calls[-1] == (False, False, True)
     assert (model.training, model.inner.training) == (True, False)
     assert torch.is_grad_enabled()
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 import torch
+from pydantic import PrivateAttr
 from recorders import Recorder, hooks_left, plain_inputs, run_pipeline
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -517,6 +518,33 @@ def test_what_is_called_with_more_than_rows_is_shown_what_the_others_get(
     assert report == {"tokens": torch.cat(shares).bincount(minlength=EXPERTS).tolist()}
     assert not told(warned)
     assert not hooks_left(model)
+
+
+class Grouped(Patient):
+    """Remembers which Linears get one input, as the small forward showed it."""
+
+    _groups: list[set[str]] = PrivateAttr(default_factory=list)
+
+    def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
+        super().on_calibration_start(state, event, **kwargs)
+        self._groups = [{self._names[one] for one in group} for group in state.call_order.groups]
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "sequential", "layer_sequential"])
+@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("kind", [Listed, Scaled, Overwritten])
+def test_who_shares_an_input_is_known_of_those_that_a_small_forward_misses(
+    pipeline: str, every: bool, kind: type[Listed]
+) -> None:
+    """Gate and up of one expert; of all of them where each sees all rows."""
+    recorder = Grouped()
+    arguments = {"moe_calibrate_all_experts": every}
+    run_pipeline(build(kind), tiny.text_batches(), recorder, pipeline, **arguments)
+    entrances = [{f"{LIST}.{one}.gate_proj", f"{LIST}.{one}.up_proj"} for one in range(EXPERTS)]
+    if every and kind is Listed:
+        entrances = [set().union(*entrances)]
+    found = [group for group in recorder._groups if f"{LIST}." in min(group)]
+    assert sorted((group for group in found if "down_proj" not in min(group)), key=min) == entrances
 
 
 def as_sets(tensors: Sequence[Tensor]) -> list[list[float]]:

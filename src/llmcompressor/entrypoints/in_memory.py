@@ -37,6 +37,7 @@ from llmcompressor.entrypoints.task import EXPERTS, Task
 from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_freed
+from llmcompressor.modeling.alignment import align
 from llmcompressor.modeling.flat_pieces import in_pieces
 from llmcompressor.pipelines import PIPELINES
 from llmcompressor.pipelines.experts import experts_report
@@ -128,6 +129,7 @@ def load_whole_model(task: Task, *, device: str | None) -> Module:
         cache_dir=args.cache_dir,
         token=args.use_auth_token,
     )
+    align(model)
     return _placed(model, device)
 
 
@@ -159,6 +161,7 @@ def _given_model(task: Task, given: Any) -> Module:
         model.to(task.model_args.device)
     elif was_offloaded:  # it may lie on several devices, and nothing moves its inputs now
         _placed(model.to("cpu"), None)
+    align(model)
     return given
 
 

@@ -21,6 +21,8 @@ __all__ = ["check_causal", "check_kind", "load_for_measuring", "logits_of"]
 _WANTED = "Give a model that goes on with a text."
 _CHANCE = 1e-3
 """How much of a logit may be due to the order of sums."""
+_OF_SCALES = 0.05
+"""How much of it, where activations have one scale for all tokens."""
 
 
 def load_for_measuring(
@@ -64,8 +66,8 @@ def check_kind(config: Any, name: str) -> None:
 def check_causal(model: Module, window: Sequence[int]) -> None:
     """Refuse a model that sees what it is to predict.
 
-    Those that may look both ways say in their configuration whether they do, but not all that say
-    so do it: these are tried.
+    Some configurations say whether their model looks both ways, others do not know the question,
+    and not all that say so do it: it is tried.
 
     Args:
         model: gives logits, on the device where its embedding is.
@@ -75,17 +77,16 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
         CheckpointError: what it says of the first token depends on what follows it.
     """
     config: Any = getattr(model, "config", None)
-    if not any(getattr(config, one, None) is False for one in ("is_decoder", "causal")):
-        return
     first, other = (
         logits_of(model, torch.tensor([ids]))[0, 0].float()
         for ids in (list(window), [window[0]] * len(window))
     )
-    if float((first - other).abs().max()) > _CHANCE * float(first.abs().max()):
+    share = _OF_SCALES if hasattr(config, "quantization_config") else _CHANCE
+    if float((first - other).abs().max()) > share * float(first.abs().max()):
         raise CheckpointError(
-            f"{type(model).__name__} ({config.model_type}) reads a text in both directions: it "
-            "would see each token that it is to predict.",
-            f"{_WANTED[:-1]}; if it is one, its config.json has to say is_decoder: true.",
+            f"{type(model).__name__} ({getattr(config, 'model_type', 'no type')}) reads a text in "
+            "both directions: it would see each token that it is to predict.",
+            f"{_WANTED[:-1]}; what can be one says so in its config.json (is_decoder: true).",
         )
 
 

@@ -77,11 +77,11 @@ class ShownLists:
         wanted: tells whether a batch is run, so that tokens are to be shown.
         every: every expert is shown all tokens; else it gets what is routed to it until its list
             is :meth:`decided`.
+        only_tried: those of ``lists`` whose members are shown something while calls are watched,
+            and nothing else.
 
     Attributes:
         pending: the modules where passes are still to wait; ``None`` while nothing waits anywhere.
-        silent: no expert that is shown rows runs for its routed tokens (their outputs are zeros):
-            calls are watched.
     """
 
     def __init__(
@@ -90,23 +90,23 @@ class ShownLists:
         wanted: Callable[[], bool],
         *,
         every: bool = True,
+        only_tried: Collection[ExpertList] = (),
     ) -> None:
-        self.lists = list(lists)
+        self.lists = [one for one in lists if one not in only_tried]
         self.every = every
         self.pending: Collection[Module] | None = None
-        self.silent = False
+        self._all = list(lists)
         self._wanted = wanted
         self._shown: dict[Module, Shown] = {}
-        self._undecided = [] if every else list(lists)
+        self._undecided = [] if every else list(self.lists)
         self._in_survey = False
-        self._by_calls = {
-            member
-            for one, manner in lists.items()
-            if manner is Manner.CALLS
-            for member in one.members.values()
-        }
+        self._in_trial = False
+        self._made_in_trial: dict[ExpertList, Any] = {}
+        by_calls = [one for one, manner in lists.items() if manner is Manner.CALLS]
+        self._by_calls = {member for one in by_calls for member in one.members.values()}
+        self._wait_at_blocks = any(one in self.lists for one in by_calls)
         if every:
-            members = (member for one in lists for member in one.members.values())
+            members = (member for one in self.lists for member in one.members.values())
             self._shown = dict.fromkeys(members, "all_tokens")
         self._places: dict[Module, set[Module]] = {}
         self._inside: Counter[Module] = Counter()
@@ -126,19 +126,23 @@ class ShownLists:
             _tokens[one.module] = [0] * len(one.members)
             _starved.pop(one.module, None)
             self._places[one.owner] = {*one.holders, *one.owner.modules()}
-        owners = {one.owner: None for one in self.lists}
-        members = [member for one in self.lists for member in one.members.values()]
+        owners = {one.owner: None for one in self._all}
+        members = [member for one in self._all for member in one.members.values()]
         with stubbed(owners, self._showing), stubbed(members, self._routed):
             yield
 
     @contextlib.contextmanager
     def calls_watched(self) -> Iterator[None]:
-        """Have each expert that is shown all tokens seen once, with them, by who watches calls."""
-        self.silent = self.every
+        """Have each expert called once, whatever is routed to it, for who watches calls.
+
+        Who gets the same input as whom is known then of all of them.
+        """
+        self._in_trial = True
         try:
             yield
         finally:
-            self.silent = False
+            self._in_trial = False
+            self._made_in_trial.clear()
 
     def counted(self, order: CallOrder) -> CallOrder:
         """``order`` with those calls of experts alone that every batch makes: the ones shown."""
@@ -163,7 +167,7 @@ class ShownLists:
 
         Routes are counted there, and a single matrix may be called any number of times.
         """
-        return bool(self._undecided or self._by_calls)
+        return bool(self._undecided) or self._wait_at_blocks
 
     def without_unpaired(self, references: Mapping[Module, Tensor]) -> dict[Module, Tensor]:
         """``references`` but for those of experts that are called with what the others get.
@@ -205,15 +209,18 @@ class ShownLists:
     # ------------------------------------------------------------------ forwards
 
     def _is_on(self, owner: Module) -> bool:
-        if self.silent or self._in_survey:
+        if self._in_trial:
             return True
-        if not self._wanted():
+        places = self._places.get(owner)
+        if places is None:
             return False
-        return self.pending is None or not self._places[owner].isdisjoint(self.pending)
+        if self._in_survey:
+            return True
+        return self._wanted() and (self.pending is None or not places.isdisjoint(self.pending))
 
     def _showing(self, owner: Module, forward: Forward) -> Forward:
         members = [
-            member for one in self.lists if one.owner is owner for member in one.members.values()
+            member for one in self._all if one.owner is owner for member in one.members.values()
         ]
 
         def shown(*args: Any, **kwargs: Any) -> Any:
@@ -238,15 +245,16 @@ class ShownLists:
     def _show(self, members: Sequence[Module], shown: Shown, rows: Tensor) -> None:
         """Call those of ``members`` that are shown these rows; what they return is dropped."""
         for member in members:
-            if self._shown.get(member) == shown and member not in self._by_calls:
-                member(rows)
+            is_shown = self._in_trial or self._shown.get(member) == shown
+            if is_shown and member not in self._by_calls:
+                member(rows if self.every else rows.clone())  # each by itself, they get others
 
     def _show_call(
         self, members: Sequence[Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Call those of ``members`` that are shown what another gets, each with a copy of it."""
         for member in members:
-            if self._shown.get(member) in ("all_tokens", "neighbours"):
+            if self._in_trial or self._shown.get(member) in ("all_tokens", "neighbours"):
                 copied_args, copied_kwargs = for_another_run((args, dict(kwargs)), Tensor.clone)
                 member(*copied_args, **copied_kwargs)
 
@@ -258,16 +266,18 @@ class ShownLists:
         return shown is not None
 
     def _routed(self, member: Module, forward: Forward) -> Forward:
-        lists = (list(one.members.values()) for one in self.lists)
-        others = [one for one in next(own for own in lists if member in own) if one is not member]
+        own_list = next(one for one in self._all if member in one.members.values())
+        others = [one for one in own_list.members.values() if one is not member]
 
         def called(*args: Any, **kwargs: Any) -> Any:
             routed, given = _ROUTED.get(), first_tensor(args, kwargs)
             if routed is None or member not in routed or given is None:
                 return forward(*args, **kwargs)
             routed[member] += rows_of(given)
-            if self.silent and member not in self._by_calls:
-                return torch.zeros_like(given)
+            if self._in_trial:
+                if member not in self._by_calls:
+                    return torch.zeros_like(given)
+                return self._tried(own_list, others, forward, args, kwargs)
             if not self._in_survey:
                 with _routes(None):
                     if member in self._by_calls:
@@ -281,9 +291,30 @@ class ShownLists:
 
         return called
 
+    def _tried(
+        self,
+        own_list: ExpertList,
+        others: Sequence[Module],
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """In the first call of a list all its members run; later ones return zeros, if they can."""
+        given, template = first_tensor(args, kwargs), self._made_in_trial.get(own_list)
+        if given is None or (own_list in self._made_in_trial and template is None):
+            return forward(*args, **kwargs)
+        if template is not None:
+            return template.new_zeros((len(given), *template.shape[1:]))
+        with _routes(None):
+            self._show_call(others, args, kwargs)
+        made = forward(*args, **kwargs)
+        is_by_row = isinstance(made, Tensor) and made.shape[:1] == given.shape[:1]
+        self._made_in_trial[own_list] = made if is_by_row else None
+        return made
+
     def _count(self, owner: Module, routed: Mapping[Module, int]) -> None:
         for one in self.lists:
-            if one.owner is owner and not self.silent:
+            if one.owner is owner and not self._in_trial:
                 counted = _tokens[one.module]
                 for place, member in enumerate(one.members.values()):
                     counted[place] += routed[member]

@@ -189,7 +189,10 @@ def _decoder_mask(batch: Mapping[str, Any], padding: tuple[int, bool] | None) ->
         return token_mask(batch, "decoder_attention_mask")
     labels, ids = batch.get("labels"), batch.get("decoder_input_ids")
     if isinstance(labels, Tensor) and labels.ndim == 2 and _fits(labels, ids):
-        return _up_to_last(labels.ne(_IGNORED_LABEL))
+        wanted_BT = labels.ne(_IGNORED_LABEL)
+        return _up_to_last(
+            wanted_BT if padding is None else wanted_BT & _no_padding(labels, *padding)
+        )
     if isinstance(ids, Tensor):
         return None if padding is None else _up_to_last(_no_padding(ids, *padding))
     return token_mask(batch)

@@ -66,17 +66,16 @@ def listed_experts_shown(
     """
     every = args.moe_calibrate_all_experts
     found = _lists_of_calibrated(model, _calibrated(modifiers, state))
-    inside = _inside(found, blocks or ())
-    if not every:
-        found = inside
     manners: dict[ExpertList, Manner] = {}
     if found:
         with seen_without_weights(model, batches[0]):
             manners = manners_of(found, lambda: batches.run(small_batch(batches[0])))
-    if blocks is not None:
-        rows = Manner.ROWS
-        manners = {one: own for one, own in manners.items() if own is rows or one in inside}
-    lists = ShownLists(manners, lambda: state.batch_data is not None, every=every)
+    outside = set(found) - set(_inside(found, blocks or ()))
+    by_calls = {one for one, own in manners.items() if own is Manner.CALLS}
+    only_tried = outside if not every else set() if blocks is None else outside & by_calls
+    lists = ShownLists(
+        manners, lambda: state.batch_data is not None, every=every, only_tried=only_tried
+    )
     with lists.watching():
         yield lists
     _say_counts(lists)

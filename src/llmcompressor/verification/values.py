@@ -38,7 +38,10 @@ _OUTER = 0.65
 _LEAST_FIT = 0.5
 _TINY = 1e-9
 _NEVER = "All of its codes are equal: they were never written."
-_LEAST_ZERO = "All of its zero points are the least code: they were never calculated."
+_LEAST_ZERO = (
+    "All of its zero points are the least code: none of its weights is negative, or they were "
+    "never calculated."
+)
 _EXPONENTS = {
     torch.float16: (torch.int16, 0x7C00),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -322,7 +325,7 @@ def _check_zero_points(say: _Say, codes: Codes, zero: Tensor, seen: _Pass) -> No
     if zero.dtype is torch.int8 and bool(((wide >= limit) | (wide < -limit)).any()):
         say("V2", f"Its zero points are not all within {codes.args.bits} bits.")
     elif zero.numel() >= _FEW and not seen.is_constant and bool((wide == -limit).all()):
-        say("V2", _LEAST_ZERO)
+        say("V2", _LEAST_ZERO, severity=Severity.WARNING)
 
 
 def _check_packing(say: _Say, codes: Codes) -> None:
