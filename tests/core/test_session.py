@@ -201,6 +201,21 @@ def test_another_stage_of_the_same_recipe():
     assert first.finalized
 
 
+def test_a_recipe_of_objects_stays_for_another_stage_too():
+    """A modifier serves once: its like goes on."""
+    halver = Halver()
+    with create_session() as session:
+        session.initialize(recipe=halver, model=nn.Linear(2, 2))
+        session.finalize()
+        session.reset_stage()
+        session.initialize()
+        (other,) = session.lifecycle.recipe.modifiers
+        callbacks.batch_start()
+        assert callbacks.loss_calculated(loss=1.0).loss == 0.5
+    assert other is not halver
+    assert other.model_dump() == halver.model_dump()
+
+
 def test_reset_stage_finalizes_what_is_active():
     halver = Halver()
     with create_session() as session:

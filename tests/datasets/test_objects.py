@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import datasets
 import numpy as np
@@ -11,7 +12,7 @@ import pandas
 import pyarrow
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import load_calibration, load_training
@@ -434,6 +435,34 @@ def test_batches_of_a_loader_that_cannot_be_used_are_one_error(data, message):
     with pytest.raises(DatasetError, match=f"(?i){message}") as caught:
         list(load_calibration(arguments, vocab_size=100))
     assert caught.value.remedy
+
+
+class Endless(IterableDataset):
+    """Rows without end, or a few that do not say how many they are."""
+
+    def __init__(self, rows=None):
+        self.rows = rows
+
+    def __iter__(self):
+        rows = itertools.count() if self.rows is None else range(self.rows)
+        return ({"input_ids": torch.tensor([row % 9, 5])} for row in rows)
+
+
+@pytest.mark.parametrize(("rows", "wanted", "taken"), [(None, 5, 6), (8, 6, 6), (4, 6, 4)])
+def test_a_loader_without_a_length_gives_as_many_samples_as_are_asked_for(
+    rows, wanted, taken, logged
+):
+    loader = DataLoader(Endless(rows), batch_size=2)
+    args = DatasetArguments(dataset=loader, num_calibration_samples=wanted)
+    batches = list(load_calibration(args))
+    assert sum(len(batch["input_ids"]) for batch in batches) == taken
+    assert any("does not say how many" in line for line in logged) == (rows != 4)
+
+
+def test_a_loader_with_a_length_is_used_whole():
+    loader = DataLoader([{"input_ids": torch.tensor([5, 6])}] * 5, batch_size=2)
+    args = DatasetArguments(dataset=loader, num_calibration_samples=2)
+    assert len(list(load_calibration(args))) == 3
 
 
 def test_what_fails_in_a_worker_is_told_without_its_traceback():

@@ -182,6 +182,14 @@ def test_data_that_a_forward_cannot_do_with_is_told_as_such(family: str, pipelin
     assert not hooks_left(model)
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES_WITH_DATA)
+def test_so_is_data_of_another_shape(pipeline: str) -> None:
+    """torch raises of it what it raises of all else."""
+    batch = {"input_features": torch.randn(1, 3, 16)}
+    with pytest.raises(DatasetError, match="fails on the first batch, which has input_features: R"):
+        run_pipeline(tiny.build("whisper"), [batch], Recorder(), pipeline)
+
+
 def test_images_get_the_models_dtype_and_ids_keep_theirs() -> None:
     model = tiny.build("llava").to(torch.bfloat16)
     inputs = model_inputs(model, tiny.image_batches()[0])

@@ -86,6 +86,14 @@ _HUB_ARGUMENTS = (
     "token",
 )
 
+_WITHOUT_EFFECT = (
+    "save_original_format",
+    "save_peft_format",
+    "skip_compression_stats",
+    "variant",
+)
+"""Of transformers and of older releases of this API; by the time of saving, all work is done."""
+
 Text = str | Callable[[], str | None] | None
 
 
@@ -247,8 +255,11 @@ def _save_pretrained(
         skip_sparsity_compression_stats: accepted for old scripts.
         disable_sparse_compression: accepted for old scripts.
         safe_serialization: accepted for old scripts; only safetensors is written.
-        hub_arguments: ``repo_id``, ``token``, … for ``push_to_hub``.
+        hub_arguments: ``repo_id``, ``token``, … for ``push_to_hub``; and what transformers or
+            older releases take and this has no use for (``variant``, ``skip_compression_stats``).
     """
+    for key in hub_arguments.keys() & {*_WITHOUT_EFFECT}:
+        logger.info(f"save_pretrained({key}={hub_arguments.pop(key)!r}) has no effect.")
     unknown = [key for key in hub_arguments if key not in _HUB_ARGUMENTS]
     if unknown:
         raise ArgumentError(

@@ -17,6 +17,7 @@ from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.outlined import Outline
 from llmcompressor.recipe.arguments import RecipeArgs
 from llmcompressor.recipe.recipe import Recipe, RecipeInput
+from llmcompressor.recipe.unused import unused
 
 __all__ = ["CompressionLifecycle"]
 
@@ -243,13 +244,15 @@ class CompressionLifecycle:
     # ---- the recipe
 
     def _read_recipe(self, recipe: RecipeInput, stage: str | None, arguments: RecipeArgs) -> None:
+        is_next_stage = recipe is None
         if recipe is None and self._source is not None:
             recipe, before = self._source
             arguments = before if arguments is None else arguments
         if recipe is None:
             self.recipe = Recipe()
             return
-        self.recipe = Recipe.create_instance(recipe, target_stage=stage, recipe_args=arguments)
+        created = Recipe.create_instance(recipe, target_stage=stage, recipe_args=arguments)
+        self.recipe = unused(created) if is_next_stage else created
         self._source = (recipe, arguments)
 
     def _initialize_modifiers(self, given: Mapping[str, Any]) -> list[Any]:

@@ -38,6 +38,8 @@ _default = CompressionSession()
 _stack = _Stack()
 _running = threading.RLock()
 """Held by the thread whose run is at work."""
+_PATIENCE = 60.0
+"""Seconds after which a run that waits for another says what may be wrong."""
 
 
 @contextmanager
@@ -100,7 +102,13 @@ def _own_session() -> Iterator[CompressionSession]:
 def _alone() -> Iterator[None]:
     if not _running.acquire(blocking=False):
         logger.info("Another run of this process is at work: this one waits for its end.")
-        _running.acquire()
+        if not _running.acquire(timeout=_PATIENCE):
+            logger.warning(
+                "Still waiting for another run of this process. If that run waits for this one, as "
+                "a modifier does that starts a run in a thread and joins it, neither will end: "
+                "begin the inner run in the modifier's own thread."
+            )
+            _running.acquire()
     try:
         yield
     finally:

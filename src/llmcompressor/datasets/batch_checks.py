@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from llmcompressor.datasets.samples import IGNORED_LABEL, MAIN_INPUTS
 from llmcompressor.errors import DatasetError
+from llmcompressor.logger import logger
 
 __all__ = ["BatchCheck", "CheckedCollator", "CheckedLoader"]
 
@@ -107,16 +108,21 @@ class CheckedLoader(DataLoader[Any]):
     Args:
         loader: the user's; it makes the batches, and is not changed.
         check: what is refused.
+        samples: how many are taken of a loader that does not say how many it has, which may be
+            without end.
     """
 
-    def __init__(self, loader: DataLoader[Any], check: BatchCheck) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], check: BatchCheck, samples: int | None = None
+    ) -> None:
         # The loader's own settings (batch_size, dataset, ...) are seen through this object.
         self.__dict__.update(loader.__dict__)
         self._loader, self._batch_check = loader, check
+        self._most = None if samples is None or _has_length(loader) else samples
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The user's batches."""
-        has_ids = False
+        has_ids, taken = False, 0
         for number, batch in enumerate(_told(self._loader)):
             what = f"batch {number} of the given DataLoader"
             checked = self._batch_check(batch, what, "The DataLoader")
@@ -128,6 +134,13 @@ class CheckedLoader(DataLoader[Any]):
                 )
             has_ids |= "input_ids" in given
             yield checked
+            taken += _samples_of(checked)
+            if self._most is not None and taken >= self._most:
+                logger.warning(
+                    f"{taken} samples were taken of a DataLoader that does not say how many it "
+                    "has: as many as num_calibration_samples says, in whole batches."
+                )
+                return
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -166,6 +179,19 @@ def _columns_of(samples: Any) -> str:
     if not isinstance(first, Mapping):
         return "it is given a list of samples"
     return f"it is given a list of dicts with {', '.join(map(str, first))}"
+
+
+def _has_length(loader: DataLoader[Any]) -> bool:
+    try:
+        return len(loader) >= 0
+    except TypeError:  # its data set is a stream
+        return False
+
+
+def _samples_of(batch: Mapping[str, Any]) -> int:
+    """Rows of a batch; one where nothing in it has any."""
+    tensors = (value for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim)
+    return next((len(value) for value in tensors), 1)
 
 
 def _told(loader: Iterable[Any]) -> Iterator[Any]:

@@ -41,7 +41,8 @@ def load_calibration(
 ) -> DataLoader[Any] | None:
     """The calibration batches that the arguments describe.
 
-    A DataLoader of the user's is used as it is, its token ids checked as they come. Rows with
+    A DataLoader of the user's is used as it is, its token ids checked as they come; one without a
+    length for ``num_calibration_samples`` samples, counted in whole batches. Rows with
     ``input_ids`` are used as they are too, and need no processor; cut only where the model would
     look for positions that it has not. The loader gives the same
     batches each time it is iterated, and in every run with the same data and seed.
@@ -70,7 +71,9 @@ def load_calibration(
     if is_loader(args.dataset):
         loader: DataLoader[Any] = args.dataset
         _warn_of_unread(args)
-        return CheckedLoader(loader, BatchCheck(vocab_size, positions))
+        return CheckedLoader(
+            loader, BatchCheck(vocab_size, positions), samples=args.num_calibration_samples
+        )
     source = source or open_source(args, processor=processor)
     if source is None:
         logger.info("No calibration data was given.")

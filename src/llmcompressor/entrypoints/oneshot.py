@@ -78,7 +78,11 @@ def oneshot(
 
 
 class Oneshot(Job):
-    """One run of :func:`oneshot`."""
+    """One run of :func:`oneshot`.
+
+    Attributes:
+        model: what the run returned; ``None`` before.
+    """
 
     def __init__(
         self,
@@ -88,6 +92,7 @@ class Oneshot(Job):
     ) -> None:
         self._given = {"output_dir": output_dir, "log_dir": log_dir, **arguments}
         super().__init__(output_dir, log_dir, **arguments)
+        self.model: Any = None
 
     def __call__(self) -> Any:
         """Load, calibrate, compress, and save; or only make the plan of it."""
@@ -103,8 +108,10 @@ class Oneshot(Job):
             source = self.open_data()
             checkpoint = streamable(self)
             if checkpoint is not None:
-                return run_streamed(self, checkpoint, source)
-            return run_in_memory(self, source)
+                self.model = run_streamed(self, checkpoint, source)
+            else:
+                self.model = run_in_memory(self, source)
+            return self.model
 
 
 def _planned(given: Mapping[str, Any]) -> Any:

@@ -51,6 +51,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     Options: ClassVar[type[ObserverOptions]] = IMatrixOptions
     uses_importance = True
     inclusive = True
+    _has_warned = False
 
     def error_weights(self, observed: Canonical) -> Tensor | None:
         """The importance of each element of the cells that lie side by side."""
@@ -58,7 +59,9 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         if unusable is not None:
             if self.options.strict:
                 raise InputError(unusable, "Calibrate with data, or set strict to false.")
-            logger.warning("{} All columns count the same.", unusable)
+            if not self._has_warned:  # it observes many batches
+                logger.warning("{} All columns count the same.", unusable)
+            self._has_warned = True
             return None
         assert self.importance is not None
         importance_C = self.importance.to(device=observed.matrix.device, dtype=torch.float32)

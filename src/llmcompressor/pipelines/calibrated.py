@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Module
 
 from llmcompressor.errors import CheckpointError, CompressorError, DatasetError
@@ -117,14 +118,14 @@ def _accepted(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
     """Say that it is the data where a forward raises what forwards raise of their arguments."""
     try:
         yield
-    except CompressorError:
+    except (CompressorError, torch.OutOfMemoryError):
         raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         columns = ", ".join(sorted(batch)) or "nothing"
         raise DatasetError(
             f"The forward of {type(model).__name__} fails on the first batch, which has {columns}: "
-            f"{type(error).__name__}: {error}.",
-            "Give it the columns that this forward takes.",
+            f"{type(error).__name__}: {str(error).rstrip('.')}.",
+            "Give it the columns, and of the shapes, that this forward takes.",
         ) from error
 
 
