@@ -21,7 +21,7 @@ TITLES = {
     "S27": "integers are offset by half their range",
     "S72": "scales are finite and positive",
     "V1": "scales are not an untouched buffer",
-    "V2": "zero points and codes are in range, and zero points were calculated",
+    "V2": "zero points and codes are in range; as a warning: zero points were calculated",
     "V3": "unused bits of packed words are zero",
     "V4": "codes were written",
     "V5": "scales use the range of the codes",
