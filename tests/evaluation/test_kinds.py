@@ -73,6 +73,22 @@ def test_models_of_other_tasks(cls: Any, said: str, form: str, tmp_path: Path) -
         evaluate(given, dataset=ROWS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("window", "same"), [(16, False), (16, True), (2, False), (2, True)])
+def test_what_rounding_moves_is_no_look_ahead(dtype: Any, window: int, same: bool) -> None:
+    """Experts get other numbers of rows, whose products round otherwise."""
+    experts = {"num_local_experts": 4, "num_key_value_heads": 2}
+    sizes = {**SIZES, "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256}
+    torch.manual_seed(0)
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **experts)).to(dtype).eval()
+    drawn = torch.randint(3, 64, (64,), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = [{"input_ids": [5] * 64 if same else drawn}]
+    assert evaluate(model, dataset=rows, max_seq_length=window).tokens
+    sharp = _built(hf.BertForMaskedLM, initializer_range=0.5)
+    with pytest.raises(CheckpointError, match="reads a text in both directions"):
+        evaluate(sharp.to(dtype), dataset=rows, max_seq_length=window)
+
+
 @pytest.mark.parametrize(
     ("cls", "changes"),
     [

@@ -15,14 +15,15 @@ from transformers import PreTrainedModel
 from llmcompressor.checkpoint.load import config_of, load_complete, loading_error
 from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.errors import ArgumentError, CheckpointError
+from llmcompressor.modeling.inputs import model_dtype
 
 __all__ = ["check_causal", "check_kind", "load_for_measuring", "logits_of"]
 
 _WANTED = "Give a model that goes on with a text."
 _CHANCE = 1e-3
 """How much of a logit may be due to the order of sums."""
-_OF_SCALES = 0.05
-"""How much of it, where activations have one scale for all tokens."""
+_ROUGHLY = 0.05
+"""How much of it, where 16 bits hold it or activations have one scale for all tokens."""
 
 
 def load_for_measuring(
@@ -77,17 +78,28 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
         CheckpointError: what it says of the first token depends on what follows it.
     """
     config: Any = getattr(model, "config", None)
-    first, other = (
-        logits_of(model, torch.tensor([ids]))[0, 0].float()
-        for ids in (list(window), [window[0]] * len(window))
+    logits = logits_of(model, torch.tensor([list(window)]))[0, 0]
+    is_rough = logits.dtype != torch.float32 or model_dtype(model) != torch.float32
+    share = _ROUGHLY if is_rough or hasattr(config, "quantization_config") else _CHANCE
+    first = logits.float()
+    moves = (
+        float((first - logits_of(model, torch.tensor([ids]))[0, 0].float()).abs().max())
+        for ids in _gone_on_otherwise(window)
     )
-    share = _OF_SCALES if hasattr(config, "quantization_config") else _CHANCE
-    if float((first - other).abs().max()) > share * float(first.abs().max()):
+    # one may be due to a router that rounding has made send the token elsewhere
+    if all(move > share * float(first.abs().max()) for move in moves):
         raise CheckpointError(
             f"{type(model).__name__} ({getattr(config, 'model_type', 'no type')}) reads a text in "
             "both directions: it would see each token that it is to predict.",
             f"{_WANTED[:-1]}; what can be one says so in its config.json (is_decoder: true).",
         )
+
+
+def _gone_on_otherwise(window: Sequence[int]) -> list[list[int]]:
+    """Windows that begin as ``window`` does and go on with one token, and are not it."""
+    first, *rest = window
+    others = [[one] * len(rest) for one in (first, rest[-1], 0 if first else 1)]
+    return [[first, *other] for other in others if other != rest]
 
 
 def logits_of(model: Module, ids_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
