@@ -388,11 +388,8 @@ def test_they_may_be_left_to_what_is_routed_to_them(pipeline: str, warned: list[
     assert f"{LIST}.2.gate_proj" not in recorder._inputs
 
 
-STARVED = {
-    "moe_calibrate_all_experts": False,
-    "min_tokens_per_module": 0.5,
-    "sequential_granularity": "block",
-}
+FEW: dict[str, Any] = {"moe_calibrate_all_experts": False, "min_tokens_per_module": 0.5}
+STARVED = {**FEW, "sequential_granularity": "block"}
 
 
 @pytest.mark.parametrize("arguments", [{}, STARVED], ids=["all", "starved"])
@@ -608,15 +605,7 @@ def test_starved_ones_are_shown_what_the_policy_says(
     plain = plain_inputs(model, batches, names)
     shares = [chosen_of(one["input_ids"].numel(), Listed.share) for one in batches]
     recorder = Patient(twin=twin, targets=list(names.values()))
-    run_pipeline(
-        model,
-        batches,
-        recorder,
-        pipeline,
-        moe_calibrate_all_experts=False,
-        min_tokens_per_module=0.5,
-        starved_experts=policy,
-    )
+    run_pipeline(model, batches, recorder, pipeline, **FEW, starved_experts=policy)
     first = "model.layers.0.mlp.experts"
     sizes = [len(one) for one in shares]
     routed = [[int((one == number).sum()) for one in shares] for number in range(EXPERTS)]
@@ -659,15 +648,7 @@ def test_so_are_starved_ones_that_are_called_with_more_than_rows(
     names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
     plain = plain_inputs(model, batches, names)
     recorder = Patient()
-    run_pipeline(
-        model,
-        batches,
-        recorder,
-        pipeline,
-        moe_calibrate_all_experts=False,
-        min_tokens_per_module=0.5,
-        starved_experts=policy,
-    )
+    run_pipeline(model, batches, recorder, pipeline, **FEW, starved_experts=policy)
     first = "model.layers.0.mlp.experts"
     fed, few = (plain[f"{first}.{number}.gate_proj"] for number in (0, 1))
     wanted = {
