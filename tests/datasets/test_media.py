@@ -97,7 +97,7 @@ def test_several_keep_their_order(pixels):
         ({"text": TEXT}, "sample 0: the text has <image>.*column 'images'"),
         ({"text": TEXT, "pictures": "here"}, "sample 0: the text has <image>"),
         ({"messages": turns({})}, "sample 0: the text has <image>"),
-        ({"messages": turns({}, {"image": "x.png"})}, r"x\.png.*cannot be read"),
+        ({"messages": turns({"image": "x.png"})}, r"x\.png.*cannot be read"),
         ({"messages": turns({}, {"image": 5})}, "sample 0: 1 of 2 parts for images"),
     ],
     ids=["none", "another column", "turns", "no file", "one of two"],
@@ -107,6 +107,21 @@ def test_a_placeholder_without_a_picture_is_refused(batches, processor, row, mat
         batches([row], processor=processor)
 
 
-def test_text_alone_needs_none(batches, processor):
-    (batch,) = batches(["x = 1"], processor=processor)
+@pytest.mark.parametrize("row", [{"text": "x = 1"}, {"text": "x = 1", "images": []}])
+def test_text_alone_needs_none(batches, processor, row):
+    (batch,) = batches([row], processor=processor)
     assert "pixel_values" not in batch
+
+
+@pytest.mark.parametrize("shown", ["x.png", "http://127.0.0.1:9/x.png"])
+def test_for_a_tokenizer_no_picture_is_read(batches, processor, shown):
+    """Its token for one is a token like others."""
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.chat_template, tokenizer.image_token = TEMPLATE, "<image>"
+    (batch,) = batches([{"messages": turns({}, {"image": shown})}], processor=tokenizer)
+    assert batch["input_ids"][0].tolist() == tokenizer("<image>" + TEXT)["input_ids"]
+
+
+def test_an_address_that_cannot_be_read_is_told(batches, processor):
+    with pytest.raises(DatasetError, match=r"sample 0: The picture http.*cannot be read"):
+        batches([{"messages": turns({"url": "http://127.0.0.1:9/x.png"})}], processor=processor)

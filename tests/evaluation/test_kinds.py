@@ -13,9 +13,10 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from llmcompressor import evaluate
+from llmcompressor import evaluate, oneshot
 from llmcompressor.cli import main
 from llmcompressor.errors import ArgumentError, CheckpointError
+from llmcompressor.modifiers.quantization import QuantizationModifier
 
 ROWS = [{"input_ids": [5, 6, 7, 8, 9, 10, 11, 12]}, {"input_ids": [30, 31, 5, 6, 40, 41, 42, 43]}]
 SIZES: dict[str, Any] = {
@@ -71,6 +72,19 @@ def test_models_of_other_tasks(cls: Any, said: str, form: str, tmp_path: Path) -
     given = model if form == "object" else _folder(model, tmp_path / "model")
     with pytest.raises((CheckpointError, ArgumentError), match=said):
         evaluate(given, dataset=ROWS)
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_scales_of_all_tokens_are_no_look_ahead(kind: str, tmp_path: Path) -> None:
+    """What follows a token decides how it is rounded."""
+    weights = {"num_bits": 8, "type": kind, "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": kind, "strategy": "tensor", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    recipe = QuantizationModifier(config_groups={"all": group}, ignore=["lm_head"])
+    model = _built(hf.LlamaForCausalLM, initializer_range=0.5)
+    model = oneshot(model, recipe=recipe, output_dir=tmp_path / "out")
+    for form in (model, tmp_path / "out"):
+        assert evaluate(form, dataset=ROWS).tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -49,19 +49,30 @@ class Listed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
-        chosen = chosen_of(len(rows), self.share)
+        chosen = self.chosen(rows)
         output = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
             if (chosen == number).any():
                 output[chosen == number] = self.made(expert, rows[chosen == number])
         return output.view_as(x)
 
+    def chosen(self, rows: Tensor) -> Tensor:
+        return chosen_of(len(rows), self.share)
+
     def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
         made: Tensor = expert(rows)
         return made
 
 
-class Scaled(Listed):
+class ByContent(Listed):
+    """What a token holds decides: about seven of ten go to the first, none to the last."""
+
+    def chosen(self, rows: Tensor) -> Tensor:
+        said = rows.float().sum(-1)
+        return (said > said.mean() + 0.5 * said.std()).long()
+
+
+class Scaled(ByContent):
     """What they get are no rows of the input."""
 
     def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
@@ -147,7 +158,47 @@ class InLayers(Listed):
         return x
 
 
-class Halved(Listed):
+class AtHalfLength(Listed):
+    """Nor these, which together get as many rows as there are tokens, and a half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x[:, : x.shape[1] // 2]
+        for layer in self.experts:
+            half = half * 3 + layer(half)
+        return torch.cat([half, x[:, half.shape[1] :]], 1)
+
+
+class ByPosition(Listed):
+    """Nor these: one for each position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = (
+            self.experts[at % EXPERTS](x[:, at : at + 1] * (1 + at % EXPERTS))
+            for at in range(x.shape[1])
+        )
+        return torch.cat(list(steps), 1)
+
+
+class ByScale(Listed):
+    """Nor these: each sees fewer tokens than the one before, and other ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            step = 2**number
+            made[:, ::step] += expert(x[:, ::step] * step)
+        return made
+
+
+class Deep(Scaled):
+    """Gets its tokens in a batch of one."""
+
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        made: Tensor = expert(rows[None] * 0.5)[0]
+        return made
+
+
+class Halved(ByContent):
     """Its experts return less than they get."""
 
     def __init__(self, config: Any) -> None:
@@ -194,7 +245,7 @@ class Doubling(LlamaMLP):
         )
 
 
-class Overwritten(Listed):
+class Overwritten(ByContent):
     """What experts get are no tokens any more when they have returned; some get a weight."""
 
     def __init__(self, config: Any) -> None:
@@ -451,24 +502,21 @@ def test_that_they_cannot_be_shown_all_tokens_is_said_once(
     assert not hooks_left(model)
 
 
-class EvenlyScaled(Scaled):
-    """Each gets equally many."""
-
-    share = (0, 1, 2)
-
-
 MANNERS = {
     Listed: Manner.ROWS,
     OfMixtures: Manner.ROWS,
-    AddedBefore: Manner.CALLS,
-    OneAfterAnother: Manner.CALLS,
+    AddedBefore: None,
+    OneAfterAnother: None,
     Scaled: Manner.CALLS,
-    EvenlyScaled: Manner.CALLS,
+    Deep: Manner.CALLS,
     Halved: Manner.CALLS,
     Overwritten: Manner.CALLS,
     Own: None,
     Shown: None,
     InLayers: None,
+    AtHalfLength: None,
+    ByPosition: None,
+    ByScale: None,
 }
 
 
@@ -487,7 +535,7 @@ def test_how_they_are_called_is_found_out_without_weights_too(kind: type[Listed]
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("twin", [False, True])
-@pytest.mark.parametrize("kind", [Scaled, Halved, Overwritten])
+@pytest.mark.parametrize("kind", [Scaled, Halved, Overwritten, Deep])
 def test_what_is_called_with_more_than_rows_is_shown_what_the_others_get(
     pipeline: str, twin: bool, kind: type[Listed], warned: list[str]
 ) -> None:
@@ -511,8 +559,10 @@ def test_what_is_called_with_more_than_rows_is_shown_what_the_others_get(
             )
     check_unchanged(recorder, plain, names.values())
     (report,) = experts_report(model).values()
-    shares = [chosen_of(batch["input_ids"].numel(), kind.share) for batch in batches]
-    assert report == {"tokens": torch.cat(shares).bincount(minlength=EXPERTS).tolist()}
+    calls = [plain.get(f"{first}.{number}.gate_proj", []) for number in range(EXPERTS)]
+    routed = [sum(one.shape[:-1].numel() for one in own) for own in calls]
+    assert report == {"tokens": routed}
+    assert 0 == routed[2] < routed[1] < routed[0]
     assert not told(warned)
     assert not hooks_left(model)
 

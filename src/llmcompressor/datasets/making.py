@@ -9,7 +9,7 @@ from typing import Any
 from llmcompressor.datasets.chat import ChatRenderer, fault_of_chat
 from llmcompressor.datasets.checks import check_token_ids
 from llmcompressor.datasets.encode import Encoder, pad_id_of, padding_side_of
-from llmcompressor.datasets.media import by_known_names, check_placeholders
+from llmcompressor.datasets.media import check_placeholders, with_media
 from llmcompressor.datasets.preparation import Preparation
 from llmcompressor.datasets.preprocess import RowPreparer
 from llmcompressor.datasets.rows import Row
@@ -179,12 +179,13 @@ class SampleMaker:
         if not rows:
             return {}
         encoder = self._own_encoder(self._where(next(iter(rows))))
-        rows = {index: by_known_names(row, encoder.columns) for index, row in rows.items()}
+        known = encoder.columns
+        rows = {index: _with_media(row, known, self._where(index)) for index, row in rows.items()}
         for index, row in rows.items():
             where = self._where(index)
-            self._rows.check_columns(row, encoder.columns, where)
+            self._rows.check_columns(row, known, where)
             _check_text(row, where)
-            _check_media(row, self._it.processor, where)
+            _check_media(row, self._it.processor, known, where)
         try:
             outputs = encoder(list(rows.values()))
         except DatasetError:
@@ -276,9 +277,16 @@ def _check_text(row: Row, where: str) -> None:
         _check_unicode(text, where)
 
 
-def _check_media(row: Row, processor: Any, where: str) -> None:
+def _with_media(row: Row, known: frozenset[str], where: str) -> Row:
     try:
-        check_placeholders(processor, row)
+        return with_media(row, known)
+    except DatasetError as error:
+        raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
+
+
+def _check_media(row: Row, processor: Any, known: frozenset[str], where: str) -> None:
+    try:
+        check_placeholders(processor, row, known)
     except DatasetError as error:
         raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
 

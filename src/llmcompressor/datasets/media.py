@@ -12,7 +12,7 @@ from typing import Any
 
 from llmcompressor.errors import DatasetError
 
-__all__ = ["by_known_names", "check_placeholders", "media_of"]
+__all__ = ["check_placeholders", "media_of", "with_media"]
 
 _COLUMNS = {"image": "images", "video": "videos", "audio": "audio"}
 """Type of a part → the processor's argument."""
@@ -35,14 +35,17 @@ _PLACEHOLDERS = {
 """A processor's attribute → the columns one of which its token stands for."""
 
 
+class _Unread(str):
+    """Where a picture of a turn is: a path, an address, or itself in base64."""
+
+    __slots__ = ()
+
+
 def media_of(conversation: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """What the turns of a conversation show, in their order, by the processor's arguments.
 
-    Pictures that are named by a path, an address or in base64 are read.
-
-    Raises:
-        DatasetError: some parts of a type bring what they show and others do not, or a picture
-            cannot be read.
+    Nothing is read yet, since it may be a tokenizer that gets the row. ``None`` stands for what is
+    not shown in its turn.
     """
     found: dict[str, list[Any]] = {}
     for turn in conversation:
@@ -51,36 +54,60 @@ def media_of(conversation: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind in _COLUMNS:
                 found.setdefault(_COLUMNS[kind], []).append(_shown(part, kind))
-    for column, shown in found.items():
-        missing = sum(one is None for one in shown)
-        if 0 < missing < len(shown):
-            raise DatasetError(
-                f"{missing} of {len(shown)} parts for {column} in a conversation do not say what "
-                "they show.",
-                f"Give all of them in the turns, or all in a column {column!r}.",
-            )
-    return {column: shown for column, shown in found.items() if shown[0] is not None}
+    return {
+        column: shown for column, shown in found.items() if any(one is not None for one in shown)
+    }
 
 
 def _shown(part: Mapping[str, Any], kind: str) -> Any:
     given = (part.get(key) for key in (kind, *_SOURCES))
     shown = next((one for one in given if one is not None), None)
-    if kind != "image" or not isinstance(shown, str):
-        return shown
+    return _Unread(shown) if kind == "image" and isinstance(shown, str) else shown
+
+
+def with_media(row: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """``row`` as a processor takes it: media under its names, pictures of turns read.
+
+    Args:
+        row: a row, prepared.
+        known: the columns that the processor can take; what is in others is left as it is.
+
+    Raises:
+        DatasetError: some parts of a conversation bring what they show and others do not, or a
+            picture cannot be read.
+    """
+    known = frozenset(known)
+    made = _by_known_names(row, known)
+    for column in known & {*_OTHER_NAMES} & made.keys():
+        value = made[column]
+        if isinstance(value, list) and not value:
+            made[column] = None
+        elif isinstance(value, list) and any(one is None for one in value):
+            missing = sum(one is None for one in value)
+            raise DatasetError(
+                f"{missing} of {len(value)} parts for {column} in a conversation do not say what "
+                "they show.",
+                f"Give all of them in the turns, or all in a column {column!r}.",
+            )
+        elif isinstance(value, list):
+            made[column] = [_read(one) if isinstance(one, _Unread) else one for one in value]
+    return made
+
+
+def _read(shown: str) -> Any:
     from transformers.image_utils import load_image  # noqa: PLC0415  # few data hold pictures
 
     try:
-        return load_image(shown)
-    except (OSError, ValueError) as error:
+        return load_image(str(shown))
+    except Exception as error:  # of a file, of what is in it, or of whatever network it is on
         raise DatasetError(
             f"The picture {shown:.80} of a conversation cannot be read: {error!s:.200}.",
             "Check the path, or give the picture itself.",
         ) from error
 
 
-def by_known_names(row: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+def _by_known_names(row: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
     """``row`` with its media under the names that a processor knows: ``image`` as ``images``."""
-    known = frozenset(known)
     named = dict(row)
     for name, other in _OTHER_NAMES.items():
         if name not in known and other in known and named.get(other) is None and name in named:
@@ -88,7 +115,7 @@ def by_known_names(row: Mapping[str, Any], known: Iterable[str]) -> dict[str, An
     return named
 
 
-def check_placeholders(processor: Any, row: Mapping[str, Any]) -> None:
+def check_placeholders(processor: Any, row: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse a text that stands for a picture, video or sound where none is given.
 
     The model would run on the bare placeholders.
@@ -96,15 +123,18 @@ def check_placeholders(processor: Any, row: Mapping[str, Any]) -> None:
     Args:
         processor: knows their tokens.
         row: what it is called with.
+        known: the columns that it can take.
 
     Raises:
         DatasetError: names the token.
     """
-    text = row.get("text")
+    text, known = row.get("text"), frozenset(known)
     for attribute, columns in _PLACEHOLDERS.items():
         token = getattr(processor, attribute, None)
         if not isinstance(token, str) or not token or not isinstance(text, str):
             continue
+        if known.isdisjoint(columns):
+            continue  # a tokenizer, say, for which the token is one of many
         if token in text and all(row.get(column) is None for column in columns):
             raise DatasetError(
                 f"the text has {token}, and there is nothing that it stands for.",

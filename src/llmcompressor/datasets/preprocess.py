@@ -98,9 +98,10 @@ class RowPreparer:
                 row["text"] = row.pop(column)
             elif _is_silent(row) and not self._main_inputs & row.keys():
                 row["text"] = None
-        if is_chat(conversation := row.get("text")):
+        conversation: Any = row.get("text")
+        if is_chat(conversation):
             row["text"] = self._rendered(conversation, column, where)
-            for name, shown in _media_of(conversation, where).items():
+            for name, shown in media_of(turns(conversation)).items():
                 if row.get(name) is None:
                     row[name] = shown
         return row
@@ -170,13 +171,6 @@ class RowPreparer:
             if self._function is None:
                 remedy = "Check that this is a copy of the data set that was named."
             raise DatasetError(f"{where} cannot be preprocessed: {error!r}.", remedy) from error
-
-
-def _media_of(conversation: Any, where: str) -> dict[str, list[Any]]:
-    try:
-        return media_of(turns(conversation))
-    except DatasetError as error:
-        raise DatasetError(f"{where}: {error.problem}", error.remedy) from error
 
 
 def refuse_broken_chat(row: Mapping[str, Any], where: str) -> None:

@@ -23,7 +23,7 @@ _WANTED = "Give a model that goes on with a text."
 _CHANCE = 1e-3
 """How much of a logit may be due to the order of sums."""
 _ROUGHLY = 0.05
-"""How much of it, where 16 bits hold it or activations have one scale for all tokens."""
+"""How much of it, where 16 bits hold it or something is quantized."""
 
 
 def load_for_measuring(
@@ -78,9 +78,13 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
         CheckpointError: what it says of the first token depends on what follows it.
     """
     config: Any = getattr(model, "config", None)
+    schemes = [getattr(module, "quantization_scheme", None) for module in model.modules()]
+    if any(map(_scales_by_all_tokens, schemes)):
+        return  # what follows a token decides how it is rounded
     logits = logits_of(model, torch.tensor([list(window)]))[0, 0]
     is_rough = logits.dtype != torch.float32 or model_dtype(model) != torch.float32
-    share = _ROUGHLY if is_rough or hasattr(config, "quantization_config") else _CHANCE
+    is_rough = is_rough or any(schemes) or hasattr(config, "quantization_config")
+    share = _ROUGHLY if is_rough else _CHANCE
     first = logits.float()
     moves = (
         float((first - logits_of(model, torch.tensor([ids]))[0, 0].float()).abs().max())
@@ -93,6 +97,12 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
             "both directions: it would see each token that it is to predict.",
             f"{_WANTED[:-1]}; what can be one says so in its config.json (is_decoder: true).",
         )
+
+
+def _scales_by_all_tokens(scheme: Any) -> bool:
+    """Whether inputs or outputs get one scale by all tokens of a call."""
+    held = (getattr(scheme, name, None) for name in ("input_activations", "output_activations"))
+    return any(one is not None and one.dynamic is True and one.strategy == "tensor" for one in held)
 
 
 def _gone_on_otherwise(window: Sequence[int]) -> list[list[int]]:

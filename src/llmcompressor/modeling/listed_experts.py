@@ -30,6 +30,8 @@ __all__ = ["ExpertList", "Manner", "lists_of_alike", "manners_of", "members_of",
 _COMPARED = 8
 """Rows of each call that are looked for among the tokens."""
 _MATRIX = 2
+_DRAWS = 6
+"""Inputs that are tried to see whether routes depend on them."""
 
 
 class Manner(Enum):
@@ -150,7 +152,37 @@ def _manner(
     given = first_tensor(args, kwargs)
     if given is None or given.ndim < _MATRIX or not given.is_floating_point():
         return None
-    seed = torch.Generator().manual_seed(0)
+
+    def tried(draw: int) -> tuple[list[_Call], Tensor]:
+        return _calls_of(one, forward, args, kwargs, given, draw)
+
+    try:
+        calls, rows = tried(0)
+        if not calls:
+            return None
+        if all(_are_rows(call, rows) for call in calls):
+            shared = len(calls) < len(one.members) or any(call.rows < len(rows) for call in calls)
+            return Manner.ROWS if shared else None
+        if not _are_routed(one, [calls, *(tried(draw)[0] for draw in range(1, _DRAWS))]):
+            return None
+        for member in one.members.values():  # each has to take what another gets
+            shown, named = for_another_run((calls[0].args, dict(calls[0].kwargs)), Tensor.clone)
+            member.forward(*shown, **named)
+    except Exception:  # whatever a model's own code raises here: how it calls them is not known
+        return None
+    return Manner.CALLS
+
+
+def _calls_of(
+    one: ExpertList,
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    given: Tensor,
+    draw: int,
+) -> tuple[list[_Call], Tensor]:
+    """The calls of members when the owner gets other tokens than ``given``, and these."""
+    seed = torch.Generator().manual_seed(draw)
     marked = torch.rand(given.shape, generator=seed).to(given.device, given.dtype)
     calls: list[_Call] = []
 
@@ -171,43 +203,27 @@ def _manner(
     copied_args, copied_kwargs = for_another_run(
         (args, dict(kwargs)), lambda tensor: marked.clone() if tensor is given else tensor
     )
-    try:
-        with (
-            stubbed(one.members.values(), recording),
-            stubbed(_others_with_weights(one), disturbing),
-        ):
-            forward(*copied_args, **copied_kwargs)
-        return _manner_of_calls(one, calls, marked.flatten(0, -2))
-    except Exception:  # whatever a model's own code raises here: how it calls them is not known
-        return None
+    with (
+        stubbed(one.members.values(), recording),
+        stubbed(_others_with_weights(one), disturbing),
+    ):
+        forward(*copied_args, **copied_kwargs)
+    return calls, marked.flatten(0, -2)
 
 
-def _manner_of_calls(one: ExpertList, calls: Sequence[_Call], rows: Tensor) -> Manner | None:
-    if not calls:
-        return None
-    if all(_are_rows(call, rows) for call in calls):
-        shared = len(calls) < len(one.members) or any(call.rows < len(rows) for call in calls)
-        return Manner.ROWS if shared else None
-    routed = [
-        sum(call.rows for call in calls if call.member is own) for own in one.members.values()
-    ]
-    if not _are_shares(routed, len(rows)):
-        return None
-    for member in one.members.values():  # each has to take what another gets
-        args, kwargs = for_another_run((calls[0].args, dict(calls[0].kwargs)), Tensor.clone)
-        member.forward(*args, **kwargs)
-    return Manner.CALLS
+def _are_routed(one: ExpertList, draws: Sequence[Sequence[_Call]]) -> bool:
+    """Whether what tokens hold decides how many of them each member gets.
 
-
-def _are_shares(routed: Sequence[int], tokens: int) -> bool:
-    """Whether members of a list get tokens that are routed to them, by how many each gets.
-
-    Layers one behind another all get equally many. So may experts, by chance, but fewer than there
-    are, and each token goes to equally many of them.
+    Layers one behind another, or one for each position or scale, are alike too, and called with
+    more than rows: what the others get is nothing that they ever would.
     """
-    if len(set(routed)) > 1:
-        return True
-    return routed[0] < tokens and sum(routed) % tokens == 0
+    counts = {
+        tuple(
+            sum(call.rows for call in calls if call.member is own) for own in one.members.values()
+        )
+        for calls in draws
+    }
+    return len(counts) > 1
 
 
 def _versions(*values: Any) -> list[int]:

@@ -304,11 +304,11 @@ class ShownLists:
         if given is None or (own_list in self._made_in_trial and template is None):
             return forward(*args, **kwargs)
         if template is not None:
-            return template.new_zeros((len(given), *template.shape[1:]))
+            return template.new_zeros((*given.shape[:-1], template.shape[-1]))
         with _routes(None):
             self._show_call(others, args, kwargs)
         made = forward(*args, **kwargs)
-        is_by_row = isinstance(made, Tensor) and made.shape[:1] == given.shape[:1]
+        is_by_row = isinstance(made, Tensor) and made.shape[:-1] == given.shape[:-1]
         self._made_in_trial[own_list] = made if is_by_row else None
         return made
 
