@@ -526,6 +526,13 @@ class TestSavePretrained:
         shutil.rmtree(tmp_path / "b" / "additional_chat_templates")
         assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
+    def test_a_variant_names_no_file(self, tmp_path: Path, warned: list[str]) -> None:
+        model = w4a16(tiny.llama())
+        modify_save_pretrained(model)
+        model.save_pretrained(tmp_path / "out", variant="fp16")
+        assert (tmp_path / "out" / "model.safetensors").exists()
+        assert [line for line in warned if "variant='fp16'" in line]
+
     def test_every_old_argument(self, tmp_path: Path) -> None:
         model = w4a16(tiny.llama())
         modify_save_pretrained(model)
@@ -536,6 +543,7 @@ class TestSavePretrained:
             skip_sparsity_compression_stats=True,
             skip_compression_stats=True,
             variant=None,
+            save_peft_format=True,
             disable_sparse_compression=False,
             safe_serialization=True,
             max_shard_size="50KB",

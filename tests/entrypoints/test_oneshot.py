@@ -483,7 +483,9 @@ def test_the_class_does_what_the_function_does(tmp_path: Path) -> None:
     run = Oneshot(model=small.llama(), output_dir=tmp_path / "class", **arguments)
     assert run.recipe == Recipe.create_instance(GPTQ)
     assert not (tmp_path / "class").exists(), "nothing happens before it is called"
-    run()
+    assert run.model is None
+    made = run()
+    assert made is run.model
     oneshot(model=small.llama(), output_dir=tmp_path / "function", **arguments)
     assert small.tree(tmp_path / "class") == small.tree(tmp_path / "function")
 

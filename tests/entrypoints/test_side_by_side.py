@@ -6,6 +6,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from time import sleep
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from small_models import llama, token_rows, tree
 from torch.nn import Module
 
 from llmcompressor import active_session, create_session, oneshot
+from llmcompressor.core import session_functions
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
@@ -66,6 +68,28 @@ def test_folders_of_several_threads_are_those_of_each_alone(tmp_path: Path) -> N
         threaded = list(pool.map(compress, [f"{seed}-threaded" for seed in range(RUNS)]))
     for one, other in zip(alone, threaded, strict=True):
         assert tree(one) == tree(other)
+
+
+def test_one_that_waits_for_long_says_why_that_may_be(
+    monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    monkeypatch.setattr(session_functions, "_PATIENCE", 0.01)
+
+    def wait() -> None:
+        with session_functions.free_session():
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        with session_functions.free_session():
+            waiting = pool.submit(wait)
+            for _ in range(1000):
+                if any("Still waiting" in line and "joins it" in line for line in warned):
+                    break
+                sleep(0.01)
+            else:
+                pytest.fail("nothing was said")
+            assert not waiting.done()
+        waiting.result(timeout=60)
 
 
 class Inner(Modifier):

@@ -128,6 +128,15 @@ def test_options_out_of_bounds_are_refused_by_name(name, option):
         make(name, **option)
 
 
+@pytest.mark.parametrize("base", ["weight", "input"])
+def test_importance_that_cannot_be_used_is_told_once(base, warned):
+    """An input is observed in every batch."""
+    observer = make("imatrix_mse", base, INT4)
+    for _ in range(3):
+        observer(WEIGHT)
+    assert len([line for line in warned if "All columns count the same" in line]) == 1
+
+
 def test_a_scale_is_selected_by_its_error_alone():
     assert make("fouroversix", "weight", INT4, scale_selection="mse")(WEIGHT)[0].shape == (4, 2)
     with pytest.raises(InputError, match="scale_selection = 'abs_max'"):

@@ -311,6 +311,15 @@ def is_linear(name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and name != "lm_head"
 
 
+def observed(
+    kind: type[Listed], layer: int = 1
+) -> tuple[Any, list[Any], dict[nn.Module, str], dict[str, list[Tensor]]]:
+    """A model, its batches, its Linears, and what these get in an ordinary forward."""
+    model, batches = build(kind, layer), tiny.text_batches()
+    names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
+    return model, batches, names, plain_inputs(model, batches, names)
+
+
 def told(warned: list[str]) -> list[str]:
     return [one for one in warned if "model's own code calls" in one]
 
@@ -320,9 +329,7 @@ def told(warned: list[str]) -> list[str]:
 def test_each_sees_every_token_once_and_outputs_stay(
     pipeline: str, twin: bool, warned: list[str]
 ) -> None:
-    model, batches = build(Listed, layer=0), tiny.text_batches()
-    names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
-    plain = plain_inputs(model, batches, names)
+    model, batches, _, plain = observed(Listed, layer=0)
     recorder = Patient(twin=twin)
     run_pipeline(model, batches, recorder, pipeline)
     before = "model.layers.0.mlp.experts"
@@ -428,9 +435,7 @@ def test_a_folder_is_read_block_by_block_with_them(every: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_they_may_be_left_to_what_is_routed_to_them(pipeline: str, warned: list[str]) -> None:
-    model, batches = build(Listed), tiny.text_batches()
-    names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
-    plain = plain_inputs(model, batches, names)
+    model, batches, _, plain = observed(Listed)
     recorder = Patient()
     arguments = {"moe_calibrate_all_experts": False, "starved_experts": "rtn"}
     run_pipeline(model, batches, recorder, pipeline, **arguments)
@@ -539,9 +544,7 @@ def test_how_they_are_called_is_found_out_without_weights_too(kind: type[Listed]
 def test_what_is_called_with_more_than_rows_is_shown_what_the_others_get(
     pipeline: str, twin: bool, kind: type[Listed], warned: list[str]
 ) -> None:
-    model, batches = build(kind, layer=0), tiny.text_batches()
-    names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
-    plain = plain_inputs(model, batches, names)
+    model, batches, names, plain = observed(kind, layer=0)
     recorder = Patient(twin=twin)
     run_pipeline(model, batches, recorder, pipeline)
     first = "model.layers.0.mlp.experts"
@@ -650,9 +653,7 @@ def test_starved_ones_are_shown_what_the_policy_says(
     policy: str, pipeline: str, twin: bool, warned: list[str]
 ) -> None:
     """Three tenths of the tokens are too few here, and none anyway; the first has enough."""
-    model, batches = build(Listed, layer=0), tiny.text_batches()
-    names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
-    plain = plain_inputs(model, batches, names)
+    model, batches, names, plain = observed(Listed, layer=0)
     shares = [chosen_of(one["input_ids"].numel(), Listed.share) for one in batches]
     recorder = Patient(twin=twin, targets=list(names.values()))
     run_pipeline(model, batches, recorder, pipeline, **FEW, starved_experts=policy)
@@ -694,9 +695,7 @@ def test_starved_ones_are_shown_what_the_policy_says(
 def test_so_are_starved_ones_that_are_called_with_more_than_rows(
     policy: str, pipeline: str, kind: type[Listed], warned: list[str]
 ) -> None:
-    model, batches = build(kind, layer=0), tiny.text_batches()
-    names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
-    plain = plain_inputs(model, batches, names)
+    model, batches, names, plain = observed(kind, layer=0)
     recorder = Patient()
     run_pipeline(model, batches, recorder, pipeline, **FEW, starved_experts=policy)
     first = "model.layers.0.mlp.experts"
@@ -718,9 +717,7 @@ def test_so_are_starved_ones_that_are_called_with_more_than_rows(
 @pytest.mark.parametrize("kind", [InChunks, OfMixtures])
 @pytest.mark.parametrize("policy", ["all_tokens", "neighbours"])
 def test_starved_ones_change_no_output(policy: str, kind: type[Listed]) -> None:
-    model, batches = build(kind, layer=0), tiny.text_batches()
-    names = {module: name for name, module in model.named_modules() if is_linear(name, module)}
-    plain = plain_inputs(model, batches, names)
+    model, batches, names, plain = observed(kind, layer=0)
     recorder = Patient()
     arguments = {"moe_calibrate_all_experts": False, "starved_experts": policy}
     run_pipeline(model, batches, recorder, **arguments)

@@ -259,7 +259,9 @@ def _save_pretrained(
             older releases take and this has no use for (``variant``, ``skip_compression_stats``).
     """
     for key in hub_arguments.keys() & {*_WITHOUT_EFFECT}:
-        logger.info(f"save_pretrained({key}={hub_arguments.pop(key)!r}) has no effect.")
+        value = hub_arguments.pop(key)
+        if key == "variant" and value is not None:  # others ask for what is done anyway
+            logger.warning(f"save_pretrained(variant={value!r}) has no effect on names of files.")
     unknown = [key for key in hub_arguments if key not in _HUB_ARGUMENTS]
     if unknown:
         raise ArgumentError(

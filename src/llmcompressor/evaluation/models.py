@@ -24,6 +24,8 @@ _CHANCE = 1e-3
 """How much of a logit may be due to the order of sums."""
 _ROUGHLY = 0.05
 """How much of it, where 16 bits hold it or something is quantized."""
+_BY_ALL_TOKENS = 0.3
+"""How much of it, where what follows a token decides how it is rounded."""
 
 
 def load_for_measuring(
@@ -78,14 +80,8 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
         CheckpointError: what it says of the first token depends on what follows it.
     """
     config: Any = getattr(model, "config", None)
-    schemes = [getattr(module, "quantization_scheme", None) for module in model.modules()]
-    if any(map(_scales_by_all_tokens, schemes)):
-        return  # what follows a token decides how it is rounded
-    logits = logits_of(model, torch.tensor([list(window)]))[0, 0]
-    is_rough = logits.dtype != torch.float32 or model_dtype(model) != torch.float32
-    is_rough = is_rough or any(schemes) or hasattr(config, "quantization_config")
-    share = _ROUGHLY if is_rough else _CHANCE
-    first = logits.float()
+    first = logits_of(model, torch.tensor([list(window)]))[0, 0].float()
+    share = _share_of_rounding(model)
     moves = (
         float((first - logits_of(model, torch.tensor([ids]))[0, 0].float()).abs().max())
         for ids in _gone_on_otherwise(window)
@@ -97,6 +93,15 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
             "both directions: it would see each token that it is to predict.",
             f"{_WANTED[:-1]}; what can be one says so in its config.json (is_decoder: true).",
         )
+
+
+def _share_of_rounding(model: Module) -> float:
+    """How much of a logit may move when other tokens follow, in a model that does not see them."""
+    schemes = [getattr(module, "quantization_scheme", None) for module in model.modules()]
+    if any(map(_scales_by_all_tokens, schemes)):
+        return _BY_ALL_TOKENS
+    is_quantized = any(schemes) or hasattr(getattr(model, "config", None), "quantization_config")
+    return _ROUGHLY if is_quantized or model_dtype(model) != torch.float32 else _CHANCE
 
 
 def _scales_by_all_tokens(scheme: Any) -> bool:

@@ -91,8 +91,8 @@ def _has_weights(module: Module) -> bool:
 def manners_of(lists: Sequence[ExpertList], run: Callable[[], object]) -> dict[ExpertList, Manner]:
     """How members of ``lists`` can be shown what is not routed to them; without those that cannot.
 
-    Lists whose members all get equally many rows are not among them: nothing need be shown to
-    them, or they are no experts.
+    Lists whose members all get all rows are not among them, as nothing need be shown to them; nor
+    are those that are called with something else, whatever tokens hold: they are no experts.
 
     Args:
         lists: as :func:`lists_of_alike` finds them.

@@ -70,9 +70,11 @@ def listed_experts_shown(
     if found:
         with seen_without_weights(model, batches[0]):
             manners = manners_of(found, lambda: batches.run(small_batch(batches[0])))
-    outside = set(found) - set(_inside(found, blocks or ()))
-    by_calls = {one for one, own in manners.items() if own is Manner.CALLS}
-    only_tried = outside if not every else set() if blocks is None else outside & by_calls
+    only_tried: set[ExpertList] = set()
+    if not every or blocks is not None:  # where passes wait, or would have to, at whole blocks
+        only_tried = set(found) - set(_inside(found, blocks or ()))
+    if every:
+        only_tried = {one for one in only_tried if manners.get(one) is Manner.CALLS}
     lists = ShownLists(
         manners, lambda: state.batch_data is not None, every=every, only_tried=only_tried
     )
@@ -111,9 +113,12 @@ def _manners(
     model: Module, lists: Sequence[ExpertList], batch: Mapping[str, Any]
 ) -> dict[ExpertList, Manner]:
     """As :func:`manners_of`, and none where the forward wants something else than ``batch``."""
-    with contextlib.suppress(DatasetError), seen_without_weights(model, batch):
-        return manners_of(lists, lambda: model(**model_inputs(model, batch)))
-    return {}
+    try:
+        with seen_without_weights(model, batch):
+            return manners_of(lists, lambda: model(**model_inputs(model, batch)))
+    except DatasetError as error:
+        logger.debug(f"How experts in lists are called is not known: {error}")
+        return {}
 
 
 def settle_starved(lists: Sequence[ExpertList], shown: ShownLists, starvation: Starvation) -> None:
