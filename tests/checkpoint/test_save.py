@@ -544,6 +544,7 @@ class TestSavePretrained:
             skip_compression_stats=True,
             variant=None,
             save_peft_format=True,
+            save_function=torch.save,
             disable_sparse_compression=False,
             safe_serialization=True,
             max_shard_size="50KB",

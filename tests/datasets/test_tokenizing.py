@@ -383,6 +383,16 @@ class FakeProcessor:
         return out
 
 
+class Decoder:
+    """A sound as the datasets library hands it out: what it holds is decoded on demand."""
+
+    def get_all_samples(self):
+        raise NotImplementedError
+
+    def __getitem__(self, name):
+        return {"array": [0.0, 0.1], "sampling_rate": 16000}[name]
+
+
 class TestProcessors:
     def test_pixels_are_passed_through_and_joined(self, batches, tokenizer):
         (batch,) = batches(PICTURES, processor=FakeProcessor(tokenizer), batch_size=2, **FIRST)
@@ -402,7 +412,16 @@ class TestProcessors:
         assert seen[0]["pixel_values"].shape == (3, 2, 2)
         assert isinstance(seen[0]["input_ids"], list)
 
-    def test_sound_becomes_features_and_the_decoders_input(self, batches, tokenizer):
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"audio": [0.0, 0.1], "sampling_rate": 16000},
+            {"audio": {"path": None, "array": [0.0, 0.1], "sampling_rate": 16000}},
+            {"audio": Decoder()},
+        ],
+        ids=["columns", "decoded", "decoder"],
+    )
+    def test_sound_becomes_features_and_the_decoders_input(self, batches, tokenizer, row):
         class Speech:
             """Like Whisper's: no parameter has a name."""
 
@@ -411,15 +430,25 @@ class TestProcessors:
 
             def __call__(self, *args, **kwargs):
                 assert kwargs.keys() == {"audio", "sampling_rate", "text", "return_tensors"}
+                assert (kwargs["audio"], kwargs["sampling_rate"]) == ([0.0, 0.1], 16000)
                 ids = tokenizer(kwargs["text"], return_tensors="pt")["input_ids"]
                 return {"input_features": torch.ones(1, 4, 6), "labels": ids}
 
-        row = {"audio": [0.0, 0.1], "sampling_rate": 16000, "text": " Hello", "id": "x"}
+        row |= {"text": " Hello", "id": "x"}
         names = ["input_features", "decoder_input_ids", "labels"]
         (batch,) = batches([row], processor=Speech(), model_input_names=names)
         assert batch["input_features"].shape == (1, 4, 6)
         assert batch["decoder_input_ids"].tolist() == [tokenizer(" Hello")["input_ids"]]
         assert "labels" not in batch
+
+    def test_sounds_of_several_rates_are_refused(self, batches, tokenizer):
+        class Speech(FakeProcessor):
+            def __call__(self, audio=None, text=None, **kwargs):
+                raise AssertionError
+
+        sounds = [{"array": [0.0], "sampling_rate": rate} for rate in (16000, 8000)]
+        with pytest.raises(DatasetError, match="its sounds have 8000 and 16000 samples a second"):
+            batches([{"audio": sounds, "text": "a"}], processor=Speech(tokenizer))
 
     def test_a_plain_function_will_do(self, batches):
         def letters(text):

@@ -87,6 +87,7 @@ _HUB_ARGUMENTS = (
 )
 
 _WITHOUT_EFFECT = (
+    "save_function",
     "save_original_format",
     "save_peft_format",
     "skip_compression_stats",

@@ -91,7 +91,37 @@ def with_media(row: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
             )
         elif isinstance(value, list):
             made[column] = [_read(one) if isinstance(one, _Unread) else one for one in value]
-    return made
+    return _sampled(made, known)
+
+
+def _sampled(row: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """``row`` with its sounds as samples, and their rate where a processor looks for it.
+
+    A table of the datasets library has both in one value.
+    """
+    for column in known & {"audio", "audios"} & row.keys():
+        value = row[column]
+        sounds = [one for one in (value if isinstance(value, list) else [value]) if _is_sound(one)]
+        rates = {int(one["sampling_rate"]) for one in sounds}
+        if len(rates) > 1:
+            raise DatasetError(
+                f"its sounds have {' and '.join(map(str, sorted(rates)))} samples a second.",
+                "Bring them to one rate: datasets.Audio(sampling_rate=…) does.",
+            )
+        if sounds and row.get("sampling_rate") is None:
+            row["sampling_rate"] = rates.pop()
+        if isinstance(value, list):
+            row[column] = [one["array"] if _is_sound(one) else one for one in value]
+        elif sounds:
+            row[column] = value["array"]
+    return row
+
+
+def _is_sound(value: Any) -> bool:
+    """Whether it is what a column of sounds of the datasets library holds, decoded or not yet."""
+    if isinstance(value, Mapping):
+        return value.keys() >= {"array", "sampling_rate"}
+    return hasattr(value, "get_all_samples")
 
 
 def _read(shown: str) -> Any:
