@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -160,6 +160,32 @@ class Reused(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
+
+
+class Repeated(nn.Module):
+    """Two layers that are one module, as its class says, besides a head that is the embedding."""
+
+    all_tied_weights_keys: ClassVar = {
+        "head.weight": "embed.weight",
+        "layers.1.weight": "layers.0.weight",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 32)
+        self.head = nn.Linear(32, 8, bias=False)
+        layer = nn.Linear(32, 32)
+        self.layers = nn.ModuleList([layer, layer])
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_one_module_in_two_places_is_refused() -> None:
+    """A reader would look for the scales of each."""
+    with pytest.raises(TargetError, match=r"layers\.0 and layers\.1 share one weight") as caught:
+        check_tied(Repeated(), {"layers.0": preset_scheme("W8A8")})
+    assert "add all of them to ignore (layers.0)" in caught.value.remedy
 
 
 @pytest.mark.parametrize("names", [["head"], ["first"], ["first", "second", "head"]])

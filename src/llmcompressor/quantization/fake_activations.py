@@ -49,7 +49,7 @@ from llmcompressor.schemes.bridge import (
     zero_dtype_of,
 )
 
-__all__ = ["FakeActivation", "dynamic_fake_quantize"]
+__all__ = ["FakeActivation", "dynamic_fake_quantize", "stored_fake_quantize"]
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
@@ -114,6 +114,40 @@ def _rounded(
     parts = _in_groups(x, args) if grouped else x
     values = fake_quantize(parts, scale, zero, grid_of(args), gradient_scale=gradient_scale)
     return values.flatten(-2) if grouped else values
+
+
+def stored_fake_quantize(module: Module, base: str, x: Tensor, args: QuantizationArgs) -> Tensor:
+    """An activation of a quantized module, rounded as the module's own forward rounds it.
+
+    Args:
+        module: what has its static parameters, if there are any.
+        base: ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``.
+        x: the activation.
+        args: how it is quantized.
+    """
+    if x.numel() == 0:
+        return x
+    names = ("scale", "zero_point", "global_scale")
+    found = {name: getattr(module, f"{base}_{name}", None) for name in names}
+    if args.dynamic in (True, DynamicType.LOCAL):
+        return dynamic_fake_quantize(x, args, found["global_scale"])
+    return _static_fake_quantize(x, found, args)
+
+
+def _static_fake_quantize(
+    x: Tensor,
+    found: Mapping[str, Tensor | None],
+    args: QuantizationArgs,
+    gradient_scale: float = 1.0,
+) -> Tensor:
+    stored = found["scale"]
+    assert stored is not None
+    scale = effective_scale(stored, found.get("global_scale"))
+    zero = None if args.symmetric else found.get("zero_point")
+    if args.strategy in _GROUPED:
+        scale = scale.unsqueeze(-1)
+        zero = None if zero is None else zero.unsqueeze(-1)
+    return _rounded(x, scale, zero, args, gradient_scale)
 
 
 class FakeActivation:
@@ -215,12 +249,7 @@ class FakeActivation:
             scale = self._learned_scale()
             features = x.shape[-1] // max(scale.numel(), 1)
             gradient_scale = step_gradient(features, grid_of(args))
-        scale = effective_scale(scale, found.get("global_scale"))
-        zero = None if args.symmetric else found["zero_point"]
-        if args.strategy in _GROUPED:
-            scale = scale.unsqueeze(-1)
-            zero = None if zero is None else zero.unsqueeze(-1)
-        return _rounded(x, scale, zero, args, gradient_scale)
+        return _static_fake_quantize(x, {**found, "scale": scale}, args, gradient_scale)
 
     @torch.no_grad()
     def stored(self) -> dict[str, Tensor]:

@@ -12,10 +12,16 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from compressed_tensors.modeling import KV_CACHE_ATTR, QuantizedKVCache
+from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
 from compressed_tensors.quantization.lifecycle.forward import set_forward_quantized
 from torch.nn import Module
 
+from llmcompressor.quantization.differentiable import (
+    DifferentiableAttention,
+    DifferentiableCache,
+    is_differentiated,
+    quantized_forward,
+)
 from llmcompressor.quantization.empty_cache import answer_as_empty, stands_for
 
 __all__ = ["make_cache_portable", "make_forward_portable"]
@@ -34,6 +40,8 @@ class QuantizedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
+        if is_differentiated(self.__self__):
+            return quantized_forward(self.__self__, *args, **kwargs)
         return self.__func__(self.__self__, *args, **kwargs)
 
     @property
@@ -56,7 +64,7 @@ class QuantizedForward:
         return {"__self__": self.__self__, "_function": None}
 
 
-class PortableCache(QuantizedKVCache):  # type: ignore[misc]  # compressed-tensors has no types
+class PortableCache(DifferentiableCache):
     """A quantized cache that takes its attention along, and that a call may be made again with."""
 
     def add_past_key_values(self, past_key_values: Any) -> None:
@@ -82,3 +90,5 @@ def make_cache_portable(attention: Module) -> None:
     if not isinstance(cache, PortableCache):
         cache.__class__ = PortableCache
         attention.register_forward_pre_hook(answer_as_empty, with_kwargs=True)
+    if hasattr(attention, IMPL_ATTR):
+        getattr(attention, IMPL_ATTR).__class__ = DifferentiableAttention

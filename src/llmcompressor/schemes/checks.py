@@ -198,10 +198,11 @@ def check_divisible(model: Module, schemes: Schemes, *, bypass: bool = False) ->
 def tied_weights(model: Module, schemes: Schemes) -> list[tuple[str, ...]]:
     """The sets of modules that share one weight and of which at least one is to be quantized.
 
-    The modifier unties them before it changes a weight; a quantized weight cannot be shared.
+    The modifier unties them before it changes a weight; a quantized weight cannot be shared. A
+    module that stands in two places counts as two: a reader looks for the scales of each.
     """
     owners: dict[int, list[str]] = {}
-    for name, module in named_modules(model):
+    for name, module in named_modules(model, remove_duplicate=False):
         weight = weight_of(module)
         if weight is not None:
             owners.setdefault(id(weight), []).append(name)
@@ -251,6 +252,8 @@ def are_apart_untied(model: Module, schemes: Schemes, sets: Sequence[Sequence[st
     if untied:
         ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
         untied |= {target.rpartition(".")[0] for target in ties}
+        named = dict(named_modules(model))  # one module in two places cannot be untied
+        untied &= named.keys()
     left = [[name for name in names if name not in untied] for names in sets]
     return all(len(names) < 2 or not schemes.keys() & set(names) for names in left)
 
