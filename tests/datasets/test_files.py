@@ -280,6 +280,7 @@ class TestFolder:
             ({"train": "train"}, "no key 'calibration'"),
             ("train[a:b]", "cannot be read"),
             ("train[:5", "cannot be read"),
+            ("train[:200%]", "goes to 200% of its rows"),
         ],
     )
     def test_splits_that_are_not_there(self, texts, folder, splits, message):

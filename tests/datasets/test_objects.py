@@ -172,6 +172,9 @@ def batches_of_nothing():
         ([{"input_ids": [1.5, 2.5]}], "no sequence of whole numbers"),
         (object(), "has no rows"),
         ([{"text": 7}], "has a int for its text"),
+        ({"text": None}, "The column 'text' of the data is None"),
+        ({"input_ids": None}, "The column 'input_ids' of the data is None"),
+        ({"text": ["a"], "id": 3}, "The column 'id' of the data is of type int"),
         (batches_of_nothing, r"is a function, which has no rows.*dataset=batches_of_nothing\(\)"),
         (lambda: [], r"is a function, which has no rows.*Give what it returns\."),
         (dict, "is a type, which has no rows.*an object of it"),
@@ -194,6 +197,14 @@ def test_a_part_that_is_empty_is_told_apart_from_data_that_is(batches):
 def test_columns_that_are_removed_are_spoken_of(batches):
     with pytest.raises(DatasetError, match="it has body without text"):
         batches([{"text": "a", "body": "b"}], remove_columns=["text"])
+
+
+def test_columns_that_are_to_be_removed_and_are_not_there_are_told(texts, logged):
+    rows = [{"text": "a", "id": 1}, {"text": "a", "meta": 2}]
+    assert texts(rows, remove_columns=["idd", "meta"]) == ["a", "a"]
+    assert [line.strip() for line in logged if "remove_columns" in line] == [
+        "remove_columns: no row has a column 'idd'. Did you mean id?"
+    ]
 
 
 def test_a_path_beside_data_is_said_to_be_unread(texts, logged):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -14,11 +15,28 @@ from llmcompressor.datasets import TextGenerationDataset, load_training
 from llmcompressor.errors import DatasetError
 
 FIRST = {"shuffle_calibration_samples": False}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 CHATML = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
 SOLVED = [{"text": "Question: 1+1\nAnswer: 2", "prompt": "Question: 1+1\nAnswer:"}]
 PICTURES = [{"images": i, "text": f"picture {i}", "license": "free"} for i in range(2)]
 TEXTS = ["import os", "def f(x): return x", "class A: pass  # a class of its own"]
+
+
+def test_a_function_that_returns_nothing_and_changes_nothing_is_told(texts, logged):
+    def forgets(row):
+        row["text"].upper()
+
+    def changes(row):
+        row["text"] = row["text"].upper()
+
+    def told():
+        return [line for line in logged if "returns None" in line]
+
+    assert texts(["a", "b"], preprocessing_func=changes, **FIRST) == ["A", "B"]
+    assert not told()
+    assert texts(["a", "b"], preprocessing_func=forgets, **FIRST) == ["a", "b"]
+    assert len(told()) == 1
 
 
 def test_tokens_are_those_of_the_tokenizer(batches, tokenizer):
@@ -186,6 +204,23 @@ class TestChat:
         first, second = texts(rows, **FIRST)
         assert first == second
         assert "assistant" in first
+
+    @pytest.mark.parametrize(
+        "tools", [TOOLS, json.dumps(TOOLS), [{**TOOLS[0], "strict": None}]], ids=type
+    )
+    def test_a_template_is_given_what_tools_there_are(self, texts, tokenizer, tools):
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = (
+            "{% if tools %}{{ tools | tojson }};{% endif %}"
+            "{% for m in messages %}{{ m['content'] }};{% endfor %}"
+        )
+        rows = [{"messages": MESSAGES, "tools": tools}, {"messages": MESSAGES, "tools": None}]
+        assert texts(rows, processor=own, **FIRST) == [f"{json.dumps(TOOLS)};hi;yo;", "hi;yo;"]
+
+    @pytest.mark.parametrize("tools", ["[{", {"name": "add"}, 5])
+    def test_tools_that_are_none_are_refused(self, batches, tools):
+        with pytest.raises(DatasetError, match="sample 0, column 'messages': The tools are"):
+            batches([{"messages": MESSAGES, "tools": tools}])
 
     @pytest.mark.parametrize(
         ("column", "turns", "message"),

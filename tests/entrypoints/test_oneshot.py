@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmcompressor import Oneshot, active_session, create_session, oneshot, verify
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.entrypoints import streamed
-from llmcompressor.errors import OutputError, RecipeError, TargetError
+from llmcompressor.errors import DatasetError, OutputError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
@@ -86,6 +86,21 @@ def test_a_stage_for_training_is_named(head: str, stages: int) -> None:
 def test_data_that_nothing_needs_is_said(recipe: str, given: bool, lines: int) -> None:
     said = said_of(recipe=recipe, dataset=small.token_rows() if given else None)
     assert len([line for line in said if "dataset is not read" in line]) == lines
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dataset": "nope.jsonl"}, "no data set, file or folder 'nope.jsonl'"),
+        ({"dataset": "gsm9k"}, "Did you mean gsm8k"),
+        ({"dataset": "json"}, "says what kind of files to read"),
+        ({"dataset_path": "nope"}, "no file or folder nope"),
+    ],
+)
+def test_data_that_nothing_needs_has_to_be_there(given: dict[str, str], message: str) -> None:
+    """A recipe may be another than was meant, as FP8_DYNAMIC for FP8."""
+    with pytest.raises(DatasetError, match=message):
+        Oneshot(model=small.llama(), recipe=DYNAMIC, **given)
 
 
 # ---------------------------------------------------------------------- the model

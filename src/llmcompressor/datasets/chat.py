@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
-__all__ = ["CHATML", "ChatRenderer", "fault_of_chat", "is_chat", "turns"]
+__all__ = ["CHATML", "ChatRenderer", "fault_of_chat", "is_chat", "tools_of", "turns"]
 
 CHATML = (
     "{% for message in messages %}"
@@ -69,6 +70,40 @@ def fault_of_chat(value: Any) -> str | None:
     return None if is_chat(value) else "no turn has any content"
 
 
+def tools_of(given: Any) -> list[Any] | None:
+    """Definitions of tools as a row has them: a list, or that list as JSON.
+
+    A table gives each the keys of all others; those without a value are left out again.
+
+    >>> tools_of('[{"name": "add", "parameters": {"a": null}}]')
+    [{'name': 'add', 'parameters': {}}]
+
+    Raises:
+        DatasetError: it is something else.
+    """
+    found = given
+    if isinstance(given, str):
+        try:
+            found = json.loads(given) if given.strip() else None
+        except ValueError as error:
+            raise DatasetError(
+                f"The tools are no JSON: {error}.", "Give a list of their definitions."
+            ) from error
+    if found is None:
+        return None
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise DatasetError(
+            f"The tools are a {type(found).__name__}.", "Give a list of their definitions."
+        )
+    return [_without_none(tool) for tool in found]
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list) else value
+
+
 def turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A conversation of either form with ``role`` and ``content``.
 
@@ -105,10 +140,19 @@ class ChatRenderer:
         self._processor = processor
         self._warned = False
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """One conversation as text, special tokens written out."""
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> str:
+        """One conversation as text, special tokens written out.
+
+        Args:
+            messages: its turns.
+            tools: definitions of what the assistant may call, for templates that write them out.
+        """
         owner, template = self._template()
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": False}
+        if tools:
+            options["tools"] = list(tools)
         if template is not None:
             options["chat_template"] = template
         given = list(messages) if template is None else [_of_text(turn) for turn in messages]

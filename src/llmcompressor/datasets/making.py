@@ -90,6 +90,7 @@ class SampleMaker:
             problem = f"All {self._read} samples are without tokens" if self._read else "no sample"
             first = f" ({self._first_empty})" if self._first_empty else ""
             raise DatasetError(f"{name} is empty: {problem}{first}.", "Give data that holds text.")
+        self._rows.report()
         if self._empty:
             logger.warning(f"{name}: {self._empty} samples without tokens are left out.")
         if self._long:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmcompressor.datasets.chat import ChatRenderer, fault_of_chat, is_chat, turns
+from llmcompressor.datasets.chat import ChatRenderer, fault_of_chat, is_chat, tools_of, turns
 from llmcompressor.datasets.media import media_of
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.samples import MAIN_INPUTS
@@ -79,13 +79,18 @@ class RowPreparer:
         self._template = template
         self._text_column = text_column
         self._remove = frozenset(remove_columns or ())
+        self._never_seen = set(self._remove)
+        self._columns: dict[str, None] = {}
         self._chat = chat
         self._main_inputs = main_inputs
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_none = False
 
     def __call__(self, row: Row, where: str) -> Row:
         """One row, prepared; the given one is not changed."""
         given, row = row, self._preprocessed(row, where)
+        if self._never_seen:
+            self._never_seen -= given.keys() | row.keys()
+            self._columns.update(dict.fromkeys(map(str, [*given, *row])))
         for name in self._remove & row.keys():
             del row[name]
         if self._text_column != "text":
@@ -100,17 +105,25 @@ class RowPreparer:
                 row["text"] = None
         conversation: Any = row.get("text")
         if is_chat(conversation):
-            row["text"] = self._rendered(conversation, column, where)
+            row["text"] = self._rendered(conversation, row.pop("tools", None), column, where)
             for name, shown in media_of(turns(conversation)).items():
                 if row.get(name) is None:
                     row[name] = shown
         return row
 
-    def _rendered(self, conversation: Any, column: str, where: str) -> str:
+    def report(self) -> None:
+        """Say which columns that were to be dropped no row has."""
+        for name in sorted(self._never_seen):
+            logger.warning(
+                f"remove_columns: no row has a column {name!r}. "
+                f"{did_you_mean(name, self._columns)}".rstrip()
+            )
+
+    def _rendered(self, conversation: Any, tools: Any, column: str, where: str) -> str:
         """A conversation as text; an error says which it is."""
         _check_chat(conversation, column, where)
         try:
-            return self._chat(turns(conversation))
+            return self._chat(turns(conversation), tools_of(tools))
         except DatasetError as error:
             raise DatasetError(
                 f"{where}, column {column!r}: {error.problem}", error.remedy
@@ -157,6 +170,8 @@ class RowPreparer:
             if self._function is not None:
                 own = copy.deepcopy(row)  # the function may change what it is given
                 made = self._function(own)
+                if made is None:
+                    self._tell_of_none(row, own)
                 return _merged(own, made)
             return dict(row) if self._template is None else dict(self._template(row))
         except DatasetError as error:
@@ -171,6 +186,23 @@ class RowPreparer:
             if self._function is None:
                 remedy = "Check that this is a copy of the data set that was named."
             raise DatasetError(f"{where} cannot be preprocessed: {error!r}.", remedy) from error
+
+    def _tell_of_none(self, given: Row, left: Row) -> None:
+        """Say that a function returned nothing, and changed nothing that it was given either."""
+        if self._has_warned_of_none or _texts(given) != _texts(left):
+            return
+        self._has_warned_of_none = True
+        logger.warning(
+            "preprocessing_func returns None, and leaves the row as it is: a return may be missing."
+        )
+
+
+def _texts(row: Row) -> dict[str, Any]:
+    """The columns of a row, with what a function could have changed and can be compared."""
+    return {
+        name: value if isinstance(value, str) or is_chat(value) else None
+        for name, value in row.items()
+    }
 
 
 def refuse_broken_chat(row: Mapping[str, Any], where: str) -> None:

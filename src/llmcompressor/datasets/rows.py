@@ -78,6 +78,10 @@ class Items:
             ) from error
 
 
+def _said(value: Any) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
 class Columns:
     """Rows of a mapping from column to values, as a tokenizer makes it of several texts.
 
@@ -87,6 +91,12 @@ class Columns:
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
         self._columns = dict(columns)
+        for name, values in self._columns.items():
+            if not hasattr(values, "__len__"):
+                raise DatasetError(
+                    f"The column {name!r} of the data is {_said(values)}, and no list of values.",
+                    "Give each column one value for every sample.",
+                )
         lengths = {name: len(values) for name, values in self._columns.items()}
         if len(set(lengths.values())) > 1:
             each = ", ".join(f"{name} has {count}" for name, count in lengths.items())

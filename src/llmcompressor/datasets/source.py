@@ -22,7 +22,15 @@ from llmcompressor.errors import DatasetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.registry import fold, resolve
 
-__all__ = ["KIND_NAMES", "Source", "is_loader", "open_source", "rows_of", "streamed_split"]
+__all__ = [
+    "KIND_NAMES",
+    "Source",
+    "check_name",
+    "is_loader",
+    "open_source",
+    "rows_of",
+    "streamed_split",
+]
 
 KIND_NAMES: Mapping[str, str | None] = {
     **{kind: kind for kind in KINDS},
@@ -121,8 +129,45 @@ def _tell_unread(args: DatasetArguments, names: Iterable[str]) -> None:
             logger.warning(f"{name} is not read: dataset is the data itself.")
 
 
+def check_name(args: DatasetArguments) -> None:
+    """Refuse a name or path under which there is no data; nothing is read.
+
+    Raises:
+        DatasetError: with what is near.
+    """
+    name = args.dataset
+    if name is not None and not isinstance(name, str):
+        return
+    owner = table.find(name) if name else None
+    if args.dataset_path is not None:
+        if name and owner is None:
+            _kind(name)
+        _check_path(str(args.dataset_path))
+        return
+    if not name or owner is not None or os.path.exists(os.path.expanduser(name)):
+        return
+    if fold(name) in KIND_NAMES:
+        raise DatasetError(
+            f"The argument dataset={name!r} says what kind of files to read, but not which.",
+            "Give their path with dataset_path.",
+        )
+    if not _HUB_NAME.fullmatch(name) or kind_of(Path(name)) is not None:
+        raise DatasetError(
+            f"There is no data set, file or folder {_short(name)!r}.",
+            f"{did_you_mean(name, table.names())} Data sets on the hub are named 'owner/name'.",
+        )
+
+
+def _check_path(path: str) -> None:
+    where = os.path.expanduser(path)
+    # Path.exists fails on a name that is too long
+    if not path.startswith("dvc://") and not os.path.exists(where):
+        raise DatasetError(f"There is no file or folder {_short(where)}.", "Check dataset_path.")
+
+
 def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> Source:
     """Data by name or path; a registered name goes before a folder of that name."""
+    check_name(args)
     name = args.dataset
     owner = table.find(name) if name else None
     if args.dataset_path is not None:
@@ -132,19 +177,9 @@ def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> So
     if owner is not None:
         opened = owner(dataset_args=args, split=split, processor=processor)
         return Source(f"The data set {name}", rows_of(opened.load_dataset(), opened.rest), owner)
-    if fold(name) in KIND_NAMES:
-        raise DatasetError(
-            f"The argument dataset={name!r} says what kind of files to read, but not which.",
-            "Give their path with dataset_path.",
-        )
     if os.path.exists(os.path.expanduser(name)):
         return Source(f"The data {name}", _local(args, None, split, name))
-    if _HUB_NAME.fullmatch(name) and kind_of(Path(name)) is None:
-        return Source(f"The data set {name}", _from_hub(args, name, split))
-    raise DatasetError(
-        f"There is no data set, file or folder {_short(name)!r}.",
-        f"{did_you_mean(name, table.names())} Data sets on the hub are named 'owner/name'.",
-    )
+    return Source(f"The data set {name}", _from_hub(args, name, split))
 
 
 def _short(name: str | Path) -> str:
@@ -182,8 +217,6 @@ def _local(
     if path.startswith("dvc://"):
         return _from_dvc(args, kind, path, split)
     where = Path(os.path.expanduser(path))
-    if not os.path.exists(where):  # Path.exists fails on a name that is too long
-        raise DatasetError(f"There is no file or folder {_short(where)}.", "Check dataset_path.")
     if is_saved_dataset(where):
         saved = resolve("llmcompressor.datasets.hub:load_saved")(str(where))
         if isinstance(saved, Mapping):
@@ -289,7 +322,8 @@ def _has_columns(data: Mapping[str, Any]) -> bool:
 
 def _is_one_row(data: Mapping[str, Any]) -> bool:
     """Whether it is a single text, or what a tokenizer makes of one."""
-    first = next(iter(data.get("input_ids", ())), None)
+    ids = data.get("input_ids")
+    first = None if ids is None else next(iter(ids), None)
     if any(is_chat(data.get(name)) for name in ("conversations", "messages")):
         return True
     return isinstance(data.get("text"), str) or isinstance(first, int) or _is_scalar(first)

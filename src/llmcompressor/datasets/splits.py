@@ -18,6 +18,9 @@ _PART = re.compile(
     r"(?:\[\s*(?P<start>-?\d+%?)?\s*:\s*(?P<stop>-?\d+%?)?\s*\])?"
 )
 
+_WHOLE = 100
+"""Per cent."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -68,7 +71,14 @@ def parse_split(text: str) -> list[Part]:
                 f"The split {text!r} cannot be read.",
                 "Write it as 'train', 'train[:512]', 'train[10%:20%]' or 'train[:5%]+test'.",
             )
-        parts.append(Part(match["name"].strip(), match["start"], match["stop"]))
+        part = Part(match["name"].strip(), match["start"], match["stop"])
+        for place in (part.start, part.stop):
+            if place and place.endswith("%") and abs(int(place[:-1])) > _WHOLE:
+                raise DatasetError(
+                    f"The split {text!r} goes to {place} of its rows.",
+                    "A split has 100% of them.",
+                )
+        parts.append(part)
     return parts
 
 

@@ -16,7 +16,7 @@ from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.write_errors import check_file
 from llmcompressor.datasets import table
 from llmcompressor.datasets.calibration import load_calibration
-from llmcompressor.datasets.source import Source, open_source
+from llmcompressor.datasets.source import Source, check_name, open_source
 from llmcompressor.entrypoints.positions import positions_of
 from llmcompressor.entrypoints.task import (
     Records,
@@ -112,6 +112,7 @@ class Job(Task):
                 f"Pass dataset=...; {_WITHOUT_DATA}",
             )
         if self.has_data and self.recipe.modifiers and not needing:
+            check_name(self.dataset_args)
             logger.info("The dataset is not read: no modifier of the recipe needs data.")
             self._tell_how_to_ask()
 
