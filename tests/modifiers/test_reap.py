@@ -12,7 +12,13 @@ import pytest
 import tiny_llama as tiny
 import tiny_mixtures as small
 import torch
-from transformers import AutoModelForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+)
 
 from llmcompressor import oneshot, plan, verify
 from llmcompressor.core.state import State
@@ -25,7 +31,7 @@ from llmcompressor.errors import (
 from llmcompressor.modifiers.outlined import outlined
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.modifiers.reap.layers import cut, find_layers
+from llmcompressor.modifiers.reap.layers import counts_of, cut, find_layers
 
 USELESS = ((1, 6), (0, 3))
 """Of the first and of the second mixture."""
@@ -201,9 +207,54 @@ def gemma4() -> Any:
     model: Any = Gemma4ForCausalLM(config).eval()
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.router.proj.weight, std=0.5)
+        torch.nn.init.uniform_(layer.router.per_expert_scale, 0.2, 3.0)
         for stack in layer.experts.parameters():
             torch.nn.init.normal_(stack, std=0.2)
     return model
+
+
+def hunyuan() -> Any:
+    """The Linear that scores experts is a part of the router."""
+    torch.manual_seed(0)
+    config = HunYuanMoEV1Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=small.EXPERTS,
+        moe_topk=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    return HunYuanMoEV1ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [gemma4, hunyuan])
+def test_all_that_a_router_has_for_an_expert_goes_with_it(make: Any, tmp_path: Path) -> None:
+    """Whatever holds it: the part that scores, or what that is a part of."""
+    original = make()
+    original.save_pretrained(tmp_path / "model")
+    modifier = REAPPruningModifier(sparsity=0.5)
+    model = tiny.run(str(tmp_path / "model"), modifier, output_dir=tmp_path / "out")
+    assert verify(tmp_path / "out").ok
+    logits = tiny.logits(model, tiny.batches())
+    for layer, record in zip(find_layers(original), modifier.report().values(), strict=True):
+        cut(original, layer, record["kept"])
+        counts = [vars(one)["num_experts"] for one in layer.around if "num_experts" in vars(one)]
+        assert set(counts) <= {4}
+    for holder, name in counts_of(original, small.EXPERTS):
+        setattr(holder, name, 4)
+    for layer in original.model.layers:
+        router = getattr(layer, "router", None)
+        if router is not None:
+            assert len(router.per_expert_scale) == 4
+    assert torch.equal(tiny.logits(original, tiny.batches()), logits)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(tiny.logits(read, tiny.batches()), logits)
 
 
 MAKERS = {

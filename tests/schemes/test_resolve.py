@@ -382,6 +382,9 @@ class Moe(nn.Module):
         self.mlp.shared_expert_gate = nn.Linear(64, 1)
         self.mlp.router = nn.Module()
         self.mlp.router.layer = nn.Linear(64, 4)
+        self.mlp.router_gate = nn.Linear(64, 4)
+        self.gate = nn.Module()
+        self.gate.wg = nn.Linear(64, 4)
         self.mlp.gate_proj = nn.Linear(64, 64)
         self.mlp.expert = nn.Linear(64, 64)
 

@@ -53,7 +53,7 @@ __all__ = [
     "weight_of",
 ]
 
-_ROUTER = re.compile(r"(?:.*\.)?(?:gate|router|router\..+|shared_expert_gate)")
+_ROUTER = re.compile(r"(?:.*\.)?(?:(?:gate|router)(?:\..+)?|router_gate|shared_expert_gate)")
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 _MOST_LISTED = 6
 

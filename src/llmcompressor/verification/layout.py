@@ -36,7 +36,7 @@ _EMBEDDING = re.compile(
 )
 _CLEAR_EMBEDDING = re.compile(r"embed_tokens|wte|wpe")
 _HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)")
-_GATE = re.compile(r"(?:.*\.)?(?:gate|router|router\.(?:layer|classifier|proj))")
+_GATE = re.compile(r"(?:.*\.)?(?:(?:gate|router)(?:\.(?:layer|classifier|proj|wg))?|router_gate)")
 
 
 @dataclass(frozen=True)

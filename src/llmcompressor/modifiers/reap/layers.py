@@ -4,8 +4,8 @@
 A mixture's experts are a module whose own parameters all have one slice per expert, some of them
 matrices, and whose forward gets tokens with the experts and weights of each; or what has taken its
 place, with Linears for each expert that others work on. Its router is what
-lies beside it and has a matrix with one row per expert. What else of the router has one entry per
-expert (a bias, a correction of scores) is cut with it.
+lies beside it and has a matrix with one row per expert. What else of the router, or of what it is a
+part of, has one entry per expert (a bias, a correction or a scale of scores) is cut with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _STACK = 3
 _ROUTED_ARGUMENTS = 3
 _GROUPS = ("num_group", "n_group", "num_expert_group", "n_expert_group")
 _CHOSEN_GROUPS = ("topk_group", "limited_groups")
-_CHOSEN = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+_CHOSEN = (
+    *("top_k", "topk", "num_experts_per_tok", "num_experts_per_token"),
+    *("moe_k", "moe_topk", "moe_top_k", "top_k_experts"),
+)
 _NO_COUNT = ("per_tok", "shared", "group", "size", "dim", "layer", "step", "zero", "capacity")
 
 
@@ -42,6 +45,7 @@ class MoeLayer:
         experts: that module.
         parent: the module that holds it.
         router: what lies beside the experts and scores them.
+        around: the modules between it and the one that holds the experts.
         count: how many experts there are.
         groups: routing groups, of neighbours.
         chosen_groups: how many of them a token may choose from.
@@ -52,6 +56,7 @@ class MoeLayer:
     experts: Module
     parent: Module
     router: Module
+    around: tuple[Module, ...]
     count: int
     groups: int
     chosen_groups: int
@@ -96,17 +101,18 @@ def find_layers(model: Module) -> list[MoeLayer]:
             _refuse_separate(name, module)
             continue
         parent = modules[name.rpartition(".")[0]]
-        router = _router(name, module, parent, count)
+        router, around = _router(name, module, parent, count)
         found.append(
             MoeLayer(
                 name,
                 module,
                 parent,
                 router,
+                around,
                 count,
-                groups=_told((router, parent), model, _GROUPS) or 1,
-                chosen_groups=_told((router, parent), model, _CHOSEN_GROUPS) or 1,
-                top_k=_told((router, parent), model, _CHOSEN),
+                groups=_told((router, *around, parent), model, _GROUPS) or 1,
+                chosen_groups=_told((router, *around, parent), model, _CHOSEN_GROUPS) or 1,
+                top_k=_told((router, *around, parent), model, _CHOSEN),
             )
         )
     return found
@@ -143,7 +149,7 @@ def cut(model: Module, layer: MoeLayer, kept: Sequence[int]) -> None:
     for module, name, tensor, dimension in _scores(layer):
         _replace(module, name, tensor, dimension, kept)
     holders = [module for name, module in model.named_modules() if _is_above(name, layer.name)]
-    for module in {*holders, *layer.router.modules(), *inside}:
+    for module in {*holders, *layer.around, *layer.router.modules(), *inside}:
         for name, value in list(vars(module).items()):
             if _is_count(name, value, layer.count) or (
                 module is layer.router and name == "out_features" and value == layer.count
@@ -199,7 +205,10 @@ def _refuse_separate(name: str, module: Module) -> None:
         )
 
 
-def _router(name: str, experts: Module, parent: Module, count: int) -> Module:
+def _router(
+    name: str, experts: Module, parent: Module, count: int
+) -> tuple[Module, tuple[Module, ...]]:
+    """What has a row for each expert, and the modules between it and ``parent``, inner first."""
     inside = set(experts.modules())
     beside: dict[str, Module] = {
         key: one for key, one in parent.named_modules() if one not in inside
@@ -219,7 +228,10 @@ def _router(name: str, experts: Module, parent: Module, count: int) -> Module:
             f"The router of {name} cannot be told: {shown} a matrix with {count} rows.",
             "Put the experts on the ignore list, or leave REAPPruningModifier out.",
         )
-    return next(iter(found.values()))
+    [(key, router)] = found.items()
+    parts = key.split(".")
+    holders = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    return router, tuple(beside[holder] for holder in holders)
 
 
 def _told(modules: Sequence[Module], model: Any, names: Sequence[str]) -> int | None:
@@ -246,7 +258,7 @@ def _is_count(name: str, value: object, count: int) -> bool:
 
 def _scores(layer: MoeLayer) -> Iterator[tuple[Module, str, Tensor, int]]:
     """Tensors of the router, and the mixture's own, with one entry per expert, and where."""
-    for module in (*layer.router.modules(), layer.parent):
+    for module in (*layer.router.modules(), *layer.around, layer.parent):
         tensors: Mapping[str, Any] = {**module._parameters, **module._buffers}
         for name, tensor in tensors.items():
             if tensor is None:
