@@ -45,12 +45,14 @@ __all__ = [
     "sources_of_plain",
     "stacked_names",
     "stacks_tensors",
+    "stored_as",
 ]
 
 
 # a letter with a digit, as in w1: no pattern that has it can tell one layer from another by it
 _LETTERED = re.compile(r"(?<!\\)[A-Za-z_]\d+")
 _STAND_INS = "123456789"
+_EXPERT = re.compile(r"((?:.*\.)?experts)\.(?:\d+|\*)(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,39 @@ def checkpoint_names(model: PreTrainedModel, module_names: Iterable[str]) -> dic
         renamed, _ = transforms.name(f"{name}.weight", convert=False)
         names[name] = renamed.removesuffix(".weight") if renamed.endswith(".weight") else name
     return names
+
+
+def stored_as(model: PreTrainedModel, modules: Iterable[str]) -> dict[str, list[str]]:
+    """Modules that a checkpoint knows by other names, and these.
+
+    Args:
+        model: the model.
+        modules: names of its modules. Experts count as one, whether they are modules or stacked.
+
+    Returns:
+        Name → under which names a checkpoint holds the module's tensors, if these are others.
+    """
+    owned: dict[str, list[str]] = {}
+    for key in model.state_dict():
+        owned.setdefault(_of_all_experts(key.rpartition(".")[0]), []).append(key)
+    transforms = _transforms(model, reverse=True)
+    found = {}
+    for module in sorted({_of_all_experts(module) for module in modules} & owned.keys()):
+        targets = (transforms.name(key, convert=True)[0] for key in owned[module])
+        names = {_of_all_experts(target.rpartition(".")[0]) for target in targets}
+        if names != {module}:
+            found[module] = sorted(names)
+    return found
+
+
+def _of_all_experts(name: str) -> str:
+    """A module, or what holds all experts if it is one of them.
+
+    >>> _of_all_experts("h.0.mlp.experts.*.up"), _of_all_experts("h.0.mlp.shared_experts.up")
+    ('h.0.mlp.experts', 'h.0.mlp.shared_experts.up')
+    """
+    found = _EXPERT.match(name)
+    return name if found is None else found[1]
 
 
 def checkpoint_layout(

@@ -11,9 +11,11 @@ from typing import Any
 from llmcompressor.checkpoint.model_config import write_json
 from llmcompressor.logger import logger
 
-__all__ = ["REPORT_FILE", "own_report", "write_report"]
+__all__ = ["REPORT_FILE", "STORED_AS", "own_report", "write_report"]
 
 REPORT_FILE = "compression_report.json"
+STORED_AS = "stored_as"
+"""Module → its names in the files, where these are others; what is recorded goes by modules."""
 _EARLIER = "before"
 _OF_FILES = "verification"
 """What a report says of the files beside it; of other files it says nothing."""

@@ -34,7 +34,7 @@ from llmcompressor.checkpoint.extras import (
     extra_tensors,
     load_tensors,
 )
-from llmcompressor.checkpoint.layout import checkpoint_names
+from llmcompressor.checkpoint.layout import checkpoint_names, stored_as
 from llmcompressor.checkpoint.model_config import checkpoint_config, write_json
 from llmcompressor.checkpoint.on_grid import is_on_grid, warn_cast, warn_off_grid
 from llmcompressor.checkpoint.output_layout import OutputLayout
@@ -46,7 +46,7 @@ from llmcompressor.checkpoint.processor import (
     write_processor,
 )
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
-from llmcompressor.checkpoint.run_report import write_report
+from llmcompressor.checkpoint.run_report import STORED_AS, write_report
 from llmcompressor.checkpoint.shards import ShardWriter, natural_key, parse_size
 from llmcompressor.checkpoint.source import (
     TensorHeader,
@@ -371,7 +371,7 @@ def _write(
         folder / "config.json",
         checkpoint_config(model, source, tied=contents.tied, quantization=quantization),
     )
-    write_report(folder, options.report, source, options.check)
+    write_report(folder, _told(model, options), source, options.check)
 
 
 def write_beside_weights(
@@ -397,7 +397,15 @@ def write_beside_weights(
     _write_side_files(model, folder, source, options)
     config = planned_config(model, source, prediction, compressed=options.save_compressed)
     write_json(folder / "config.json", config)
-    write_report(folder, options.report, source, options.check)
+    write_report(folder, _told(model, options), source, options.check)
+
+
+def _told(model: PreTrainedModel, options: SaveOptions) -> Mapping[str, Any] | None:
+    """What the run has to tell, and what the files call the modules that it tells of."""
+    report = options.report or {}
+    records = [each for each in report.get("modifiers", {}).values() if isinstance(each, Mapping)]
+    names = stored_as(model, (str(module) for modules in records for module in modules))
+    return {**report, STORED_AS: names} if names else options.report
 
 
 def planned_config(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmcompressor.verification.files import Files
@@ -22,6 +22,8 @@ DROPS = "REAPPruningModifier"
 
 _REPORT = "compression_report.json"
 _EARLIER = "before"
+_STORED_AS = "stored_as"
+_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?:\.|$)")
 _OF_FILES = "verification"
 _PREFIXES = ("model.", "language_model.", "transformer.")
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks|block)\.\d+\.")
@@ -34,10 +36,18 @@ class Run:
     Attributes:
         records: class of a modifier → module → what was recorded.
         trained: the model was trained, so that any weight may have changed.
+        stored_as: module → what the files call it, where that is something else.
     """
 
     records: Mapping[str, Any]
     trained: bool
+    stored_as: Mapping[str, Any] = field(default_factory=dict)
+
+    def names_of(self, module: str) -> list[str]:
+        """What the files may call a module that is recorded; its own name first."""
+        expert = _EXPERT.match(module)
+        stored = self.stored_as.get(module if expert is None else expert[1])
+        return [module, *map(str, stored)] if isinstance(stored, list) else [module]
 
 
 def runs_since(checkpoint: Files, reference: Files) -> list[Run]:
@@ -57,7 +67,9 @@ def runs_since(checkpoint: Files, reference: Files) -> list[Run]:
             break
         records = report.get("modifiers")
         known = records if isinstance(records, Mapping) else {}
-        found.append(Run(known, trained="training" in report))
+        stored = report.get(_STORED_AS)
+        names = stored if isinstance(stored, Mapping) else {}
+        found.append(Run(known, trained="training" in report, stored_as=names))
     return found
 
 
@@ -72,11 +84,12 @@ class Changed:
         runs = list(runs)
         self._all = any(run.trained for run in runs)
         self._names = {
-            _key(str(module))
+            _key(name)
             for run in runs
             for modifier, modules in run.records.items()
             if isinstance(modules, Mapping) and not str(modifier).startswith(DROPS)
             for module in modules
+            for name in run.names_of(str(module))
         }
 
     def __contains__(self, module: str) -> bool:
