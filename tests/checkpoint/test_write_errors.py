@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmcompressor.checkpoint import space
 from llmcompressor.checkpoint.staging import check_output_dir, staged
@@ -103,6 +104,17 @@ def test_a_file_that_is_too_large(tmp_path: Path, holder: str, error: Exception)
     ):
         raise error
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("holder", ["opened", "staged"])
+def test_what_torch_could_not_write_is_told(tmp_path: Path, holder: str) -> None:
+    """It says where in the file it is, and not why."""
+    wanted = "could not be written to its end"
+    with pytest.raises(OutputError, match=wanted), HOLDERS[holder](tmp_path / "out"):
+        torch.save(torch.zeros(10**5), "/dev/full")
+    with pytest.raises(RuntimeError, match="size of tensor"), HOLDERS[holder](tmp_path / "out"):
+        torch.add(torch.zeros(2), torch.zeros(3))
 
 
 def test_an_error_of_reading_stays_what_it_is(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ _IN_TEXT = {
     errno.EROFS: ("Read-only file system", "os error 30"),
 }
 """How safetensors reports these, in the text of an error of its own."""
+_OF_TORCH = ("PytorchStreamWriter", "unexpected pos ", "iostream error")
+"""How ``torch.save`` reports any of them, and does not say which."""
 
 
 def check_named(argument: str, given: str | os.PathLike[str]) -> None:
@@ -53,9 +55,11 @@ def write_error(error: BaseException, target: Path, remedy: str) -> OutputError 
         target: the output directory.
         remedy: what to do about a full disk.
     """
-    number = _number(error)
-    if isinstance(error, OutputError) or number is None:
+    if isinstance(error, OutputError):
         return None
+    number = _number(error)
+    if number is None:
+        return _unsaid(error, target, remedy)
     if number in _FULL:
         return OutputError(
             f"The disk that holds {target.parent} is full; nothing was written to {target}.",
@@ -70,6 +74,17 @@ def write_error(error: BaseException, target: Path, remedy: str) -> OutputError 
     return OutputError(
         f"The file system that holds {target.parent} can only be read; nothing was written.",
         _CHOOSE,
+    )
+
+
+def _unsaid(error: BaseException, target: Path, remedy: str) -> OutputError | None:
+    """As :func:`write_error`, of what torch could not write."""
+    if not isinstance(error, RuntimeError) or not any(one in str(error) for one in _OF_TORCH):
+        return None
+    return OutputError(
+        f"A file of {target} could not be written to its end: the disk is full, or a limit of this "
+        "process or of the file system is reached.",
+        f"{remedy} See ulimit -f, too.",
     )
 
 
