@@ -355,7 +355,7 @@ class GPTQModifier(QuantizationMixin):
     def _starve(self, module: Module) -> None:
         """No token reached ``module``: its weight is rounded to nearest, and that is recorded."""
         name = self._names[module]
-        logger.warning(f"{name} was given no calibration token; its weight is rounded to nearest.")
+        logger.warning(f"{name} was shown no calibration token; its weight is rounded to nearest.")
         found, weight = self.observe(module), weight_of(module)
         # what comes later sees the rounded weight, as it does when the run is continued
         weight.data.copy_(found.round(weight.detach()))

@@ -273,7 +273,7 @@ class OneShotPruningModifier(Modifier):
             if self._group is None and self.sparsity_of(module) == 0:  # nothing to make up for
                 self._record(module, tokens=tokens, loss=0.0, dampening=None)
             elif tokens == 0:
-                self._prune_blindly(module, "was given no calibration token", tokens=0, loss=None)
+                self._prune_blindly(module, "was shown no calibration token", tokens=0, loss=None)
             elif not bool(self.mean_square(self._statistics[self._leader(module)]).any()):
                 why = "got inputs that were zero in every calibration token"
                 self._prune_blindly(module, why, tokens=tokens, loss=0.0)
