@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,6 +195,24 @@ def test_a_mount_point_is_filled_from_inside(
         (folder / "config.json").write_text("new")
         (folder / "sub").mkdir()
     assert names(target) == ["config.json", "sub"]
+
+
+def test_nor_is_what_has_come_to_a_mount_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == target)
+    with pytest.raises(OutputError, match="were not there when the run began"):
+        write_while_another_writes(target)
+    assert names(target) == ["out.finished", "thesis.json"]
+    shutil.rmtree(target / "out.finished")
+    finished = fill(target / "out.partial" / "files", thesis="ours")
+    with pytest.raises(OutputError, match="were not there when the run began"):
+        put_in_place(finished, target, replace=False)
+    assert (target / "thesis.json").read_text() == "theirs"
+    put_in_place(finished, target, replace=False, again=True)
+    assert (target / "thesis.json").read_text() == "ours"
 
 
 class TestCheck:

@@ -118,7 +118,8 @@ def staged(
         yield staging
         flush(staging)
         if inside or (on_existing is OnExisting.MERGE and target.exists()):
-            if on_existing is OnExisting.SPARE and _is_in_use(target, staging):
+            spares = on_existing in (OnExisting.REFUSE, OnExisting.SPARE)
+            if spares and _is_in_use(target, staging):
                 raise _taken(target)
             _move_into(staging, target, purge=on_existing is OnExisting.REPLACE)
         else:
@@ -146,19 +147,22 @@ def work_folder(target: Path) -> Path:
     return target / name if _must_stage_inside(target) else target.with_name(name)
 
 
-def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
+def put_in_place(folder: Path, target: Path, *, replace: bool, again: bool = False) -> None:
     """Give a finished folder its name.
 
     Args:
         folder: it lies in the :func:`work_folder` of ``target``.
         target: the name; a checkpoint that has it is replaced if ``replace`` is true.
         replace: see there.
+        again: this was broken off before, so that some of what is there may be its own.
 
     Raises:
         OutputError: files have come there since the run began, and may not be replaced.
     """
     flush(folder)
     if target in folder.parents:
+        if not replace and not again and _is_in_use(target):
+            raise _taken(target)
         work = work_folder(target)
         for path in sorted(target.iterdir(), key=lambda path: path.name != "config.json"):
             if replace and path != work:

@@ -286,7 +286,7 @@ def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
     logger.info(f"Continuing the run in {workspace.folder}.")
     if workspace.target in workspace.folder.parents and workspace.journal.is_ready:
         if workspace.files.exists() and not workspace.is_published:
-            put_in_place(workspace.files, workspace.target, replace=False)
+            put_in_place(workspace.files, workspace.target, replace=False, again=True)
         workspace.is_published = True
     workspace.files.mkdir(exist_ok=True)
 
