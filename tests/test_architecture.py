@@ -26,7 +26,6 @@ FLOORS = {
     "memory": 0,
     "names": 0,
     "threads": 0,
-    "typing": 0,
     "units": 0,
     "registry": 1,
     "progress": 1,

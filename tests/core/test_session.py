@@ -183,7 +183,7 @@ def test_the_applied_recipe_as_yaml():
 def test_another_stage_of_the_same_recipe():
     model = nn.Linear(2, 2)
     with create_session() as session:
-        session.initialize(recipe=STAGES, recipe_stage="first", model=model)
+        session.initialize(recipe=STAGES, recipe_stage="first", model=model, start=0.0)
         (first,) = session.lifecycle.recipe.modifiers
         callbacks.batch_start()
         assert callbacks.loss_calculated(loss=1.0).loss == 0.25
@@ -194,6 +194,7 @@ def test_another_stage_of_the_same_recipe():
         assert session.lifecycle.recipe.modifiers == [first]
         assert not session.lifecycle.initialized_
         assert session.lifecycle.global_step == 0
+        assert session.state.start is None
 
         session.initialize(recipe_stage="second")
         callbacks.batch_start()

@@ -54,6 +54,11 @@ def test_each_kind_of_set_is_found_in_its_order() -> None:
         assert fused_sets(tree(*reversed(names))) == [tuple(names)]
 
 
+def test_a_gate_of_numbered_names_is_served_with_what_it_gates() -> None:
+    """``w2`` is the way down."""
+    assert fused_sets(tree("a.w1", "a.w2", "a.w3")) == [("a.w1", "a.w3")]
+
+
 def test_members_below_different_parents_or_alone_are_no_set() -> None:
     assert fused_sets(tree("a.gate_proj", "b.up_proj", "a.q_proj")) == []
     assert fused_sets(tree("a.q_proj", "a.k_proj")) == [("a.q_proj", "a.k_proj")]

@@ -101,7 +101,13 @@ def test_dampening_is_left_alone_where_it_suffices() -> None:
 
 @pytest.mark.parametrize(
     ("eigenvalue", "first", "settled"),
-    [(-0.05, 0.01, 0.1), (-0.5, 0.01, 1.0), (-5.0, 0.01, 10.0), (-0.005, 0.0, 0.01)],
+    [
+        (-0.05, 0.01, 0.1),
+        (-0.5, 0.01, 1.0),
+        (-5.0, 0.01, 10.0),
+        (-0.005, 0.0, 0.01),
+        (-0.0005, 0.0, 0.001),
+    ],
 )
 def test_dampening_is_raised_tenfold_until_it_suffices(
     eigenvalue: float, first: float, settled: float

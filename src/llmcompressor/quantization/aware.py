@@ -26,7 +26,7 @@ from torch.nn import Module
 
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
-from llmcompressor.errors import InputError
+from llmcompressor.errors import InputError, LifecycleError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.compiled import compile_anew, never_traced
@@ -379,7 +379,13 @@ class AwareTraining:
         self._last_step, self._is_frozen = saved["last_step"], saved["frozen"]
         self.weights.load_state_dict(saved["weights"])
         for one in self._static:
-            one.load_state_dict(saved["activations"].get(f"{one.name}.{one.base}", {}))
+            key = f"{one.name}.{one.base}"
+            if key not in saved["activations"]:
+                raise LifecycleError(
+                    f"What was saved of this training has nothing of the {one.base} of {one.name}.",
+                    "Begin anew, or go on from an earlier checkpoint.",
+                )
+            one.load_state_dict(saved["activations"][key])
         self.put_hooks(state)
 
     # ------------------------------------------------------------------ helpers

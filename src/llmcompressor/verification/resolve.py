@@ -300,16 +300,3 @@ class Resolver:
             if position is not None:
                 return Choice(self._targets[self._sorted_targets[position]])
         return Choice(self._targets.get(cls))
-
-    def naming(self, entry: Entry) -> list[Group]:
-        """The groups with a target that names this module."""
-        names = {entry.name, self.served(entry.name)}
-        return [
-            group
-            for group, targets in self._names_of_groups
-            if any(targets.first(name) is not None for name in names)
-        ]
-
-    @cached_property
-    def _names_of_groups(self) -> list[tuple[Group, _Names]]:
-        return [(group, _Names(group.targets)) for group in self.groups]
