@@ -117,6 +117,17 @@ def test_gradients_pass_straight_through(name: str, monkeypatch: pytest.MonkeyPa
         assert torch.equal(found[weight], gradient), weight
 
 
+def test_a_module_is_called_as_before() -> None:
+    module = compressed(llama(), "W8A8").model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = module(x)
+    assert torch.equal(module(input=x), expected)
+    assert torch.equal(module(x), expected)
+    module.quantization_enabled = False
+    assert not torch.equal(module(x), expected)
+
+
 def test_those_of_experts_pass_too() -> None:
     model = compressed(mixture(), "W8A8")
     recorded = model(input_ids=probe(), use_cache=False)

@@ -39,9 +39,9 @@ def is_differentiated(module: Module) -> bool:
     return bool(scheme and (scheme.input_activations or scheme.output_activations))
 
 
-def quantized_forward(module: Any, x: Tensor) -> Tensor:
-    """What a quantized Linear or Embedding makes of ``x``; gradients pass its roundings."""
-    scheme, weight = module.quantization_scheme, module.weight
+def quantized_forward(module: Any, input: Tensor) -> Tensor:
+    """What a quantized Linear or Embedding makes of ``input``; gradients pass its roundings."""
+    scheme, weight, x = module.quantization_scheme, module.weight, input
     values = weight.data
     if scheme.input_activations:
         x = stored_fake_quantize(module, "input", x, scheme.input_activations)
