@@ -207,12 +207,24 @@ def test_nor_is_what_has_come_to_a_mount_point(
         write_while_another_writes(target)
     assert names(target) == ["out.finished", "thesis.json"]
     shutil.rmtree(target / "out.finished")
-    finished = fill(target / "out.partial" / "files", thesis="ours")
-    with pytest.raises(OutputError, match="were not there when the run began"):
-        put_in_place(finished, target, replace=False)
-    assert (target / "thesis.json").read_text() == "theirs"
-    put_in_place(finished, target, replace=False, again=True)
-    assert (target / "thesis.json").read_text() == "ours"
+    finished = fill(target / "out.partial" / "files", config="ours", thesis="ours")
+    for _ in range(2):
+        with pytest.raises(OutputError, match="were not there when the run began"):
+            put_in_place(finished, target, replace=False)
+        assert (target / "thesis.json").read_text() == "theirs"
+    (target / "thesis.json").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rmdir", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            put_in_place(finished, target, replace=False)
+    fill(finished, thesis="ours")  # as if it had not been moved yet
+    put_in_place(finished, target, replace=False)
+    assert names(target) == ["config.json", "out.partial", "thesis.json"]
+    assert not finished.exists()
+
+
+def _killed(*args: object) -> None:
+    raise KeyboardInterrupt
 
 
 class TestCheck:

@@ -115,6 +115,8 @@ def test_what_torch_could_not_write_is_told(tmp_path: Path, holder: str) -> None
         torch.save(torch.zeros(10**5), "/dev/full")
     with pytest.raises(RuntimeError, match="size of tensor"), HOLDERS[holder](tmp_path / "out"):
         torch.add(torch.zeros(2), torch.zeros(3))
+    with pytest.raises(RuntimeError, match="decoder"), HOLDERS[holder](tmp_path / "out"):
+        raise RuntimeError("iostream error in a decoder: unexpected pos 3")
 
 
 def test_an_error_of_reading_stays_what_it_is(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from transformers import CLIPImageProcessor, LlavaProcessor
 
+from llmcompressor.datasets.media import with_media
 from llmcompressor.errors import DatasetError
 
 TEMPLATE = (
@@ -125,3 +126,8 @@ def test_for_a_tokenizer_no_picture_is_read(batches, processor, shown):
 def test_an_address_that_cannot_be_read_is_told(batches, processor):
     with pytest.raises(DatasetError, match=r"sample 0: The picture http.*cannot be read"):
         batches([{"messages": turns({"url": "http://127.0.0.1:9/x.png"})}], processor=processor)
+
+
+def test_a_sound_of_no_known_rate_is_left_to_the_processor() -> None:
+    row = {"audio": {"array": [0.0], "sampling_rate": None}, "text": "a"}
+    assert with_media(row, {"audio", "sampling_rate", "text"}) == row

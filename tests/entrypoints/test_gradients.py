@@ -109,7 +109,7 @@ def test_gradients_pass_straight_through(name: str, monkeypatch: pytest.MonkeyPa
         "llmcompressor.quantization.differentiable",
         "llmcompressor.quantization.portable",
     ):
-        monkeypatch.setattr(f"{page}.is_differentiated", lambda _: False)
+        monkeypatch.setattr(f"{page}.is_differentiated", lambda *_: False)
     for place in (forward, attention, kvcache):
         monkeypatch.setattr(place, "forward_quantize", through)
     defined = gradients(model)
@@ -126,6 +126,21 @@ def test_a_module_is_called_as_before() -> None:
     assert torch.equal(module(x), expected)
     module.quantization_enabled = False
     assert not torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "FP8_DYNAMIC"])
+def test_some_calls_are_left_to_the_reader(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single row may have a meaning of its own there, and a trace is of its forward."""
+    module = compressed(llama(), name).model.layers[0].self_attn.q_proj
+    row = torch.randn(128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = module(row)
+    assert torch.equal(module(row), expected)
+    for is_tracing in (False, True):
+        monkeypatch.setattr(torch.jit, "is_tracing", lambda value=is_tracing: value)
+        rows = row.repeat(2, 3, 1).requires_grad_()
+        module(rows).sum().backward()
+        assert (rows.grad is None) == is_tracing
 
 
 def test_those_of_experts_pass_too() -> None:

@@ -23,6 +23,7 @@ from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
 
 __all__ = [
+    "MOVING",
     "OnExisting",
     "check_output_dir",
     "flush",
@@ -38,6 +39,10 @@ _WEIGHT_FILE = re.compile(r"(model|pytorch_model).*\.(safetensors|bin|index\.jso
 _WHOLE_FOLDERS = {"additional_chat_templates"}
 """Of which nothing may stay that an earlier checkpoint had: all that is in them is read."""
 _counter = itertools.count()
+
+
+MOVING = "moving"
+"""In a working folder, once files of the output have begun to be moved out of it."""
 
 
 class OnExisting(Enum):
@@ -147,23 +152,25 @@ def work_folder(target: Path) -> Path:
     return target / name if _must_stage_inside(target) else target.with_name(name)
 
 
-def put_in_place(folder: Path, target: Path, *, replace: bool, again: bool = False) -> None:
+def put_in_place(folder: Path, target: Path, *, replace: bool) -> None:
     """Give a finished folder its name.
 
     Args:
         folder: it lies in the :func:`work_folder` of ``target``.
         target: the name; a checkpoint that has it is replaced if ``replace`` is true.
         replace: see there.
-        again: this was broken off before, so that some of what is there may be its own.
 
     Raises:
         OutputError: files have come there since the run began, and may not be replaced.
     """
     flush(folder)
     if target in folder.parents:
-        if not replace and not again and _is_in_use(target):
-            raise _taken(target)
         work = work_folder(target)
+        begun = work / MOVING
+        if not replace and not begun.exists() and _is_in_use(target):
+            raise _taken(target)
+        begun.touch()  # from here on some of what is there is its own
+        _flush_one(work)
         for path in sorted(target.iterdir(), key=lambda path: path.name != "config.json"):
             if replace and path != work:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from llmcompressor.checkpoint.journal import Journal, differences
 from llmcompressor.checkpoint.staging import (
+    MOVING,
     put_in_place,
     remove_at_once,
     remove_stale,
@@ -77,6 +78,7 @@ class Workspace:
         self.is_published = False
         for folder in (self.files, self.scratch):
             shutil.rmtree(folder, ignore_errors=True)
+        (self.folder / MOVING).unlink(missing_ok=True)
         self.journal.begin(fingerprint)
         self.files.mkdir()
 
@@ -286,7 +288,7 @@ def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
     logger.info(f"Continuing the run in {workspace.folder}.")
     if workspace.target in workspace.folder.parents and workspace.journal.is_ready:
         if workspace.files.exists() and not workspace.is_published:
-            put_in_place(workspace.files, workspace.target, replace=False, again=True)
+            put_in_place(workspace.files, workspace.target, replace=False)
         workspace.is_published = True
     workspace.files.mkdir(exist_ok=True)
 

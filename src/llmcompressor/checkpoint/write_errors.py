@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,10 @@ _IN_TEXT = {
     errno.EROFS: ("Read-only file system", "os error 30"),
 }
 """How safetensors reports these, in the text of an error of its own."""
-_OF_TORCH = ("PytorchStreamWriter", "unexpected pos ", "iostream error")
+_OF_TORCH = re.compile(
+    r"inline_container\.cc.*unexpected pos \d+ vs \d+|PytorchStreamWriter failed"
+    r"|^basic_ios::clear: iostream error$"
+)
 """How ``torch.save`` reports any of them, and does not say which."""
 
 
@@ -79,7 +83,7 @@ def write_error(error: BaseException, target: Path, remedy: str) -> OutputError 
 
 def _unsaid(error: BaseException, target: Path, remedy: str) -> OutputError | None:
     """As :func:`write_error`, of what torch could not write."""
-    if not isinstance(error, RuntimeError) or not any(one in str(error) for one in _OF_TORCH):
+    if not isinstance(error, RuntimeError) or not _OF_TORCH.search(str(error)):
         return None
     return OutputError(
         f"A file of {target} could not be written to its end: the disk is full, or a limit of this "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,30 +72,28 @@ def fault_of_chat(value: Any) -> str | None:
 
 
 def tools_of(given: Any) -> list[Any] | None:
-    """Definitions of tools as a row has them: a list, or that list as JSON.
+    """Definitions of tools as a row has them: a list, one alone, or either as JSON.
 
     A table gives each the keys of all others; those without a value are left out again.
 
+    Returns:
+        The definitions; an empty list where there are none, ``None`` for what is something else.
+
     >>> tools_of('[{"name": "add", "parameters": {"a": null}}]')
     [{'name': 'add', 'parameters': {}}]
-
-    Raises:
-        DatasetError: it is something else.
     """
     found = given
     if isinstance(given, str):
         try:
             found = json.loads(given) if given.strip() else None
-        except ValueError as error:
-            raise DatasetError(
-                f"The tools are no JSON: {error}.", "Give a list of their definitions."
-            ) from error
+        except ValueError:
+            return None
     if found is None:
-        return None
+        return []
+    if isinstance(found, Mapping):
+        found = [found]
     if not isinstance(found, Sequence) or isinstance(found, str):
-        raise DatasetError(
-            f"The tools are a {type(found).__name__}.", "Give a list of their definitions."
-        )
+        return None
     return [_without_none(tool) for tool in found]
 
 
@@ -151,7 +150,7 @@ class ChatRenderer:
         """
         owner, template = self._template()
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": False}
-        if tools:
+        if tools and _takes(owner.apply_chat_template, "tools"):
             options["tools"] = list(tools)
         if template is not None:
             options["chat_template"] = template
@@ -197,6 +196,13 @@ class ChatRenderer:
             logger.warning("The tokenizer has no chat template; ChatML is used.")
             self._warned = True
         return candidates[-1], CHATML
+
+
+def _takes(function: Any, name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(
+        one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
+    )
 
 
 def _of_text(turn: Mapping[str, Any]) -> dict[str, Any]:

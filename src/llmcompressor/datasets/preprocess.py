@@ -83,7 +83,7 @@ class RowPreparer:
         self._columns: dict[str, None] = {}
         self._chat = chat
         self._main_inputs = main_inputs
-        self._has_warned = self._has_warned_of_none = False
+        self._has_warned = self._has_warned_of_none = self._has_warned_of_tools = False
 
     def __call__(self, row: Row, where: str) -> Row:
         """One row, prepared; the given one is not changed."""
@@ -123,7 +123,13 @@ class RowPreparer:
         """A conversation as text; an error says which it is."""
         _check_chat(conversation, column, where)
         try:
-            return self._chat(turns(conversation), tools_of(tools))
+            found = tools_of(tools)
+            if found is None and not self._has_warned_of_tools:
+                logger.warning(
+                    f"{where}: its column 'tools' is not used: it is no list of definitions."
+                )
+                self._has_warned_of_tools = True
+            return self._chat(turns(conversation), found)
         except DatasetError as error:
             raise DatasetError(
                 f"{where}, column {column!r}: {error.problem}", error.remedy
@@ -189,20 +195,13 @@ class RowPreparer:
 
     def _tell_of_none(self, given: Row, left: Row) -> None:
         """Say that a function returned nothing, and changed nothing that it was given either."""
-        if self._has_warned_of_none or _texts(given) != _texts(left):
+        # tensors are not compared in one piece; a picture's address makes it another, and no matter
+        if self._has_warned_of_none or repr(given) != repr(left):
             return
         self._has_warned_of_none = True
         logger.warning(
             "preprocessing_func returns None, and leaves the row as it is: a return may be missing."
         )
-
-
-def _texts(row: Row) -> dict[str, Any]:
-    """The columns of a row, with what a function could have changed and can be compared."""
-    return {
-        name: value if isinstance(value, str) or is_chat(value) else None
-        for name, value in row.items()
-    }
 
 
 def refuse_broken_chat(row: Mapping[str, Any], where: str) -> None:

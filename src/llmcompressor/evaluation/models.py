@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ _CHANCE = 1e-3
 _ROUGHLY = 0.05
 """How much of it, where 16 bits hold it or something is quantized."""
 _BY_ALL_TOKENS = 0.3
-"""How much of it, where what follows a token decides how it is rounded."""
+"""How much of it, where what follows a token decides how it is rounded, to 8 bits at least."""
+_WIDE = 8
 
 
 def load_for_measuring(
@@ -98,16 +100,19 @@ def check_causal(model: Module, window: Sequence[int]) -> None:
 def _share_of_rounding(model: Module) -> float:
     """How much of a logit may move when other tokens follow, in a model that does not see them."""
     schemes = [getattr(module, "quantization_scheme", None) for module in model.modules()]
-    if any(map(_scales_by_all_tokens, schemes)):
-        return _BY_ALL_TOKENS
+    bits = [one.num_bits for scheme in schemes for one in _scaled_by_all_tokens(scheme)]
+    if bits:  # a step of fewer bits is as wide as what is looked for
+        return _BY_ALL_TOKENS if min(bits) >= _WIDE else math.inf
     is_quantized = any(schemes) or hasattr(getattr(model, "config", None), "quantization_config")
     return _ROUGHLY if is_quantized or model_dtype(model) != torch.float32 else _CHANCE
 
 
-def _scales_by_all_tokens(scheme: Any) -> bool:
-    """Whether inputs or outputs get one scale by all tokens of a call."""
+def _scaled_by_all_tokens(scheme: Any) -> list[Any]:
+    """How inputs and outputs are quantized that get one scale by all tokens of a call."""
     held = (getattr(scheme, name, None) for name in ("input_activations", "output_activations"))
-    return any(one is not None and one.dynamic is True and one.strategy == "tensor" for one in held)
+    return [
+        one for one in held if one is not None and one.dynamic is True and one.strategy == "tensor"
+    ]
 
 
 def _gone_on_otherwise(window: Sequence[int]) -> list[list[int]]:

@@ -29,14 +29,24 @@ __all__ = [
 ]
 
 
-def is_differentiated(module: Module) -> bool:
-    """Whether gradients are recorded, and ``module`` rounds activations that they have to pass."""
-    if not torch.is_grad_enabled() or not getattr(module, "quantization_enabled", True):
+def is_differentiated(module: Module, values: Tensor) -> bool:
+    """Whether gradients are to pass what ``module`` rounds.
+
+    Args:
+        module: a quantized Linear, Embedding or attention module.
+        values: what it gets.
+    """
+    is_tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    if is_tracing or not torch.is_grad_enabled():
         return False
-    if getattr(module, "quantization_status", None) is None:
+    is_enabled = getattr(module, "quantization_enabled", True)
+    if not is_enabled or getattr(module, "quantization_status", None) is None or values.ndim < 2:
         return False
     scheme: Any = getattr(module, "quantization_scheme", None)
-    return bool(scheme and (scheme.input_activations or scheme.output_activations))
+    if scheme is None:
+        return False
+    passes = values.requires_grad and scheme.input_activations is not None
+    return passes or scheme.output_activations is not None
 
 
 def quantized_forward(module: Any, input: Tensor) -> Tensor:
@@ -62,7 +72,7 @@ class DifferentiableCache(QuantizedKVCache):  # type: ignore[misc]  # compressed
     def forward(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Quantize, and update the cache of the call, if it has one."""
         attention = self.attn_module()
-        if not is_differentiated(attention):
+        if not is_differentiated(attention, key_states):
             return super().forward(key_states, value_states, *args, **kwargs)
         how: QuantizationArgs = attention.quantization_scheme.input_activations
         states = tuple(
@@ -78,7 +88,7 @@ class DifferentiableAttention(QuantizedAttentionImpl):  # type: ignore[misc]  # 
 
     def forward(self, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Quantize the queries and call the attention function of the model."""
-        if not is_differentiated(module):
+        if not is_differentiated(module, query):
             return super().forward(module, query, *args, **kwargs)
         query = stored_fake_quantize(
             module, "q", query, module.quantization_scheme.input_activations

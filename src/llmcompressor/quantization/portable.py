@@ -38,11 +38,11 @@ class QuantizedForward:
         self.__self__ = module
         self._function: Callable[..., Any] | None = module.forward.__func__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, input: Any) -> Any:
         """Run the module."""
-        if is_differentiated(self.__self__):
-            return quantized_forward(self.__self__, *args, **kwargs)
-        return self.__func__(self.__self__, *args, **kwargs)
+        if is_differentiated(self.__self__, input):
+            return quantized_forward(self.__self__, input)
+        return self.__func__(self.__self__, input)
 
     @property
     def __func__(self) -> Callable[..., Any]:
