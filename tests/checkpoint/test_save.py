@@ -526,12 +526,15 @@ class TestSavePretrained:
         shutil.rmtree(tmp_path / "b" / "additional_chat_templates")
         assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
-    def test_a_variant_names_no_file(self, tmp_path: Path, warned: list[str]) -> None:
+    @pytest.mark.parametrize("name", ["variant", "save_function"])
+    def test_what_asks_for_something_else_is_told(
+        self, name: str, tmp_path: Path, warned: list[str]
+    ) -> None:
         model = w4a16(tiny.llama())
         modify_save_pretrained(model)
-        model.save_pretrained(tmp_path / "out", variant="fp16")
+        model.save_pretrained(tmp_path / "out", **{name: "fp16"})
         assert (tmp_path / "out" / "model.safetensors").exists()
-        assert [line for line in warned if "variant='fp16'" in line]
+        assert [line for line in warned if f"{name}='fp16'" in line]
 
     def test_every_old_argument(self, tmp_path: Path) -> None:
         model = w4a16(tiny.llama())

@@ -143,6 +143,17 @@ def test_some_calls_are_left_to_the_reader(name: str, monkeypatch: pytest.Monkey
         assert (rows.grad is None) == is_tracing
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_one_projection_that_learns_alone_has_one(name: str) -> None:
+    """As with an adapter: what stands before it has none, and rounds keys and values together."""
+    model = compressed(llama(), "attention")
+    model.requires_grad_(False)
+    weight = getattr(model.model.layers[0].self_attn, f"{name}_proj").weight.requires_grad_()
+    model(input_ids=probe(), labels=probe(), use_cache=False).loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.any()
+
+
 def test_those_of_experts_pass_too() -> None:
     model = compressed(mixture(), "W8A8")
     recorded = model(input_ids=probe(), use_cache=False)

@@ -216,21 +216,8 @@ def gemma4() -> Any:
 def hunyuan() -> Any:
     """The Linear that scores experts is a part of the router."""
     torch.manual_seed(0)
-    config = HunYuanMoEV1Config(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=small.EXPERTS,
-        moe_topk=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        pad_token_id=0,
-    )
-    return HunYuanMoEV1ForCausalLM(config).eval()
+    own = {"head_dim": 8, "num_experts": small.EXPERTS, "moe_topk": 2}
+    return HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**small.COMMON, **own)).eval()
 
 
 @pytest.mark.parametrize("make", [gemma4, hunyuan])

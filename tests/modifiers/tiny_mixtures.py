@@ -16,7 +16,7 @@ from transformers import (
 )
 
 EXPERTS = 8
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -65,7 +65,7 @@ def mixture(family: str, **changes: Any) -> Any:
     """A model of two mixtures with eight experts each; routers have random weights too."""
     kind, config, own = _FAMILIES[family]
     torch.manual_seed(0)
-    model = kind(config(**{**_COMMON, **own, **changes})).eval().float()
+    model = kind(config(**{**COMMON, **own, **changes})).eval().float()
     with torch.no_grad():
         for block in blocks(model):
             block.gate.weight.normal_(std=0.5)

@@ -26,17 +26,7 @@ ROUTERS = {"granitemoe": "block_sparse_moe.router.layer", "mixtral": "block_spar
 def granite() -> Any:
     """Experts in Linears of three dimensions."""
     torch.manual_seed(0)
-    config = GraniteMoeConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=tiny.EXPERTS,
-        num_experts_per_tok=2,
-        tie_word_embeddings=False,
-    )
+    config = GraniteMoeConfig(**tiny.COMMON, num_local_experts=tiny.EXPERTS)
     return GraniteMoeForCausalLM(config)
 
 

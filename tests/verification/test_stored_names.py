@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_mixtures as tiny
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GraniteMoeConfig, LagunaConfig, NemotronHConfig
@@ -16,21 +17,11 @@ from llmcompressor import oneshot, verify
 from llmcompressor.modifiers.pruning import REAPPruningModifier, WandaPruningModifier
 from llmcompressor.verification import Severity
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "intermediate_size": 32,
-    "tie_word_embeddings": False,
-}
 _EXPERTS = {"head_dim": 8, "moe_intermediate_size": 32}
 CONFIGS: dict[str, Any] = {
     # the whole model under another prefix
     "nemotron_h": NemotronHConfig(
-        **_COMMON,
+        **tiny.COMMON,
         **_EXPERTS,
         n_routed_experts=4,
         n_shared_experts=1,
@@ -39,9 +30,9 @@ CONFIGS: dict[str, Any] = {
         layers_block_type=["attention", "moe"],
     ),
     # a part of it
-    "laguna": LagunaConfig(**_COMMON, **_EXPERTS, num_experts=4),
+    "laguna": LagunaConfig(**tiny.COMMON, **_EXPERTS, num_experts=4),
     # experts in two Linears
-    "granitemoe": GraniteMoeConfig(**_COMMON, num_local_experts=4),
+    "granitemoe": GraniteMoeConfig(**tiny.COMMON, num_local_experts=4),
 }
 RECIPES = {
     "pruned": WandaPruningModifier(sparsity=0.5, ignore=["lm_head"]),

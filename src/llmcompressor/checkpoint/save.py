@@ -95,6 +95,9 @@ _WITHOUT_EFFECT = (
 )
 """Of transformers and of older releases of this API; by the time of saving, all work is done."""
 
+_OTHERWISE = {"save_function": "how files are written", "variant": "names of files"}
+"""Those of them that ask for something else than is done."""
+
 Text = str | Callable[[], str | None] | None
 
 
@@ -261,8 +264,8 @@ def _save_pretrained(
     """
     for key in hub_arguments.keys() & {*_WITHOUT_EFFECT}:
         value = hub_arguments.pop(key)
-        if key == "variant" and value is not None:  # others ask for what is done anyway
-            logger.warning(f"save_pretrained(variant={value!r}) has no effect on names of files.")
+        if key in _OTHERWISE and value is not None:  # the rest ask for what is done anyway
+            logger.warning(f"save_pretrained({key}={value!r}) has no effect on {_OTHERWISE[key]}.")
     unknown = [key for key in hub_arguments if key not in _HUB_ARGUMENTS]
     if unknown:
         raise ArgumentError(
@@ -404,7 +407,8 @@ def _told(model: PreTrainedModel, options: SaveOptions) -> Mapping[str, Any] | N
     """What the run has to tell, and what the files call the modules that it tells of."""
     report = options.report or {}
     records = [each for each in report.get("modifiers", {}).values() if isinstance(each, Mapping)]
-    names = stored_as(model, (str(module) for modules in records for module in modules))
+    modules = [str(module) for each in records for module in each]
+    names = stored_as(model, modules) if modules else {}
     return {**report, STORED_AS: names} if names else options.report
 
 

@@ -34,15 +34,14 @@ __all__ = [
     "work_folder",
 ]
 
+MOVING = "moving"
+"""In a working folder, once files of the output have begun to be moved out of it."""
+
 _CHOOSE = "Choose another output directory."
 _WEIGHT_FILE = re.compile(r"(model|pytorch_model).*\.(safetensors|bin|index\.json)")
 _WHOLE_FOLDERS = {"additional_chat_templates"}
 """Of which nothing may stay that an earlier checkpoint had: all that is in them is read."""
 _counter = itertools.count()
-
-
-MOVING = "moving"
-"""In a working folder, once files of the output have begun to be moved out of it."""
 
 
 class OnExisting(Enum):

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmcompressor.datasets.encode import parameters_of
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
@@ -150,7 +150,8 @@ class ChatRenderer:
         """
         owner, template = self._template()
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": False}
-        if tools and _takes(owner.apply_chat_template, "tools"):
+        names, takes_any = parameters_of(owner.apply_chat_template)
+        if tools and (takes_any or "tools" in names):
             options["tools"] = list(tools)
         if template is not None:
             options["chat_template"] = template
@@ -196,13 +197,6 @@ class ChatRenderer:
             logger.warning("The tokenizer has no chat template; ChatML is used.")
             self._warned = True
         return candidates[-1], CHATML
-
-
-def _takes(function: Any, name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(
-        one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
-    )
 
 
 def _of_text(turn: Mapping[str, Any]) -> dict[str, Any]:

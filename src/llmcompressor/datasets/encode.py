@@ -76,7 +76,7 @@ class Encoder:
         self._processor = processor
         self._max_length = max_length
         self._cut_media = cut_media
-        self._names, self._takes_any = _parameters(processor)
+        self._names, self._takes_any = parameters_of(processor)
         self._bos = own_bos(tokenizer_of(processor))
 
     @property
@@ -138,7 +138,7 @@ def _is_tokenizer(processor: Any) -> bool:
     return hasattr(processor, "convert_tokens_to_ids")
 
 
-def _parameters(processor: Any) -> tuple[frozenset[str], bool]:
+def parameters_of(processor: Any) -> tuple[frozenset[str], bool]:
     """The names of a processor's parameters, and whether it takes any others."""
     if not callable(processor):
         raise DatasetError(

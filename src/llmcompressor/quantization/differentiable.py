@@ -28,24 +28,31 @@ __all__ = [
     "quantized_forward",
 ]
 
+_ROWS = 2
+"""Dimensions of a matrix."""
 
-def is_differentiated(module: Module, values: Tensor) -> bool:
+
+def is_differentiated(module: Module, *values: Tensor) -> bool:
     """Whether gradients are to pass what ``module`` rounds.
+
+    Not those of a single row, which readers scale otherwise, nor in a trace.
 
     Args:
         module: a quantized Linear, Embedding or attention module.
-        values: what it gets.
+        values: what it rounds, or makes its outputs of.
     """
     is_tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
     if is_tracing or not torch.is_grad_enabled():
         return False
     is_enabled = getattr(module, "quantization_enabled", True)
-    if not is_enabled or getattr(module, "quantization_status", None) is None or values.ndim < 2:
+    if not is_enabled or getattr(module, "quantization_status", None) is None:
+        return False
+    if any(one.ndim < _ROWS for one in values):
         return False
     scheme: Any = getattr(module, "quantization_scheme", None)
     if scheme is None:
         return False
-    passes = values.requires_grad and scheme.input_activations is not None
+    passes = any(one.requires_grad for one in values) and scheme.input_activations is not None
     return passes or scheme.output_activations is not None
 
 
@@ -72,7 +79,7 @@ class DifferentiableCache(QuantizedKVCache):  # type: ignore[misc]  # compressed
     def forward(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Quantize, and update the cache of the call, if it has one."""
         attention = self.attn_module()
-        if not is_differentiated(attention, key_states):
+        if not is_differentiated(attention, key_states, value_states):
             return super().forward(key_states, value_states, *args, **kwargs)
         how: QuantizationArgs = attention.quantization_scheme.input_activations
         states = tuple(

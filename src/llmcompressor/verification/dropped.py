@@ -8,19 +8,17 @@ rows, corrections of its scores) is compared entry by entry.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llmcompressor.verification.config_changes import Change
 from llmcompressor.verification.files import Files
-from llmcompressor.verification.history import DROPS, Run, layer_of, without_prefixes
+from llmcompressor.verification.history import DROPS, EXPERT, Run, layer_of, without_prefixes
 
 __all__ = ["DroppedExperts", "Kept"]
 
 _NO_COUNT = ("per_tok", "shared", "group", "size", "dim", "layer", "step", "zero", "capacity")
-_EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<rest>.+)$")
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class DroppedExperts:
     def _are_fewer(self, checkpoint: Files) -> bool:
         """Whether the files too hold as few as the configuration says."""
         most = max((ours for theirs, ours in self.changed.values() if ours < theirs), default=0)
-        found = (_EXPERT.match(name) for name in checkpoint.places)
+        found = (EXPERT.match(name) for name in checkpoint.places)
         last = max((int(match["index"]) for match in found if match is not None), default=0)
         return last < most
 
@@ -82,7 +80,7 @@ class DroppedExperts:
 
     def before(self, name: str) -> str | None:
         """The name that a tensor of one expert had; ``None`` if there was no such expert."""
-        match, kept = _EXPERT.match(name), self.of(name)
+        match, kept = EXPERT.match(name), self.of(name)
         if match is None or kept is None:
             return name
         if int(match["index"]) >= len(kept.kept):
@@ -91,7 +89,7 @@ class DroppedExperts:
 
     def is_gone(self, name: str) -> bool:
         """Whether a tensor of the original was an expert's that is not to be there."""
-        match, kept = _EXPERT.match(name), self.of(name)
+        match, kept = EXPERT.match(name), self.of(name)
         if match is None:
             return False
         if kept is None:
@@ -108,7 +106,7 @@ class DroppedExperts:
         """
         if not self.is_unrecorded:
             return False
-        return _EXPERT.match(name) is not None or any(
+        return EXPERT.match(name) is not None or any(
             _dimension(theirs, ours, *counts) is not None for counts in self.changed.values()
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmcompressor.verification.files import Files
 
-__all__ = ["DROPS", "Changed", "Run", "layer_of", "runs_since", "without_prefixes"]
+__all__ = ["DROPS", "EXPERT", "Changed", "Run", "layer_of", "runs_since", "without_prefixes"]
 
 DROPS = "REAPPruningModifier"
 """The modifier that drops weights, and leaves the others as they are."""
@@ -23,7 +23,8 @@ DROPS = "REAPPruningModifier"
 _REPORT = "compression_report.json"
 _EARLIER = "before"
 _STORED_AS = "stored_as"
-_EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?:\.|$)")
+EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<index>\d+)(?:\.(?P<rest>.+))?$")
+"""A module or tensor of one expert."""
 _OF_FILES = "verification"
 _PREFIXES = ("model.", "language_model.", "transformer.")
 _LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks|block)\.\d+\.")
@@ -45,8 +46,8 @@ class Run:
 
     def names_of(self, module: str) -> list[str]:
         """What the files may call a module that is recorded; its own name first."""
-        expert = _EXPERT.match(module)
-        stored = self.stored_as.get(module if expert is None else expert[1])
+        expert = EXPERT.match(module)
+        stored = self.stored_as.get(module if expert is None else expert["experts"])
         return [module, *map(str, stored)] if isinstance(stored, list) else [module]
 
 
