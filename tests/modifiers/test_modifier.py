@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -138,11 +138,23 @@ def test_wrong_field_names_modifier_field_and_the_right_ones(make):
         ({"start": 3, "end": 2}, r"end \(2\) lies before start \(3\).*Leave out"),
         ({"end": float("nan")}, r"end is not a number"),
         ({"update": float("nan")}, r"update is not a number"),
+        ({"sparsity": True}, r"'sparsity'.*it is a number, not true or false \(given: True\)"),
+        ({"end": False}, r"'end'.*it is a number, not true or false"),
     ],
 )
 def test_wrong_value_names_field_and_reason(fields, reason):
     with pytest.raises(RecipeError, match=f"Pruner: .*{reason}"):
         Pruner(**fields)
+
+
+def test_a_truth_value_stays_one_where_it_is_meant():
+    class Choosy(Pruner):
+        either: bool | int = 3
+        anything: Any = None
+
+    choosy = Choosy(either=True, anything=False)
+    assert choosy.either is True
+    assert choosy.anything is False
 
 
 def test_missing_field():

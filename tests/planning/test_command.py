@@ -40,7 +40,7 @@ def test_the_table_says_what_matters(llama_folder: Path) -> None:
         "bytes exactly",
         "one block at a time",
         "Time on this machine",
-        "Nothing stands against it.",
+        "Nothing was found that would stop it.",
     ):
         assert words in result.output
 
@@ -49,7 +49,7 @@ def test_a_plan_prints_itself(llama_folder: Path) -> None:
     text = str(plan(llama_folder, RECIPE, measure=False))
 
     assert "What is written" in text
-    assert "Nothing stands against it." in text
+    assert "Nothing was found that would stop it." in text
     assert all(line == line.rstrip() for line in text.splitlines())
 
 

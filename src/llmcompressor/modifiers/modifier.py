@@ -10,9 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
-from pydantic import ConfigDict, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    ConfigDict,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.state import State
@@ -318,6 +325,15 @@ class Modifier(HooksMixin):
     def from_fields(cls, **fields: Any) -> list[Modifier]:
         """The modifiers that an entry of a recipe with these fields stands for: usually one."""
         return [cls(**fields)]
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_no_truth_for_a_number(cls, given: Any, info: ValidationInfo) -> Any:
+        """``yes`` is no 1: pydantic takes a truth value for a number."""
+        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(given, bool) and bool not in kinds and kinds & {int, float}:
+            raise ValueError("it is a number, not true or false")
+        return given
 
     @model_validator(mode="after")
     def _check_no_empty_name(self) -> Self:
@@ -841,6 +857,18 @@ class Modifier(HooksMixin):
     def _end(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> None:
         self.on_end(state, event, **kwargs)
         self._enter(Phase.ENDED)
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of.
+
+    >>> _kinds(float | list[int] | None) == {float, list, int, type(None)}
+    True
+    """
+    parts = get_args(annotation)
+    outer = getattr(annotation, "__origin__", None) if parts else annotation
+    kinds = {kind for part in parts for kind in _kinds(part)}
+    return kinds | {outer} if isinstance(outer, type) else kinds
 
 
 def _as_recipe_error(cls: type[Modifier], error: ValidationError) -> RecipeError:

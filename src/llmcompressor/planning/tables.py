@@ -194,7 +194,7 @@ def _verdict(plan: Plan) -> list[str]:
     if counts["error"]:
         lines.append(f"Its output could not be served: {counts['error']} error(s) above.")
     if plan.ok:
-        lines.append("Nothing stands against it.")
+        lines.append("Nothing was found that would stop it.")
     return lines
 
 

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures that README.md gives are those that the benchmarks stored."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
+
+SPEED = {
+    "GPTQ W4A16": "32M/GPTQ W4A16",
+    "GPTQ W8A8, static": "32M/GPTQ W8A8 static",
+    "SmoothQuant, then GPTQ W8A8": "32M/SmoothQuant, GPTQ W8A8",
+    "SparseGPT 2:4": "32M/SparseGPT 2:4",
+    "GPTQ W4A16, 386M": "386M/GPTQ W4A16",
+    "GPTQ W8A8, static, 386M": "386M/GPTQ W8A8 static",
+    "AWQ W4A16_ASYM": "32M/AWQ W4A16_ASYM",
+    "Wanda 2:4": "32M/Wanda 2:4",
+}
+LOSS = {
+    "GPTQ, 4 bits, groups of 128: as it comes, with one forward": [
+        ("4 bits, group 128", "GPTQ, as it comes"),
+        ("4 bits, group 128", "GPTQ, one forward"),
+    ],
+    "GPTQ, 3 bits, groups of 64: as it comes, with one forward": [
+        ("3 bits, group 64", "GPTQ, as it comes"),
+        ("3 bits, group 64", "GPTQ, one forward"),
+    ],
+    "AWQ, W4A16_ASYM": [("W4A16_ASYM", "AWQ")],
+    "AutoRound, 4 bits, groups of 128": [("4 bits, group 128", "AutoRound")],
+    "SparseGPT, 2:4": [("2:4", "SparseGPT")],
+    "Wanda, 2:4": [("2:4", "Wanda")],
+    "SmoothQuant, then GPTQ, W8A8": [("W8A8", "SmoothQuant and GPTQ")],
+    "with outlier channels: SmoothQuant W8A8; AWQ W4A16": [
+        ("planted, W8A8", "SmoothQuant"),
+        ("planted, W4A16", "AWQ"),
+    ],
+    "GPTQ, NVFP4A16": [("NVFP4A16", "GPTQ")],
+}
+
+
+def _cells(label: str) -> list[list[str]]:
+    """The figures of each cell of the line that begins with the label."""
+    (line,) = re.findall(rf"^\| {re.escape(label)} \|(.+)\|$", README, re.MULTILINE)
+    return [re.findall(r"\d+\.\d+", cell) for cell in line.split("|")]
+
+
+@pytest.mark.parametrize("label", SPEED)
+def test_times_are_those_of_the_pages(label: str) -> None:
+    size = SPEED[label].partition("/")[0]
+    page = "compare.json" if size == "32M" else f"compare-{size}.json"
+    runs = json.loads((RESULTS / page).read_text())
+    reference = runs[f"{SPEED[label]}/reference"]["oneshot_seconds"]
+    for tool, figures in zip(("one forward", "as it comes"), _cells(label), strict=True):
+        run = runs.get(f"{SPEED[label]}/{tool}")
+        expected = [f"{run['oneshot_seconds'] / reference:.2f}"] if run else []
+        assert figures == expected, f"{label}, {tool}: {expected} in benchmarks/results/{page}"
+
+
+@pytest.mark.parametrize("label", LOSS)
+def test_losses_are_those_of_the_page(label: str) -> None:
+    stored = json.loads((RESULTS / "algorithms.json").read_text())
+
+    def above(case: str, algorithm: str) -> str:
+        runs = stored["found"][case][algorithm].values()
+        return f"{fmean(run['loss'] for run in runs) - stored['dense']['loss']:.4f}"
+
+    def of_reference(case: str, algorithm: str) -> str:
+        return above(case, "reference, " + re.sub(", (one forward|as it comes)$", "", algorithm))
+
+    ours, reference = _cells(label)
+    assert ours == [above(*place) for place in LOSS[label]]
+    assert reference == list(dict.fromkeys(of_reference(*place) for place in LOSS[label]))
