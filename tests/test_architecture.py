@@ -27,6 +27,7 @@ FLOORS = {
     "names": 0,
     "threads": 0,
     "units": 0,
+    "wording": 0,
     "registry": 1,
     "progress": 1,
     "metrics": 1,

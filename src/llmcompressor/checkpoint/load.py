@@ -29,7 +29,7 @@ from llmcompressor.errors import ArgumentError, CheckpointError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.adapters import MERGE, adapters_of
 from llmcompressor.modeling.embeddings import untie_embeddings
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 __all__ = [
     "AUTO_CLASSES",

@@ -17,8 +17,8 @@ from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.logger import logger
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.scales import effective_scale
-from llmcompressor.schemes.assign import listed
 from llmcompressor.schemes.bridge import grid_of, partition_of
+from llmcompressor.wording import listed
 
 __all__ = ["is_on_grid", "warn_cast", "warn_off_grid"]
 

@@ -16,7 +16,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +32,7 @@ from llmcompressor.checkpoint.staging import (
 from llmcompressor.checkpoint.write_errors import creating, disk_errors
 from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
+from llmcompressor.wording import listed
 
 __all__ = [
     "Workspace",
@@ -280,7 +281,8 @@ def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
     differing = list(differences(fingerprint, recorded))
     if differing:
         raise OutputError(
-            f"{workspace.folder} holds the progress of another run: {_listed(differing)}.",
+            f"{workspace.folder} holds the progress of another run: "
+            f"{listed(differing, most=4, separator='; ')}.",
             "Repeat the call that was broken off, with the model and the data that it had, choose "
             'another output directory, or pass resume="never" (--resume never) to throw that '
             "progress away.",
@@ -291,11 +293,6 @@ def _compare(workspace: Workspace, fingerprint: Mapping[str, Any]) -> None:
             put_in_place(workspace.files, workspace.target, replace=False)
         workspace.is_published = True
     workspace.files.mkdir(exist_ok=True)
-
-
-def _listed(items: Iterable[str]) -> str:
-    items = list(items)
-    return "; ".join(items[:4]) + (f"; and {len(items) - 4} more" if len(items) > 4 else "")
 
 
 def _begun(folder: Path, target: Path) -> IO[str]:

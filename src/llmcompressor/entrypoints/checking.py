@@ -24,12 +24,12 @@ from llmcompressor.errors import ArgumentError, CheckpointError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.outlined import outlined
-from llmcompressor.schemes.assign import listed
 from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.built import bare_model
 from llmcompressor.verification.check import verify_files
 from llmcompressor.verification.facts import SERVERS, Finding, Severity
 from llmcompressor.verification.report import merged
+from llmcompressor.wording import listed
 
 __all__ = ["check_servable", "check_writable_model", "check_written", "serves_nobody"]
 
@@ -234,7 +234,6 @@ def _errors(found: Iterable[Finding]) -> list[Finding]:
     return [one for one in found if one.severity is Severity.ERROR]
 
 
-def _said(findings: list[Finding]) -> str:
-    shown = [f"{one.module}: {one.message} {one.remedy}".strip() for one in findings[:_MOST_SHOWN]]
-    more = len(findings) - len(shown)
-    return "; ".join(shown) + (f"; and {more} more" if more else "")
+def _said(findings: Iterable[Finding]) -> str:
+    told = (f"{one.module}: {one.message} {one.remedy}".strip() for one in findings)
+    return listed(told, most=_MOST_SHOWN, separator="; ")

@@ -44,8 +44,9 @@ from llmcompressor.modeling.matching import (
 )
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.recipe import Recipe
-from llmcompressor.schemes.assign import is_empty, listed
+from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.resolve import ResolvedSchemes
+from llmcompressor.wording import listed
 
 __all__ = ["model_free_ptq"]
 

@@ -16,7 +16,7 @@ from torch import nn
 from llmcompressor.checkpoint.source import SourceInfo, TensorHeader
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.matching import matches
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 __all__ = ["CONV1D_NAMES", "CONV1D_TYPES", "refuse_transposed"]
 

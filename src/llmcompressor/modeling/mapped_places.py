@@ -19,6 +19,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.matching import matches, sets_of
 from llmcompressor.modeling.scaling import columns_of
 from llmcompressor.names import Forms, named_modules
+from llmcompressor.wording import listed
 
 __all__ = ["Names", "Place", "SmoothSet", "places_of", "shown", "written"]
 
@@ -104,8 +105,7 @@ def shown(names: Iterable[str]) -> str:
     parts = ((name, part_of_expert(name)) for name in names)
     every = [name if part is None else f"{part.experts}.*.{part.own}" for name, part in parts]
     every = list(dict.fromkeys(every))
-    more = f" and {len(every) - _SHOWN} more" if every[_SHOWN:] else ""
-    return ", ".join(every[:_SHOWN]) + more
+    return listed(every, most=_SHOWN)
 
 
 def places_of(model: Module, names: Names) -> Iterator[Place]:

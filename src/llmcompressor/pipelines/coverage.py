@@ -16,7 +16,7 @@ from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.observers.tokens import count_tokens
 from llmcompressor.pipelines.batches import CalibrationBatches
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State

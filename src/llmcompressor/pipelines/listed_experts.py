@@ -31,7 +31,7 @@ from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.calibrated import seen_without_weights
 from llmcompressor.pipelines.model_runs import small_batch
 from llmcompressor.pipelines.starvation import Starvation
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments

@@ -23,7 +23,7 @@ from llmcompressor.modeling.matching import as_targets, matches
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules, own_parameters
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 __all__ = ["dense_mixtures", "ignore_of", "meant_mixtures", "warn_unread"]
 

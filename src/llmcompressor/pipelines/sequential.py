@@ -50,6 +50,7 @@ from llmcompressor.pipelines.residency import Residency
 from llmcompressor.pipelines.starvation import Starvation
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
 from llmcompressor.progress import Advance, progress
+from llmcompressor.wording import listed
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -360,7 +361,7 @@ class _SequentialRun:
         if not units:
             return
         missed = [unit.name for unit in units]
-        shown = ", ".join(missed[:8]) + (f" and {len(missed) - 8} more" if len(missed) > 8 else "")
+        shown = listed(missed, most=8)
         if not all(one.accepts_unreached(name) for name in missed for one in self.modifiers):
             raise TargetError(
                 f"No calibration batch reached {shown}.",

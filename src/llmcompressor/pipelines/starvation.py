@@ -12,7 +12,7 @@ from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.experts import Shown
 from llmcompressor.pipelines.batches import CalibrationBatches
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 if TYPE_CHECKING:
     from llmcompressor.args import DatasetArguments

@@ -18,6 +18,7 @@ from llmcompressor.errors import TargetError
 from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.passes import BY_BLOCK
+from llmcompressor.wording import listed
 
 __all__ = ["check_reached"]
 
@@ -67,9 +68,8 @@ def check_reached(
             and any(module in own and not one.accepts_unreached(name) for one, own in wanted)
         ]
         if missed:
-            more = f" and {len(missed) - 8} more" if missed[8:] else ""
             raise TargetError(
-                f"No calibration batch reaches {', '.join(missed[:8])}{more}: no sample holds "
+                f"No calibration batch reaches {listed(missed, most=8)}: no sample holds "
                 f"{_WHAT[modality]}.",
                 "Add data that uses these modules, or put them on the recipe's ignore list.",
             )

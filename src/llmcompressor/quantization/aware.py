@@ -39,7 +39,7 @@ from llmcompressor.quantization.fake_activations import FakeActivation
 from llmcompressor.quantization.fake_weights import WEIGHT_STEP, FakeWeights
 from llmcompressor.quantization.parameters import weight_of
 from llmcompressor.quantization.together import gathered
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 __all__ = ["AwareTraining"]
 

@@ -51,12 +51,13 @@ from llmcompressor.quantization.parameters import (
 )
 from llmcompressor.quantization.taking_over import Quantizer, are_alike, taken_from
 from llmcompressor.quantization.untying import untie_what_is_meant
-from llmcompressor.schemes.assign import is_empty, listed, scheme_for
+from llmcompressor.schemes.assign import is_empty, scheme_for
 from llmcompressor.schemes.attention import CACHED_ATTENTION
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 from llmcompressor.schemes.checks import check_schemes, warn_mixed_sets
 from llmcompressor.schemes.presets import format_of
 from llmcompressor.schemes.resolve import ResolvedSchemes, resolve_schemes
+from llmcompressor.wording import listed
 
 __all__ = ["SAYING_HOW", "QuantizationMixin"]
 

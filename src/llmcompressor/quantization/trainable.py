@@ -19,7 +19,7 @@ from llmcompressor.quantization.attach import attach_attention, attach_linear
 from llmcompressor.quantization.aware import AwareTraining
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.parameters import weighs_inputs, weight_of
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 __all__ = ["TrainableMixin"]
 

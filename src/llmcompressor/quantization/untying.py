@@ -13,9 +13,9 @@ from typing import Any
 from llmcompressor.core.state import State
 from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import is_tied, untie_embeddings
-from llmcompressor.schemes.assign import listed
 from llmcompressor.schemes.checks import are_apart_untied, tied_weights
 from llmcompressor.schemes.resolve import ResolvedSchemes
+from llmcompressor.wording import listed
 
 __all__ = ["untie_what_is_meant"]
 

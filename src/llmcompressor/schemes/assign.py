@@ -39,13 +39,13 @@ from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.names import Forms, named_modules, names_of
 from llmcompressor.schemes.attention import is_cached_attention
+from llmcompressor.wording import listed
 
 __all__ = [
     "assign_schemes",
     "is_empty",
     "is_quantizable",
     "is_router",
-    "listed",
     "matching_targets",
     "output_head",
     "reached",
@@ -55,7 +55,6 @@ __all__ = [
 
 _ROUTER = re.compile(r"(?:.*\.)?(?:(?:gate|router)(?:\..+)?|router_gate|shared_expert_gate)")
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
-_MOST_LISTED = 6
 
 
 def is_empty(scheme: QuantizationScheme) -> bool:
@@ -79,18 +78,6 @@ def weight_of(module: Module) -> torch.Tensor | None:
         with disable_onloading():
             weight = getattr(module, "weight", None)
     return weight if isinstance(weight, torch.Tensor) else None
-
-
-def listed(names: Iterable[str]) -> str:
-    """Some names for a message: all of a few, the first and the number of many.
-
-    >>> listed("abcdefgh")
-    'a, b, c, d, e, f and 2 more'
-    """
-    every = list(names)
-    shown = ", ".join(every[:_MOST_LISTED])
-    rest = len(every) - _MOST_LISTED
-    return f"{shown} and {rest} more" if rest > 0 else shown
 
 
 def scheme_for(

@@ -13,8 +13,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.names import named_modules
-from llmcompressor.schemes.assign import is_quantizable, listed, output_head, weight_of
+from llmcompressor.schemes.assign import is_quantizable, output_head, weight_of
 from llmcompressor.schemes.presets import format_of
+from llmcompressor.wording import listed
 
 __all__ = [
     "Misfit",

@@ -13,7 +13,7 @@ from llmcompressor.errors import ArgumentError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.mixtures import ignore_of, meant_mixtures
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 if TYPE_CHECKING:
     from transformers import Trainer

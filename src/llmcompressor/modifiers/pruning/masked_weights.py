@@ -29,7 +29,7 @@ from llmcompressor.modeling.spread import is_spread_as, local, spread_as, togeth
 from llmcompressor.modifiers.pruning.targets import Place
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.masks import Source, Structure, grow_masks
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 __all__ = ["MaskedWeights"]
 

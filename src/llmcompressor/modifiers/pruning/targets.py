@@ -29,7 +29,8 @@ from llmcompressor.modeling.matching import (
     near_matches,
 )
 from llmcompressor.names import named_modules
-from llmcompressor.schemes.assign import is_router, listed
+from llmcompressor.schemes.assign import is_router
+from llmcompressor.wording import listed
 
 __all__ = ["Place", "find_places", "means_class"]
 

@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.experts import LinearExperts
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 __all__ = ["MoeLayer", "counts_of", "cut", "find_layers", "mixed"]
 

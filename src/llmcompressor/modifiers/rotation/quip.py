@@ -32,7 +32,8 @@ from llmcompressor.modifiers.rotation.base import RotationModifier, TransformTyp
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.modifiers.rotation.targets import short_targets
-from llmcompressor.schemes.assign import is_router, listed
+from llmcompressor.schemes.assign import is_router
+from llmcompressor.wording import listed
 
 __all__ = ["QuIPModifier"]
 

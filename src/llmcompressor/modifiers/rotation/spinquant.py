@@ -51,8 +51,8 @@ from llmcompressor.modifiers.rotation.stream import Stream, find_stream, unseen_
 from llmcompressor.modifiers.rotation.targets import short_targets
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.quantization.attach import cached_attention_modules, check_states
-from llmcompressor.schemes.assign import listed
 from llmcompressor.schemes.attention import CACHED_ATTENTION
+from llmcompressor.wording import listed
 
 __all__ = ["SpinQuantModifier"]
 

@@ -32,13 +32,13 @@ from llmcompressor.modeling.matching import (
 from llmcompressor.modifiers.sparsity.matrices import is_prunable, matrix_shape, misfit
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.masks import NofM
-from llmcompressor.schemes.assign import is_router, listed
+from llmcompressor.schemes.assign import is_router
+from llmcompressor.wording import listed
 
 __all__ = ["ALL_PRUNABLE", "Layers", "find_layers", "means_linear"]
 
 ALL_PRUNABLE = frozenset({"__ALL_PRUNABLE__", "__ALL_QUANTIZABLE__", "__ALL__"})
 """Words for every module that can be pruned; of what else the last two mean nothing can be."""
-_MOST_LISTED = 6
 
 
 @dataclass(frozen=True)
@@ -209,10 +209,8 @@ def _check(names: dict[Module, str], group: NofM | None) -> None:
         if reason is not None:
             reasons.append(f"{name} ({reason})")
     if reasons:
-        rest = len(reasons) - _MOST_LISTED
-        more = f" and {rest} more" if rest > 0 else ""
         raise TargetError(
-            f"These cannot be pruned: {', '.join(reasons[:_MOST_LISTED])}{more}.",
+            f"These cannot be pruned: {listed(reasons)}.",
             "Put them on the ignore list, or choose another mask_structure.",
         )
 

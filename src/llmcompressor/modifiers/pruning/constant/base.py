@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.pruning.base import MaskingModifier
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 __all__ = ["ConstantPruningModifier"]
 

@@ -24,7 +24,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modifiers.pruning.base import MaskingModifier
 from llmcompressor.modifiers.pruning.schedule import Schedule, Window, make_schedule
 from llmcompressor.numerics.masks import Structure, parse_structure
-from llmcompressor.schemes.assign import listed
+from llmcompressor.wording import listed
 
 __all__ = ["MagnitudePruningModifier"]
 
