@@ -40,13 +40,15 @@ def lazy_page(
 
     Args:
         page: its ``globals()``.
-        homes: name → ``"module:attribute"``, imported when the name is asked for.
+        homes: name → ``"module:attribute"``, or ``".module"`` for one of the page's own package
+            that has it by that name; imported when the name is asked for.
     """
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {page['__name__']!r} has no attribute {name!r}")
-        return resolve(homes[name])
+        home = homes[name]
+        return resolve(f"{page['__name__']}{home}:{name}" if home.startswith(".") else home)
 
     return find, lambda: sorted({*page, *homes})
 

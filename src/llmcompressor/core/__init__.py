@@ -7,10 +7,9 @@ nor the recipe.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llmcompressor.collecting import quick_imports
+from llmcompressor.registry import lazy_page
 
 if TYPE_CHECKING:
     from llmcompressor.core.events.event import Event, EventType
@@ -41,29 +40,20 @@ __all__ = [
     "reset_session",
 ]
 
-_HOME = {
-    "CompressionLifecycle": "lifecycle",
-    "CompressionSession": "session",
-    "Data": "state",
-    "Event": "events.event",
-    "EventType": "events.event",
-    "Hardware": "state",
-    "LifecycleCallbacks": "session_functions",
-    "ModifiedState": "state",
-    "State": "state",
-    "active_session": "session_functions",
-    "callbacks": "session_functions",
-    "create_session": "session_functions",
-    "reset_session": "session_functions",
+_HOMES = {
+    "CompressionLifecycle": ".lifecycle",
+    "CompressionSession": ".session",
+    "Data": ".state",
+    "Event": ".events.event",
+    "EventType": ".events.event",
+    "Hardware": ".state",
+    "LifecycleCallbacks": ".session_functions",
+    "ModifiedState": ".state",
+    "State": ".state",
+    "active_session": ".session_functions",
+    "callbacks": ".session_functions",
+    "create_session": ".session_functions",
+    "reset_session": ".session_functions",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        with quick_imports():
-            return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_page(globals(), _HOMES)

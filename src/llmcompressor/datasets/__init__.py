@@ -13,9 +13,9 @@ The names below are imported when they are first asked for (PEP 562).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llmcompressor.registry import resolve
+from llmcompressor.registry import lazy_page
 
 if TYPE_CHECKING:
     from llmcompressor.datasets.calibration import (
@@ -37,22 +37,14 @@ __all__ = [
     "open_source",
 ]
 
-_HOME = {
-    "Source": "source",
-    "TextGenerationDataset": "generation",
-    "get_rank_partition": "sampling",
-    "load_calibration": "calibration",
-    "load_training": "calibration",
-    "make_collator": "calibration",
-    "open_source": "source",
+_HOMES = {
+    "Source": ".source",
+    "TextGenerationDataset": ".generation",
+    "get_rank_partition": ".sampling",
+    "load_calibration": ".calibration",
+    "load_training": ".calibration",
+    "make_collator": ".calibration",
+    "open_source": ".source",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return resolve(f"{__name__}.{_HOME[name]}:{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_page(globals(), _HOMES)

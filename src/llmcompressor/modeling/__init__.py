@@ -6,9 +6,9 @@ Names are imported when they are asked for, so that importing this package stays
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from llmcompressor.registry import resolve
+from llmcompressor.registry import lazy_page
 
 if TYPE_CHECKING:
     from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets
@@ -33,11 +33,11 @@ __all__ = [
     "unmatched",
 ]
 
-_HOME = {
-    **dict.fromkeys(("expert_sets", "fused_partners", "fused_sets"), "fused"),
+_HOMES = {
+    **dict.fromkeys(("expert_sets", "fused_partners", "fused_sets"), ".fused"),
     **dict.fromkeys(
         ("check_targets", "match_modules_set", "match_named_modules", "matches", "unmatched"),
-        "matching",
+        ".matching",
     ),
 }
 
@@ -51,12 +51,4 @@ def replace_modules_for_calibration(model: _Model) -> _Model:
 
 prepare_for_calibration = replace_modules_for_calibration
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return resolve(f"{__name__}.{_HOME[name]}:{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+__getattr__, __dir__ = lazy_page(globals(), _HOMES)

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llmcompressor.collecting import quick_imports
+from llmcompressor.registry import lazy_page
 
 if TYPE_CHECKING:
     from llmcompressor.modifiers.factory import ModifierFactory
@@ -14,15 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Modifier", "ModifierFactory"]
 
-_HOME = {"Modifier": "modifier", "ModifierFactory": "factory"}
+_HOMES = {"Modifier": ".modifier", "ModifierFactory": ".factory"}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        with quick_imports():
-            return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_page(globals(), _HOMES)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from llmcompressor.registry import lazy_page
 
 if TYPE_CHECKING:
     from llmcompressor.recipe.recipe import Recipe
@@ -11,15 +13,5 @@ if TYPE_CHECKING:
 
 __all__ = ["Recipe", "Stage"]
 
-
-def __getattr__(name: str) -> Any:
-    # On demand, so that the expressions can be used without loading the modifiers.
-    if name == "Recipe":
-        from llmcompressor.recipe.recipe import Recipe  # noqa: PLC0415
-
-        return Recipe
-    if name == "Stage":
-        from llmcompressor.recipe.stages import Stage  # noqa: PLC0415
-
-        return Stage
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# On demand, so that the expressions can be used without loading the modifiers.
+__getattr__, __dir__ = lazy_page(globals(), {"Recipe": ".recipe", "Stage": ".stages"})

@@ -6,9 +6,9 @@ Names are imported when they are asked for.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llmcompressor.registry import resolve
+from llmcompressor.registry import lazy_page
 
 if TYPE_CHECKING:
     from llmcompressor.schemes.checks import check_schemes
@@ -25,22 +25,14 @@ __all__ = [
     "resolve_schemes",
 ]
 
-_HOME = {
-    "PRESETS": "presets",
-    "ResolvedSchemes": "resolve",
-    "check_schemes": "checks",
-    "format_of": "presets",
-    "is_preset": "presets",
-    "preset_scheme": "presets",
-    "resolve_schemes": "resolve",
+_HOMES = {
+    "PRESETS": ".presets",
+    "ResolvedSchemes": ".resolve",
+    "check_schemes": ".checks",
+    "format_of": ".presets",
+    "is_preset": ".presets",
+    "preset_scheme": ".presets",
+    "resolve_schemes": ".resolve",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return resolve(f"{__name__}.{_HOME[name]}:{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+__getattr__, __dir__ = lazy_page(globals(), _HOMES)
