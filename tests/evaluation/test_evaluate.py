@@ -103,7 +103,8 @@ def test_a_tokenizer_that_is_not_there(pico: PreTrainedModel, tmp_path: Path) ->
     [
         ([], "empty"),
         ([""], "empty"),
-        ([{"input_ids": [5, 2048]}], "2048"),
+        ([{"input_ids": [5, 2048]}], "token 2048 and the model's vocabulary ends at 2047"),
+        ([{"input_ids": [5, -3]}], "token -3 and the model's vocabulary ends at 2047"),
         ([{"words": "x"}], "words"),
         ([{"input_ids": [5, 6], "attention_mask": [1]}], "2 input_ids, but 1 in attention_mask"),
         ([{"input_ids": ["a", "b"]}], "no sequence of whole numbers"),

@@ -18,6 +18,7 @@ from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.load import LOADING_FAILURES, loading_error, parse_precision
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.entrypoints.positions import positions_of
+from llmcompressor.entrypoints.task import vocabulary
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import ArgumentError, CheckpointError, CompressorError, DatasetError
 from llmcompressor.evaluation.measure import measure
@@ -244,10 +245,13 @@ def _check_windows(windows: Sequence[Sequence[int]], model: PreTrainedModel) -> 
         raise DatasetError(
             "The text to evaluate on is empty.", "Give a text with at least two tokens."
         )
-    known = int(cast(Any, model.get_input_embeddings()).num_embeddings)
-    highest = max(max(window) for window in windows)
-    if highest >= known or min(min(window) for window in windows) < 0:
+    known = vocabulary(model)
+    if known is None:
+        return
+    ends = (token for window in windows for token in (min(window), max(window)))
+    outside = [token for token in ends if not 0 <= token < known]
+    if outside:
         raise DatasetError(
-            f"The text has token {highest} and the model's vocabulary ends at {known - 1}.",
+            f"The text has token {outside[0]} and the model's vocabulary ends at {known - 1}.",
             "Use the tokenizer that belongs to the model.",
         )

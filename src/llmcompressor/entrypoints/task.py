@@ -34,6 +34,7 @@ from llmcompressor.entrypoints.applied_recipe import applied_recipe, stages_befo
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.errors import ArgumentError, RecipeError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.flat_pieces import shape_of
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe
@@ -325,10 +326,8 @@ def compression_report(records: Records, model: Module) -> dict[str, Any] | None
 
 def vocabulary(model: Any) -> int | None:
     """Rows of the input embedding: token ids must be below."""
-    try:
-        return shape_of(model.get_input_embeddings().weight)[0]
-    except (AttributeError, NotImplementedError):
-        return None
+    weight = getattr(embeddings(model)[0], "weight", None)
+    return None if weight is None else shape_of(weight)[0]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from llmcompressor.checkpoint.load import config_of, load_complete, loading_error
 from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.errors import ArgumentError, CheckpointError
+from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.inputs import model_dtype
 
 __all__ = ["check_causal", "check_kind", "load_for_measuring", "logits_of"]
@@ -145,7 +146,7 @@ def logits_of(model: Module, ids_BT: Tensor, mask_BT: Tensor | None = None) -> T
 
 def _input_device(model: Module) -> torch.device:
     """Where the ids go: beside the embedding. A parameter on meta has its data elsewhere."""
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    embedding, _ = embeddings(model)
     parameters = (embedding if embedding is not None else model).parameters()
     device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device

@@ -22,6 +22,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.observers.tokens import real_tokens
@@ -33,7 +34,7 @@ def _outside_blocks(model: Module) -> dict[Module, str]:
     """The innermost modules with weights that no block holds, but for embeddings and the head."""
     blocks = find_blocks(model)
     inside = {module for block in blocks for module in block.modules()}
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    _, head = embeddings(model)
     return {
         module: name
         for name, module in named_modules(model)
@@ -102,7 +103,7 @@ def ends_behind(model: Module, block: Module) -> Iterator[Callable[[], None]]:
         if any(one.is_meta for one in module._parameters.values() if one is not None):
             end(module)
 
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    _, head = embeddings(model)
     before = [one for one in (*find_blocks(model), head) if one is not None]
     outside = list(_outside_blocks(model))
     handles = [block.register_forward_hook(leave)]
