@@ -36,7 +36,6 @@ def load_calibration(
     vocab_size: int | None = None,
     model_max_length: int | None = None,
     in_table: bool = False,
-    seed: int | None = None,
     source: Source | None = None,
 ) -> DataLoader[Any] | None:
     """The calibration batches that the arguments describe.
@@ -56,7 +55,6 @@ def load_calibration(
         vocab_size: rows of the model's embedding, to check token ids against.
         model_max_length: tokens that the model takes at most.
         in_table: the model looks positions up, and fails beyond that many.
-        seed: in place of ``args.seed``.
         source: what :func:`~llmcompressor.datasets.source.open_source` found, if it was
             called already.
 
@@ -78,7 +76,6 @@ def load_calibration(
     if source is None:
         logger.info("No calibration data was given.")
         return None
-    seed = args.seed if seed is None else seed
     collator = make_collator(args, processor=processor, vocab_size=vocab_size, positions=positions)
     samples = prepare_samples(
         source.rows,
@@ -95,7 +92,7 @@ def load_calibration(
         ),
         wanted=args.num_calibration_samples,
         shuffle=args.shuffle_calibration_samples,
-        seed=seed,
+        seed=args.seed,
         distributed=True,
     )
     return DataLoader(
@@ -104,7 +101,7 @@ def load_calibration(
         collate_fn=collator,
         num_workers=args.dataloader_num_workers,
         # Iterating draws a number; from its own generator, so that the global one stays put.
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch.Generator().manual_seed(args.seed),
     )
 
 

@@ -17,8 +17,8 @@ from llmcompressor.args.model_arguments import precision_name
 from llmcompressor.checkpoint.hub import fetch
 from llmcompressor.checkpoint.load import LOADING_FAILURES, loading_error, parse_precision
 from llmcompressor.checkpoint.source import is_hub_id
+from llmcompressor.entrypoints.data_limits import vocabulary
 from llmcompressor.entrypoints.positions import positions_of
-from llmcompressor.entrypoints.task import vocabulary
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import ArgumentError, CheckpointError, CompressorError, DatasetError
 from llmcompressor.evaluation.measure import measure

@@ -80,7 +80,7 @@ def _run(job: Job, source: Source | None) -> Module:
     model = load_whole_model(job, device=job.model_args.device)
     mixtures = meant_mixtures(model, job.recipe.modifiers)
     open_experts(model, mixtures)  # type: ignore[arg-type]  # others have no mixtures
-    processor = job.load_processor(model)
+    processor = job.load_processor()
     loader = job.load_data(model, processor, source)
     batches = None if loader is None else list(loader)
     session = active_session()

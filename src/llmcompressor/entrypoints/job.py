@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from llmcompressor.checkpoint.write_errors import check_file
 from llmcompressor.datasets import table
 from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import Source, check_name, open_source
-from llmcompressor.entrypoints.positions import positions_of
+from llmcompressor.entrypoints.data_limits import data_limits
 from llmcompressor.entrypoints.task import (
     Records,
     Task,
@@ -25,11 +24,9 @@ from llmcompressor.entrypoints.task import (
     compression_report,
     report_of,
     undone_on_error,
-    vocabulary,
 )
 from llmcompressor.errors import ArgumentError, DatasetError, OutputError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.inputs import main_inputs
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.recipe import Recipe
@@ -170,17 +167,8 @@ class Job(Task):
         """The calibration batches, if a modifier needs them."""
         if not self.needing_data:
             return None
-        positions = positions_of(model)
         return load_calibration(
-            self.dataset_args,
-            processor=processor,
-            model_input_names=tuple(inspect.signature(model.forward).parameters),
-            main_inputs=main_inputs(model),
-            vocab_size=vocabulary(model),
-            model_max_length=positions.limit,
-            in_table=positions.in_table,
-            seed=self.dataset_args.seed,
-            source=source,
+            self.dataset_args, processor=processor, source=source, **data_limits(model)
         )
 
     def pipeline(self) -> str:

@@ -218,7 +218,7 @@ class _Data:
     def _counted(self) -> tuple[Tokens, int]:
         job = self._job
         source = job.open_data()
-        processor = job.load_processor(self._model)
+        processor = job.load_processor()
         loaded = list(job.load_data(self._model, processor, source))
         kinds = {frozenset(batch): batch for batch in reversed(loaded)}
         self.samples = list(reversed(kinds.values()))

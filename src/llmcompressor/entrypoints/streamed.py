@@ -143,7 +143,7 @@ def run_streamed(job: Job, source: SourceInfo, data: Source | None) -> Module:
     if reason:
         _say_in_memory(reason)
         return run_in_memory(job, data)
-    processor = job.load_processor(model)
+    processor = job.load_processor()
     loader = job.load_data(model, processor, data)
     return run_blueprint(job, blueprint, processor, None if loader is None else list(loader))
 

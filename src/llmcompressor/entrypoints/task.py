@@ -34,8 +34,6 @@ from llmcompressor.entrypoints.applied_recipe import applied_recipe, stages_befo
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.errors import ArgumentError, RecipeError
 from llmcompressor.logger import logger
-from llmcompressor.modeling.embeddings import embeddings
-from llmcompressor.modeling.flat_pieces import shape_of
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.recipe.stages import RunType, Stage
@@ -51,7 +49,6 @@ __all__ = [
     "is_idle",
     "report_of",
     "undone_on_error",
-    "vocabulary",
 ]
 
 Records = dict[str, dict[str, Any]]
@@ -206,7 +203,7 @@ class Task:
             return processor
         return None if self.place is not None and Path(self.place).is_dir() else processor
 
-    def load_processor(self, model: Module) -> Any:
+    def load_processor(self) -> Any:
         """The tokenizer or processor, if the data or the output needs one."""
         args = self.model_args
         place = self.place
@@ -322,12 +319,6 @@ def compression_report(records: Records, model: Module) -> dict[str, Any] | None
     if not ordered and not experts:
         return None
     return {"modifiers": ordered, **({"experts": experts} if experts else {})}
-
-
-def vocabulary(model: Any) -> int | None:
-    """Rows of the input embedding: token ids must be below."""
-    weight = getattr(embeddings(model)[0], "weight", None)
-    return None if weight is None else shape_of(weight)[0]
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +17,8 @@ from llmcompressor.datasets.calibration import load_training, make_collator
 from llmcompressor.datasets.rows import Stream
 from llmcompressor.datasets.source import Source, is_loader, open_source
 from llmcompressor.datasets.splits import parse_split
-from llmcompressor.entrypoints.positions import positions_of
-from llmcompressor.entrypoints.task import vocabulary
+from llmcompressor.entrypoints.data_limits import data_limits
 from llmcompressor.errors import ArgumentError, DatasetError
-from llmcompressor.modeling.inputs import main_inputs
 
 __all__ = ["TrainingData", "check_targets"]
 
@@ -100,12 +97,12 @@ class TrainingData:
                 sample to the shortest, would throw text away.
         """
         args = self._train.args if given else replace(self._train.args, data_collator="padding")
-        positions = positions_of(model)
+        limits = data_limits(model)
         return make_collator(
             args,
             processor=processor,
-            vocab_size=vocabulary(model),
-            positions=positions.limit if positions.in_table else None,
+            vocab_size=limits["vocab_size"],
+            positions=limits["model_max_length"] if limits["in_table"] else None,
             learns=True,
         )
 
@@ -186,14 +183,4 @@ def _opened(args: DatasetArguments) -> _Role:
 
 
 def _samples(role: _Role, model: Module, processor: Any) -> Any:
-    positions = positions_of(model)
-    return load_training(
-        role.args,
-        processor=processor,
-        model_input_names=tuple(inspect.signature(model.forward).parameters),
-        main_inputs=main_inputs(model),
-        vocab_size=vocabulary(model),
-        model_max_length=positions.limit,
-        in_table=positions.in_table,
-        source=role.source,
-    )
+    return load_training(role.args, processor=processor, source=role.source, **data_limits(model))

@@ -124,7 +124,7 @@ class _Run:
         check_finite(self.model)
         _check_precision(self.model, task)
         teacher = load_teacher(task.model_args, device)
-        self.processor = task.load_processor(self.model)
+        self.processor = task.load_processor()
         train_samples, eval_samples = task.data.load(self.model, self.processor)
         if not task.learns_from_teacher:
             check_targets(train_samples)

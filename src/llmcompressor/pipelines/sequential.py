@@ -146,7 +146,7 @@ def _prepare(
     blocks: dict[Module, str],
     forced: Granularity | None,
     lists: ShownLists,
-    residency: Residency | None = None,
+    residency: Residency | None,
 ) -> _SequentialRun:
     owners = _owners(modifiers, state, residency)
     calibrated = watch_calibrated(model, batches, owners, blocks, lists)

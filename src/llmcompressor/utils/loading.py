@@ -43,7 +43,7 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
 
     def load(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         """``from_pretrained`` with the arguments that compressing wants."""
-        arguments = _for_compression(name, kwargs)
+        arguments = _for_compression(kwargs)
         settings = _settings(name, arguments) if "quantization_config" not in arguments else {}
         if settings.get("quant_method") != "compressed-tensors":
             return original(name, *args, **arguments)
@@ -70,7 +70,7 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
             model_cls.from_pretrained = found
 
 
-def _for_compression(name: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _for_compression(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments with what is missing filled in; what was given stays."""
     arguments = dict(given)
     if "torch_dtype" not in arguments:

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model takes, for those who prepare data for it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch.nn import Module
+
+from llmcompressor.entrypoints.positions import positions_of
+from llmcompressor.modeling.embeddings import embeddings
+from llmcompressor.modeling.flat_pieces import shape_of
+from llmcompressor.modeling.inputs import main_inputs
+
+__all__ = ["data_limits", "vocabulary"]
+
+
+def vocabulary(model: Module) -> int | None:
+    """Rows of the input embedding: token ids must be below."""
+    weight = getattr(embeddings(model)[0], "weight", None)
+    return None if weight is None else shape_of(weight)[0]
+
+
+def data_limits(model: Module) -> dict[str, Any]:
+    """Arguments of ``load_calibration`` and ``load_training`` that the model decides.
+
+    Its weights may be on ``meta``.
+    """
+    positions = positions_of(model)
+    return {
+        "model_input_names": tuple(inspect.signature(model.forward).parameters),
+        "main_inputs": main_inputs(model),
+        "vocab_size": vocabulary(model),
+        "model_max_length": positions.limit,
+        "in_table": positions.in_table,
+    }
