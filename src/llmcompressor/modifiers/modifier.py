@@ -32,6 +32,7 @@ from llmcompressor.errors import (
 )
 from llmcompressor.modeling.adapters import MERGE, adapters_of
 from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.wording import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -679,8 +680,6 @@ class Modifier(HooksMixin):
     def _check_adapters(self, model: Any) -> None:
         adapted = [] if model is None else adapters_of(model)
         if adapted:
-            from llmcompressor.schemes.assign import listed  # noqa: PLC0415  # for the message
-
             raise TargetError(
                 f"{self._name} changes weights, and the model has adapters (PEFT) at "
                 f"{listed(adapted)}: only these would be trained and saved.",
