@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -157,6 +158,19 @@ def test_save_pretrained_writes_compressed_afterwards(recipe: str, tmp_path: Pat
     assert torch.equal(small.logits(model), logits), "saving changed the model in memory"
     saved = Recipe.create_instance(tmp_path / "saved" / "recipe.yaml")
     assert saved == Recipe.create_instance(recipe)
+
+
+def test_a_part_of_a_compressed_model_is_not_written_dense_in_silence(
+    warned: list[str], tmp_path: Path
+) -> None:
+    model = tiny(recipe=DYNAMIC)
+    warned.clear()
+    model.save_pretrained(tmp_path / "whole")
+    assert not warned
+    copy.deepcopy(model).model.save_pretrained(tmp_path / "part")
+    (line,) = warned
+    assert line.startswith("model is a part of a compressed model: by itself it is written with")
+    assert "quantization_config" not in json.loads((tmp_path / "part" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -61,6 +61,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown
 from llmcompressor.modeling.inputs import model_dtype
 from llmcompressor.modeling.spread import was_loaded_spread, whole_state
+from llmcompressor.names import named_modules
 
 __all__ = [
     "DEFAULT_SHARD_SIZE",
@@ -221,6 +222,20 @@ def modify_save_pretrained(
     object.__setattr__(model, _OPTIONS, options)
     # a bound method is pickled by its name, which the model's class has for another one
     object.__setattr__(model, "save_pretrained", partial(_save_pretrained, model))
+    for name, part in named_modules(model):
+        if part is not model and isinstance(part, PreTrainedModel):
+            object.__setattr__(part, "save_pretrained", partial(_save_part, part, name))
+
+
+def _save_part(part: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> None:
+    """Save a model within the compressed one as transformers does, which knows of no scheme."""
+    if any(map(is_module_quantized, part.modules())):
+        logger.warning(
+            f"{name} is a part of a compressed model: by itself it is written with dense weights, "
+            "their scales beside them, and a configuration that says nothing of either. "
+            "save_pretrained of the whole model writes it compressed."
+        )
+    type(part).save_pretrained(part, *args, **kwargs)
 
 
 def _save_pretrained(
