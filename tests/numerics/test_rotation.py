@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmcompressor.numerics import rotation as module
 from llmcompressor.numerics.cayley import cayley_step, orthogonality_error
-from llmcompressor.numerics.hadamard import random_orthogonal
+from llmcompressor.numerics.hadamard import hadamard, random_orthogonal
 from llmcompressor.numerics.rotation import (
     Rotation,
     rotated_bias,
@@ -52,6 +52,30 @@ def test_blocks_are_a_block_diagonal_matrix(kind: int) -> None:
     whole = torch.block_diag(*[rotation.matrix()] * (C // 8))
     assert torch.allclose(rotation(x), x @ whole)
     assert torch.allclose(rotation.transposed()(rotation(x)), x)
+
+
+@pytest.mark.parametrize("side", ["inputs", "outputs"])
+@pytest.mark.parametrize("order", [256, 172])
+def test_random_signs_spread_what_all_places_have_in_common(side: str, order: int) -> None:
+    """Behind the mixing they would leave it gathered in one place, as a plain matrix does."""
+    common = hadamard(order)[:, 0]  # all ones, where the order is a power of two
+    W = common + 0.1 * draw(order, order)
+    W = W if side == "inputs" else W.T
+
+    def peak(rotation: Rotation) -> float:
+        """The largest value of a vector beside its mean square, on average."""
+        by_output = {"inputs": (), "outputs": (), side: [rotation]}
+        turned = rotated_weight(W, **by_output)
+        rows = turned if side == "inputs" else turned.T
+        return float((rows.abs().amax(1) / rows.square().mean(1).sqrt()).mean())
+
+    plain = Rotation.of_hadamard(order)
+    drawn = [Rotation.of_hadamard(order, torch.Generator().manual_seed(seed)) for seed in range(8)]
+    assert peak(plain) > 0.8 * order**0.5
+    assert all(one.is_random for one in drawn)
+    assert not plain.is_random
+    assert max(map(peak, drawn)) < 5
+    assert len({peak(one) for one in drawn}) == len(drawn)
 
 
 def test_several_rotations_act_one_after_another() -> None:

@@ -86,7 +86,8 @@ class CompressionLifecycle:
         """
         self._expect_not_finalized("initialize")
         _check_counts(kwargs)
-        self.state.hardware = Hardware.detect(kwargs.get("model", self.state.model))
+        if not self.initialized_ or kwargs.get("model") is not None:
+            self.state.hardware = Hardware.detect(kwargs.get("model", self.state.model))
         unknown = self.state.update(**kwargs)
         if not self._seen_event:
             self._place_at_start()
@@ -132,7 +133,7 @@ class CompressionLifecycle:
         return results
 
     def finalize(self, **kwargs: Any) -> list[Any]:
-        """Finalize every modifier, once.
+        """Finalize every modifier, once. Where one fails, a further call goes on with that one.
 
         Args:
             **kwargs: goes to the modifiers.
@@ -154,7 +155,13 @@ class CompressionLifecycle:
                     "calibration_epoch_start() and callbacks.calibration_epoch_end()."
                 )
         self._tell_of_lost_steps()
-        results = self._call(lambda each: each.finalize(state=self.state, **kwargs))
+        try:
+            results = self._call(
+                lambda each: None if each.finalized else each.finalize(state=self.state, **kwargs)
+            )
+        except BaseException:
+            self._remove_hooks()
+            raise
         self.finalized = True
         return results
 
@@ -248,9 +255,15 @@ class CompressionLifecycle:
         if recipe is None and self._source is not None:
             recipe, before = self._source
             arguments = before if arguments is None else arguments
+        if recipe is None and stage is not None:
+            raise InputError(
+                f"recipe_stage is {stage!r}, and there is no recipe.", "Give the recipe too."
+            )
         if recipe is None:
             self.recipe = Recipe()
             return
+        if isinstance(recipe, Iterator):  # it is read again for the next stage
+            recipe = list(recipe)
         created = Recipe.create_instance(recipe, target_stage=stage, recipe_args=arguments)
         self.recipe = unused(created) if is_next_stage else created
         self._source = (recipe, arguments)
@@ -269,12 +282,19 @@ class CompressionLifecycle:
             for modifier in list(self.recipe.modifiers):
                 modifier.on_all_initialized(self.state)
             return results
+        except BaseException:
+            self._remove_hooks()
+            raise
         finally:
             outline.undo()
 
     def _call(self, call: Callable[[Modifier], Any]) -> list[Any]:
         results = [call(modifier) for modifier in list(self.recipe.modifiers)]
         return [result for result in results if result is not None]
+
+    def _remove_hooks(self) -> None:
+        for modifier in list(self.recipe.modifiers):
+            modifier.remove_hooks()
 
     def _active(self) -> Iterator[Modifier]:
         for modifier in list(self.recipe.modifiers):

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from llmcompressor.core.events import Event, EventType
+from llmcompressor.core.events.event import reached
 from llmcompressor.core.state import State
 from llmcompressor.errors import (
     InputError,
@@ -667,7 +668,14 @@ class Modifier(HooksMixin):
         self._expect_not(Phase.INITIALIZED, "initialized")
         if self.changes_weights:
             self._check_adapters(state.model)
-        if not self.on_initialize(state, **kwargs):
+        try:
+            self._initialize(state, kwargs)
+        except BaseException:
+            self.remove_hooks()
+            raise
+
+    def _initialize(self, state: State, given: Mapping[str, Any]) -> None:
+        if not self.on_initialize(state, **given):
             raise LifecycleError(
                 f"{self._name}.on_initialize did not return true: it reports a failure, or "
                 "lacks a `return True`."
@@ -675,7 +683,7 @@ class Modifier(HooksMixin):
         self._enter(Phase.INITIALIZED)
         event = _first_event(EventType.INITIALIZE, state)
         if self.should_start(event) and not state.resumes:
-            self._start(state, event, kwargs)
+            self._start(state, event, given)
 
     def _check_adapters(self, model: Any) -> None:
         adapted = [] if model is None else adapters_of(model)
@@ -738,12 +746,11 @@ class Modifier(HooksMixin):
         """Whether the index of ``event`` lies in ``[start, end)``; never without a start."""
         if self.start is None:
             return False
-        index = event.current_index
-        return self.start <= index and (self.end is None or index < self.end)
+        return reached(event.current_index, self.start) and not self.should_end(event)
 
     def should_end(self, event: Event) -> bool:
         """Whether the index of ``event`` has come to ``end``; never without an end."""
-        return self.end is not None and event.current_index >= self.end
+        return self.end is not None and reached(event.current_index, self.end)
 
     # ---- what a technique implements
 

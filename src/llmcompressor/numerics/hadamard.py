@@ -114,7 +114,7 @@ def usable_block_sizes(width: int, *, most: int = 4) -> list[int]:
 
 
 def random_hadamard(order: int, generator: torch.Generator) -> Tensor:
-    """H diag(s) with random signs s, float64 ``[N, N]``.
+    """diag(s) H with random signs s, float64 ``[N, N]``.
 
     Args:
         order: N.
@@ -124,7 +124,7 @@ def random_hadamard(order: int, generator: torch.Generator) -> Tensor:
         ValueError: as :func:`hadamard`.
     """
     signs_N = torch.randint(0, 2, (order,), generator=generator).double() * 2 - 1
-    return hadamard(order) * signs_N
+    return signs_N[:, None] * hadamard(order)
 
 
 def random_orthogonal(order: int, generator: torch.Generator) -> Tensor:
@@ -139,13 +139,15 @@ def random_orthogonal(order: int, generator: torch.Generator) -> Tensor:
     return signed_NN
 
 
-def fast_hadamard(x: Tensor) -> Tensor:
-    """``x @ hadamard(N)`` for the last dimension N, in N (log2 + B) instead of N² steps per row.
+def fast_hadamard(x: Tensor, *, signs_N: Tensor | None = None) -> Tensor:
+    """``x diag(signs) hadamard(N)`` for the last dimension N.
 
-    The power of two is done by butterflies (the Walsh-Hadamard transform), the rest as a product.
+    It takes N (log2 + B) steps per row instead of N². The power of two is done by butterflies (the
+    Walsh-Hadamard transform), the rest as a product.
 
     Args:
         x: ``[..., N]``, floating dtype; it is not changed.
+        signs_N: 1 or -1 for each place, ``[N]``; all are 1 if ``None``.
 
     Raises:
         ValueError: as :func:`hadamard`.
@@ -154,8 +156,11 @@ def fast_hadamard(x: Tensor) -> Tensor:
     [1.0, 1.0, 1.0, 1.0]
     """
     power, base = split_order(x.shape[-1])
-    y = x.reshape(*x.shape[:-1], power, base)
-    y = y @ _base(base).to(y) if base > 1 else y.clone(memory_format=torch.contiguous_format)
+    y = (x if signs_N is None else x * signs_N.to(x)).reshape(*x.shape[:-1], power, base)
+    if base > 1:
+        y = y @ _base(base).to(y)
+    elif signs_N is None:  # else it is a copy already
+        y = y.clone(memory_format=torch.contiguous_format)
     half = power // 2
     while half:
         pairs = y.view(*x.shape[:-1], -1, 2, half, base)

@@ -32,17 +32,22 @@ __all__ = ["Rotation", "rotated_bias", "rotated_weight", "rotating_bytes"]
 
 _CHUNK = 1 << 22
 """Elements that are rotated at once: 32 MiB of float64."""
-_BUTTERFLY_COPIES, _PRODUCT_COPIES = 2.5, 2.0
-"""Of what is rotated at once, those that a butterfly of additions holds, and a product."""
+_BUTTERFLY_COPIES, _PRODUCT_COPIES, _SIGNED_PRODUCT_COPIES = 2.5, 2.0, 3.0
+"""Of what is rotated at once, those that a butterfly of additions holds, a product, and one whose
+rows get signs before."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """An orthogonal matrix Q: ``hadamard(N) diag(signs) / sqrt(N)``, or any other given in full.
+    """An orthogonal matrix Q: ``diag(signs) hadamard(N) / sqrt(N)``, or any other given in full.
+
+    The signs come first: behind the mixing they would leave every magnitude as it is, and what
+    all of a vector has in common would still gather in one place (QuIP#, arXiv:2402.04396,
+    section 3).
 
     Attributes:
         order: N.
-        signs_N: the signs of a Hadamard matrix's columns, float64 ``[N]``.
+        signs_N: the signs of a Hadamard matrix's rows, float64 ``[N]``.
         matrix_NN: Q where it is none, float64 ``[N, N]``.
 
     >>> Rotation.of_hadamard(2)(torch.tensor([[1.0, 1.0]], dtype=torch.float64)).round(decimals=4)
@@ -55,7 +60,7 @@ class Rotation:
 
     @classmethod
     def of_hadamard(cls, order: int, generator: torch.Generator | None = None) -> Rotation:
-        """H / sqrt(N), its columns with random signs where a generator is given."""
+        """H / sqrt(N), its rows with random signs where a generator is given."""
         if generator is None:
             return cls(order, signs_N=torch.ones(order, dtype=torch.float64))
         signs_N = torch.randint(0, 2, (order,), generator=generator).double() * 2 - 1
@@ -66,11 +71,17 @@ class Rotation:
         """A matrix that is orthogonal already."""
         return cls(len(matrix_NN), matrix_NN=matrix_NN.double())
 
+    @property
+    def is_random(self) -> bool:
+        """Whether it is a Hadamard matrix of which rows have changed their sign."""
+        return self.signs_N is not None and bool((self.signs_N < 0).any())
+
     def __call__(self, x: Tensor) -> Tensor:
         """``x Q``, in the dtype of ``x``; ``[..., k N]``, each N columns for themselves."""
         y = x.reshape(*x.shape[:-1], -1, self.order)
         if self.signs_N is not None:
-            y = fast_hadamard(y).mul_((self.signs_N / math.sqrt(self.order)).to(y))
+            signs_N = self.signs_N if self.is_random else None
+            y = fast_hadamard(y, signs_N=signs_N).mul_(1 / math.sqrt(self.order))
         else:
             assert self.matrix_NN is not None
             y = y @ self.matrix_NN.to(y)
@@ -85,7 +96,7 @@ class Rotation:
         if self.matrix_NN is not None:
             return self.matrix_NN
         assert self.signs_N is not None
-        return hadamard(self.order) * self.signs_N / math.sqrt(self.order)
+        return self.signs_N[:, None] * hadamard(self.order) / math.sqrt(self.order)
 
 
 def rotated_weight(
@@ -158,8 +169,10 @@ def rotating_bytes(
 
 
 def _copies(rotation: Rotation) -> float:
-    is_butterfly = rotation.signs_N is not None and split_order(rotation.order)[0] > 1
-    return _BUTTERFLY_COPIES if is_butterfly else _PRODUCT_COPIES
+    power, base = split_order(rotation.order) if rotation.signs_N is not None else (1, 1)
+    if rotation.is_random and base > 1:
+        return _SIGNED_PRODUCT_COPIES
+    return _BUTTERFLY_COPIES if power > 1 else _PRODUCT_COPIES
 
 
 def _parts(length: int, width: int) -> Iterator[tuple[int, int]]:

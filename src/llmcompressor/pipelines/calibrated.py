@@ -15,6 +15,7 @@ from llmcompressor.errors import CheckpointError, CompressorError, DatasetError
 from llmcompressor.modeling.call_order import CallOrder, version_of, watch_calls
 from llmcompressor.modeling.expert_stages import ExpertStage
 from llmcompressor.modeling.hollow import hollow_weights, zero_products
+from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.input_rotations import input_rotations, resting
 from llmcompressor.modeling.shown_lists import ShownLists
 from llmcompressor.modifiers.modifier import Modifier
@@ -98,12 +99,15 @@ def watch_calibrated(
 def seen_without_weights(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
     """Where a small forward is run to see what it calls; weights that are not loaded are zeros.
 
+    Hooks of modifiers are off: what they would be shown is no calibration data.
+
     Args:
         model: what is run.
         batch: what it is run on, for the error that says so.
     """
     with (
         _accepted(model, batch),
+        HooksMixin.disable_hooks(),
         hollow_weights(model),
         zero_products(),
         every_expert_called(model),

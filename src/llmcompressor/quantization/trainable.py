@@ -80,7 +80,7 @@ class TrainableMixin(QuantizationMixin):
         """Whether ``event`` lies in ``[start, end)``; without a start, from the first batch on."""
         if self.start is not None or event.type_ is not EventType.BATCH_START:
             return super().should_start(event)
-        return self.end is None or event.current_index < self.end
+        return not self.should_end(event)
 
     def on_event(self, state: State, event: Event, **kwargs: Any) -> None:
         """Keep to the steps of a training."""

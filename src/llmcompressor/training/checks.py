@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
+from llmcompressor.core.events.event import reached
 from llmcompressor.errors import ArgumentError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
@@ -195,20 +196,31 @@ def warn_of_schedules(
     unit = "steps" if steps_per_epoch is None else "epochs"
     for modifier in modifiers:
         name = type(modifier).__name__
-        if modifier.start is not None and modifier.start >= length:
+        if modifier.start is not None and reached(modifier.start, length):
             logger.warning(
                 f"{name} never starts: its start is {modifier.start:g} and the training has "
                 f"{length:g} {unit}."
             )
             continue
-        acts = math.ceil((modifier.start or 0) * (steps_per_epoch or 1)) + modifier.observing_steps
+        begins = _first_step(modifier.start or 0, steps_per_epoch or 1)
+        acts = begins + modifier.observing_steps
         if modifier.observing_steps and acts >= max_steps:
             logger.warning(
                 f"{name} only observes, to step {acts}, and the training ends at step {max_steps}: "
                 "nothing is trained with what it computes. Lower num_calibration_steps."
             )
-        elif modifier.end is not None and modifier.end > length:
+        elif modifier.end is not None and not reached(length, modifier.end):
             logger.warning(
                 f"{name} does not come to its end at {modifier.end:g}: the training has "
                 f"{length:g} {unit}."
             )
+
+
+def _first_step(start: float, steps_per_unit: int) -> int:
+    """The first optimizer step at which a schedule has come to ``start``.
+
+    >>> _first_step(0.1 * 3, 10), _first_step(0.31, 10)
+    (3, 4)
+    """
+    step = math.ceil(start * steps_per_unit)
+    return step - 1 if step and reached((step - 1) / steps_per_unit, start) else step

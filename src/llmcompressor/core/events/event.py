@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, SupportsFloat
 
 from llmcompressor.errors import InputError
 
-__all__ = ["Event", "EventType"]
+__all__ = ["Event", "EventType", "reached"]
 
 # A quotient of two floats is off by a few units in the last place; schedules are far coarser.
 _ROUNDING = 1e-10
@@ -119,6 +119,11 @@ class Event:
 
     @current_index.setter
     def current_index(self, value: float) -> None:
+        if not isinstance(value, SupportsFloat) or not 0 <= float(value) < math.inf:
+            raise InputError(
+                f"current_index is {value!r}, and is counted from 0 on.",
+                "Give epochs where the run has them, else steps.",
+            )
         steps = value if self.steps_per_epoch is None else value * self.steps_per_epoch
         self.global_step = int(steps)
         self.global_batch = self.global_step
@@ -140,9 +145,9 @@ class Event:
         True
         """
         index = self.current_index
-        if start is not None and index < start:
+        if start is not None and not reached(index, start):
             return False
-        if end is not None and index > end:
+        if end is not None and not reached(end, index):
             return False
         if update is None or update <= 0:
             return True
@@ -161,7 +166,17 @@ class Event:
         return self.steps_per_epoch
 
 
+def reached(index: float, bound: float) -> bool:
+    """Whether a schedule at ``index`` has come to ``bound``, to within rounding.
+
+    >>> 0.3 >= 0.1 * 3, reached(0.3, 0.1 * 3), reached(0.2, 0.3)
+    (False, True, False)
+    """
+    return index >= bound - _ROUNDING * max(1.0, abs(bound))
+
+
 def _check_count(name: str, value: Any, least: int, what: str, remedy: str) -> None:
     is_number = hasattr(value, "__float__") and not isinstance(value, bool)
-    if not is_number or not least <= value < math.inf:  # NaN is not at least anything
+    # NaN is not at least anything
+    if not is_number or not least <= value < math.inf or value % 1:
         raise InputError(f"{name} is {value!r}, and {what}.", remedy)

@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from llmcompressor.core.events import Event, EventType
+from llmcompressor.core.events.event import reached
 from llmcompressor.core.state import State
 from llmcompressor.errors import InputError, RecipeError, TargetError
 from llmcompressor.modeling.compiled import compile_anew
@@ -163,8 +164,7 @@ class OutputDistillationModifier(Modifier):
 
     def should_start(self, event: Event) -> bool:
         """As in the base class, but without a start it is the beginning."""
-        index = event.current_index
-        return (self.start or 0) <= index and (self.end is None or index < self.end)
+        return reached(event.current_index, self.start or 0) and not self.should_end(event)
 
     def on_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Put hooks on the modules of both models."""

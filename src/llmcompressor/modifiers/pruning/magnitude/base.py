@@ -18,6 +18,7 @@ from typing import Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from llmcompressor.core.events import Event
+from llmcompressor.core.events.event import reached
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
@@ -143,23 +144,26 @@ class MagnitudePruningModifier(MaskingModifier):
         already.
         """
         super().on_event(state, event, **kwargs)
-        if not self.ended and event.current_index >= (self.start or 0.0):
+        if not self.ended and reached(event.current_index, self.start or 0.0):
             self.choose_if_due(event)
 
     def sparsity_at(self, index: float) -> float:
         """The share of zeros that the schedule asks for at ``index``."""
-        return self.schedule(index)
+        return self.schedule(self.end if self.end is not None and self._is_over(index) else index)
 
     def is_due(self, index: float) -> bool:
         """At first, past a multiple of ``update``, and past the end."""
-        last, end = self._index, self.end
+        last = self._index
         if last is None:
             return True
-        if index <= last or (end is not None and last >= end):
+        if index <= last or self._is_over(last):
             return False
-        if self.update is None or (end is not None and index >= end):
+        if self.update is None or self._is_over(index):
             return True
         return _multiples(index, self.update) > _multiples(last, self.update)
+
+    def _is_over(self, index: float) -> bool:
+        return self.end is not None and reached(index, self.end)
 
     def choose(self, index: float) -> None:
         """Mask as many weights as the schedule asks for."""
@@ -167,11 +171,11 @@ class MagnitudePruningModifier(MaskingModifier):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         """Also say so if the training is over before the schedule is."""
-        reached = None if state.broken_off else self._index
-        if reached is not None and self.end is not None and reached < self.end:
+        last = None if state.broken_off else self._index
+        if last is not None and self.end is not None and not self._is_over(last):
             logger.warning(
                 f"{type(self).__name__} did not come to its end ({self.end:g}): the training "
-                f"ended before, at a sparsity of {self.sparsity_at(reached):.4g} instead of "
+                f"ended before, at a sparsity of {self.sparsity_at(last):.4g} instead of "
                 f"{self.final_sparsity:g}."
             )
         return super().on_finalize(state, **kwargs)
