@@ -147,13 +147,7 @@ class CompressionLifecycle:
         self._expect_initialized("finalize")
         self._expect_not_finalized("finalize")
         for modifier in self._active():
-            is_idle = modifier.start is None and not modifier.started
-            if is_idle and modifier.requires_calibration_data:
-                logger.warning(
-                    f"{type(modifier).__name__} did nothing: it needs calibration, and none has "
-                    "begun. Use oneshot, or run the data between callbacks."
-                    "calibration_epoch_start() and callbacks.calibration_epoch_end()."
-                )
+            _warn_of_lost_calibration(modifier)
         self._tell_of_lost_steps()
         try:
             results = self._call(
@@ -417,6 +411,22 @@ def _check_counts(given: Mapping[str, Any]) -> None:
             f"start is {start!r}, and is where a run begins.",
             "Give a number of epochs where the run has them, else of steps; or leave it out.",
         )
+
+
+def _warn_of_lost_calibration(modifier: Modifier) -> None:
+    """Say that a calibration was not begun, or not brought to its end."""
+    name, kind = type(modifier).__name__, type(modifier)
+    waits = kind.on_calibration_start is not Modifier.on_calibration_start
+    if modifier.start is not None or not (waits or modifier.requires_calibration_data):
+        return
+    remedy = (
+        "Use oneshot, or run the data between callbacks.calibration_epoch_start() and "
+        "callbacks.calibration_epoch_end()."
+    )
+    if not modifier.started:
+        logger.warning(f"{name} did nothing: it needs calibration, and none has begun. {remedy}")
+    elif not modifier.ended and kind.on_calibration_end is not Modifier.on_calibration_end:
+        logger.warning(f"{name} is not complete: its calibration came to no end. {remedy}")
 
 
 def _warn_of_lost_start(modifier: Modifier) -> None:

@@ -87,7 +87,7 @@ def _run(job: Job, source: Source | None) -> Module:
     session.reset()
     session.state.keeps_ties = job.keeps_ties
     with undone_on_error(session):
-        _compress(job, model, batches, session)
+        model = _compress(job, model, batches, session)
     records = report_of(session.lifecycle.recipe.modifiers)
     report = compression_report({**records, EXPERTS: experts_report(model)}, model)
     close_dense(model)  # type: ignore[arg-type]  # others have no mixtures
@@ -165,15 +165,17 @@ def _given_model(task: Task, given: Any) -> Module:
     return given
 
 
-def _compress(job: Job, model: Module, batches: Any, session: CompressionSession) -> None:
+def _compress(job: Job, model: Module, batches: Any, session: CompressionSession) -> Module:
+    """Run the recipe; returns the model, which a modifier may have replaced."""
     check_finite(model)
-    session.initialize(
+    going_on = session.initialize(
         model=model,
         start=-1,
         recipe=job.recipe,
         calib_data=batches,
         copy_data=False,
     )
+    model = going_on.model
     if batches is not None:
         check_reached(model, session.lifecycle.recipe.modifiers, batches, job.pipeline())
     if job.output_dir is not None:
@@ -189,6 +191,7 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
     if job.recipe.modifiers:
         _run_pipelines(job, model, batches, session)
     session.finalize()
+    return model
 
 
 def _run_pipelines(job: Job, model: Module, batches: Any, session: CompressionSession) -> None:

@@ -100,12 +100,12 @@ class ModifierFactory:
             return _registered[name]
         if name in _BUILTIN:
             found: type[Modifier] = _BUILTIN.load(name)
+            _warn_of_namesakes(name)
             return found
         imported = _imported(name) or (_by_path(name) if _is_path(name) else None)
         if imported is None:
             # of this package's own classes those that no recipe names are bases
-            others = (each for each in _subclasses() if each.__module__.split(".")[0] != _PACKAGE)
-            names = {*_registered, *_BUILTIN, *(each.__name__ for each in others)}
+            names = {*_registered, *_BUILTIN, *(each.__name__ for each in _of_others())}
             raise RecipeError(
                 f"There is no modifier named {name!r}.",
                 f"{did_you_mean(name, names)} A modifier of your own is found once the module "
@@ -150,6 +150,21 @@ def _subclasses(base: type[Any] = Modifier) -> Iterator[type[Modifier]]:
     for child in base.__subclasses__():
         yield child
         yield from _subclasses(child)
+
+
+def _of_others() -> Iterator[type[Modifier]]:
+    """Imported classes that are not of this package."""
+    return (each for each in _subclasses() if each.__module__.split(".")[0] != _PACKAGE)
+
+
+def _warn_of_namesakes(name: str) -> None:
+    """Say that a name of the package's means the package's class."""
+    namesakes = sorted({each.__module__ for each in _of_others() if each.__name__ == name})
+    if namesakes:
+        logger.warning(
+            f"{name} means the class of llmcompressor, not the one of {', '.join(namesakes)}: give "
+            f"that another name, or call ModifierFactory.register({name}) first."
+        )
 
 
 def _imported(name: str) -> type[Modifier] | None:

@@ -16,7 +16,7 @@ from torch.nn import Embedding, Module
 
 from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
-from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
+from llmcompressor.errors import LifecycleError, NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets, is_expert
 from llmcompressor.modeling.matching import check_targets
@@ -235,6 +235,7 @@ class QuantizationMixin(Modifier):
         check_targets(
             model, resolved.targets, resolved.ignore, allow_unmatched=self.allow_unmatched
         )
+        self._tell_idle_targets(resolved.targets)
         untie_what_is_meant(state, resolved)
         schemes = resolved.schemes_by_module(model)
         check_schemes(model, schemes, bypass_divisibility=self.bypass_divisibility_checks)
@@ -383,6 +384,16 @@ class QuantizationMixin(Modifier):
             self._fused[module] = tuple(filter(self._needs_global_scale, members))
             self._check_one_owner(names, members)
 
+    def _tell_idle_targets(self, used: Iterable[str]) -> None:
+        """Say that each group has targets of its own, where others were given beside them."""
+        given = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+        if "targets" in self.model_fields_set and given != ["Linear"] and {*given} != {*used}:
+            what = "scheme" if self.config_groups is None else "config_groups"
+            logger.warning(
+                f"{type(self).__name__}: targets ({listed(given)}) has no effect beside {what}, "
+                f"which has targets of its own ({listed(used)})."
+            )
+
     def _check_one_owner(self, names: Sequence[str], members: Sequence[Module]) -> None:
         """A modifier finds the global scale of what it quantizes; another would find another."""
         taken = [
@@ -464,7 +475,9 @@ class QuantizationMixin(Modifier):
         mine = [
             module
             for module in modules
-            if self._has_weight_scheme(module) and module not in self._finished
+            if self._has_weight_scheme(module)
+            and module not in self._finished
+            and module not in self._parameters
         ]
         if mine:
             self.quantize_weights(state, mine)
@@ -551,6 +564,11 @@ class QuantizationMixin(Modifier):
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Round what was not rounded, and leave those of ``modules`` quantized that are ours."""
+        if self._observers is None:
+            raise LifecycleError(
+                f"{type(self).__name__} is to finish its modules, and their calibration did not "
+                "begin. Call callbacks.calibration_epoch_start() first."
+            )
         wanted = set(modules) - self._finished
         linears = [module for module in self._schemes if module in wanted]
         missed = [
@@ -560,7 +578,6 @@ class QuantizationMixin(Modifier):
         ]
         if missed:
             self.quantize_weights(state, missed)
-        assert self._observers is not None
         for module in linears:
             parameters = self._parameters.pop(module, None)
             scheme = self._schemes[module]

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from llmcompressor.core import CompressionSession, EventType, Hardware
 from llmcompressor.core.resuming import check_same_recipe
-from llmcompressor.errors import CheckpointError, InputError
+from llmcompressor.errors import CheckpointError, InputError, LifecycleError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.compiled import compile_anew
 from llmcompressor.modeling.flat_pieces import shapes_shown
@@ -110,7 +110,7 @@ class SessionDriver:
         if self._saved is not None:
             warn_of_other_epochs(self._saved, self._steps_per_epoch)
         with shapes_shown(model):
-            session.initialize(
+            going_on = session.initialize(
                 recipe=inputs.recipe,
                 model=model,
                 teacher_model=inputs.teacher,
@@ -122,6 +122,13 @@ class SessionDriver:
                 loggers=loggers,
                 distributed_strategy=inputs.distributed_strategy,
                 resumes=self._saved is not None,
+            )
+        is_other = optimizer is not None and going_on.optimizer is not optimizer
+        if going_on.model is not model or is_other:
+            what = "optimizer" if going_on.model is model else "model"
+            raise LifecycleError(
+                f"A modifier has replaced state.{what}, and the trainer goes on with its own.",
+                f"Change the {what} in place, or give train the other one.",
             )
         if self._max_steps is not None:
             modifiers = session.lifecycle.recipe.modifiers

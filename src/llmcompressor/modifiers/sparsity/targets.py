@@ -117,6 +117,8 @@ def means_linear(
         for each, module in modules.items()
         if not any(matches(each, module, entry) for entry in ignored)
     }
+    if any(matches_name(f"{name}.weight", entry) for entry in ignored):
+        return False
     return name in layers and any(
         target in ALL_PRUNABLE
         or matches_name(f"{name}.weight", target)
@@ -147,7 +149,15 @@ def _places(
                 found.setdefault(name, target)
         if target not in found.values() and not by_module:
             plain.append(target)
-    check_targets(model, plain, ignore)
+    by_weight = {
+        entry
+        for entry in ignore
+        if any(
+            is_prunable(one) and matches_name(f"{name}.weight", entry)
+            for name, one in everything.items()
+        )
+    }
+    check_targets(model, plain, [entry for entry in ignore if entry not in by_weight])
     kept = dict(match_named_modules(model, [name for name in found if name], ignore))
     if "" in found:
         kept[""] = model
@@ -161,8 +171,15 @@ def _prunable_in(
     for name, module in everything.items():
         if name != layer and not name.startswith(inside):
             continue
-        if is_prunable(module) and not any(matches(name, module, entry) for entry in ignore):
+        if is_prunable(module) and not _is_ignored(name, module, ignore):
             yield name, module
+
+
+def _is_ignored(name: str, module: Module, ignore: Sequence[str]) -> bool:
+    """Whether an entry means a module, or the name of its weight: as with targets."""
+    return any(
+        matches(name, module, entry) or matches_name(f"{name}.weight", entry) for entry in ignore
+    )
 
 
 def _leave_unnamed(
