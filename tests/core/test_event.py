@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmcompressor.core.events import Event, EventType
+from llmcompressor.core.events.event import reached
 from llmcompressor.errors import InputError
 
 steps = st.integers(0, 10_000)
@@ -130,6 +131,30 @@ def test_update_agrees_with_exact_fractions(step, per_epoch, top, bottom):
 def test_update_only_between_start_and_end(step, start, end, update):
     inside = (start is None or step >= start) and (end is None or step <= end)
     assert Event(global_step=step).should_update(start, end, update) == inside
+
+
+@given(steps, counts, st.integers(0, 2000), st.integers(1, 50))
+def test_a_schedule_comes_to_its_points_as_exact_fractions_say(step, per_epoch, top, bottom):
+    """Whatever a recipe's expression has rounded off on the way."""
+    event = Event(global_step=step, steps_per_epoch=per_epoch)
+    exact = Fraction(step, per_epoch) - Fraction(top, bottom)
+    for bound in (top / bottom, top * (1 / bottom), top / bottom + 0.1 - 0.1):
+        assert reached(event.current_index, bound) == (exact >= 0)
+        assert event.should_update(bound, None, None) == (exact >= 0)
+        assert event.should_update(None, bound, None) == (exact <= 0)
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "soon", None])
+def test_what_is_no_index_is_refused(value):
+    event = Event(steps_per_epoch=10, global_step=3)
+    with pytest.raises(InputError, match=r"current_index is .* counted from 0 on"):
+        event.current_index = value
+    assert event.global_step == 3
+
+
+def test_a_part_of_a_step_is_no_count():
+    with pytest.raises(InputError, match=r"global_step is 1\.5"):
+        Event(global_step=1.5)
 
 
 @pytest.mark.parametrize("module", ["llmcompressor.core.events", "llmcompressor.core.state"])

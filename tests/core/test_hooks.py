@@ -33,6 +33,15 @@ def hook(owner, layer, calls, name, kind="forward_pre"):
     return owner.register_hook(layer, lambda *_: calls.append(name), kind)
 
 
+def test_one_handle_may_be_kept(layer, calls):
+    owner = HooksMixin()
+    kept = hook(owner, layer, calls, "kept")
+    hook(owner, layer, calls, "silent")
+    with HooksMixin.disable_hooks(keep=kept):
+        run(layer)
+    assert calls == ["kept"]
+
+
 @pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward", "full_backward_pre"])
 def test_kinds_on_modules(layer, calls, kind):
     owner = HooksMixin()

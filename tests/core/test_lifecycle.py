@@ -123,6 +123,21 @@ def test_what_needed_data_and_saw_none_is_named_at_the_end(calibrated, needing, 
     assert any("Counter did nothing" in text for text in warned) == (needing and not calibrated)
 
 
+@pytest.mark.parametrize("sent", range(1, 4))
+def test_a_calibration_that_came_to_no_end_is_told(sent, warned):
+    lifecycle = begun(Recorder())
+    for event_type in CALIBRATION[:sent]:
+        send(lifecycle, event_type)
+    lifecycle.finalize()
+    assert any("its calibration came to no end" in text for text in warned) == (sent < 3)
+
+
+def test_a_second_initialization_leaves_the_hardware_that_was_given():
+    lifecycle = begun(Recorder(), model=nn.Linear(2, 2), device="meta")
+    lifecycle.initialize(steps_per_epoch=3)
+    assert lifecycle.state.hardware.device == torch.device("meta")
+
+
 def test_second_initialization_only_updates_the_state():
     recorder = Recorder()
     lifecycle = begun(recorder, model=nn.Linear(2, 2))
@@ -134,6 +149,20 @@ def test_second_initialization_only_updates_the_state():
     assert not other.initialized
     assert lifecycle.recipe.modifiers == [recorder]
     assert [name for name, _ in recorder._calls] == ["initialize"]
+
+
+def test_a_stage_of_no_recipe_is_refused():
+    with pytest.raises(InputError, match=r"recipe_stage is 'quant', and there is no recipe"):
+        CompressionLifecycle().initialize(recipe_stage="quant")
+
+
+def test_a_recipe_that_is_read_up_is_there_for_the_next_stage():
+    lifecycle = CompressionLifecycle()
+    lifecycle.initialize(recipe=(each for each in [Recorder()]))
+    lifecycle.finalize()
+    lifecycle.reset_stage()
+    lifecycle.initialize()
+    assert [type(each) for each in lifecycle.recipe.modifiers] == [Recorder]
 
 
 def test_no_recipe_is_an_empty_recipe():
@@ -360,6 +389,14 @@ def test_schedule_in_epochs(per_epoch, start, length):
     ]
 
 
+def test_points_that_an_expression_has_rounded_off_are_met():
+    recorder = Recorder(start=0.1 * 3, end=0.1 * 3 * 2)
+    lifecycle = begun(recorder, steps_per_epoch=10)
+    for _ in range(10):
+        run_batch(lifecycle)
+    assert recorder.turns() == [("start", 0.3), ("end", 0.6)]
+
+
 def test_a_window_between_two_batches_starts_and_ends():
     recorder = Recorder(start=1.2, end=1.8)
     lifecycle = begun(recorder)
@@ -482,6 +519,44 @@ def test_reset_finalizes_each_and_survives_errors(warned: list[str]):
     lifecycle.initialize()
     run_batch(lifecycle)  # the order and the counting begin anew
     assert lifecycle.global_batch == 0
+
+
+class Hooked(Recorder):
+    """Watches the model from the beginning on, and may fail."""
+
+    fails: str = ""
+
+    def on_initialize(self, state, **kwargs):
+        self.register_hook(state.model, lambda *_: None, "forward")
+        if self.fails == "initialize":
+            raise OSError("disk")
+        return True
+
+    def on_finalize(self, state, **kwargs):
+        if self.fails == "finalize":
+            raise OSError("disk")
+        return True
+
+
+def test_no_hook_stays_where_a_modifier_fails_to_initialize():
+    model = nn.Linear(2, 2)
+    with pytest.raises(OSError, match="disk"):
+        begun(Hooked(), Hooked(fails="initialize"), model=model)
+    assert not model._forward_hooks
+
+
+def test_a_finalization_that_failed_is_gone_on_with():
+    model, failing, last = nn.Linear(2, 2), Hooked(fails="finalize"), Hooked()
+    first = Hooked()
+    lifecycle = begun(first, failing, last, model=model)
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk"):
+            lifecycle.finalize()
+        assert not model._forward_hooks
+    failing.fails = ""
+    lifecycle.finalize()
+    assert first.finalized
+    assert last.finalized
 
 
 def test_reset_finalizes_those_that_were_initialized_before_an_error():

@@ -20,6 +20,7 @@ from llmcompressor.core import (
     create_session,
     reset_session,
 )
+from llmcompressor.errors import InputError
 from llmcompressor.metrics import LambdaLogger, LoggerManager
 from llmcompressor.modifiers import Modifier
 
@@ -45,6 +46,23 @@ second_stage:
   group_modifiers:
     Halver: {amount: 0.125}
 """
+
+
+@pytest.mark.parametrize(
+    ("event_type", "loss", "reason"),
+    [
+        ("batch_end", 1.0, "'batch_end' is no EventType"),
+        (None, 1.0, "None is no EventType"),
+        (EventType.BATCH_END, torch.ones(3), "A loss that is to be logged is no number"),
+        (EventType.BATCH_END, {"a": "high"}, "A loss that is to be logged is no number"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_logged_is_told(event_type, loss, reason):
+    with create_session() as session:
+        session.initialize(recipe=Halver(), loggers=LoggerManager([]))
+        with pytest.raises(InputError, match=reason):
+            session.log(event_type, loss=loss)
 
 
 # ---- which session is active

@@ -19,8 +19,10 @@ from torch.utils.data import IterableDataset
 from training_cases import QUANTIZE, Freezer, arguments
 
 from llmcompressor import active_session, create_session, oneshot, train, verify
+from llmcompressor.core import State
 from llmcompressor.entrypoints.training_folder import opened_folder
-from llmcompressor.modifiers import factory
+from llmcompressor.errors import LifecycleError
+from llmcompressor.modifiers import Modifier, factory
 from llmcompressor.recipe import Recipe
 
 
@@ -53,6 +55,22 @@ def test_the_output_is_a_compressed_checkpoint_that_serves(
     assert not model.training
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(output)
     torch.testing.assert_close(small.logits(reloaded), small.logits(model), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_what_a_modifier_replaces_is_refused(what: str, llama_folder: Path, tmp_path: Path) -> None:
+    """The trainer would go on with its own, and write it."""
+
+    class Replacer(Modifier):
+        def on_initialize(self, state: State, **kwargs: Any) -> bool:
+            other = small.llama(seed=5)
+            fresh = {"model": other, "optimizer": torch.optim.SGD(other.parameters(), lr=0.0)}
+            setattr(state, what, fresh[what])
+            return True
+
+    with pytest.raises(LifecycleError, match=f"replaced state.{what}, and the trainer"):
+        train(str(llama_folder), [Replacer()], **arguments(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_metrics(llama_folder: Path, tmp_path: Path) -> None:

@@ -288,6 +288,12 @@ def test_a_run_that_begins_again_is_logged_again():
     assert logged_at(manager, [(step, None) for step in (0, 4, 8, 0, 3, 4)]) == [0, 4, 8, 0, 4]
 
 
+@pytest.mark.parametrize("frequency", ["a", -1, float("nan"), True])
+def test_what_is_no_frequency_is_refused(frequency):
+    with pytest.raises(ArgumentError, match="log_frequency is"):
+        LoggerManager([], log_frequency=frequency)
+
+
 def test_numbers_of_numpy_are_numbers():
     writer = Writer()
     TensorBoardLogger(writer=writer).log_scalars("ranges", {"low": numpy.float32(0.5), "n": 2})

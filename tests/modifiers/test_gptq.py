@@ -15,9 +15,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch import Tensor
 from torch.nn import Linear
 
+from llmcompressor import callbacks, create_session
 from llmcompressor.checkpoint.compress import compress, quantized_modules
 from llmcompressor.core.state import State
-from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
+from llmcompressor.errors import LifecycleError, NonFiniteError, RecipeError, TargetError
 from llmcompressor.modeling.twin_inputs import aligned_reference
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.gptq import base as gptq_base
@@ -48,6 +49,32 @@ def gptq(**fields: Any) -> GPTQModifier:
 def error(model: Any, reference: Tensor) -> float:
     change = tiny.logits(model, tiny.batches()) - reference
     return float(change.square().mean() / reference.square().mean())
+
+
+def test_modules_that_were_solved_are_not_rounded_once_more(warned: list[str]) -> None:
+    """Where their owner is told of them again: their inputs' moments are gone by then."""
+    found = []
+    for times in (1, 2):
+        model = tiny.llama()
+        with create_session() as session, torch.no_grad():
+            session.initialize(recipe=gptq(), model=model)
+            callbacks.calibration_epoch_start()
+            for batch in tiny.batches():
+                model(**batch)
+            for _ in range(times):
+                callbacks.sequential_epoch_end(tiny.linears(model).values())
+            callbacks.calibration_epoch_end()
+            session.finalize()
+        found.append(tiny.logits(model, tiny.batches()))
+    assert torch.equal(*found)
+    assert not any("no calibration token" in line for line in warned)
+
+
+def test_an_end_without_a_beginning_is_refused() -> None:
+    with create_session() as session:
+        session.initialize(recipe=gptq(), model=tiny.llama())
+        with pytest.raises(LifecycleError, match=r"did not begin.*calibration_epoch_start"):
+            callbacks.calibration_epoch_end()
 
 
 @pytest.fixture(scope="module")

@@ -457,6 +457,20 @@ def test_the_latest_definition_of_a_class_wins():
     assert ModifierFactory.find("Redefined") is kept[-1]
 
 
+def test_a_class_that_has_a_name_of_the_packages_is_told(warned):
+    def define():
+        class HQQModifier(Pruner):
+            pass
+
+        return HQQModifier
+
+    own = define()
+    found = ModifierFactory.find("HQQModifier")
+    assert found is not own
+    assert found.__module__.startswith("llmcompressor.")
+    assert any("HQQModifier means the class of llmcompressor, not the one of" in x for x in warned)
+
+
 def test_registered_classes_come_first(monkeypatch):
     monkeypatch.setattr("llmcompressor.modifiers.factory._registered", {})
     assert ModifierFactory.register("Spy", Pruner) is Pruner

@@ -110,6 +110,20 @@ def test_importance_of_an_embedding_is_not_asked_for(warned: list[str]) -> None:
     assert not warned
 
 
+@pytest.mark.parametrize("field", ["config_groups", "scheme"])
+def test_targets_beside_groups_that_have_their_own_are_told(field: str, warned: list[str]) -> None:
+    groups: dict[str, Any] = {
+        "config_groups": {"all": {"targets": ["Linear"], "weights": {"num_bits": 8}}},
+        "scheme": {"FP8_DYNAMIC": ["Linear"]},
+    }
+    said = f"targets (re:.*mlp.*) has no effect beside {field}"
+    for targets, is_told in (("re:.*mlp.*", True), ("Linear", False), (["Linear"], False)):
+        warned.clear()
+        given = {field: groups[field], "targets": targets}
+        tiny.run(tiny.llama(), QuantizationModifier(ignore=["lm_head"], **given))
+        assert any(said in line for line in warned) == is_told
+
+
 def test_outputs_with_a_static_scale_are_calibrated() -> None:
     group = {"targets": ["re:.*up_proj"], "output_activations": INT8}
     model = tiny.run(tiny.llama(), nearest(config_groups={"outputs": group}))

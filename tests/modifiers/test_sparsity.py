@@ -50,6 +50,18 @@ def reference() -> Tensor:
 
 
 @pytest.mark.parametrize("modifier", MODIFIERS)
+@pytest.mark.parametrize("targets", ["Linear", ["re:.*proj.weight"]])
+def test_ignore_may_name_weights_as_targets_do(
+    modifier: type, targets: Any, warned: list[str]
+) -> None:
+    given = modifier(sparsity=0.5, targets=targets, ignore=["lm_head", "re:.*mlp.*weight"])
+    model = tiny.run(tiny.llama(), given)
+    for name, module in tiny.linears(model).items():
+        assert (zeros(module.weight) > 0.4) == ("mlp" not in name), name
+    assert not any("matches no module" in line for line in warned)
+
+
+@pytest.mark.parametrize("modifier", MODIFIERS)
 def test_each_four_have_two_zeros(modifier: type) -> None:
     model = tiny.run(tiny.llama(), modifier(**PAIRS))
     for module in tiny.linears(model).values():

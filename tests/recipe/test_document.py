@@ -178,6 +178,13 @@ def test_files_without_a_recipe(tmp_path, content, name, message):
         read_file(tmp_path / name)
 
 
+def test_of_two_documents_none_is_lost():
+    with pytest.raises(RecipeError, match="two documents, and only the first would count"):
+        parse_text("---\nmodifiers: {A: {}}\n---\nmodifiers: {B: {}}\n")
+    front = "---\nmodifiers: {A: {}}\n---\nWhat the modifiers: of this recipe do.\n"
+    assert parse_text(front) == {"modifiers": {"A": {}}}
+
+
 @pytest.mark.parametrize(
     ("text", "is_path"),
     [

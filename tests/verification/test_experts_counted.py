@@ -84,6 +84,29 @@ def test_a_bare_expert_has_what_the_class_stacks_of_it() -> None:
     assert said(config, {*whole(0, 1, 3), "4.gate_proj", "4.up_proj"}) == {EXPERTS}
 
 
+@pytest.mark.parametrize("rows", [32, 96])
+@pytest.mark.parametrize("own", OWN)
+def test_a_matrix_that_is_not_as_large_as_the_others_is_found(own: str, rows: int) -> None:
+    """Each of its tensors may fit the others: it is copied into a part of its place."""
+    headers = {
+        f"{EXPERTS}.{name}.weight": TensorInfo("BF16", (64, 64)) for name in whole(*range(4))
+    }
+    odd = f"{EXPERTS}.2.{own}"
+    headers[f"{odd}.weight"] = TensorInfo("BF16", (rows, 64))
+    found = check_serving(alone(), headers, deployment=Deployment("vllm"))
+    assert {one.module for one in found if one.rule == "S66"} == {odd}
+
+
+def test_experts_of_two_sizes_in_one_list_are_no_fault() -> None:
+    headers = {
+        f"{EXPERTS}.{number}.{own}.weight": TensorInfo("BF16", (32 if number > 3 else 64, 64))
+        for number in range(8)
+        for own in OWN
+    }
+    found = check_serving(two_in_one_list(), headers, deployment=Deployment("vllm"))
+    assert not [one for one in found if one.rule == "S66"]
+
+
 def alone() -> dict[str, Any]:
     config = AutoConfig.for_model("qwen3_moe", **SIZES, num_experts=4, moe_intermediate_size=64)
     return {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}

@@ -13,7 +13,7 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     initialize_module_for_quantization,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
@@ -25,6 +25,7 @@ QUESTIONS = (
     tried_loads.refuses_other_shapes,
     tried_loads.renamed_keep_their_dtype,
     lambda: tried_loads.small_float_experts_become("float32"),
+    tried_loads.fails_on_one_row_of_words,
 )
 
 
@@ -97,3 +98,29 @@ def test_what_cannot_be_tried_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def tiny_llama() -> LlamaForCausalLM:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=96, num_hidden_layers=1, **sizes))
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_zero_points_in_one_row_of_words(rows: int, tmp_path: Path, said: list[str]) -> None:
+    """It is said before the work, the check reads them, and what reads them is known by trying."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    config = LlamaConfig(num_labels=rows, num_hidden_layers=1, vocab_size=32, **sizes)
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
+    group = {"targets": ["re:.*score"], "weights": weights}
+    recipe = QuantizationModifier(config_groups={"group_0": group})
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "model")
+    oneshot(tmp_path / "model", recipe, output_dir=tmp_path / "out")
+    fails = rows == 8 and tried_loads.fails_on_one_row_of_words()
+    (told,) = [number for number, line in enumerate(said) if "one row of 2 words" in line] or [-1]
+    begun = next(number for number, line in enumerate(said) if "pipeline" in line)
+    assert (told >= 0) == fails
+    assert told < begun
+    with packed_zero_points_fit():
+        read = LlamaForSequenceClassification.from_pretrained(tmp_path / "out")
+    read.config.pad_token_id = 0
+    tokens = torch.arange(4)[None]
+    if fails:
+        with pytest.raises(RuntimeError, match="stride"):
+            read(tokens)
+    else:
+        assert bool(read(tokens).logits.isfinite().all())

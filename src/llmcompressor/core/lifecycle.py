@@ -416,16 +416,16 @@ def _check_counts(given: Mapping[str, Any]) -> None:
 def _warn_of_lost_calibration(modifier: Modifier) -> None:
     """Say that a calibration was not begun, or not brought to its end."""
     name, kind = type(modifier).__name__, type(modifier)
-    waits = kind.on_calibration_start is not Modifier.on_calibration_start
-    if modifier.start is not None or not (waits or modifier.requires_calibration_data):
+    if modifier.start is not None:
         return
+    ends = kind.on_calibration_end is not Modifier.on_calibration_end
     remedy = (
         "Use oneshot, or run the data between callbacks.calibration_epoch_start() and "
         "callbacks.calibration_epoch_end()."
     )
-    if not modifier.started:
+    if not modifier.started and modifier.requires_calibration_data:
         logger.warning(f"{name} did nothing: it needs calibration, and none has begun. {remedy}")
-    elif not modifier.ended and kind.on_calibration_end is not Modifier.on_calibration_end:
+    elif modifier.started and not modifier.ended and ends:
         logger.warning(f"{name} is not complete: its calibration came to no end. {remedy}")
 
 

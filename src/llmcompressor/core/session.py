@@ -9,6 +9,7 @@ from typing import Any
 from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.lifecycle import CompressionLifecycle
 from llmcompressor.core.state import ModifiedState, State
+from llmcompressor.errors import InputError
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.recipe.arguments import RecipeArgs
 from llmcompressor.recipe.recipe import RecipeInput
@@ -172,6 +173,10 @@ class CompressionSession:
         loggers = self.state.loggers
         if loggers is None:
             return
+        if not isinstance(event_type, EventType):
+            raise InputError(
+                f"{event_type!r} is no EventType.", "Give one, such as EventType.BATCH_END."
+            )
         here = Event(
             steps_per_epoch=self.state.steps_per_epoch, global_step=self._lifecycle.global_step
         )
@@ -232,11 +237,17 @@ def _scalars(loss: Any) -> dict[str, float]:
     if loss is None:
         return {}
     named = loss if isinstance(loss, dict) else {"loss": loss}
-    # A loss that is still part of a graph has to be taken off it to become a number.
-    return {
-        name: float(value.detach() if hasattr(value, "detach") else value)
-        for name, value in named.items()
-    }
+    try:
+        # A loss that is still part of a graph has to be taken off it to become a number.
+        return {
+            name: float(value.detach() if hasattr(value, "detach") else value)
+            for name, value in named.items()
+        }
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(
+            f"A loss that is to be logged is no number: {str(error).rstrip('.')}.",
+            "Give one number, or a mapping from names to numbers.",
+        ) from error
 
 
 def _learning_rate(optimizer: Any) -> dict[str, float]:

@@ -72,7 +72,7 @@ def check_written(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[
     ]
     if broken:
         raise CheckpointError(
-            f"What was written is not good: {_said(broken)}.",
+            f"What was written is not good: {_said(broken).rstrip('.')}.",
             "It was not given its name. Look at it with `llmcompressor verify`, or leave the check "
             "out with verify=False (--no-verify).",
         )

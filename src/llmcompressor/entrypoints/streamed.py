@@ -58,7 +58,6 @@ from llmcompressor.entrypoints.task import EXPERTS
 from llmcompressor.errors import (
     ArgumentError,
     DatasetError,
-    LifecycleError,
     NonFiniteError,
     RecipeError,
     TargetError,
@@ -209,15 +208,9 @@ class _Run:
         """Plan the output, fill it, and give it its name."""
         job, model = self.job, self.blueprint.model
         assert job.output_dir is not None
-        going_on = self.session.initialize(
+        self.session.initialize(
             model=model, start=-1, recipe=job.recipe, calib_data=self.batches, copy_data=False
         )
-        if going_on.model is not model:
-            raise LifecycleError(
-                "A modifier has replaced state.model, and the model is read from its folder block "
-                "by block.",
-                "Change the model in place, or give oneshot a loaded model.",
-            )
         self.blueprint.forget_ties()  # a modifier may have untied them
         # what stays is there by now, matrices of rotations among it
         job.dataset_args = self.limits.bound(job.dataset_args, self.weights)

@@ -47,9 +47,10 @@ class LoggerManager:
     ) -> None:
         _check_choice("mode", mode, get_args(LoggingMode))
         _check_choice("frequency_type", frequency_type, get_args(FrequencyType))
-        if log_frequency is not None and log_frequency < 0:
+        is_number = isinstance(log_frequency, int | float) and not isinstance(log_frequency, bool)
+        if log_frequency is not None and not (is_number and log_frequency >= 0):
             raise ArgumentError(
-                f"log_frequency is {log_frequency}.", "Give 0 for always or None for never."
+                f"log_frequency is {log_frequency!r}.", "Give 0 for always or None for never."
             )
         self.name = name
         self.log_frequency = log_frequency

@@ -142,15 +142,18 @@ class HooksMixin(BaseModel):
 
     @classmethod
     @contextmanager
-    def disable_hooks(cls, keep: Iterable[RemovableHandle] = frozenset()) -> Iterator[None]:
+    def disable_hooks(
+        cls, keep: RemovableHandle | Iterable[RemovableHandle] = frozenset()
+    ) -> Iterator[None]:
         """Run no hook of any modifier, in this thread, but those kept.
 
         Nesting adds up: what an outer context keeps stays kept inside an inner one, and leaving
         the inner one restores the outer one.
 
         Args:
-            keep: handles of the hooks that go on running.
+            keep: handles of the hooks that go on running, or the one of them.
         """
+        keep = (keep,) if isinstance(keep, RemovableHandle) else keep
         thread = threading.get_ident()
         before = _kept_by_thread.get(thread)
         _kept_by_thread[thread] = frozenset(keep) | (before or frozenset())

@@ -48,6 +48,8 @@ _YAML = "tag:yaml.org,2002:"
 _REPLACED_TAGS = {f"{_YAML}{name}" for name in ("int", "float", "timestamp", "value")}
 _EXTENSIONS = (".yaml", ".yml", ".json", ".md")
 _FENCES = ("---", "+++")
+_SECOND = re.compile(r"(\w+_)?(modifiers|stage)\s*:")
+"""What begins a recipe, where a text in prose would stand behind front matter."""
 
 
 class _DuplicateKeyError(ValueError):
@@ -214,6 +216,11 @@ def _front_matter(text: str, source: str, *, required: bool) -> str:
     if fence in _FENCES:
         for end, line in enumerate(lines[1:], start=1):
             if line.rstrip() == fence:
+                if not required and any(map(_SECOND.match, lines[end + 1 :])):
+                    raise RecipeError(
+                        f"{source} holds two documents, and only the first would count.",
+                        "Make one mapping of both, or give a list of two recipes.",
+                    )
                 return "\n".join(lines[1:end])
     if required:
         raise RecipeError(

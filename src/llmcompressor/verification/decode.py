@@ -164,6 +164,8 @@ class Codes:
         if zero is None or scale is None or zero.dtype is not torch.int32:
             return zero
         shape = torch.Size(scale.shape)
+        if len(zero) == 1:  # compressed-tensors turns it, and views it as bytes
+            zero = zero.as_strided(zero.shape, (1, 1))
         unpacked: Tensor = unpack_from_int32(zero, self.args.bits, shape, packed_dim=0)
         return unpacked
 

@@ -19,6 +19,7 @@ from llmcompressor.progress import other_bars_hidden
 from llmcompressor.verification.config_changes import quiet_transformers
 
 __all__ = [
+    "fails_on_one_row_of_words",
     "refuses_other_shapes",
     "refuses_packed_zero_points",
     "renamed_keep_their_dtype",
@@ -53,6 +54,23 @@ def refuses_packed_zero_points() -> bool:
     makes a place for each tensor by; it depends on transformers whether that matters.
     """
     return "linear.weight_zero_point" in _load(_PACKED, _codes(_PACKED))[1]
+
+
+@lru_cache(maxsize=1)
+def fails_on_one_row_of_words() -> bool:
+    """Whether zero points of 4 bits cannot be unpacked where their words are one row of several.
+
+    torch calls the turned row contiguous, and does not let it be viewed as bytes.
+    """
+    from compressed_tensors.compressors.pack_quantized.helpers import (  # noqa: PLC0415
+        unpack_from_int32,
+    )
+
+    try:
+        unpack_from_int32(torch.zeros(1, 2, dtype=torch.int32), 4, torch.Size((8, 2)), packed_dim=0)
+    except RuntimeError:
+        return True
+    return False
 
 
 @lru_cache(maxsize=1)

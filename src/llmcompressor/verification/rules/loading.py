@@ -42,6 +42,7 @@ from llmcompressor.verification.rules.transformers import (
     loaded_mixtures,
 )
 from llmcompressor.verification.tried_loads import (
+    fails_on_one_row_of_words,
     refuses_other_shapes,
     refuses_packed_zero_points,
     small_float_experts_become,
@@ -246,6 +247,15 @@ def _packed_zero_points(view: View) -> Iterator[Problem]:
         if zero is None or zero.dtype != "I32" or (entry.is_expert and not as_linears):
             continue  # T6 speaks of experts
         if zero.shape[:1] == (entry.rows,):
+            continue
+        is_one_row = zero.shape[0] == 1 and zero.numel > 1 and scheme.weights.bits == 4
+        if is_one_row and fails_on_one_row_of_words():
+            yield Problem(
+                entry.name,
+                f"Its {entry.rows} rows have their zero points in one row of {zero.numel} words, "
+                "which this compressed-tensors fails to unpack: the first forward is an error.",
+                "Compress it symmetrically (symmetric: true), or ignore it.",
+            )
             continue
         if not refuses_packed_zero_points():
             yield from _untried(entry, "weight_zero_point")

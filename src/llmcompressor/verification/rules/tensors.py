@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
 
 import torch
@@ -91,6 +92,38 @@ def experts_fit(view: View) -> Iterator[Problem]:
             continue
         if len(view.expert_schemes[match["experts"]]) == 1:
             yield Problem(one.entry.name, one.sentence, _COMPRESS)
+    for experts in view.mixtures.values():
+        yield from _of_another_size(experts)
+
+
+def _of_another_size(experts: Mapping[int, Mapping[str, Entry]]) -> Iterator[Problem]:
+    """Matrices that are smaller or larger than those of most experts of their mixture.
+
+    Each by itself may be whole. vLLM copies what there is of it into a stack, and says nothing.
+    """
+    alike: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for own in experts.values():
+        for name, entry in own.items():
+            if (codes := _codes_of(entry)) is not None:
+                alike[name, codes].append(entry)
+    for (_, codes), entries in alike.items():
+        counts = Counter(entry.own[codes].shape for entry in entries)
+        usual, count = counts.most_common(1)[0]
+        if 2 * count <= len(entries):
+            continue  # experts of two kinds in one list
+        for entry in entries:
+            found = entry.own[codes].shape
+            if found != usual:
+                yield Problem(
+                    entry.name,
+                    f"Its {codes} has the shape {list(found)}, and that of other experts "
+                    f"{list(usual)}: it is read in part, or over what is not its own.",
+                    _COMPRESS,
+                )
+
+
+def _codes_of(entry: Entry) -> str | None:
+    return next((own for own in ("weight", "weight_packed") if own in entry.own), None)
 
 
 def no_strays(view: View) -> Iterator[Problem]:
