@@ -67,6 +67,24 @@ def test_one_wrong_code_is_found(
     assert bad(sample.write(tmp_path / "bad"), llama_folder) == {("R3", UP), *unserved}
 
 
+@pytest.mark.parametrize("preset", ["W8A8", "W4A16", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e30])
+def test_rows_whose_squares_are_no_numbers(
+    size: float, preset: str, llama_folder: Path, compressed: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = Sample.read(llama_folder)
+    rows = source.tensors[f"{UP}.weight"]
+    rows[5] = (rows[5].float() / rows[5].float().std() * size).to(rows.dtype)
+    original = source.write(tmp_path / "source")
+    recipe = QuantizationModifier(targets="Linear", scheme=preset, ignore=["lm_head"])
+    sample = Sample.read(compressed(original, recipe))
+    assert bad(sample.write(tmp_path / "good"), original) == set()
+    name = f"{UP}.weight_packed" if f"{UP}.weight_packed" in sample.tensors else f"{UP}.weight"
+    octets = sample.tensors[name].view(torch.uint8)
+    octets[5] = octets[5].roll(1)
+    assert bad(sample.write(tmp_path / "bad"), original) == {("R3", UP)}
+
+
 def test_an_original_with_experts_in_one_stack(tmp_path: Path) -> None:
     """Stacks [experts, 2 * inner, hidden], whose quantized experts are stored one by one."""
     shapes = sparse()

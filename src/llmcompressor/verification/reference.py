@@ -554,17 +554,25 @@ def _candidates(name: str) -> Iterator[str]:
 
 
 def _add(sums: _Sums, part: Part, original: Tensor) -> None:
-    """Add up what the error needs: three products per row, from which all others follow."""
+    """Add up what the error needs: three products per row, from which all others follow.
+
+    Each row is taken in a unit of about its largest value: the squares of what is very small, or
+    very large, are no float32.
+    """
     difference = (part.units * part.scale).sub_(original).flatten(1)
     flat = original.flatten(1)
+    _, exponents = torch.frexp(flat.abs().amax(dim=1, keepdim=True))
+    exponents.clamp_(-120, 120)  # powers of two that a float32 has
+    difference, flat = (torch.ldexp(one, -exponents) for one in (difference, flat))
     error = torch.linalg.vector_norm(difference, dim=1).double().square()
     source = torch.linalg.vector_norm(flat, dim=1).double().square()
     shift = difference.mul_(flat).sum(dim=1).double()
     product, decoded = source + shift, (source + 2 * shift + error).clamp_min(0)
-    sums.error += float(error.sum())
-    sums.source += float(source.sum())
-    sums.decoded += float(decoded.sum())
-    sums.product += float(product.sum())
+    units = torch.ldexp(torch.ones(len(flat), dtype=torch.float64), 2 * exponents[:, 0])
+    sums.error += float((error * units).sum())
+    sums.source += float((source * units).sum())
+    sums.decoded += float((decoded * units).sum())
+    sums.product += float((product * units).sum())
     cosine = product / (source.sqrt() * decoded.sqrt()).clamp_min(1e-30)
     bad = (source > 0) & ~(cosine > _LEAST_ROW_COSINE)
     if bool(bad.any()):
@@ -588,7 +596,7 @@ def _bound(sums: _Sums, part: Part, original: Tensor, args: Args, unit: float) -
     the dtype of the weight before; each adds ``unit`` of its size.
     """
     units = part.units
-    quotient = original / part.scale.clamp_min(1e-30)
+    quotient = original / part.scale.clamp_min(torch.finfo(torch.float32).tiny)
     off = (quotient - units).abs_()
     size = units.abs()
     if part.zero is not None:
