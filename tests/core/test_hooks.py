@@ -266,14 +266,13 @@ def test_output_hooks_are_known(layer, calls):
 
 
 def test_taps_on_attention():
+    from compressed_tensors.modeling import initialize_hooked_attention
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from llmcompressor.quantization.attach import tap_attention
 
     config = LlamaConfig(
         hidden_size=16,
         intermediate_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=8,
@@ -285,9 +284,10 @@ def test_taps_on_attention():
     def tap(kind):
         return lambda _, states: shapes.update({kind: tuple(states.shape)})
 
-    with pytest.raises(RuntimeError, match=r"LlamaAttention.*tap_attention"):
+    with pytest.raises(RuntimeError, match=r"LlamaAttention.*initialize_hooked_attention\(model"):
         owner.register_hook(attention, tap("query"), "query")
-    tap_attention(model, attention, queries=True)
+    for layer in model.model.layers:
+        initialize_hooked_attention(model, layer.self_attn)
     for kind in ("query", "key", "value"):
         owner.register_hook(attention, tap(kind), kind)
     tokens = torch.zeros(1, 3, dtype=torch.long)

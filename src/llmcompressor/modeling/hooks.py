@@ -185,8 +185,9 @@ def _tap_function(module: Module, kind: str) -> Callable[..., RemovableHandle]:
 
     if not hasattr(module, _TAPS[kind]):
         raise LifecycleError(
-            f"The {kind} states of a {type(module).__name__} cannot be tapped yet: prepare it "
-            "with llmcompressor.quantization.attach.tap_attention(model, module, queries=True)."
+            f"The {kind} states of this {type(module).__name__} cannot be tapped yet. Where it is "
+            "attention, call initialize_hooked_attention(model, module) of "
+            "compressed_tensors.modeling before, for each attention module of the model."
         )
     register = getattr(modeling, f"register_{kind}_hook")
     return lambda hook, **kwargs: register(module, hook, **kwargs)
