@@ -92,8 +92,9 @@ def experts_fit(view: View) -> Iterator[Problem]:
             continue
         if len(view.expert_schemes[match["experts"]]) == 1:
             yield Problem(one.entry.name, one.sentence, _COMPRESS)
-    for experts in view.mixtures.values():
-        yield from _of_another_size(experts)
+    for path, experts in view.mixtures.items():
+        if len(view.expert_schemes[path]) <= 1:
+            yield from _of_another_size(experts)
 
 
 def _of_another_size(experts: Mapping[int, Mapping[str, Entry]]) -> Iterator[Problem]:
