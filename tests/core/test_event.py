@@ -153,8 +153,9 @@ def test_what_is_no_index_is_refused(value):
 
 
 def test_a_part_of_a_step_is_no_count():
-    with pytest.raises(InputError, match=r"global_step is 1\.5"):
+    with pytest.raises(InputError, match=r"global_step is 1\.5, and is a whole number"):
         Event(global_step=1.5)
+    assert Event(steps_per_epoch=12.5, global_step=25).epoch_full == 2
 
 
 @pytest.mark.parametrize("module", ["llmcompressor.core.events", "llmcompressor.core.state"])

@@ -132,10 +132,31 @@ def test_a_calibration_that_came_to_no_end_is_told(sent, warned):
     assert any("its calibration came to no end" in text for text in warned) == (sent < 3)
 
 
+def test_a_training_needs_no_end_of_a_calibration(warned):
+    class Early(Recorder):
+        def should_start(self, event):
+            return True
+
+    lifecycle = begun(Early())
+    run_batch(lifecycle)
+    assert lifecycle.recipe.modifiers[0].started
+    lifecycle.finalize()
+    assert not warned
+
+
 def test_a_second_initialization_leaves_the_hardware_that_was_given():
     lifecycle = begun(Recorder(), model=nn.Linear(2, 2), device="meta")
     lifecycle.initialize(steps_per_epoch=3)
     assert lifecycle.state.hardware.device == torch.device("meta")
+    lifecycle.initialize(model=nn.Linear(2, 2, dtype=torch.float64), device="cpu")
+    assert lifecycle.state.hardware.device == torch.device("cpu")
+
+
+def test_what_nobody_has_given_of_the_hardware_is_looked_up_again(monkeypatch):
+    lifecycle = begun(Recorder(), model=nn.Linear(2, 2))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    lifecycle.initialize(steps_per_epoch=3)
+    assert lifecycle.state.hardware.local_rank == 3
 
 
 def test_second_initialization_only_updates_the_state():

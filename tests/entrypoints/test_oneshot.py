@@ -173,6 +173,13 @@ def test_a_part_of_a_compressed_model_is_not_written_dense_in_silence(
     assert "quantization_config" not in json.loads((tmp_path / "part" / "config.json").read_text())
 
 
+def test_a_part_that_saves_itself_otherwise_goes_on_doing_so(tmp_path: Path) -> None:
+    model, called = small.llama(), []
+    object.__setattr__(model.model, "save_pretrained", called.append)
+    oneshot(model, recipe=DYNAMIC).model.save_pretrained("there")
+    assert called == ["there"]
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_returned_model_can_be_pickled(
     streamed: bool, llama_folder: Path, tmp_path: Path

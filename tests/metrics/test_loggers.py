@@ -288,6 +288,11 @@ def test_a_run_that_begins_again_is_logged_again():
     assert logged_at(manager, [(step, None) for step in (0, 4, 8, 0, 3, 4)]) == [0, 4, 8, 0, 4]
 
 
+@pytest.mark.parametrize("frequency", [2, 0.5, numpy.int64(2), numpy.float32(0.5), None])
+def test_any_number_is_a_frequency(frequency):
+    assert LoggerManager([], log_frequency=frequency).log_frequency == frequency
+
+
 @pytest.mark.parametrize("frequency", ["a", -1, float("nan"), True])
 def test_what_is_no_frequency_is_refused(frequency):
     with pytest.raises(ArgumentError, match="log_frequency is"):

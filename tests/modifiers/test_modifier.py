@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -151,10 +151,12 @@ def test_a_truth_value_stays_one_where_it_is_meant():
     class Choosy(Pruner):
         either: bool | int = 3
         anything: Any = None
+        off: int | Literal[False] = 3
 
-    choosy = Choosy(either=True, anything=False)
+    choosy = Choosy(either=True, anything=False, off=False)
     assert choosy.either is True
     assert choosy.anything is False
+    assert choosy.off is False
 
 
 def test_missing_field():

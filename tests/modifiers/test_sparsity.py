@@ -50,6 +50,14 @@ def reference() -> Tensor:
 
 
 @pytest.mark.parametrize("modifier", MODIFIERS)
+def test_all_but_one_kind_may_be_ignored(modifier: type) -> None:
+    """No name of a weight ends in that of its module."""
+    model = tiny.run(tiny.llama(), modifier(sparsity=0.5, ignore=["re:(?!.*q_proj$).*"]))
+    for name, module in tiny.linears(model).items():
+        assert (zeros(module.weight) > 0.4) == name.endswith("q_proj"), name
+
+
+@pytest.mark.parametrize("modifier", MODIFIERS)
 @pytest.mark.parametrize("targets", ["Linear", ["re:.*proj.weight"]])
 def test_ignore_may_name_weights_as_targets_do(
     modifier: type, targets: Any, warned: list[str]

@@ -183,6 +183,8 @@ def test_of_two_documents_none_is_lost():
         parse_text("---\nmodifiers: {A: {}}\n---\nmodifiers: {B: {}}\n")
     front = "---\nmodifiers: {A: {}}\n---\nWhat the modifiers: of this recipe do.\n"
     assert parse_text(front) == {"modifiers": {"A": {}}}
+    for prose in ("A model card.\nmodifiers: see above\n", "stage: first one\n"):
+        assert parse_text(f"---\na: 1\n---\n{prose}") == {"a": 1}
 
 
 @pytest.mark.parametrize(

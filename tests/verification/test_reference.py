@@ -85,6 +85,27 @@ def test_rows_whose_squares_are_no_numbers(
     assert bad(sample.write(tmp_path / "bad"), original) == {("R3", UP)}
 
 
+@pytest.mark.parametrize("preset", ["FP8", "NVFP4A16", "FP8_BLOCK"])
+@pytest.mark.parametrize("size", [1e-30, 1e-12])
+def test_a_row_that_is_nothing_beside_others_of_its_scale(
+    size: float, preset: str, llama_folder: Path, compressed: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = Sample.read(llama_folder)
+    rows = source.tensors[f"{UP}.weight"]
+    rows[5] = (rows[5].float() / rows[5].float().std() * size).to(rows.dtype)
+    original = source.write(tmp_path / "source")
+    fields: dict[str, object] = {"scheme": preset}
+    if preset == "FP8":
+        weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+        fields = {"config_groups": {"all": {"targets": ["Linear"], "weights": weights}}}
+    recipe = QuantizationModifier(ignore=["lm_head"], **fields)
+    sample = Sample.read(compressed(original, recipe))
+    assert bad(sample.write(tmp_path / "good"), original) == set()
+    name = f"{UP}.weight_packed" if f"{UP}.weight_packed" in sample.tensors else f"{UP}.weight"
+    sample.tensors[name].view(torch.uint8)[6] = 0
+    assert bad(sample.write(tmp_path / "bad"), original) == {("R3", UP)}
+
+
 def test_an_original_with_experts_in_one_stack(tmp_path: Path) -> None:
     """Stacks [experts, 2 * inner, hidden], whose quantized experts are stored one by one."""
     shapes = sparse()

@@ -223,7 +223,9 @@ def modify_save_pretrained(
     # a bound method is pickled by its name, which the model's class has for another one
     object.__setattr__(model, "save_pretrained", partial(_save_pretrained, model))
     for name, part in named_modules(model):
-        if part is not model and isinstance(part, PreTrainedModel):
+        given = part.__dict__.get("save_pretrained")
+        is_free = given is None or getattr(given, "func", None) is _save_part
+        if part is not model and isinstance(part, PreTrainedModel) and is_free:
             object.__setattr__(part, "save_pretrained", partial(_save_part, part, name))
 
 

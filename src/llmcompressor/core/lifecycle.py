@@ -29,6 +29,7 @@ _BATCH_ORDER = (
     EventType.BATCH_END,
 )
 
+_PLACES = ("device", "distributed_strategy")
 _METHOD_FOR = {EventType.INITIALIZE: "initialize", EventType.FINALIZE: "finalize"}
 
 
@@ -56,6 +57,10 @@ class CompressionLifecycle:
     _seen_event: bool = field(default=False, init=False, repr=False)
     _seen_batch: bool = field(default=False, init=False, repr=False)
     _told_step: bool = field(default=False, init=False, repr=False)
+    # Whether a calibration was begun and has not come to its end.
+    _calibrates: bool = field(default=False, init=False, repr=False)
+    # What the caller has said of the hardware; the rest is looked up with every update.
+    _places: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     # What the recipe was read from, for the next stage of the same recipe.
     _source: tuple[RecipeInput, RecipeArgs] | None = field(default=None, init=False, repr=False)
 
@@ -86,9 +91,9 @@ class CompressionLifecycle:
         """
         self._expect_not_finalized("initialize")
         _check_counts(kwargs)
-        if not self.initialized_ or kwargs.get("model") is not None:
-            self.state.hardware = Hardware.detect(kwargs.get("model", self.state.model))
-        unknown = self.state.update(**kwargs)
+        self._places |= {name: kwargs[name] for name in _PLACES if kwargs.get(name) is not None}
+        self.state.hardware = Hardware.detect(kwargs.get("model", self.state.model))
+        unknown = self.state.update(**{**kwargs, **self._places})
         if not self._seen_event:
             self._place_at_start()
         if self.initialized_:
@@ -147,7 +152,7 @@ class CompressionLifecycle:
         self._expect_initialized("finalize")
         self._expect_not_finalized("finalize")
         for modifier in self._active():
-            _warn_of_lost_calibration(modifier)
+            _warn_of_lost_calibration(modifier, began=self._calibrates)
         self._tell_of_lost_steps()
         try:
             results = self._call(
@@ -373,6 +378,10 @@ class CompressionLifecycle:
         if event_type in _BATCH_ORDER:
             self._last = event_type
         self._seen_event = True
+        if event_type is EventType.CALIBRATION_EPOCH_START:
+            self._calibrates = True
+        elif event_type is EventType.CALIBRATION_EPOCH_END:
+            self._calibrates = False
         if event_type is EventType.BATCH_START:
             self.global_batch += self._seen_batch
             self._seen_batch = True
@@ -413,7 +422,7 @@ def _check_counts(given: Mapping[str, Any]) -> None:
         )
 
 
-def _warn_of_lost_calibration(modifier: Modifier) -> None:
+def _warn_of_lost_calibration(modifier: Modifier, *, began: bool) -> None:
     """Say that a calibration was not begun, or not brought to its end."""
     name, kind = type(modifier).__name__, type(modifier)
     if modifier.start is not None:
@@ -425,7 +434,7 @@ def _warn_of_lost_calibration(modifier: Modifier) -> None:
     )
     if not modifier.started and modifier.requires_calibration_data:
         logger.warning(f"{name} did nothing: it needs calibration, and none has begun. {remedy}")
-    elif modifier.started and not modifier.ended and ends:
+    elif began and ends and not modifier.ended:
         logger.warning(f"{name} is not complete: its calibration came to no end. {remedy}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, SupportsFloat, get_args
 
 from llmcompressor.errors import ArgumentError, did_you_mean
 from llmcompressor.metrics.loggers import BaseLogger, Level, PythonLogger
@@ -47,8 +47,8 @@ class LoggerManager:
     ) -> None:
         _check_choice("mode", mode, get_args(LoggingMode))
         _check_choice("frequency_type", frequency_type, get_args(FrequencyType))
-        is_number = isinstance(log_frequency, int | float) and not isinstance(log_frequency, bool)
-        if log_frequency is not None and not (is_number and log_frequency >= 0):
+        is_number = isinstance(log_frequency, SupportsFloat) and log_frequency is not True
+        if log_frequency is not None and not (is_number and float(log_frequency) >= 0):
             raise ArgumentError(
                 f"log_frequency is {log_frequency!r}.", "Give 0 for always or None for never."
             )

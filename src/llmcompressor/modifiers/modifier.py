@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
     ConfigDict,
@@ -871,6 +871,11 @@ def _kinds(annotation: Any) -> set[Any]:
     >>> _kinds(float | list[int] | None) == {float, list, int, type(None)}
     True
     """
+    if annotation is Any:
+        return {bool, int, float}
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    annotation = getattr(annotation, "__value__", annotation)  # of a name for a type
     parts = get_args(annotation)
     outer = getattr(annotation, "__origin__", None) if parts else annotation
     kinds = {kind for part in parts for kind in _kinds(part)}

@@ -387,6 +387,8 @@ class QuantizationMixin(Modifier):
     def _tell_idle_targets(self, used: Iterable[str]) -> None:
         """Say that each group has targets of its own, where others were given beside them."""
         given = [self.targets] if isinstance(self.targets, str) else list(self.targets)
+        if self.scheme is None and self.config_groups is None:
+            return  # the cache alone
         if "targets" in self.model_fields_set and given != ["Linear"] and {*given} != {*used}:
             what = "scheme" if self.config_groups is None else "config_groups"
             logger.warning(

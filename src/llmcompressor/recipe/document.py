@@ -48,8 +48,7 @@ _YAML = "tag:yaml.org,2002:"
 _REPLACED_TAGS = {f"{_YAML}{name}" for name in ("int", "float", "timestamp", "value")}
 _EXTENSIONS = (".yaml", ".yml", ".json", ".md")
 _FENCES = ("---", "+++")
-_SECOND = re.compile(r"(\w+_)?(modifiers|stage)\s*:")
-"""What begins a recipe, where a text in prose would stand behind front matter."""
+_SECTION = re.compile(r"(\w+_)?(modifiers|stage)")
 
 
 class _DuplicateKeyError(ValueError):
@@ -216,7 +215,7 @@ def _front_matter(text: str, source: str, *, required: bool) -> str:
     if fence in _FENCES:
         for end, line in enumerate(lines[1:], start=1):
             if line.rstrip() == fence:
-                if not required and any(map(_SECOND.match, lines[end + 1 :])):
+                if not required and _is_recipe("\n".join(lines[end + 1 :])):
                     raise RecipeError(
                         f"{source} holds two documents, and only the first would count.",
                         "Make one mapping of both, or give a list of two recipes.",
@@ -228,6 +227,18 @@ def _front_matter(text: str, source: str, *, required: bool) -> str:
             "In Markdown a recipe stands at the beginning, between two lines of `---`.",
         )
     return text
+
+
+def _is_recipe(text: str) -> bool:
+    """Whether a text is a recipe, where one in prose may stand behind front matter."""
+    try:
+        found = yaml.load(text, RecipeLoader)
+    except (yaml.YAMLError, ValueError):
+        return False
+    return isinstance(found, Mapping) and any(
+        isinstance(value, Mapping | list) and _SECTION.fullmatch(str(key))
+        for key, value in found.items()
+    )
 
 
 def _yaml_problem(error: Exception) -> str:

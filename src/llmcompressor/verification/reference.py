@@ -284,7 +284,7 @@ class Reference:
             rows = len(part.units)
             original = self.rows(source, part.start, part.start + rows).float()
             original = original.reshape(part.units.shape)
-            _add(sums, part, original)
+            _add(sums, part, original, codes.args)
             if self.work is Work.NEAREST:
                 rounded = original if dtype is None else original.to(dtype).float()
                 _bound(sums, part, rounded, codes.args, unit)
@@ -553,7 +553,7 @@ def _candidates(name: str) -> Iterator[str]:
         yield f"{base}.{other}.{own}"
 
 
-def _add(sums: _Sums, part: Part, original: Tensor) -> None:
+def _add(sums: _Sums, part: Part, original: Tensor, args: Args) -> None:
     """Add up what the error needs: three products per row, from which all others follow.
 
     Each row is taken in a unit of about its largest value: the squares of what is very small, or
@@ -574,7 +574,10 @@ def _add(sums: _Sums, part: Part, original: Tensor) -> None:
     sums.decoded += float((decoded * units).sum())
     sums.product += float((product * units).sum())
     cosine = product / (source.sqrt() * decoded.sqrt()).clamp_min(1e-30)
-    bad = (source > 0) & ~(cosine > _LEAST_ROW_COSINE)
+    # a row that is small beside those it shares a scale with is nothing but zeros
+    half = 0.5 if args.kind == "int" else _FLOATS[args.bits].least / 2
+    is_small = (original.abs() <= 1.01 * half * part.scale) & (part.units == 0)
+    bad = (source > 0) & ~(cosine > _LEAST_ROW_COSINE) & ~is_small.flatten(1).all(dim=1)
     if bool(bad.any()):
         sums.bad_rows += [part.start + int(row) for row in bad.nonzero()]
 

@@ -73,6 +73,10 @@ class Event:
         remedy = "Give how many there were since the run began."
         for name in ("global_step", "global_batch"):
             _check_count(name, getattr(self, name), 0, "is counted from 0 on", remedy)
+            if getattr(self, name) % 1:
+                raise InputError(
+                    f"{name} is {getattr(self, name)!r}, and is a whole number.", remedy
+                )
 
     @property
     def epoch_based(self) -> bool:
@@ -178,5 +182,5 @@ def reached(index: float, bound: float) -> bool:
 def _check_count(name: str, value: Any, least: int, what: str, remedy: str) -> None:
     is_number = hasattr(value, "__float__") and not isinstance(value, bool)
     # NaN is not at least anything
-    if not is_number or not least <= value < math.inf or value % 1:
+    if not is_number or not least <= value < math.inf:
         raise InputError(f"{name} is {value!r}, and {what}.", remedy)

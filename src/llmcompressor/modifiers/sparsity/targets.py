@@ -117,7 +117,7 @@ def means_linear(
         for each, module in modules.items()
         if not any(matches(each, module, entry) for entry in ignored)
     }
-    if any(matches_name(f"{name}.weight", entry) for entry in ignored):
+    if any(_means_weight(name, entry) for entry in ignored):
         return False
     return name in layers and any(
         target in ALL_PRUNABLE
@@ -152,10 +152,7 @@ def _places(
     by_weight = {
         entry
         for entry in ignore
-        if any(
-            is_prunable(one) and matches_name(f"{name}.weight", entry)
-            for name, one in everything.items()
-        )
+        if any(is_prunable(one) and _means_weight(name, entry) for name, one in everything.items())
     }
     check_targets(model, plain, [entry for entry in ignore if entry not in by_weight])
     kept = dict(match_named_modules(model, [name for name in found if name], ignore))
@@ -176,10 +173,13 @@ def _prunable_in(
 
 
 def _is_ignored(name: str, module: Module, ignore: Sequence[str]) -> bool:
-    """Whether an entry means a module, or the name of its weight: as with targets."""
-    return any(
-        matches(name, module, entry) or matches_name(f"{name}.weight", entry) for entry in ignore
-    )
+    """Whether an entry means a module, or spells out the name of its weight: as with targets."""
+    return any(matches(name, module, entry) or _means_weight(name, entry) for entry in ignore)
+
+
+def _means_weight(name: str, entry: str) -> bool:
+    """A pattern that says what a name must not end in would match each weight."""
+    return "weight" in entry and matches_name(f"{name}.weight", entry)
 
 
 def _leave_unnamed(
