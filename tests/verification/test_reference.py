@@ -48,6 +48,20 @@ def plain(sample_of: Callable[..., Sample], *arguments: object, **more: object) 
     return found
 
 
+def octets_of(sample: Sample) -> torch.Tensor:
+    """The stored codes of one Linear, which can be changed through it."""
+    name = f"{UP}.weight_packed" if f"{UP}.weight_packed" in sample.tensors else f"{UP}.weight"
+    return sample.tensors[name].view(torch.uint8)
+
+
+def with_a_row_of(size: float, model: Path, folder: Path) -> Path:
+    """A copy of a model in which one row of that Linear has values of about this size."""
+    source = Sample.read(model)
+    rows = source.tensors[f"{UP}.weight"]
+    rows[5] = (rows[5].float() / rows[5].float().std() * size).to(rows.dtype)
+    return source.write(folder)
+
+
 @pytest.mark.parametrize(
     "preset",
     FORMATS,
@@ -60,8 +74,7 @@ def test_one_wrong_code_is_found(
     good = sample.write(tmp_path / "good")
     unserved = {("S21", "group_0")} if preset.startswith("MXFP6") else set()
     assert bad(good, llama_folder) == unserved
-    name = f"{UP}.weight_packed" if f"{UP}.weight_packed" in sample.tensors else f"{UP}.weight"
-    octets = sample.tensors[name].view(torch.uint8)
+    octets = octets_of(sample)
     # the second lowest bit: two steps of the grid, of the first code of the third row
     octets[2, 0] ^= 2
     assert bad(sample.write(tmp_path / "bad"), llama_folder) == {("R3", UP), *unserved}
@@ -72,15 +85,11 @@ def test_one_wrong_code_is_found(
 def test_rows_whose_squares_are_no_numbers(
     size: float, preset: str, llama_folder: Path, compressed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    source = Sample.read(llama_folder)
-    rows = source.tensors[f"{UP}.weight"]
-    rows[5] = (rows[5].float() / rows[5].float().std() * size).to(rows.dtype)
-    original = source.write(tmp_path / "source")
+    original = with_a_row_of(size, llama_folder, tmp_path / "source")
     recipe = QuantizationModifier(targets="Linear", scheme=preset, ignore=["lm_head"])
     sample = Sample.read(compressed(original, recipe))
     assert bad(sample.write(tmp_path / "good"), original) == set()
-    name = f"{UP}.weight_packed" if f"{UP}.weight_packed" in sample.tensors else f"{UP}.weight"
-    octets = sample.tensors[name].view(torch.uint8)
+    octets = octets_of(sample)
     octets[5] = octets[5].roll(1)
     assert bad(sample.write(tmp_path / "bad"), original) == {("R3", UP)}
 
@@ -90,10 +99,7 @@ def test_rows_whose_squares_are_no_numbers(
 def test_a_row_that_is_nothing_beside_others_of_its_scale(
     size: float, preset: str, llama_folder: Path, compressed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    source = Sample.read(llama_folder)
-    rows = source.tensors[f"{UP}.weight"]
-    rows[5] = (rows[5].float() / rows[5].float().std() * size).to(rows.dtype)
-    original = source.write(tmp_path / "source")
+    original = with_a_row_of(size, llama_folder, tmp_path / "source")
     fields: dict[str, object] = {"scheme": preset}
     if preset == "FP8":
         weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
@@ -101,8 +107,7 @@ def test_a_row_that_is_nothing_beside_others_of_its_scale(
     recipe = QuantizationModifier(ignore=["lm_head"], **fields)
     sample = Sample.read(compressed(original, recipe))
     assert bad(sample.write(tmp_path / "good"), original) == set()
-    name = f"{UP}.weight_packed" if f"{UP}.weight_packed" in sample.tensors else f"{UP}.weight"
-    sample.tensors[name].view(torch.uint8)[6] = 0
+    octets_of(sample)[6] = 0
     assert bad(sample.write(tmp_path / "bad"), original) == {("R3", UP)}
 
 
