@@ -31,6 +31,7 @@ from llmcompressor.pipelines.experts import experts_report
 PIPELINES = ["basic", "sequential", "layer_sequential", "independent"]
 EXPERTS = 3
 LIST = "model.layers.1.mlp.experts"
+FEW: dict[str, Any] = {"moe_calibrate_all_experts": False, "min_tokens_per_module": 0.5}
 
 
 def chosen_of(tokens: int, share: Sequence[int]) -> Tensor:
@@ -215,15 +216,19 @@ class Halved(ByContent):
 class Numbered(LlamaMLP):
     """Takes what it is called with under its own number alone."""
 
+    is_strict, erases = True, False
+
     def forward(self, rows: Tensor, number: int = -1) -> Tensor:
-        if number != self.number:
+        if self.is_strict and number != self.number:
             raise ValueError(f"Not {number}.")
         made: Tensor = super().forward(rows)
+        if self.erases:
+            rows.zero_()
         return made
 
 
 class Own(Listed):
-    """None of its experts can be called with what another gets."""
+    """None of its experts can be called with what another gets; no token says where it goes."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -234,6 +239,28 @@ class Own(Listed):
     def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
         made: Tensor = expert(rows, number=expert.number)
         return made
+
+
+class OwnOnly(ByContent, Own):
+    """Nor of its experts, to which tokens go by what they hold."""
+
+
+class OwnErased(OwnOnly):
+    """What their first matrices got is no input any more when they have returned."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for expert in self.experts:
+            expert.erases = True
+
+
+class Numberless(OwnOnly):
+    """The same, but any of its experts takes what another gets."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for expert in self.experts:
+            expert.is_strict = False
 
 
 class Doubling(LlamaMLP):
@@ -444,7 +471,6 @@ def test_they_may_be_left_to_what_is_routed_to_them(pipeline: str, warned: list[
     assert f"{LIST}.2.gate_proj" not in recorder._inputs
 
 
-FEW: dict[str, Any] = {"moe_calibrate_all_experts": False, "min_tokens_per_module": 0.5}
 STARVED = {**FEW, "sequential_granularity": "block"}
 
 
@@ -517,6 +543,9 @@ MANNERS = {
     Halved: Manner.CALLS,
     Overwritten: Manner.CALLS,
     Own: None,
+    OwnOnly: Manner.MATRICES,
+    OwnErased: Manner.MATRICES,
+    Numberless: Manner.CALLS,
     Shown: None,
     InLayers: None,
     AtHalfLength: None,
@@ -540,7 +569,7 @@ def test_how_they_are_called_is_found_out_without_weights_too(kind: type[Listed]
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("twin", [False, True])
-@pytest.mark.parametrize("kind", [Scaled, Halved, Overwritten, Deep])
+@pytest.mark.parametrize("kind", [Scaled, Halved, Overwritten, Deep, OwnOnly, OwnErased])
 def test_what_is_called_with_more_than_rows_is_shown_what_the_others_get(
     pipeline: str, twin: bool, kind: type[Listed], warned: list[str]
 ) -> None:
@@ -552,8 +581,11 @@ def test_what_is_called_with_more_than_rows_is_shown_what_the_others_get(
     for number in range(EXPERTS):
         seen = recorder._inputs[f"{first}.{number}.gate_proj"]
         assert as_sets(seen) == as_sets(called)
-        downs = [len(one) for one in recorder._inputs[f"{first}.{number}.down_proj"]]
-        assert downs == [len(one) for one in seen]
+        downs = recorder._inputs[f"{first}.{number}.down_proj"]
+        assert [len(one) for one in downs] == [len(one) for one in seen]
+        if MANNERS[kind] is Manner.MATRICES:
+            made = [one for other in (0, 1) for one in plain[f"{first}.{other}.down_proj"]]
+            assert as_sets(downs) == as_sets(made)
         if twin and pipeline != "basic":  # the calls of two passes are not of one another
             assert not any(
                 one is not None
@@ -570,6 +602,29 @@ def test_what_is_called_with_more_than_rows_is_shown_what_the_others_get(
     assert not hooks_left(model)
 
 
+@pytest.mark.parametrize("arguments", [{}, FEW, {**FEW, "starved_experts": "neighbours"}], ids=str)
+def test_matrices_are_shown_what_experts_would_be(arguments: dict[str, Any]) -> None:
+    """The same weights, calls and routes: GPTQ makes the same of what tokens come to first.
+
+    The last matrix of an expert is shown what the others make of their tokens, and not what it
+    would make of them.
+    """
+    models = [build(Numberless), build(OwnOnly)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        recipe = GPTQModifier(
+            config_groups={"all": {"targets": ["Linear"], "weights": {"num_bits": 3}}},
+            ignore=["lm_head"],
+        )
+        data = DataLoader(tiny.text_batches(), batch_size=None)
+        oneshot(model=model, dataset=data, recipe=recipe, **arguments)
+    own, other = (model.state_dict() for model in models)
+    compared = [name for name in own if f"{LIST}." not in name or "down_proj" not in name]
+    assert f"{LIST}.2.up_proj.weight_scale" in compared
+    for name in compared:
+        torch.testing.assert_close(own[name], other[name])
+
+
 class Grouped(Patient):
     """Remembers which Linears get one input, as the small forward showed it."""
 
@@ -582,7 +637,7 @@ class Grouped(Patient):
 
 @pytest.mark.parametrize("pipeline", ["basic", "sequential", "layer_sequential"])
 @pytest.mark.parametrize("every", [True, False])
-@pytest.mark.parametrize("kind", [Listed, Scaled, Overwritten])
+@pytest.mark.parametrize("kind", [Listed, Scaled, Overwritten, OwnOnly])
 def test_who_shares_an_input_is_known_of_those_that_a_small_forward_misses(
     pipeline: str, every: bool, kind: type[Listed]
 ) -> None:
@@ -628,7 +683,7 @@ def test_a_quantized_cache_beside_them_changes_nothing(pipeline: str, warned: li
     assert not told(warned)
 
 
-@pytest.mark.parametrize("kind", [Listed, Scaled, Own])
+@pytest.mark.parametrize("kind", [Listed, Scaled, OwnOnly, Own])
 def test_one_that_is_ignored_keeps_nothing_from_the_others(
     kind: type[Listed], warned: list[str]
 ) -> None:
@@ -691,7 +746,7 @@ def test_starved_ones_are_shown_what_the_policy_says(
 
 @pytest.mark.parametrize("policy", ["all_tokens", "rtn", "neighbours"])
 @pytest.mark.parametrize("pipeline", PAUSED)
-@pytest.mark.parametrize("kind", [Scaled, Halved, Overwritten])
+@pytest.mark.parametrize("kind", [Scaled, Halved, Overwritten, OwnOnly, OwnErased])
 def test_so_are_starved_ones_that_are_called_with_more_than_rows(
     policy: str, pipeline: str, kind: type[Listed], warned: list[str]
 ) -> None:
@@ -760,7 +815,7 @@ def test_what_nothing_waits_for_has_no_policy(pipeline: str, warned: list[str]) 
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("kind", [Listed, Scaled, Own])
+@pytest.mark.parametrize("kind", [Listed, Scaled, OwnOnly, Own])
 def test_but_they_may_be_an_error(pipeline: str, kind: type[Listed]) -> None:
     model = build(kind)
     with pytest.raises(DatasetError, match=rf"1 of {EXPERTS} experts: {LIST}\.2 \(0\)"):

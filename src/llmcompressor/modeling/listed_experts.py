@@ -6,7 +6,7 @@ expert more than these, as calibration wants (:mod:`llmcompressor.modeling.shown
 be known what to call it with. That is tried out on a small forward (:func:`manners_of`). An
 expert may be called with rows of its layer's input and nothing else: then with any of them. Or with
 something made of them, and of what besides only that code knows: then with what another expert of
-the list is called with.
+the list is called with, or its matrices with what that one's are.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Manner(Enum):
     """Any rows of their layer's input: they are called with some of them, and nothing else."""
     CALLS = "calls"
     """What the others are called with."""
+    MATRICES = "matrices"
+    """What the matrices of the others are called with: they take nothing but their own tokens."""
 
 
 @dataclass(eq=False)
@@ -89,7 +91,7 @@ def _has_weights(module: Module) -> bool:
 
 
 def manners_of(lists: Sequence[ExpertList], run: Callable[[], object]) -> dict[ExpertList, Manner]:
-    """How members of ``lists`` can be shown what is not routed to them; without those that cannot.
+    """How members of ``lists`` can be shown what is not routed to them.
 
     Lists whose members all get all rows are not among them, as nothing need be shown to them; nor
     are those that are called with something else, whatever tokens hold: they are no experts.
@@ -111,11 +113,12 @@ def manners_of(lists: Sequence[ExpertList], run: Callable[[], object]) -> dict[E
 
     with torch.no_grad(), stubbed({one.owner: None for one in lists}, trying):
         run()
-    chosen: dict[ExpertList, Manner] = {}
-    for one, manners in found.items():
-        if None not in manners:
-            chosen[one] = Manner.ROWS if manners == {Manner.ROWS} else Manner.CALLS
-    return chosen
+    narrower = list(Manner).index
+    return {
+        one: max((manner for manner in manners if manner is not None), key=narrower)
+        for one, manners in found.items()
+        if None not in manners
+    }
 
 
 @dataclass(frozen=True)
@@ -165,12 +168,20 @@ def _manner(
             return Manner.ROWS if shared else None
         if not _are_routed(one, [calls, *(tried(draw)[0] for draw in range(1, _DRAWS))]):
             return None
-        for member in one.members.values():  # each has to take what another gets
-            shown, named = for_another_run((calls[0].args, dict(calls[0].kwargs)), Tensor.clone)
-            member.forward(*shown, **named)
     except Exception:  # whatever a model's own code raises here: how it calls them is not known
         return None
-    return Manner.CALLS
+    return Manner.CALLS if _all_take(one, calls[0]) else Manner.MATRICES
+
+
+def _all_take(one: ExpertList, call: _Call) -> bool:
+    """Whether each member can be called with what one of them was called with."""
+    try:
+        for member in one.members.values():
+            args, kwargs = for_another_run((call.args, dict(call.kwargs)), Tensor.clone)
+            member.forward(*args, **kwargs)
+    except Exception:  # whatever a model's own code raises where it is another's
+        return False
+    return True
 
 
 def _calls_of(

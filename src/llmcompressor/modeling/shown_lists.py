@@ -5,7 +5,8 @@ Where experts are called with rows of their layer's input (:class:`Manner.ROWS`)
 layer is preceded by one call of each expert with all rows, and the calls behind it are those that
 make its output: whoever watches the experts is not told of them, as they would be counted twice.
 Where they are called with something else (:class:`Manner.CALLS`), each call of one is preceded by
-calls of the others with a copy of what it gets. So each is shown all that any of them gets.
+calls of the others with a copy of what it gets. Where they cannot be (:class:`Manner.MATRICES`), it
+is followed by calls of the others' matrices. So each is shown all that any of them gets.
 
 Where experts are calibrated with what is routed to them, one run of the layer counts that first.
 An expert that gets too little is then shown all of it in the same way, what the others get,
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.modeling.alike_matrices import AlikeMatrices
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.experts import Shown
 from llmcompressor.modeling.hooks import HooksMixin, hooks_are_on
@@ -102,8 +104,11 @@ class ShownLists:
         self._in_survey = False
         self._in_trial = False
         self._made_in_trial: dict[ExpertList, Any] = {}
-        by_calls = [one for one, manner in lists.items() if manner is Manner.CALLS]
+        by_calls = [one for one, manner in lists.items() if manner is not Manner.ROWS]
         self._by_calls = {member for one in by_calls for member in one.members.values()}
+        self._by_matrices = AlikeMatrices(
+            one for one, manner in lists.items() if manner is Manner.MATRICES
+        )
         self._wait_at_blocks = any(one in self.lists for one in by_calls)
         if every:
             members = (member for one in self.lists for member in one.members.values())
@@ -128,7 +133,11 @@ class ShownLists:
             self._places[one.owner] = {*one.holders, *one.owner.modules()}
         owners = {one.owner: None for one in self._all}
         members = [member for one in self._all for member in one.members.values()]
-        with stubbed(owners, self._showing), stubbed(members, self._routed):
+        with (
+            stubbed(owners, self._showing),
+            stubbed(members, self._routed),
+            self._by_matrices.watching(),
+        ):
             yield
 
     @contextlib.contextmanager
@@ -249,14 +258,29 @@ class ShownLists:
             if is_shown and member not in self._by_calls:
                 member(rows if self.every else rows.clone())  # each by itself, they get others
 
-    def _show_call(
-        self, members: Sequence[Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Call those of ``members`` that are shown what another gets, each with a copy of it."""
-        for member in members:
-            if self._in_trial or self._shown.get(member) in ("all_tokens", "neighbours"):
+    @contextlib.contextmanager
+    def _shown_call(
+        self,
+        member: Module,
+        others: Sequence[Module],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Iterator[None]:
+        """In the body ``member`` is called; those of ``others`` that are shown it get a copy."""
+        wanting = [
+            one
+            for one in others
+            if self._in_trial or self._shown.get(one) in ("all_tokens", "neighbours")
+        ]
+        if member in self._by_matrices:
+            with self._by_matrices.hearing(member, wanting):
+                yield
+            return
+        with _routes(None):
+            for one in wanting:
                 copied_args, copied_kwargs = for_another_run((args, dict(kwargs)), Tensor.clone)
-                member(*copied_args, **copied_kwargs)
+                one(*copied_args, **copied_kwargs)
+        yield
 
     def _is_muted(self, member: Module) -> bool:
         """Whether calls that make an output are not looked at: what counts was shown besides."""
@@ -277,24 +301,23 @@ class ShownLists:
             if self._in_trial:
                 if member not in self._by_calls:
                     return torch.zeros_like(given)
-                return self._tried(own_list, others, forward, args, kwargs)
-            if not self._in_survey:
-                with _routes(None):
-                    if member in self._by_calls:
-                        self._show_call(others, args, kwargs)
-                    else:
+                return self._tried(member, own_list, forward, args, kwargs)
+            with contextlib.ExitStack() as around:
+                if member in self._by_calls and not self._in_survey:
+                    around.enter_context(self._shown_call(member, others, args, kwargs))
+                elif not self._in_survey:
+                    with _routes(None):
                         self._show(others, "neighbours", given)
-            if not self._is_muted(member):
-                return forward(*args, **kwargs)
-            with HooksMixin.disable_hooks():
+                if self._is_muted(member):
+                    around.enter_context(HooksMixin.disable_hooks())
                 return forward(*args, **kwargs)
 
         return called
 
     def _tried(
         self,
+        member: Module,
         own_list: ExpertList,
-        others: Sequence[Module],
         forward: Forward,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -305,9 +328,9 @@ class ShownLists:
             return forward(*args, **kwargs)
         if template is not None:
             return template.new_zeros((*given.shape[:-1], template.shape[-1]))
-        with _routes(None):
-            self._show_call(others, args, kwargs)
-        made = forward(*args, **kwargs)
+        others = [one for one in own_list.members.values() if one is not member]
+        with self._shown_call(member, others, args, kwargs):
+            made = forward(*args, **kwargs)
         is_by_row = isinstance(made, Tensor) and made.shape[:-1] == given.shape[:-1]
         self._made_in_trial[own_list] = made if is_by_row else None
         return made

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.logger import logger
+from llmcompressor.modeling.alike_matrices import is_matrix
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.observers.tokens import count_tokens
@@ -87,7 +88,7 @@ class _Counter(HooksMixin):
                 self._seen[module] += count_tokens(tensor, state.token_mask)
 
         for module in modules:
-            if hasattr(module, "in_features"):
+            if is_matrix(module):
                 self._seen[module] = 0
                 self.register_hook(module, count, "forward_pre", with_kwargs=True)
 

@@ -5,7 +5,8 @@ Experts in stacks are taken apart and called by code of this package, which can 
 all tokens. How a model's own code calls the members of a list has to be found out
 (:mod:`llmcompressor.modeling.listed_experts`): where it calls them with tokens and nothing else,
 they are shown all of them too; where with something made of tokens, all that any of them is called
-with. What takes nothing but its own is calibrated with that, and it is said.
+with, or their matrices all that the same ones of others are. Where it cannot be found out, they are
+calibrated with their own tokens, and it is said.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.alike_matrices import is_matrix
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.inputs import model_inputs
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from llmcompressor.modifiers.modifier import Modifier
 
 __all__ = ["listed_experts_counted", "listed_experts_shown", "settle_starved", "wait_at_blocks"]
+
+_BY_CALLS = {Manner.CALLS, Manner.MATRICES}
+"""Members of such lists are shown something when others are called."""
 
 
 @contextlib.contextmanager
@@ -74,7 +79,7 @@ def listed_experts_shown(
     if not every or blocks is not None:  # where passes wait, or would have to, at whole blocks
         only_tried = set(found) - set(_inside(found, blocks or ()))
     if every:
-        only_tried = {one for one in only_tried if manners.get(one) is Manner.CALLS}
+        only_tried = {one for one in only_tried if manners.get(one) in _BY_CALLS}
     lists = ShownLists(
         manners, lambda: state.batch_data is not None, every=every, only_tried=only_tried
     )
@@ -106,7 +111,9 @@ def wait_at_blocks(
     found = _inside(_lists_of_calibrated(model, _calibrated(modifiers, state)), blocks)
     if not found or not every:
         return bool(found)
-    return any(Manner.CALLS in _manners(model, found, ids).values() for ids in token_ids(model))
+    return any(
+        not _BY_CALLS.isdisjoint(_manners(model, found, ids).values()) for ids in token_ids(model)
+    )
 
 
 def _manners(
@@ -140,7 +147,7 @@ def _lists_of_calibrated(model: Module, calibrated: set[Module]) -> list[ExpertL
     return [
         one
         for one in lists_of_alike(model)
-        if _linears_of(one, calibrated) and not any(map(_is_matrix, one.members.values()))
+        if _linears_of(one, calibrated) and not any(map(is_matrix, one.members.values()))
     ]
 
 
@@ -158,15 +165,11 @@ def _linears_of(one: ExpertList, calibrated: set[Module]) -> dict[str, list[Modu
     """Name of each expert that has calibrated matrices → these."""
     own = {
         f"{one.name}.{key}": [
-            part for part in member.modules() if part in calibrated and _is_matrix(part)
+            part for part in member.modules() if part in calibrated and is_matrix(part)
         ]
         for key, member in one.members.items()
     }
     return {name: matrices for name, matrices in own.items() if matrices}
-
-
-def _is_matrix(module: Module) -> bool:
-    return hasattr(module, "in_features")
 
 
 def _say_counts(lists: ShownLists) -> None:
