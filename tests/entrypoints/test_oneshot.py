@@ -582,6 +582,17 @@ def test_a_schedule_is_told_to_be_for_training(warned: list[str]) -> None:
     assert not [text for text in warned if "no effect in oneshot" in text]
 
 
+def test_what_has_no_effect_is_told(warned: list[str]) -> None:
+    given = {"distill_teacher": "teacher", "sequential_offload_device": "disk"}
+    tiny(recipe=DYNAMIC, dataset=None, sequential_prefetch=False, **given)
+    (told,) = [line for line in warned if "Without effect in oneshot" in line]
+    assert "distill_teacher (a teacher is for train), sequential_offload_device (" in told
+    assert "prefetch" not in told
+    warned.clear()
+    tiny(recipe=DYNAMIC, dataset=None)
+    assert not any("Without effect" in line for line in warned)
+
+
 @pytest.mark.parametrize("recipe", [GPTQ, STATIC])
 def test_in_inference_mode_a_folder_is_compressed_as_without(recipe: str, tmp_path: Path) -> None:
     small.llama().save_pretrained(tmp_path / "model")

@@ -17,6 +17,7 @@ from llmcompressor.modifiers.autoround import AutoRoundModifier, base, begin
 from llmcompressor.modifiers.autoround.runner import BlockRunner
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
 from llmcompressor.numerics.autoround import Rounding
+from llmcompressor.pipelines.experts import experts_report
 from llmcompressor.quantization.column_solver import Options, Problem, Solution, solve
 
 WEIGHTS: dict[str, Any] = {"num_bits": 3, "strategy": "group", "group_size": 32}
@@ -170,14 +171,45 @@ def test_experts_begin_with_their_own_tokens(
     assert falls(modifier)
 
 
-def test_an_expert_with_few_tokens_is_rounded_to_nearest(
-    solutions: list[tuple[Problem, Solution]],
+ROUTED: dict[str, Any] = {"moe_calibrate_all_experts": False}
+STARVED: dict[str, Any] = {**ROUTED, "min_tokens_per_module": 0.25}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, ROUTED, STARVED, {**STARVED, "starved_experts": "neighbours"}],
+    ids=["all", "routed", "all_tokens", "neighbours"],
+)
+def test_experts_with_few_tokens_are_solved_for_what_they_are_shown(
+    arguments: dict[str, Any], solutions: list[tuple[Problem, Solution]]
 ) -> None:
-    """It would be fitted to these alone."""
-    data = [{key: one[:1, :6] for key, one in batch.items()} for batch in tiny.batches(number=1)]
-    tiny.run(mixtures.mixture("mixtral"), autoround(weights={"group_size": 8}), data=data)
-    assert solutions
-    assert all(problem.tokens == 6 for problem, _ in solutions)
+    """Not learned, as they would be fitted to their own; where nothing else is shown they are."""
+    modifier = autoround(weights={"group_size": 8})
+    model = tiny.run(
+        mixtures.mixture("mixtral"), modifier, data=tiny.batches(number=4), **arguments
+    )
+    everything, widest = 4 * 48, mixtures.COMMON["intermediate_size"]
+    few = {
+        f"{mixture}.{expert}.": count
+        for mixture, own in experts_report(model).items()
+        for expert, count in enumerate(own["tokens"])
+        if count < widest
+    }
+    assert 2 < len(few) < 2 * mixtures.EXPERTS - 2
+    wanted = [everything] if arguments.get("starved_experts") is None else []
+    wanted += [2 * everything - count for count in few.values() if not wanted]
+    of_experts = [one for one in solutions if widest in one[0].weights[0].shape]
+    shown = [one for one in of_experts if one[0].tokens in wanted]
+    assert sum(len(problem.weights) for problem, _ in shown) == (
+        0 if arguments == ROUTED else 3 * len(few)
+    )
+    made = [values for _, solution in shown for values in solution.weights]
+    for name, module in tiny.linears(model).items():
+        if any(name.startswith(one) for one in few) and arguments != ROUTED:
+            assert modifier.records[name].iteration == 0
+            alike = (one for one in made if one.shape == module.weight.shape)
+            assert any(torch.allclose(module.weight, one, atol=1e-5) for one in alike)
+    assert any(one.iteration for one in modifier.records.values())
 
 
 @pytest.mark.parametrize("enough", [True, False])

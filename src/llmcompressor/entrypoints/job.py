@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ from llmcompressor.recipe import Recipe
 __all__ = ["Job", "Records", "compression_report", "report_of", "undone_on_error"]
 
 _OWN = __name__.partition(".")[0]
+_WITHOUT_EFFECT = {
+    "distill_teacher": "a teacher is for train",
+    "max_train_samples": "num_calibration_samples is its like",
+    "sequential_offload_device": "activations wait where activation_budget has room",
+    "sequential_prefetch": "there is nothing to fetch",
+    "sequential_targets_per_subgraph": "blocks are calibrated one by one",
+}
+"""Arguments that scripts give, and why nothing comes of them."""
 _WITHOUT_DATA = "QuantizationModifier needs none with a scheme such as FP8_DYNAMIC."
 
 
@@ -53,6 +62,7 @@ class Job(Task):
         self._check_data_needed()
         self._check_pipeline()
         self._tell_of_schedules()
+        self._tell_without_effect()
 
     # ------------------------------------------------------------------ checks, before anything
 
@@ -130,6 +140,20 @@ class Job(Task):
                         f"{name}: {value:g} of {type(each).__name__} has no effect in oneshot, "
                         "which has no steps. It is for train."
                     )
+
+    def _tell_without_effect(self) -> None:
+        arguments = (self.model_args, self.dataset_args)
+        given = [
+            one.name
+            for each in arguments
+            for one in fields(each)
+            if one.name in _WITHOUT_EFFECT and getattr(each, one.name) != one.default
+        ]
+        if given:
+            logger.warning(
+                "Without effect in oneshot: "
+                f"{', '.join(f'{name} ({_WITHOUT_EFFECT[name]})' for name in given)}."
+            )
 
     def _check_pipeline(self) -> None:
         needing = self.needing_data

@@ -58,6 +58,8 @@ _FOR_THE_FIRST = ("config_name", "model_revision")
 _QUANTIZED, _ROTATED = "has quantized", "rotates at run time"
 _MULTIPLIED_IN = {"R1", "R2"}
 """Rotations of which nothing is left in the forward."""
+_OF_TRAINING = {"distill_teacher", "max_train_samples"}
+"""What ``oneshot`` takes and training alone goes by."""
 _NOT_RECORDED = (
     "loggers",
     "log_dir",
@@ -146,7 +148,7 @@ class _Stage:
         self.recipe = Recipe([stage], args=whole.args)
         self.folder = root / f"stage_{stage.name}"
         self.is_finished = False
-        names = _names(_ONESHOT) | {"log_dir"}
+        names = (_names(_ONESHOT) | {"log_dir"}) - _OF_TRAINING
         if self.kind == "train":
             names = (_names(_TRAIN) | {"loggers"}) - set(NOT_OF_TRAINING)
         self.arguments = {name: value for name, value in given.items() if name in names}

@@ -34,10 +34,11 @@ from llmcompressor.modeling.listed_experts import ExpertList, Manner, rows_of
 from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.stubs import Forward, stubbed
 
-__all__ = ["ShownLists", "starved_of", "tokens_of"]
+__all__ = ["ShownLists", "is_shown_more", "starved_of", "tokens_of"]
 
 _tokens: WeakKeyDictionary[Module, list[int]] = WeakKeyDictionary()
 _starved: WeakKeyDictionary[Module, dict[int, str]] = WeakKeyDictionary()
+_shown_more: WeakKeyDictionary[Module, set[int]] = WeakKeyDictionary()
 
 
 def tokens_of(module: Module) -> list[int]:
@@ -52,6 +53,11 @@ def tokens_of(module: Module) -> list[int]:
 def starved_of(module: Module) -> dict[int, str]:
     """Which members of a list got too few tokens → the policy by which they were calibrated."""
     return dict(_starved.get(module, {}))
+
+
+def is_shown_more(module: Module, place: int) -> bool:
+    """Whether a member of a list is called with other tokens than those routed to it."""
+    return place in _shown_more.get(module, ())
 
 
 _ROUTED: ContextVar[dict[Module, int] | None] = ContextVar("routed", default=None)
@@ -130,6 +136,7 @@ class ShownLists:
         for one in self.lists:
             _tokens[one.module] = [0] * len(one.members)
             _starved.pop(one.module, None)
+            _shown_more[one.module] = set(range(len(one.members))) if self.every else set()
             self._places[one.owner] = {*one.holders, *one.owner.modules()}
         owners = {one.owner: None for one in self._all}
         members = [member for one in self._all for member in one.members.values()]
@@ -214,6 +221,7 @@ class ShownLists:
         members = list(one.members.values())
         self._shown |= {members[place]: shown for place, shown in starved.items()}
         _starved[one.module] = dict.fromkeys(starved, policy)
+        _shown_more[one.module] = {place for place in starved if starved[place] != "nothing"}
 
     # ------------------------------------------------------------------ forwards
 

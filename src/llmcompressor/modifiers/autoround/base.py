@@ -24,8 +24,8 @@ from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
+from llmcompressor.modeling.expert_places import ExpertPlace, expert_places
 from llmcompressor.modeling.repeated_calls import for_another_run
-from llmcompressor.modeling.starved_experts import starved_modules
 from llmcompressor.modifiers.autoround.begin import (
     REFINEMENTS,
     Beginning,
@@ -33,11 +33,14 @@ from llmcompressor.modifiers.autoround.begin import (
     learns_ranges,
     solved_again,
     solved_beginnings,
+    solved_for_shown,
 )
 from llmcompressor.modifiers.autoround.runner import BlockRunner, Call
+from llmcompressor.modifiers.autoround.shown import ShownInputs
 from llmcompressor.modifiers.autoround.tune import Options, Tuned, rounded_errors, tune_block
 from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity
 from llmcompressor.numerics.autoround import Rounded, Rounding, Start
+from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.quantization.column_effort import effort_of
 from llmcompressor.quantization.parameters import (
@@ -131,6 +134,7 @@ class AutoRoundModifier(QuantizationMixin):
     _records: dict[str, TuneRecord] = PrivateAttr(default_factory=dict)
     _order: CallOrder | None = PrivateAttr(None)
     _widest: dict[Module, int] = PrivateAttr(default_factory=dict)
+    _shown: ShownInputs = PrivateAttr(default_factory=lambda: ShownInputs({}, None))
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse observers that want to see inputs before there are any."""
@@ -231,12 +235,18 @@ class AutoRoundModifier(QuantizationMixin):
         super().on_calibration_start(state, event, **kwargs)
         self._order = state.call_order
         finished = () if state.keeper is None else state.keeper.finished
+        places: dict[Module, ExpertPlace] = {}
         for block, name in find_blocks(state.model).items():
             inside = [module for module in block.modules() if self._is_tuned(module)]
             if inside and name not in finished:
                 self._blocks[block] = name
                 self._block_of |= dict.fromkeys(inside, block)
                 self.register_hook(block, self._hook(state), "forward", with_kwargs=True)
+                found = expert_places(block)
+                places |= {one: found[one] for one in inside if one in found}
+        self._shown = ShownInputs(places if self.iters else {}, self._order)
+        for leader in self._shown.leaders:
+            self.register_hook(leader, self._count_shown(state), "forward_pre", with_kwargs=True)
 
     def _is_tuned(self, module: Module) -> bool:
         return self._has_weight_scheme(module) and isinstance(module, Linear)
@@ -254,6 +264,15 @@ class AutoRoundModifier(QuantizationMixin):
             self._calls.setdefault(module, []).append(call)
 
         return keep_call
+
+    def _count_shown(self, state: State) -> Any:
+        @torch.no_grad()
+        def count(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = first_tensor(args, kwargs)
+            if given is not None:
+                self._shown.add(module, real_tokens(given, state.token_mask))
+
+        return count
 
     def quantize_weights(self, state: State, modules: list[Module]) -> None:
         """Tune those of ``modules`` that lie in one block together; others are just rounded."""
@@ -276,46 +295,54 @@ class AutoRoundModifier(QuantizationMixin):
                 "Leave sequential_targets out, or let them name whole blocks.",
             )
         names = {module: f"{inner}.weight" for inner, module in block.named_modules()}
-        members = self._left_to_learn(block, members)
-        if not members:
-            return
         runner = BlockRunner(block, calls)
         nearest = {names[one]: beginning_of(one, self._nearest(one)) for one in members}
-        begun, before, error_nearest = self._begin(name, runner, nearest)
+        held = self._held(runner, nearest)
+        learned = {key: one for key, one in nearest.items() if key not in held}
+        begun, before, error_nearest = self._begin(name, runner, learned)
         options = Options(
             self.iters,
             self.lr or 1 / max(1, self.iters),
             self.batch_size,
             self.seed ^ zlib.crc32(name.encode()),
-            _RANGE_SHARE if begun is not nearest else 1.0,
+            _RANGE_SHARE if begun is not learned else 1.0,
         )
         tuned = tune_block(runner, _starts(begun), before, options)
-        if begun is not nearest:
-            begun, tuned = self._solve_again(runner, nearest, begun, tuned)
+        if begun is not learned:
+            begun, tuned = self._solve_again(runner, learned, begun, tuned)
         rows, error_begun = sum(call.rows for call in calls), sum(before) / runner.values
         for module in members:
             key = names[module]
-            rounded = tuned.roundings[key].apply(begun[key].start)
-            moved = self._write(module, begun[key], rounded, _level(nearest[key]))
+            if key in held:
+                start, rounding, iteration = held[key], Rounding.of(held[key].start), 0
+            else:
+                start, rounding, iteration = begun[key], tuned.roundings[key], tuned.iteration
+            rounded = rounding.apply(start.start)
+            moved = self._write(module, start, rounded, _level(nearest[key]))
             self._records[self._names[module]] = TuneRecord(
-                name, rows, tuned.iteration, tuned.error, error_begun, error_nearest, moved
+                name, rows, iteration, tuned.error, error_begun, error_nearest, moved
             )
         _log(name, tuned, error_nearest)
 
-    def _left_to_learn(self, block: Module, members: Sequence[Module]) -> list[Module]:
-        """``members`` without those of starved experts that are to be rounded to nearest."""
-        starved = starved_modules(block)
-        rounded = [one for one in members if starved.get(one) == "rtn"]
-        for module in rounded:
-            self.keep(module, self.observe(module))
-        others = {starved[one] for one in members if one in starved} - {"rtn"}
-        if others:
-            logger.warning(
-                f"starved_experts={min(others)!r} has no effect on AutoRoundModifier, which learns "
-                f"from what {self._blocks[block]} returns: of an expert that are its routed "
-                "tokens. One without any is rounded to nearest."
-            )
-        return [one for one in members if one not in set(rounded)]
+    def _held(self, runner: BlockRunner, nearest: Mapping[str, Beginning]) -> dict[str, Beginning]:
+        """Weights of experts that too few tokens are routed to, rounded as they will be written.
+
+        They are solved for what they are shown, or rounded to nearest where that is the policy.
+        The block has them so from here on: they are not learned.
+        """
+        modules = {key: runner.block.get_submodule(key.removesuffix(".weight")) for key in nearest}
+        places = runner.experts
+        held = {
+            key: beginning_of(one, self.observe(one))
+            for key, one in modules.items()
+            if key in places and places[key].policy == "rtn"
+        }
+        few = {one: key for key, one in modules.items() if self._shown.is_few(one)}
+        shown = [([few[one] for one in own], seen) for own, seen in self._shown.of(list(few))]
+        held |= solved_for_shown(runner, {key: nearest[key] for key in few.values()}, shown)
+        self._shown.drop(list(modules.values()))
+        runner.hold({key: runner.weight(key, _values(one)) for key, one in held.items()})
+        return held
 
     def _begin(
         self, name: str, runner: BlockRunner, nearest: Mapping[str, Beginning]
@@ -332,7 +359,7 @@ class AutoRoundModifier(QuantizationMixin):
                 f"What {name} returns holds NaN or infinity. Look for a bad weight upstream, or "
                 "load the model with precision='float32'."
             )
-        widest = max(one.start.weight_RC.shape[-1] for one in nearest.values())
+        widest = max((one.start.weight_RC.shape[-1] for one in nearest.values()), default=0)
         if not self._solves_first(runner.seen, widest):
             return nearest, plain, error
         solved = solved_beginnings(runner, nearest, self._order)
@@ -401,11 +428,18 @@ class AutoRoundModifier(QuantizationMixin):
         self._calls.clear()
         self._blocks.clear()
         self._block_of.clear()
+        self._shown = ShownInputs({}, None)
         self._order = None
 
 
 def _starts(begun: Mapping[str, Beginning]) -> dict[str, Start]:
     return {key: one.start for key, one in begun.items()}
+
+
+@torch.no_grad()
+def _values(begun: Beginning) -> Tensor:
+    """A weight rounded as it begins."""
+    return Rounding.of(begun.start).apply(begun.start).values
 
 
 @torch.no_grad()

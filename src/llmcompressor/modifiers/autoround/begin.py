@@ -13,8 +13,7 @@ offsets it is rounded to GPTQ's, and how near to the next one it lies says what 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,12 +38,12 @@ __all__ = [
     "learns_ranges",
     "solved_again",
     "solved_beginnings",
+    "solved_for_shown",
 ]
 
 REFINEMENTS = 4
 """Rounds of coordinate descent after each sweep."""
 _OPTIONS = Options(128, 0.01, 0.05, refinements=REFINEMENTS, refit=True, settles=True)
-_EXPERT = re.compile(r"\.\d+\.")
 _ADDED = 0.02
 """Share that a sum may be off which an output is added to, of the output's norm: products of 16
 bits."""
@@ -99,7 +98,7 @@ def solved_beginnings(
         The same names. What no token reaches stays as it is in ``nearest``.
     """
     found, weights = dict(nearest), dict[str, Tensor]()
-    for stage in _stages(runner.block, nearest, order):
+    for stage in _stages(runner, nearest, order):
         groups = [_Group(names, runner.block.get_submodule(_module(names[0]))) for names in stage]
         direct = len(groups) == 1 and len(stage[0]) == 1 and _is_added(runner, groups[0].leader)
         _collect(runner, groups, weights, direct=direct)
@@ -131,7 +130,7 @@ def solved_again(
     Returns:
         What was solved; nothing unless it is one Linear whose output is added to the block's.
     """
-    last = _stages(runner.block, nearest, order)[-1]
+    last = _stages(runner, nearest, order)[-1]
     if len(last) != 1 or len(last[0]) != 1:
         return {}
     group = _Group(last[0], runner.block.get_submodule(_module(last[0][0])))
@@ -140,6 +139,31 @@ def solved_again(
     others = {name: weight for name, weight in weights.items() if name not in group.names}
     _collect(runner, [group], others, direct=True)
     return dict(_solved(runner, group, nearest))
+
+
+@torch.no_grad()
+def solved_for_shown(
+    runner: BlockRunner,
+    nearest: Mapping[str, Beginning],
+    shown: Iterable[tuple[Sequence[str], InputStatistics]],
+) -> dict[str, Beginning]:
+    """Solve Linears of experts for what they were shown while the model was calibrated.
+
+    Args:
+        runner: the block.
+        nearest: what each of their weights is rounded to nearest with.
+        shown: weights with one input, and its statistics.
+
+    Returns:
+        The names of ``nearest``. What was shown less than it has columns stays as it is there.
+    """
+    found = dict(nearest)
+    for sharing, statistics in shown:
+        for names in _alike(runner, sharing, nearest, apart=False):
+            group = _Group(names, runner.block.get_submodule(_module(names[0])))
+            group.statistics = statistics
+            found |= dict(_solved(runner, group, nearest))
+    return found
 
 
 class _Group:
@@ -160,27 +184,35 @@ def _module(name: str) -> str:
 
 
 def _stages(
-    block: Module, names: Mapping[str, Beginning], order: CallOrder | None
+    runner: BlockRunner, names: Mapping[str, Beginning], order: CallOrder | None
 ) -> list[list[list[str]]]:
     """Groups that share an input, and of those the ones that experts have in the same place.
 
     While calls are watched all experts are called with the same tokens; here each has its own.
     """
-    name_of = {block.get_submodule(_module(name)): name for name in names}
+    name_of = {runner.block.get_submodule(_module(name)): name for name in names}
     shared = [] if order is None else [[m for m in one if m in name_of] for one in order.groups]
     seen = {module for group in shared for module in group}
     shared += [[module] for module in name_of if module not in seen]
-    stages: dict[str, list[list[str]]] = {}
+    stages: dict[object, list[list[str]]] = {}
     for group in shared:
-        alike: dict[object, list[str]] = {}
-        for name in (name_of[module] for module in group):
-            expert = name.split(".")[:-2] if _EXPERT.search(name) else []
-            args = names[name].parameters.args
-            key = (grid_of(args), partition_of(args), *expert)
-            alike.setdefault(key, []).append(name)
-        for own in alike.values():
-            stages.setdefault(_EXPERT.sub(".*.", own[0]), []).append(own)
+        for own in _alike(runner, (name_of[one] for one in group), names, apart=True):
+            place = runner.experts.get(own[0])
+            key = own[0] if place is None else (place.mixture, place.path)
+            stages.setdefault(key, []).append(own)
     return list(stages.values())
+
+
+def _alike(
+    runner: BlockRunner, names: Iterable[str], nearest: Mapping[str, Beginning], *, apart: bool
+) -> list[list[str]]:
+    """Weights with one input, by how they are rounded, and experts apart where they are to be."""
+    found: dict[object, list[str]] = {}
+    for name in names:
+        place, args = runner.experts.get(name), nearest[name].parameters.args
+        expert = (place.mixture, place.expert) if apart and place is not None else None
+        found.setdefault((grid_of(args), partition_of(args), expert), []).append(name)
+    return list(found.values())
 
 
 def _is_added(runner: BlockRunner, linear: Module) -> bool:
@@ -218,7 +250,7 @@ def _collect(
         output_BTC, inputs = _watched(runner, call, weights, leaders)
         references: dict[Module, list[Tensor]] = {}
         if not direct:
-            references = _watched(runner, call.original, {}, leaders)[1]
+            references = _watched(runner, call.original, None, leaders)[1]
         for group in groups:
             own = inputs[group.leader]
             others = references.get(group.leader, [])
@@ -233,7 +265,7 @@ def _collect(
 
 
 def _watched(
-    runner: BlockRunner, call: Call, weights: Mapping[str, Tensor], leaders: Sequence[Module]
+    runner: BlockRunner, call: Call, weights: Mapping[str, Tensor] | None, leaders: Sequence[Module]
 ) -> tuple[Tensor, dict[Module, list[Tensor]]]:
     """What the block returns, and what some of its modules get meanwhile."""
     inputs: dict[Module, list[Tensor]] = {leader: [] for leader in leaders}
@@ -276,7 +308,7 @@ def _solved(
 
     An expert that gets fewer tokens than it has columns would be fitted to just these.
     """
-    statistics, routed = group.statistics, _EXPERT.search(group.names[0]) is not None
+    statistics, routed = group.statistics, group.names[0] in runner.experts
     if statistics is None or statistics.tokens < (statistics.gram.shape[-1] if routed else 1):
         return
     members = [(name, runner.block.get_submodule(_module(name))) for name in group.names]

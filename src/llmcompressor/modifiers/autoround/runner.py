@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from llmcompressor.modeling.call_order import first_tensor
+from llmcompressor.modeling.expert_places import expert_places
 from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.repeated_calls import for_another_run
@@ -79,6 +80,7 @@ class BlockRunner:
         targets: what the original block returns for each call, ``[tokens, C]``, in main memory.
         values: how many values these have.
         seen: how many tokens.
+        experts: weight → where it stands, for those of experts.
     """
 
     def __init__(self, block: Module, calls: Sequence[Call]) -> None:
@@ -88,8 +90,15 @@ class BlockRunner:
         self._dtype = torch.float32 if self._device.type == "cpu" else None
         self._own = {name: one.dtype for name, one in parameters.items()}
         self._plain = {name: self._cast(one.detach()) for name, one in parameters.items()}
+        self._held: dict[str, Tensor] = {}
+        places = expert_places(block)
+        self.experts = {
+            f"{name}.weight": places[module]
+            for name, module in block.named_modules()
+            if module in places
+        }
         with torch.no_grad():
-            self.targets = [self.tokens(call.original, {}).cpu() for call in calls]
+            self.targets = [self.tokens(call.original, None).cpu() for call in calls]
         self.values = max(1, sum(target.numel() for target in self.targets))
         self.seen = sum(map(len, self.targets))
 
@@ -97,6 +106,10 @@ class BlockRunner:
         """A weight with the values that it will have, in the dtype to compute in."""
         weight_RC: Tensor = self._cast(values.to(self._own[name]))
         return weight_RC
+
+    def hold(self, weights: Mapping[str, Tensor]) -> None:
+        """Have these in place of the block's own wherever no others are given."""
+        self._held = dict(weights)
 
     def error(self, index: int, weights: Mapping[str, Tensor]) -> Tensor:
         """Squared change of the output of a call, float32."""
@@ -106,16 +119,22 @@ class BlockRunner:
         """What the output of a call has less than the original one's, float32."""
         return (self.targets[index].to(self._device) - output_TC).float()
 
-    def tokens(self, call: Call, weights: Mapping[str, Tensor]) -> Tensor:
-        """What the block returns for the real tokens of a call, with some other weights."""
+    def tokens(self, call: Call, weights: Mapping[str, Tensor] | None) -> Tensor:
+        """What the block returns for the real tokens of a call, with weights as in :meth:`run`."""
         return real_tokens(self.run(call, weights), call.mask)
 
-    def run(self, call: Call, weights: Mapping[str, Tensor]) -> Tensor:
-        """The first tensor that the block returns with some other weights."""
+    def run(self, call: Call, weights: Mapping[str, Tensor] | None) -> Tensor:
+        """The first tensor that the block returns with some other weights.
+
+        Args:
+            call: what it is called with.
+            weights: these, beside those that are held; ``None``: all are those of the original.
+        """
         args, kwargs = self._cast(call.args), self._cast(dict(call.kwargs))
+        others = {} if weights is None else {**self._held, **weights}
         with HooksMixin.disable_hooks(), _plainly(self.block):
             output = functional_call(
-                self.block, {**self._plain, **weights}, args, kwargs, tie_weights=False
+                self.block, {**self._plain, **others}, args, kwargs, tie_weights=False
             )
         if isinstance(output, Mapping):
             output = tuple(output.values())

@@ -84,7 +84,7 @@ def tune_block(
     tuner = _Tuner(runner, starts)
     nearest = {name: Rounding.of(start) for name, start in starts.items()}
     found = Tuned(nearest, sum(before) / runner.values, 0)
-    if not 0 < sum(before) < math.inf or not options.iters:
+    if not 0 < sum(before) < math.inf or not (options.iters and starts):
         return found
     for roundings, iteration in tuner.candidates(before, options):
         error = sum(tuner.errors(roundings)) / runner.values
