@@ -12,9 +12,11 @@ import tiny_llama as tiny
 import tiny_mixtures as mixtures
 import torch
 from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM
 
-from llmcompressor.modifiers.autoround import AutoRoundModifier, base, begin
+from llmcompressor.modifiers.autoround import AutoRoundModifier, base, begin, shown
 from llmcompressor.modifiers.autoround.runner import BlockRunner
+from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
 from llmcompressor.numerics.autoround import Rounding
 from llmcompressor.pipelines.experts import experts_report
@@ -199,11 +201,11 @@ def test_experts_with_few_tokens_are_solved_for_what_they_are_shown(
     wanted = [everything] if arguments.get("starved_experts") is None else []
     wanted += [2 * everything - count for count in few.values() if not wanted]
     of_experts = [one for one in solutions if widest in one[0].weights[0].shape]
-    shown = [one for one in of_experts if one[0].tokens in wanted]
-    assert sum(len(problem.weights) for problem, _ in shown) == (
+    for_shown = [one for one in of_experts if one[0].tokens in wanted]
+    assert sum(len(problem.weights) for problem, _ in for_shown) == (
         0 if arguments == ROUTED else 3 * len(few)
     )
-    made = [values for _, solution in shown for values in solution.weights]
+    made = [values for _, solution in for_shown for values in solution.weights]
     for name, module in tiny.linears(model).items():
         if any(name.startswith(one) for one in few) and arguments != ROUTED:
             assert modifier.records[name].iteration == 0
@@ -224,3 +226,139 @@ def test_few_tokens_are_not_solved_for(enough: bool, monkeypatch: pytest.MonkeyP
     each = list(modifier.records.values())
     assert each
     assert all((one.error_begun < one.error_nearest) is enough for one in each)
+
+
+class AsList(torch.nn.Module):
+    """A mixture whose own code calls its experts one by one; their widths may differ."""
+
+    def __init__(self, mixture: Any, narrower: int) -> None:
+        super().__init__()
+        self.gate, stacks = mixture.gate, mixture.experts
+        self.experts = torch.nn.ModuleList()
+        for gate_up, down in zip(stacks.gate_up_proj, stacks.down_proj, strict=True):
+            kept = down.shape[1] - (0 if self.experts else narrower)
+            gate, up = (one[:kept] for one in gate_up.chunk(2))
+            self.experts.append(Expert(gate, up, down[:, :kept]))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        rows = hidden_states.flatten(0, 1)
+        _, weights, chosen = self.gate(rows)
+        output = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == number)
+            if len(row):
+                output.index_add_(0, row, expert(rows[row]) * weights[row, place, None])
+        return output.view_as(hidden_states)
+
+
+class Expert(torch.nn.Module):
+    def __init__(self, *weights: Tensor) -> None:
+        super().__init__()
+        for name, weight in zip(("gate_proj", "up_proj", "down_proj"), weights, strict=True):
+            linear = torch.nn.Linear(*reversed(weight.shape), bias=False)
+            linear.weight = torch.nn.Parameter(weight.detach().clone())
+            setattr(self, name, linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return made
+
+
+def as_lists(*, narrower: int = 0) -> Any:
+    model = mixtures.mixture("mixtral")
+    for layer in model.model.layers:
+        layer.mlp = AsList(layer.mlp, narrower)
+    return model.eval()
+
+
+@pytest.mark.parametrize("how", ["narrower", "quantized before"])
+def test_experts_that_are_not_alike_are_experts_too(
+    how: str, solutions: list[tuple[Problem, Solution]]
+) -> None:
+    """None is fitted to fewer tokens than it has columns."""
+    others = "re:.*experts.0.*"
+    group = {"targets": [others], "weights": {"num_bits": 8}}
+    first = [QuantizationModifier(config_groups={"first": group})]
+    if how == "narrower":
+        others, first = "lm_head", []
+    modifier = autoround(iters=1, weights={"group_size": 8}, ignore=["lm_head", others])
+    model = as_lists(narrower=8 if how == "narrower" else 0)
+    tiny.run(model, *first, modifier, data=tiny.batches(number=3), pipeline="independent")
+    assert len(solutions) > mixtures.EXPERTS
+    assert all(problem.tokens >= problem.weights[0].shape[-1] for problem, _ in solutions)
+
+
+def test_an_earlier_run_on_the_same_model_decides_nothing() -> None:
+    """It showed all experts all tokens; this one, in which nothing waits, shows none."""
+    weights = []
+    for pruned_before in (True, False):
+        model = as_lists()
+        if pruned_before:
+            half = SparseGPTModifier(sparsity=0.5, ignore=["lm_head"])
+            tiny.run(model, half)
+            state = {key: value.clone() for key, value in model.state_dict().items()}
+        else:
+            model.load_state_dict(state)
+        modifier = autoround(weights={"group_size": 8})
+        tiny.run(model, modifier, data=tiny.batches(number=2), pipeline="basic", **ROUTED)
+        weights.append({key: value.clone() for key, value in model.state_dict().items()})
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_a_call_may_reach_no_expert_that_is_learned() -> None:
+    """Each sample goes to few experts, one for each token, and all else stays as it is."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        **{**mixtures.COMMON, "num_experts_per_tok": 1}, num_local_experts=mixtures.EXPERTS
+    )
+    model = MixtralForCausalLM(config).eval()
+    lengths = torch.randint(3, 16, (30,), generator=torch.Generator().manual_seed(3)).tolist()
+    data = [{"input_ids": torch.randint(3, 90, (1, length))} for length in lengths]
+    groups = {"all": {"targets": ["re:.*experts.*"], "weights": {**WEIGHTS, "group_size": 8}}}
+    modifier = autoround(config_groups=groups, batch_size=1, iters=60)
+    tiny.run(model, modifier, data=data)
+    steps = [one.iteration for one in modifier.records.values()]
+    assert any(steps)
+    assert not all(steps)
+
+
+def test_errors_are_those_of_all_weights_rounded_to_nearest() -> None:
+    """Whatever is held: with all experts rounded to nearest, and none moved, or solved."""
+    found, starved = [], {**ROUTED, "min_tokens_per_module": 1.0}
+    for policy in ("all_tokens", "rtn"):
+        modifier = autoround(weights={"group_size": 8}, disable_opt_rtn=True)
+        tiny.run(mixtures.mixture("mixtral"), modifier, **starved, starved_experts=policy)
+        found.append(modifier.records)
+    of_experts = {name for name in found[0] if ".experts." in name}
+    for name in found[0]:
+        if "layers.0" in name:
+            assert found[0][name].error_nearest == found[1][name].error_nearest
+            assert found[0][name].error < found[1][name].error < found[1][name].error_nearest
+    assert {found[1][name].moved for name in of_experts} == {0.0}
+    assert all(found[0][name].moved for name in of_experts)
+
+
+def test_what_they_are_shown_takes_no_more_than_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+    warned: list[str],
+    solutions: list[tuple[Problem, Solution]],
+) -> None:
+    """Beyond it starved experts are rounded to nearest, others learned from what they get."""
+    monkeypatch.setattr(shown, "_MOST", 0)
+    data, widest = tiny.batches(number=4), mixtures.COMMON["intermediate_size"]
+    tiny.run(mixtures.mixture("mixtral"), autoround(weights={"group_size": 8}), data=data)
+    of_experts = [problem for problem, _ in solutions if widest in problem.weights[0].shape]
+    assert of_experts
+    assert all(problem.tokens < 4 * 48 for problem in of_experts)
+    assert not any("4 GiB" in line for line in warned)
+    modifier = autoround(weights={"group_size": 8}, disable_opt_rtn=True)
+    model = tiny.run(mixtures.mixture("mixtral"), modifier, data=data, **STARVED)
+    starved = [
+        f"{mixture}.{expert}."
+        for mixture, own in experts_report(model).items()
+        for expert in own["starved"]
+    ]
+    assert any("4 GiB" in line and "rounded to nearest" in line for line in warned)
+    for name, one in modifier.records.items():
+        is_starved = any(name.startswith(expert) for expert in starved)
+        assert (one.moved == 0) == is_starved

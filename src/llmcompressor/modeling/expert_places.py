@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch.nn import Module, ModuleDict, ModuleList
 
-from llmcompressor.modeling.alike_experts import form_of_module
 from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.listed_experts import members_of
 from llmcompressor.modeling.shown_lists import is_shown_more, starved_of, tokens_of
@@ -50,8 +49,8 @@ class ExpertPlace:
 def expert_places(block: Module) -> dict[Module, ExpertPlace]:
     """The parts of experts in ``block``; of experts in experts, of the inner ones.
 
-    Alike modules in a list are taken for experts: whether any of them is shown more than it is
-    called with, or has too few tokens, is known when calibration has come to them.
+    What stands in a list may be experts: whether any of them is shown more than it is called with,
+    or has too few tokens, is known when calibration has come to them.
     """
     found: dict[Module, ExpertPlace] = {}
     for module in block.modules():
@@ -64,7 +63,6 @@ def expert_places(block: Module) -> dict[Module, ExpertPlace]:
 def _members(module: Module) -> list[Module]:
     if isinstance(module, LinearExperts):
         return [module.get_submodule(str(one)) for one in range(module.num_experts)]
-    if not isinstance(module, ModuleList | ModuleDict):
-        return []
-    members = list(members_of(module).values())
-    return members if len(members) > 1 and len(set(map(form_of_module, members))) == 1 else []
+    is_list = isinstance(module, ModuleList | ModuleDict)
+    members = list(members_of(module).values()) if is_list else []
+    return members if len(members) > 1 else []

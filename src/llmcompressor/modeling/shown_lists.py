@@ -133,9 +133,11 @@ class ShownLists:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Show tokens while the body runs."""
+        for one in self._all:  # nothing of an earlier run is left
+            for kept in (_tokens, _starved, _shown_more):
+                kept.pop(one.module, None)
         for one in self.lists:
             _tokens[one.module] = [0] * len(one.members)
-            _starved.pop(one.module, None)
             _shown_more[one.module] = set(range(len(one.members))) if self.every else set()
             self._places[one.owner] = {*one.holders, *one.owner.modules()}
         owners = {one.owner: None for one in self._all}
@@ -145,7 +147,11 @@ class ShownLists:
             stubbed(members, self._routed),
             self._by_matrices.watching(),
         ):
-            yield
+            try:
+                yield
+            finally:
+                for one in self.lists:
+                    _shown_more.pop(one.module, None)
 
     @contextlib.contextmanager
     def calls_watched(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.expert_places import ExpertPlace, expert_places
+from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modifiers.autoround.begin import (
     REFINEMENTS,
@@ -36,7 +37,7 @@ from llmcompressor.modifiers.autoround.begin import (
     solved_for_shown,
 )
 from llmcompressor.modifiers.autoround.runner import BlockRunner, Call
-from llmcompressor.modifiers.autoround.shown import ShownInputs
+from llmcompressor.modifiers.autoround.shown import ShownInputs, shown_bytes
 from llmcompressor.modifiers.autoround.tune import Options, Tuned, rounded_errors, tune_block
 from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity
 from llmcompressor.numerics.autoround import Rounded, Rounding, Start
@@ -134,6 +135,8 @@ class AutoRoundModifier(QuantizationMixin):
     _records: dict[str, TuneRecord] = PrivateAttr(default_factory=dict)
     _order: CallOrder | None = PrivateAttr(None)
     _widest: dict[Module, int] = PrivateAttr(default_factory=dict)
+    _experts: dict[Module, int] = PrivateAttr(default_factory=dict)
+    """Linear of an expert → how many experts its block has."""
     _shown: ShownInputs = PrivateAttr(default_factory=lambda: ShownInputs({}, None))
 
     def model_post_init(self, context: Any, /) -> None:
@@ -189,15 +192,17 @@ class AutoRoundModifier(QuantizationMixin):
             solved = effort_of(weights, twin=True, refinements=REFINEMENTS, batch=1)
             runs, begins = _RUNS * elements, _SOLVED
         summed = self._sums_calls(data)
+        shown, counted = self._counts_shown(modules, data) if runs else (0, 0)
         scaled = {
             device: (_TUNED[device] + begins + summed * _SUMMED[device]) * elements
             for device in (False, True)
         }
         return Effort(
-            gram=solved.gram + runs,
+            gram=solved.gram + runs + counted,
             cross=solved.cross,
             solve=solved.solve + 3 * self.iters * _STEP_TOKENS * elements,
             visits=solved.visits + 16 * self.iters * elements,
+            statistics=shown,
             workspace=solved.statistics + solved.buffered + solved.workspace,
             watch=self.watched_values(modules),
             scaled=scaled[False],
@@ -216,7 +221,21 @@ class AutoRoundModifier(QuantizationMixin):
             inside = [module for module in block.modules() if self._is_tuned(module)]
             widest = max((weight_of(one).shape[-1] for one in inside), default=0)
             self._widest |= dict.fromkeys(inside, widest)
+            places = expert_places(block)
+            self._experts |= {
+                one: len({(place.mixture, place.expert) for place in places.values()})
+                for one in inside
+                if one in places and isinstance(places[one].mixture, LinearExperts)
+            }
         return True
+
+    def _counts_shown(self, modules: Sequence[Module], data: DataSize) -> tuple[int, int]:
+        """Bytes and multiply-adds per token of what experts are shown, until they have enough."""
+        if modules[0] not in self._experts:
+            return 0, 0
+        columns, experts = weight_of(modules[0]).shape[-1], self._experts[modules[0]]
+        routed = data.expert_share * data.real
+        return shown_bytes(columns, experts), int(columns**3 / 2 / max(routed, columns))
 
     def _sums_calls(self, data: DataSize) -> bool:
         """Whether the samples of a step are run by more than one call of the block."""
@@ -296,10 +315,21 @@ class AutoRoundModifier(QuantizationMixin):
             )
         names = {module: f"{inner}.weight" for inner, module in block.named_modules()}
         runner = BlockRunner(block, calls)
-        nearest = {names[one]: beginning_of(one, self._nearest(one)) for one in members}
-        held = self._held(runner, nearest)
+        nearest = {
+            names[one]: beginning_of(
+                one, self.observe(one) if runner.is_rounded(names[one]) else self._nearest(one)
+            )
+            for one in members
+        }
+        error_nearest = sum(rounded_errors(runner, _starts(nearest))) / runner.values
+        if not error_nearest < float("inf"):
+            raise NonFiniteError(
+                f"What {name} returns holds NaN or infinity. Look for a bad weight upstream, or "
+                "load the model with precision='float32'."
+            )
+        held = self._hold(name, runner, nearest)
         learned = {key: one for key, one in nearest.items() if key not in held}
-        begun, before, error_nearest = self._begin(name, runner, learned)
+        begun, before = self._begin(runner, learned)
         options = Options(
             self.iters,
             self.lr or 1 / max(1, self.iters),
@@ -324,47 +354,44 @@ class AutoRoundModifier(QuantizationMixin):
             )
         _log(name, tuned, error_nearest)
 
-    def _held(self, runner: BlockRunner, nearest: Mapping[str, Beginning]) -> dict[str, Beginning]:
+    def _hold(
+        self, name: str, runner: BlockRunner, nearest: Mapping[str, Beginning]
+    ) -> dict[str, Beginning]:
         """Weights of experts that too few tokens are routed to, rounded as they will be written.
 
         They are solved for what they are shown, or rounded to nearest where that is the policy.
         The block has them so from here on: they are not learned.
         """
-        modules = {key: runner.block.get_submodule(key.removesuffix(".weight")) for key in nearest}
-        places = runner.experts
-        held = {
-            key: beginning_of(one, self.observe(one))
-            for key, one in modules.items()
-            if key in places and places[key].policy == "rtn"
-        }
-        few = {one: key for key, one in modules.items() if self._shown.is_few(one)}
-        shown = [([few[one] for one in own], seen) for own, seen in self._shown.of(list(few))]
-        held |= solved_for_shown(runner, {key: nearest[key] for key in few.values()}, shown)
-        self._shown.drop(list(modules.values()))
+        modules = {runner.block.get_submodule(key.removesuffix(".weight")): key for key in nearest}
+        few = self._shown.held(modules)
+        left_out = self._shown.without_room(few)
+        if left_out:
+            logger.warning(
+                f"Second moments of what starved experts of {name} are shown would take more than "
+                f"4 GiB: {len(left_out)} of its Linears are rounded to nearest."
+            )
+        shown = [([modules[one] for one in own], seen) for own, seen in self._shown.of(few)]
+        held = solved_for_shown(runner, {modules[one]: nearest[modules[one]] for one in few}, shown)
+        held |= {key: one for key, one in nearest.items() if runner.is_rounded(key)}
+        self._shown.drop(modules)
         runner.hold({key: runner.weight(key, _values(one)) for key, one in held.items()})
         return held
 
     def _begin(
-        self, name: str, runner: BlockRunner, nearest: Mapping[str, Beginning]
-    ) -> tuple[Mapping[str, Beginning], list[float], float]:
-        """What learning begins with, its error for each call, and that of rounding to nearest.
+        self, runner: BlockRunner, nearest: Mapping[str, Beginning]
+    ) -> tuple[Mapping[str, Beginning], list[float]]:
+        """What learning begins with, and its error for each call.
 
         GPTQ's solution, unless it is worse on the block's output than rounding to nearest, or
         tokens are so few that it would be fitted to just these.
         """
         plain = rounded_errors(runner, _starts(nearest))
-        error = sum(plain) / runner.values
-        if not error < float("inf"):
-            raise NonFiniteError(
-                f"What {name} returns holds NaN or infinity. Look for a bad weight upstream, or "
-                "load the model with precision='float32'."
-            )
         widest = max((one.start.weight_RC.shape[-1] for one in nearest.values()), default=0)
         if not self._solves_first(runner.seen, widest):
-            return nearest, plain, error
+            return nearest, plain
         solved = solved_beginnings(runner, nearest, self._order)
         before = rounded_errors(runner, _starts(solved))
-        return (solved, before, error) if sum(before) < sum(plain) else (nearest, plain, error)
+        return (solved, before) if sum(before) < sum(plain) else (nearest, plain)
 
     def _solve_again(
         self,

@@ -107,6 +107,10 @@ class BlockRunner:
         weight_RC: Tensor = self._cast(values.to(self._own[name]))
         return weight_RC
 
+    def is_rounded(self, name: str) -> bool:
+        """Whether a weight is of a starved expert that is to be rounded to nearest."""
+        return name in self.experts and self.experts[name].policy == "rtn"
+
     def hold(self, weights: Mapping[str, Tensor]) -> None:
         """Have these in place of the block's own wherever no others are given."""
         self._held = dict(weights)

@@ -8,7 +8,7 @@ that is counted here, to solve it for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import Module
@@ -18,11 +18,29 @@ from llmcompressor.modeling.expert_places import ExpertPlace
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.quantization.parameters import weight_of
 
-__all__ = ["ShownInputs"]
+__all__ = ["ShownInputs", "shown_bytes"]
+
+_MOST = 2**32
+"""Bytes of second moments at once. Whole blocks are tuned: no waves of experts bound them here."""
+_FLOAT = 4
+_INPUTS = 2
+"""Of an expert: before its first matrices, and before the last."""
+
+
+def shown_bytes(columns: int, experts: int) -> int:
+    """What the second moments of one of an expert's inputs take at most, beside the others'.
+
+    >>> shown_bytes(1024, 8), shown_bytes(7168, 256)
+    (4194304, 8388608)
+    """
+    return min(_FLOAT * columns**2, _MOST // (_INPUTS * experts))
 
 
 class ShownInputs:
     """Second moments of what experts with few tokens are shown.
+
+    Few are fewer than the widest Linear of an expert has columns, or too few by the policy for
+    starved experts. As tokens come, those are dropped that turn out to have enough.
 
     Args:
         places: where the Linears of experts stand.
@@ -39,6 +57,7 @@ class ShownInputs:
             self._groups.setdefault(leader, []).append(module)
             self._leaders[module] = leader
         self._found: dict[Module, InputStatistics] = {}
+        self._left_out: set[Module] = set()
         self._widest: dict[tuple[Module, int], int] = {}
         for module, place in places.items():
             expert, columns = (place.mixture, place.expert), weight_of(module).shape[-1]
@@ -49,16 +68,6 @@ class ShownInputs:
         """One of the Linears with each input."""
         return list(self._groups)
 
-    def is_few(self, module: Module) -> bool:
-        """Whether a Linear's expert got too few tokens so far, and is shown more.
-
-        It is starved, or has fewer than its widest Linear has columns.
-        """
-        place = self._places.get(module)
-        if place is None or not place.is_shown_more:
-            return False
-        return place.policy is not None or place.tokens < self._widest[place.mixture, place.expert]
-
     def add(self, leader: Module, input_TC: Tensor) -> None:
         """Count what a group gets, as long as one of its experts has few tokens.
 
@@ -66,14 +75,27 @@ class ShownInputs:
             leader: one of :attr:`leaders`.
             input_TC: real tokens, ``[T, C]``.
         """
-        if not any(map(self.is_few, self._groups[leader])):
+        if not any(map(self._has_few, self._groups[leader])):
             self._found.pop(leader, None)
-            return
-        if leader not in self._found:
-            columns, device = input_TC.shape[-1], weight_of(leader).device
-            place = self._places[leader]
-            self._found[leader] = InputStatistics(columns, device, name=place.path)
-        self._found[leader].update(input_TC)
+        elif leader in self._found or self._has_room(leader):
+            self._found[leader].update(input_TC)
+
+    def held(self, modules: Collection[Module]) -> list[Module]:
+        """Those of ``modules`` that are not to be learned.
+
+        That is a starved expert in any case, another with few tokens where there is what it was
+        shown.
+        """
+        return [
+            one
+            for one in modules
+            if self._has_few(one)
+            and (self._places[one].policy is not None or self._leaders[one] in self._found)
+        ]
+
+    def without_room(self, modules: Collection[Module]) -> list[Module]:
+        """Those of ``modules`` whose statistics were left out, as all would take too much."""
+        return [one for one in modules if self._leaders.get(one) in self._left_out]
 
     def of(self, modules: Sequence[Module]) -> Iterator[tuple[list[Module], InputStatistics]]:
         """Those of ``modules`` with one input, and its statistics, where there are any."""
@@ -84,7 +106,24 @@ class ShownInputs:
             if leader in self._found:
                 yield members, self._found[leader]
 
-    def drop(self, modules: Sequence[Module]) -> None:
+    def drop(self, modules: Collection[Module]) -> None:
         """Forget what ``modules`` were shown."""
         for module in modules:
             self._found.pop(self._leaders.get(module, module), None)
+
+    def _has_few(self, module: Module) -> bool:
+        place = self._places.get(module)
+        if place is None or not place.is_shown_more:
+            return False
+        return place.policy is not None or place.tokens < self._widest[place.mixture, place.expert]
+
+    def _has_room(self, leader: Module) -> bool:
+        """Begin to count for a group, if that is not too much beside the others."""
+        weight_RC = weight_of(leader)
+        widths = [weight_RC.shape[-1], *(weight_of(one).shape[-1] for one in self._found)]
+        if leader in self._left_out or _FLOAT * sum(one**2 for one in widths) > _MOST:
+            self._left_out.add(leader)
+            return False
+        name = self._places[leader].path
+        self._found[leader] = InputStatistics(widths[0], weight_RC.device, name=name)
+        return True

@@ -147,6 +147,8 @@ class _Tuner:
             with torch.enable_grad():
                 error = self._runner.error(index, leaves)
             total += float(error.detach())
+            if not error.requires_grad:  # all tokens went to experts that are not learned
+                continue
             found = torch.autograd.grad(error, list(leaves.values()), allow_unused=True)
             for name, gradient_RC in zip(leaves, found, strict=True):
                 if gradient_RC is not None:  # an expert that no token of the call chose has none
