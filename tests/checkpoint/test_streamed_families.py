@@ -17,6 +17,9 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
+    EncodecConfig,
+    FunnelConfig,
+    FunnelForMaskedLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     GraniteMoeHybridConfig,
@@ -25,6 +28,9 @@ from transformers import (
     Lfm2MoeForCausalLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
+    MusicgenForConditionalGeneration,
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -32,6 +38,10 @@ from transformers import (
     RobertaForMaskedLM,
     RwkvConfig,
     RwkvForCausalLM,
+    SpeechT5Config,
+    SpeechT5ForTextToSpeech,
+    SqueezeBertConfig,
+    SqueezeBertForMaskedLM,
     T5Config,
     T5ForConditionalGeneration,
     UdopConfig,
@@ -43,7 +53,7 @@ from transformers import (
 )
 
 from llmcompressor import oneshot, plan, verify
-from llmcompressor.errors import CheckpointError
+from llmcompressor.errors import CheckpointError, TargetError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.pruning import REAPPruningModifier
@@ -406,3 +416,76 @@ def test_stacks_that_are_put_below_each_other_are_cut_where_they_lie(
     for name, tensor in written["in_memory"].items():
         assert torch.equal(tensor, written["streamed"][name]), name
     assert verify(tmp_path / "streamed", str(tmp_path / "model")).ok
+
+
+def music() -> PreTrainedModel:
+    """Two texts: that of an encoder, and what a decoder makes of it, whose tokens are sounds."""
+    text = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4}
+    sound = {"hidden_size": 32, "num_filters": 8, "codebook_dim": 32}
+    decoder = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MusicgenConfig(
+        text_encoder=T5Config(**text, vocab_size=128).to_dict(),
+        audio_encoder=EncodecConfig(**sound).to_dict(),
+        decoder=MusicgenDecoderConfig(**decoder, vocab_size=128).to_dict(),
+    )
+    return MusicgenForConditionalGeneration(config)
+
+
+def speech() -> PreTrainedModel:
+    """A list of its decoder holds single Linears, which are no blocks."""
+    sizes = {"hidden_size": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 96}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    widths = {"encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "speech_decoder_prenet_units": 32}
+    return SpeechT5ForTextToSpeech(SpeechT5Config(**sizes, **heads, **widths))
+
+
+def funnel() -> PreTrainedModel:
+    """Its layers stand in lists of a list."""
+    sizes = {"d_model": 64, "d_inner": 128, "n_head": 4, "d_head": 16, "vocab_size": 128}
+    return FunnelForMaskedLM(FunnelConfig(block_sizes=[1, 2], **sizes, num_decoder_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("build", "blocks", "needs_data"),
+    [(music, None, False), (speech, None, False), (funnel, 4, False), (funnel, 4, True)],
+)
+def test_whatever_is_in_lists_is_found(
+    build: Any, blocks: int | None, needs_data: bool, tmp_path: Path
+) -> None:
+    """From a folder as from memory: the same files."""
+    torch.manual_seed(0)
+    model = build().eval()
+    found = find_blocks(model)
+    assert blocks is None or len(found) == blocks
+    assert all(any(True for _ in block.children()) for block in found)
+    model.save_pretrained(tmp_path / "model")
+    for source, output in ((str(tmp_path / "model"), "streamed"), (model, "in_memory")):
+        kind = GPTQModifier if needs_data else QuantizationModifier
+        scheme = "W8A16" if needs_data else "FP8_DYNAMIC"
+        oneshot(
+            model=source,
+            recipe=kind(targets="Linear", scheme=scheme, ignore=["lm_head"]),
+            dataset=data() if needs_data else None,
+            pipeline="layer_sequential" if needs_data else None,
+            output_dir=str(tmp_path / output),
+        )
+    streamed, in_memory = (
+        load_file(tmp_path / one / "model.safetensors") for one in ("streamed", "in_memory")
+    )
+    assert streamed.keys() == in_memory.keys()
+    assert sum(key.endswith("weight_scale") for key in streamed) > 8
+    assert all(torch.equal(value, in_memory[key]) for key, value in streamed.items())
+
+
+def test_blocks_that_are_not_called_are_refused_with_a_remedy_that_helps(tmp_path: Path) -> None:
+    """Their forward is run by name, so that nobody is told when it needs its weights."""
+    torch.manual_seed(0)
+    model = SqueezeBertForMaskedLM(SqueezeBertConfig(**SIZES, embedding_size=64)).eval()
+    model.save_pretrained(tmp_path / "model")
+    recipe = GPTQModifier(targets="Linear", scheme="W8A16", ignore=["lm_head", "re:cls.*"])
+    run = {"recipe": recipe, "dataset": data(), "output_dir": str(tmp_path / "output")}
+    with pytest.raises(TargetError, match="without calling the module"):
+        oneshot(model=str(tmp_path / "model"), **run)
+    assert not (tmp_path / "output").exists()
+    oneshot(model=model, **{**run, "overwrite": True, "resume": "never"})
+    assert (tmp_path / "output" / "model.safetensors").is_file()

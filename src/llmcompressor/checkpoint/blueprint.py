@@ -40,6 +40,7 @@ from llmcompressor.checkpoint.reading import DTYPES
 from llmcompressor.checkpoint.source import SourceInfo, TensorHeader
 from llmcompressor.checkpoint.stand_ins import stand_ins
 from llmcompressor.errors import CheckpointError
+from llmcompressor.modeling.settings import text_config
 
 __all__ = ["Blueprint", "build_blueprint", "meta_parameter", "quiet_loading"]
 
@@ -155,7 +156,7 @@ def _draft(loader: Any, config: PretrainedConfig, names: Iterable[str]) -> _Draf
 
     Building it takes long where it holds modules and not stacks; then there is nothing to see.
     """
-    kinds = {config.model_type, config.get_text_config().model_type, loader.__name__}
+    kinds = {config.model_type, text_config(config).model_type, loader.__name__}
     if not any(stacks_tensors(kind) for kind in kinds):
         return _Draft({}, frozenset(), ())
     with torch.device("meta"):

@@ -13,7 +13,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llmcompressor.logger import logger
-from llmcompressor.modeling.settings import setting
+from llmcompressor.modeling.settings import setting, text_config
 
 __all__ = ["checkpoint_config", "json_text", "write_json"]
 
@@ -196,5 +196,5 @@ def _patch_dtype(config: dict[str, Any], dtype: str) -> None:
 def _patch_tie(config: dict[str, Any], current: PretrainedConfig, *, tied: bool) -> None:
     """Say ``tie_word_embeddings`` where readers look: at the top and, if there is one, in text."""
     config["tie_word_embeddings"] = tied
-    if current.get_text_config() is not current and isinstance(config.get("text_config"), dict):
+    if text_config(current) is not current and isinstance(config.get("text_config"), dict):
         config["text_config"]["tie_word_embeddings"] = tied

@@ -36,6 +36,7 @@ from llmcompressor.checkpoint.layout import checkpoint_names, sources_of_plain
 from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.fused import is_expert
+from llmcompressor.modeling.settings import text_config
 from llmcompressor.names import named_modules, names_of
 
 __all__ = ["build_quantization_config"]
@@ -213,7 +214,7 @@ def _candidates(model: PreTrainedModel, groups: Sequence[_Group]) -> list[_Candi
     }
     stored = checkpoint_names(model, modules)
     config = model.config
-    is_wrapped = config.get_text_config() is not config or any(
+    is_wrapped = text_config(config) is not config or any(
         name != other for name, other in stored.items()
     )
     _, head = embeddings(model)

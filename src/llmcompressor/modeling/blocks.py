@@ -70,10 +70,22 @@ def _listed_layers(model: Module) -> Iterator[tuple[Module, str]]:
     for name, module in named_modules(model):
         if inside and name.startswith(inside):
             continue
-        if isinstance(module, ModuleList) and len(module) > 0:
+        if not isinstance(module, ModuleList) or any(map(_is_list, module)):
+            continue
+        layers = [
+            (own, layer)
+            for own, layer in module.named_children()
+            if any(True for _ in layer.children())
+        ]
+        if layers:  # a list of matrices is a part of something
             inside = (*inside, f"{name}.")
-            for index, layer in enumerate(module):
-                yield layer, f"{name}.{index}"
+            for own, layer in layers:
+                yield layer, f"{name}.{own}"
+
+
+def _is_list(entry: Module) -> bool:
+    """Whether an entry of a list is a list itself, which is never called."""
+    return isinstance(entry, ModuleList | ModuleDict)
 
 
 def sub_blocks(block: Module, name: str, wanted: Collection[Module]) -> dict[Module, str]:

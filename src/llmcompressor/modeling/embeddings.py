@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
+from llmcompressor.modeling.settings import text_config
 from llmcompressor.modeling.spread import whole
 
 __all__ = ["embeddings", "is_tied", "says_tied", "untie_embeddings"]
@@ -33,7 +34,7 @@ def is_tied(model: Module) -> bool:
 
 def says_tied(model: PreTrainedModel) -> bool:
     """Whether the configuration, or that of the text in it, ties input and output embeddings."""
-    holders = (model.config, model.config.get_text_config())
+    holders = (model.config, text_config(model.config))
     return any(getattr(one, "tie_word_embeddings", None) for one in holders)
 
 
@@ -58,7 +59,7 @@ def untie_embeddings(model: PreTrainedModel) -> bool:
             _give_own(module, own)
     if is_tied(model):
         _give_own(outputs, "weight")
-    for config in (model.config, model.config.get_text_config()):
+    for config in (model.config, text_config(model.config)):
         if getattr(config, "tie_word_embeddings", None):
             config.tie_word_embeddings = False
     if hasattr(model, "all_tied_weights_keys"):

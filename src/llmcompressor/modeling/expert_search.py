@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from llmcompressor.logger import logger
 from llmcompressor.modeling.expert_forms import Mixture, StackForm, form_of, is_stack
 from llmcompressor.modeling.experts import LinearExperts
+from llmcompressor.modeling.settings import text_config
 
 __all__ = ["departure", "find_mixtures"]
 
@@ -60,9 +61,7 @@ def _expert_counts(model: Module) -> set[int]:
     config = getattr(model, "config", None)
     if config is None:
         return set()
-    configs = [config]
-    if hasattr(config, "get_text_config"):
-        configs.append(config.get_text_config())
+    configs = [config, text_config(config)]
     values = [getattr(one, key, None) for one in configs for key in _COUNTS]
     return {value for value in values if isinstance(value, int) and value > 1}
 

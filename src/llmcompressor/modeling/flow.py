@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.hollow import hollow_weights
+from llmcompressor.modeling.settings import text_config
 
 __all__ = ["Flow", "probe_inputs", "trace_flow"]
 
@@ -52,7 +53,7 @@ class Flow:
 def probe_inputs(model: Module) -> dict[str, Any]:
     """A row of token ids, as the model takes it."""
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None else None
+    text = text_config(config)
     vocabulary = int(getattr(text, "vocab_size", None) or _TOKENS)
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     ids = (torch.arange(_TOKENS, device=device) * 7 + 3).remainder(vocabulary).unsqueeze(0)

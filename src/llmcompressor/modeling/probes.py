@@ -17,6 +17,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.hollow import hollow_weights
 from llmcompressor.modeling.inputs import model_inputs, without_cache
 from llmcompressor.modeling.repeated_calls import for_another_run
+from llmcompressor.modeling.settings import text_config
 from llmcompressor.modeling.structure import BlockProbe
 
 __all__ = ["probes_of", "token_ids"]
@@ -74,7 +75,7 @@ def token_ids(model: Module) -> list[dict[str, Any]]:
     config = getattr(model, "config", None)
     if config is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
         return []
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     vocabulary = int(getattr(text, "vocab_size", None) or _TOKENS)
     ids = (torch.arange(_TOKENS) + 3).remainder(vocabulary).unsqueeze(0)
     more = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}

@@ -5,7 +5,22 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["setting"]
+__all__ = ["setting", "text_config"]
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of the text in a model; of several texts, that which a decoder writes.
+
+    Args:
+        config: of transformers; one that knows of no parts is given back.
+    """
+    find = getattr(config, "get_text_config", None)
+    if find is None:
+        return config
+    try:
+        return find()
+    except ValueError:  # MusicGen has an encoder of text, and a decoder of what is made of it
+        return find(decoder=True)
 
 
 def setting(config: Any, name: str, otherwise: Any = None) -> Any:

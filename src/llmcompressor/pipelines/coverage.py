@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.alike_matrices import is_matrix
 from llmcompressor.modeling.call_order import first_tensor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from llmcompressor.modifiers.modifier import Modifier
     from llmcompressor.pipelines.calibrated import Calibrated
 
-__all__ = ["scarcity_reported", "warn_uncalled"]
+__all__ = ["check_called", "scarcity_reported", "warn_uncalled"]
 
 
 @contextlib.contextmanager
@@ -91,6 +92,26 @@ class _Counter(HooksMixin):
             if is_matrix(module):
                 self._seen[module] = 0
                 self.register_hook(module, count, "forward_pre", with_kwargs=True)
+
+
+def check_called(calibrated: Calibrated, blocks: Mapping[Module, str]) -> None:
+    """Refuse a model that runs the forward of a block and does not call the block.
+
+    Args:
+        calibrated: what a first small forward has called.
+        blocks: those whose weights are loaded when they are called.
+
+    Raises:
+        TargetError: it does; its weights would not be there.
+    """
+    calls = calibrated.order.calls
+    for block, name in blocks.items():
+        if block not in calls and any(inner in calls for inner in block.modules()):
+            raise TargetError(
+                f"The model's code runs the forward of {name} without calling the module, so that "
+                "its weights cannot be loaded for the time that it runs.",
+                "Load the model, and give oneshot that in place of its folder.",
+            )
 
 
 def warn_uncalled(calibrated: Calibrated, modifiers: Sequence[Modifier]) -> None:

@@ -36,7 +36,7 @@ from llmcompressor.pipelines.activations import LITTLE, ActivationStore
 from llmcompressor.pipelines.attention_trial import try_attention
 from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
-from llmcompressor.pipelines.coverage import scarcity_reported, warn_uncalled
+from llmcompressor.pipelines.coverage import check_called, scarcity_reported, warn_uncalled
 from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
 from llmcompressor.pipelines.finite_blocks import blocks_watched, ends_behind
@@ -150,6 +150,9 @@ def _prepare(
 ) -> _SequentialRun:
     owners = _owners(modifiers, state, residency)
     calibrated = watch_calibrated(model, batches, owners, blocks, lists)
+    if residency is not None:
+        loaded = state.keeper.names
+        check_called(calibrated, {one: name for one, name in loaded.items() if one in blocks})
     try_attention(model, batches, modifiers, state)
     warn_uncalled(calibrated, modifiers)
     propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)

@@ -26,7 +26,7 @@ from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.embeddings import is_tied
 from llmcompressor.modeling.flow import trace_flow
-from llmcompressor.modeling.settings import setting
+from llmcompressor.modeling.settings import setting, text_config
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.hadamard import has_hadamard
@@ -238,7 +238,7 @@ def _alike(model: Module, small: Module) -> bool:
 
 
 def _shrink(config: Any, blocks: Mapping[str, Sequence[Kind]], *, narrows_stream: bool) -> None:
-    text = config.get_text_config()
+    text = text_config(config)
     depth = setting(text, "num_hidden_layers")
     if not isinstance(depth, int) or isinstance(depth, bool):
         raise NoMiniature("its configuration does not say how many blocks it has")

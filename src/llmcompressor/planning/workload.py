@@ -14,7 +14,7 @@ from llmcompressor.modeling.blocks import sub_blocks
 from llmcompressor.modeling.expert_forms import DOWN
 from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.fused import fused_partners, is_expert
-from llmcompressor.modeling.settings import setting
+from llmcompressor.modeling.settings import setting, text_config
 from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier
 from llmcompressor.names import own_parameters
 from llmcompressor.pipelines.experts import wave_of
@@ -205,7 +205,7 @@ class BlockWork:
 
 def widths_of(config: Any) -> Widths:
     """Read a configuration of transformers."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     heads = int(setting(text, "num_attention_heads") or 0)
     hidden = int(setting(text, "hidden_size") or 0)
     width = int(setting(text, "head_dim") or (hidden // heads if heads else 0))

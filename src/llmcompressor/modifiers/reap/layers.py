@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.experts import LinearExperts
+from llmcompressor.modeling.settings import text_config
 from llmcompressor.wording import listed
 
 __all__ = ["MoeLayer", "counts_of", "cut", "find_layers", "mixed"]
@@ -237,7 +238,7 @@ def _router(
 def _told(modules: Sequence[Module], model: Any, names: Sequence[str]) -> int | None:
     """The first positive number under one of ``names``, nearest first."""
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     for holder in (*modules, text):
         for name in names:
             value = getattr(holder, name, None)

@@ -10,6 +10,7 @@ from torch.nn import Linear, Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modeling.settings import text_config
 from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, SpinQuantMapping
 from llmcompressor.names import named_modules
 
@@ -77,7 +78,7 @@ def _head_dim(model: Any, attention: Module) -> int | None:
     own = getattr(attention, "head_dim", None)
     if isinstance(own, int):
         return own
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     heads = getattr(config, "num_attention_heads", None)
     return getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
 

@@ -32,6 +32,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modeling.embeddings import untie_embeddings
 from llmcompressor.modeling.matching import match_named_modules
+from llmcompressor.modeling.settings import text_config
 from llmcompressor.modifiers.modifier import Effort, Learning
 from llmcompressor.modifiers.rotation.base import RotationModifier
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
@@ -283,7 +284,7 @@ class SpinQuantModifier(RotationModifier):
     def _plan_r3(self, plan: Plan, model: Any) -> None:
         attention = self._attention(model)
         self._check_attention(model)
-        config = model.config.get_text_config()
+        config = text_config(model.config)
         parts = self._parts(model)
         width = parts.attn_head_dim if parts else None
         for number, (module, name) in enumerate(attention.items()):

@@ -29,6 +29,7 @@ from llmcompressor.modeling.flow import Flow, trace_flow
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modeling.scaling import norm_offset, swapped
+from llmcompressor.modeling.settings import text_config
 from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, SpinQuantMapping
 from llmcompressor.modifiers.rotation.parts import ATTENTION_WRITERS, MLP_WRITERS
 from llmcompressor.names import named_modules
@@ -158,7 +159,7 @@ def _check_said(model: Module, stream: Stream, mapping: SpinQuantMapping) -> Non
 
 def _check_text_only(model: Any) -> None:
     config = getattr(model, "config", None)
-    if config is None or config.get_text_config() is not config:
+    if config is None or text_config(config) is not config:
         raise TargetError(
             f"{type(model).__name__} is not a plain language model: what else feeds its residual "
             "stream (images, sounds) would have to be rotated too, and is not seen.",
