@@ -126,6 +126,23 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_what_one_modifier_leaves_to_another_is_counted_once(pico: Path, tmp_path: Path) -> None:
+    """One rounds all, and one behind it solves some of them for the same scheme."""
+    recipe = """
+    modifiers:
+      - QuantizationModifier: {targets: Linear, scheme: W8A16, ignore: [lm_head]}
+      - GPTQModifier: {targets: ["re:.*mlp.*_proj"], scheme: W8A16}
+    """
+    given = {"dataset": ["def f(x): return x"] * 4, "max_seq_length": 16}
+    found = plan(str(pico), recipe, **given, measure=False)
+    assert found.ok
+    assert not [one for one in found.serving if one.severity == "error"]
+    assert match(found, "Linear").decided == 16
+    assert match(found, "re:.*mlp.*_proj").decided == 12
+    oneshot(model=str(pico), recipe=recipe, output_dir=str(tmp_path / "out"), **given)
+    assert found.sizes.weights == (tmp_path / "out" / "model.safetensors").stat().st_size
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_a_run_refuses_is_a_problem_in_the_same_words(
     fault: str, llama_folder: Path, tmp_path: Path

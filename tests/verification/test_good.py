@@ -13,7 +13,15 @@ import small_models as small
 import torch
 from safetensors.torch import load_file, save_file
 from tests.caches import is_passed_over
-from transformers import AutoModelForCausalLM, MiniMaxConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    ChameleonConfig,
+    ChameleonForConditionalGeneration,
+    CohereAsrForConditionalGeneration,
+    MiniMaxConfig,
+    PreTrainedModel,
+)
 
 from llmcompressor import verify
 from llmcompressor.modifiers.gptq import GPTQModifier
@@ -183,3 +191,39 @@ def test_a_model_is_its_own_reference(llama_folder: Path) -> None:
     report = verify(llama_folder, llama_folder, tp=1)
     assert not report.findings
     assert report.tensors == 21
+
+
+def of_speech() -> PreTrainedModel:
+    """Its head has another name in files than in the model, and is not tied."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+    encoder = {key: value for key, value in (sizes | heads).items() if key != "head_dim"}
+    encoder |= {"num_mel_bins": 16, "subsampling_conv_channels": 16}
+    del encoder["vocab_size"]
+    marks = {"tie_word_embeddings": False, "pad_token_id": 2, "eos_token_id": 3}
+    config = AutoConfig.for_model("cohere_asr", encoder_config=encoder, **sizes, **heads, **marks)
+    return CohereAsrForConditionalGeneration(config)
+
+
+def of_pictures() -> PreTrainedModel:
+    """Its norms of queries and keys have a row for each head, and biases like them."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+    vision = {"base_channels": 32, "channel_multiplier": [1], "resolution": 32, "embed_dim": 16}
+    vision |= {"num_res_blocks": 1, "num_embeddings": 32, "latent_channels": 16}
+    named = {"<image>": 90, "IMGIMGA": 91}
+    config = ChameleonConfig(**sizes, **heads, vq_config=vision, vocabulary_map=named)
+    return ChameleonForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("build", [of_speech, of_pictures])
+def test_what_only_looks_wrong(
+    build: Callable[[], PreTrainedModel], compressed: Run, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    build().save_pretrained(tmp_path / "model")
+    assert not worse_than_notes(verify(tmp_path / "model"))
+    dynamic = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC")
+    folder = compressed(tmp_path / "model", dynamic)
+    found = verify(folder, tmp_path / "model", serve="transformers").findings
+    assert not [one for one in found if one.severity is Severity.ERROR]

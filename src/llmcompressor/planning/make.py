@@ -138,7 +138,7 @@ class _Maker:
         subject, request = self._subject, self._request
         # as it is given: a modifier may give its head a weight of its own, or rotations
         parameters = sum(one.numel() for one in subject.model.parameters())
-        planned = [self._initialized(modifier) for modifier in request.modifiers]
+        planned = _without_left([self._initialized(modifier) for modifier in request.modifiers])
         self._all_initialized(are_all=None not in planned)
         everything = [one for each in planned for one in each or ()]
         names = [
@@ -466,6 +466,19 @@ class _Maker:
             min([one for one in (self._device.free, request.device_limit) if one], default=None),
             tokens is not None and not _fills_chunks(tokens, longest),
         )
+
+
+def _without_left(
+    planned: Sequence[list[PlannedModule] | None],
+) -> list[list[PlannedModule] | None]:
+    """What each modifier will quantize, without what it leaves to one behind it."""
+    taken: set[Module] = set()
+    found: list[list[PlannedModule] | None] = []
+    for each in reversed(planned):
+        own = None if each is None else [one for one in each if one.module not in taken]
+        taken.update(one.module for one in own or () if not one.is_attention)
+        found.append(own)
+    return found[::-1]
 
 
 def _fills_chunks(tokens: Tokens, batch: int) -> bool:

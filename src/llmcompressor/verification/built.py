@@ -271,7 +271,7 @@ def _load(kind: Any, settings: Any, headers: Mapping[str, TensorInfo]) -> Built 
         {name: (tuple(ours), tuple(theirs)) for name, ours, theirs in info["mismatched_keys"]},
         tuple(_not_floats(model, own, headers)),
         tuple(sorted(name for name in info["unexpected_keys"] if not _EXPERT.match(name))),
-        _tied_head(model, {*headers, *info["missing_keys"]}),
+        _tied_head(model, {*map(stored_names(model), headers), *info["missing_keys"]}),
         frozenset(_silencing(model)),
     )
 
@@ -301,7 +301,12 @@ def _is_silenced(norm: torch.nn.Module, width: int) -> bool:
 
 
 def _tied_head(model: Any, known: Container[str]) -> str:
-    """The output head, where neither the file has its weight nor transformers misses it."""
+    """The output head, where neither the file has its weight nor transformers misses it.
+
+    Args:
+        model: without data.
+        known: names in the model of what the file has and what is missed.
+    """
     head = model.get_output_embeddings()
     names = (name for name, module in model.named_modules() if module is head)
     name = next(names, "") if isinstance(head, torch.nn.Linear) else ""

@@ -12,6 +12,9 @@ are plain nothing is left, unless the group that is taken for experts is of 8-bi
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,10 +93,16 @@ def tables_quantized(config: Mapping[str, Any]) -> Tables | None:
     model, quantizer = class_model(config), _quantizer(config)
     if model is None or quantizer is None:
         return None
-    try:
-        every: list[Any] = get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    except ValueError:
-        return Tables(are_built=False, lose=lambda name: False)
+    every: list[Any] = []
+    for prepared in (False, True):  # to prepare a large model takes long, and matters to few
+        try:
+            asked = _prepared(model, quantizer) if prepared else model
+            every = get_model_conversion_mapping(asked, hf_quantizer=quantizer)
+        except ValueError:
+            if prepared:
+                return Tables(are_built=False, lose=lambda name: False)
+        else:
+            break
     renamings = [one for one in every if isinstance(one, WeightRenaming)]
     converters = [one for one in every if isinstance(one, WeightConverter)]
     losing = {
@@ -105,6 +114,17 @@ def tables_quantized(config: Mapping[str, Any]) -> Tables | None:
         return rename_source_key(name, renamings, converters, prefix, own)[1] in losing
 
     return Tables(are_built=True, lose=lose)
+
+
+def _prepared(model: Any, quantizer: Any) -> Any:
+    """The model with parameters for codes and scales, as transformers asks for its tables.
+
+    A table that splits a weight then splits each of them, where all parts have them.
+    """
+    ready = copy.deepcopy(model)
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # bars of progress
+        quantizer.preprocess_model(model=ready)
+    return ready
 
 
 def _quantizer(config: Mapping[str, Any]) -> Any:

@@ -333,7 +333,9 @@ def bias_is_plain(view: View) -> Iterator[Problem]:
         if bias.dtype not in PLAIN_FLOATS:
             yield Problem(entry.name, f"Its bias is stored as {bias.dtype}.", "Keep biases floats.")
             continue
-        if entry.kind == "other":  # a norm of heads has a row for each of them
+        weight = entry.own.get("weight")
+        like_weight = weight is not None and bias.shape == weight.shape
+        if entry.kind == "other" or like_weight:  # a norm of heads has a row for each of them
             continue
         is_turned = view.is_transposed(entry)
         outputs = entry.own["weight"].shape[1] if is_turned else entry.rows
