@@ -17,6 +17,7 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
+    DiffusionGemmaForBlockDiffusion,
     EncodecConfig,
     FunnelConfig,
     FunnelForMaskedLM,
@@ -489,3 +490,26 @@ def test_blocks_that_are_not_called_are_refused_with_a_remedy_that_helps(tmp_pat
     assert not (tmp_path / "output").exists()
     oneshot(model=model, **{**run, "overwrite": True, "resume": "never"})
     assert (tmp_path / "output" / "model.safetensors").is_file()
+
+
+def test_that_more_than_an_embedding_is_untied_is_a_warning(
+    warned: list[str],
+) -> None:
+    """An encoder and a decoder with all layers in common: each is written then."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    text = {"vocab_size": 128, "moe_intermediate_size": 64, "num_experts": 4, "top_k_experts": 2}
+    text["layer_types"] = ["sliding_attention", "full_attention"]
+    config = AutoConfig.for_model(
+        "diffusion_gemma",
+        text_config={**sizes, **heads, **text},
+        vision_config={**sizes, **heads},
+        image_token_id=90,
+    )
+    model = DiffusionGemmaForBlockDiffusion(config)
+    ignore = ["lm_head", "re:.*experts.*"]
+    recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=ignore)
+    oneshot(model=model, recipe=recipe)
+    (told,) = [line for line in warned if "shared weights" in line]
+    assert "tie_word_embeddings: false" in told
+    assert "decoder.layers.0.self_attn.q_proj" in told

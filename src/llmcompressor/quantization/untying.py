@@ -35,8 +35,12 @@ def untie_what_is_meant(state: State, resolved: ResolvedSchemes) -> None:
         return
     untie_embeddings(model)
     names = [name for each in sets for name in each]
-    logger.info(
-        f"{listed(names)} shared one weight, and {listed(each for each in names if each in meant)} "
-        "is to be quantized: each gets a weight of its own, and config.json says "
+    if len(sets) == 1:
+        tell, shared = logger.info, f"{listed(names)} shared one weight"
+    else:  # more than an embedding: an encoder and a decoder may have all in common
+        tell, shared = logger.warning, f"{len(names)} modules ({listed(names)}) shared weights"
+    tell(
+        f"{shared}, and {listed(each for each in names if each in meant)} is to be quantized: each "
+        "gets a weight of its own, so does all else that is tied, and config.json says "
         "tie_word_embeddings: false."
     )
