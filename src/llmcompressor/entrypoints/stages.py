@@ -35,13 +35,12 @@ from llmcompressor.core.session_functions import free_session
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.model_prints import note_change
 from llmcompressor.entrypoints.oneshot import oneshot
-from llmcompressor.entrypoints.plan import plan
 from llmcompressor.entrypoints.stage_record import StageRecord, shown, shown_model
 from llmcompressor.entrypoints.task import as_path, check_run_types, is_idle
 from llmcompressor.entrypoints.teacher import check_teacher, load_possibly_compressed
 from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import NOT_OF_TRAINING, Training
-from llmcompressor.errors import ArgumentError, InputError, RecipeError, TargetError
+from llmcompressor.errors import ArgumentError, InputError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.metrics import LoggerManager
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
@@ -56,8 +55,6 @@ _ONESHOT = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
 _TRAIN = (*_ONESHOT, TrainingArguments)
 _OF_THE_WHOLE = ("dry_run", "model", "recipe", "recipe_args", "resume_from_checkpoint", "stage")
 _FOR_THE_FIRST = ("config_name", "model_revision")
-_OPENS = (*_FOR_THE_FIRST, "cache_dir", "trust_remote_code_model", "use_auth_token")
-"""Arguments that say how the first stage's model is found."""
 _QUANTIZED, _ROTATED = "has quantized", "rotates at run time"
 _MULTIPLIED_IN = {"R1", "R2"}
 """Rotations of which nothing is left in the forward."""
@@ -117,12 +114,12 @@ def run_stages(
     if not whole.modifiers:
         raise RecipeError("The recipe has no stages to run.", "Give one with modifiers.")
     _check_whole(given)
-    stages = [_Stage(stage, whole, given, Path(output_dir)) for stage in whole.stages]
-    _check_order(stages)
+    plan = [_Stage(stage, whole, given, Path(output_dir)) for stage in whole.stages]
+    _check_order(plan)
     record = StageRecord(Path(output_dir), must_exist=given.get("resume") == "must")
     before: _Stage | None = None
-    for stage in stages:
-        stage.follow(before, model, [each.folder for each in stages])
+    for stage in plan:
+        stage.follow(before, model, [each.folder for each in plan])
         stage.record = record.settled(
             stage.name,
             stage.record,
@@ -134,10 +131,10 @@ def run_stages(
             stage.name, stage.record, stage.folder, overwrite=bool(given.get("overwrite"))
         )
         before = stage
-    for place, stage in enumerate(stages):
+    for place, stage in enumerate(plan):
         if not stage.is_finished:
-            stage.check(model, stages[:place])
-    return _run(stages, record, model)
+            stage.check(model, plan[:place])
+    return _run(plan, record, model)
 
 
 class _Stage:
@@ -196,19 +193,6 @@ class _Stage:
             self._check_teacher(Training(self.folder, **arguments), before)
         else:
             Job(self.folder, **arguments).open_data()
-            if before:
-                self._check_targets(model, before[0])
-
-    def _check_targets(self, model: Any, first: _Stage) -> None:
-        """Refuse targets that match nothing in the first stage's model, as stages keep its names.
-
-        Those of the first stage itself it refuses before any work.
-        """
-        opened = {key: value for key, value in first.arguments.items() if key in _OPENS}
-        found = plan(model, self.recipe, **opened, measure=False)
-        for each in found.problems:
-            if each.error == TargetError.__name__:
-                raise TargetError(f"Stage {self.name!r}: {each.message}", each.remedy)
 
     def _check_teacher(self, task: Training, before: Sequence[_Stage]) -> None:
         """Refuse a training that has no teacher and needs one, or one that is not there."""
