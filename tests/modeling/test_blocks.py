@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.blocks import block_of, find_blocks, sub_blocks
@@ -79,6 +79,28 @@ def test_embeddings_are_a_block_only_where_they_are_repeated() -> None:
 def test_a_list_inside_a_block_is_no_block() -> None:
     model = Model(2, Listed)
     assert list(find_blocks(model).values()) == ["body.layers.0", "body.layers.1"]
+
+
+class Named(nn.ModuleDict):
+    """A block whose parts have names, with a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__({"first": Attention(), "second": nn.Linear(4, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_list_that_is_called_is_a_block() -> None:
+    assert list(find_blocks(Model(2, Named)).values()) == ["body.layers.0", "body.layers.1"]
+
+
+def test_what_is_never_called_or_a_single_matrix_is_no_block() -> None:
+    model = Model(2)
+    model.body.layers.append(nn.ModuleList([nn.LayerNorm(4), Layer()]))
+    model.prenet = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    expected = ["body.layers.0", "body.layers.1", "body.layers.2.1"]
+    assert list(find_blocks(model).values()) == expected
 
 
 def test_a_model_without_repeated_blocks_has_none() -> None:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, XLMConfig, XLMWithLMHeadModel
 from llmcompressor import oneshot, verify
 from llmcompressor.checkpoint.compress import compress, quantized_modules
 from llmcompressor.checkpoint.journal import Journal
+from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError, TargetError
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modifiers.autoround import AutoRoundModifier, tune
@@ -384,6 +385,17 @@ def test_what_lies_in_no_block_is_rounded_to_nearest() -> None:
     nearest = tiny.run(tiny.llama(), QuantizationModifier(config_groups=GROUPS))
     assert torch.equal(model.lm_head.weight, nearest.lm_head.weight)
     assert "lm_head" not in modifier.records
+
+
+def test_that_a_model_has_no_blocks_is_told(warned: list[str]) -> None:
+    groups = {"all": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "channel"}}}
+    for layers, is_told in (([torch.nn.Linear(8, 8)], True), ([torch.nn.Identity()], False)):
+        model = torch.nn.Sequential(*layers)
+        modifier = AutoRoundModifier(config_groups=groups, iters=2, allow_unmatched=True)
+        modifier.initialize(State(model=model))
+        told = [line for line in warned if "has no blocks" in line and "1 modules" in line]
+        assert bool(told) == is_told
+        warned.clear()
 
 
 def test_fields_without_effect_are_named(warned: list[str]) -> None:

@@ -12,7 +12,7 @@ from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modeling.paused_forward import check_not_nested
 from llmcompressor.names import named_modules
 
-__all__ = ["block_of", "find_blocks", "sub_blocks"]
+__all__ = ["block_of", "find_blocks", "is_bare_list", "sub_blocks"]
 
 
 def find_blocks(model: Module, targets: Sequence[str] | None = None) -> dict[Module, str]:
@@ -68,24 +68,22 @@ def _embeds(module: Module) -> bool:
 def _listed_layers(model: Module) -> Iterator[tuple[Module, str]]:
     inside: tuple[str, ...] = ()
     for name, module in named_modules(model):
-        if inside and name.startswith(inside):
+        if not isinstance(module, ModuleList) or (inside and name.startswith(inside)):
             continue
-        if not isinstance(module, ModuleList) or any(map(_is_list, module)):
-            continue
-        layers = [
-            (own, layer)
-            for own, layer in module.named_children()
-            if any(True for _ in layer.children())
-        ]
-        if layers:  # a list of matrices is a part of something
-            inside = (*inside, f"{name}.")
-            for own, layer in layers:
-                yield layer, f"{name}.{own}"
+        for own, entry in module.named_children():
+            is_matrix = not any(True for _ in entry.children())  # a part of something
+            if not (is_matrix or is_bare_list(entry)):
+                inside = (*inside, f"{name}.{own}.")
+                yield entry, f"{name}.{own}"
 
 
-def _is_list(entry: Module) -> bool:
-    """Whether an entry of a list is a list itself, which is never called."""
-    return isinstance(entry, ModuleList | ModuleDict)
+def is_bare_list(module: Module) -> bool:
+    """Whether a module is a list, or a dict, that is never called; its entries are.
+
+    One with a forward of its own is called as any other module.
+    """
+    is_list = isinstance(module, ModuleList | ModuleDict)
+    return is_list and type(module).forward is Module.forward
 
 
 def sub_blocks(block: Module, name: str, wanted: Collection[Module]) -> dict[Module, str]:
@@ -95,7 +93,7 @@ def sub_blocks(block: Module, name: str, wanted: Collection[Module]) -> dict[Mod
     """
     parts: dict[Module, str] = {}
     for child_name, child in block.named_children():
-        if isinstance(child, ModuleList | ModuleDict):
+        if is_bare_list(child):
             parts |= sub_blocks(child, f"{name}.{child_name}", wanted)
         elif any(module in wanted for module in child.modules()):
             parts[child] = f"{name}.{child_name}"

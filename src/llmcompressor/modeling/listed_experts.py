@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList
 
 from llmcompressor.modeling.alike_experts import form_of_module
+from llmcompressor.modeling.blocks import is_bare_list
 from llmcompressor.modeling.call_order import first_tensor, version_of
 from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.stubs import Forward, stubbed
@@ -67,8 +68,7 @@ def lists_of_alike(model: Module) -> Iterator[ExpertList]:
         members = members_of(module)
         inside = any(part.isdecimal() for part in name.split("."))
         if inside and len(members) > 1 and len(set(map(form_of_module, members.values()))) == 1:
-            has_forward = type(module).forward not in (ModuleList.forward, ModuleDict.forward)
-            holder = name if has_forward else name.rpartition(".")[0]
+            holder = name.rpartition(".")[0] if is_bare_list(module) else name
             holders = list(_on_the_way(model, holder))
             yield ExpertList(name, module, members, holders[-1], holders)
 

@@ -227,6 +227,12 @@ class AutoRoundModifier(QuantizationMixin):
                 for one in inside
                 if one in places and isinstance(places[one].mixture, LinearExperts)
             }
+        outside = [one for one in state.model.modules() if self._is_tuned(one)]
+        if self.iters and outside and not self._widest:
+            logger.warning(
+                f"{type(state.model).__name__} has no blocks that AutoRoundModifier could learn "
+                f"from: its {len(outside)} modules are rounded to nearest."
+            )
         return True
 
     def _counts_shown(self, modules: Sequence[Module], data: DataSize) -> tuple[int, int]:
