@@ -11,6 +11,7 @@ import pytest
 import tiny_llama as tiny
 import tiny_mixtures as mixtures
 import torch
+from tests.listed_mixtures import AsList
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -228,46 +229,10 @@ def test_few_tokens_are_not_solved_for(enough: bool, monkeypatch: pytest.MonkeyP
     assert all((one.error_begun < one.error_nearest) is enough for one in each)
 
 
-class AsList(torch.nn.Module):
-    """A mixture whose own code calls its experts one by one; their widths may differ."""
-
-    def __init__(self, mixture: Any, narrower: int) -> None:
-        super().__init__()
-        self.gate, stacks = mixture.gate, mixture.experts
-        self.experts = torch.nn.ModuleList()
-        for gate_up, down in zip(stacks.gate_up_proj, stacks.down_proj, strict=True):
-            kept = down.shape[1] - (0 if self.experts else narrower)
-            gate, up = (one[:kept] for one in gate_up.chunk(2))
-            self.experts.append(Expert(gate, up, down[:, :kept]))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        rows = hidden_states.flatten(0, 1)
-        _, weights, chosen = self.gate(rows)
-        output = torch.zeros_like(rows)
-        for number, expert in enumerate(self.experts):
-            row, place = torch.where(chosen == number)
-            if len(row):
-                output.index_add_(0, row, expert(rows[row]) * weights[row, place, None])
-        return output.view_as(hidden_states)
-
-
-class Expert(torch.nn.Module):
-    def __init__(self, *weights: Tensor) -> None:
-        super().__init__()
-        for name, weight in zip(("gate_proj", "up_proj", "down_proj"), weights, strict=True):
-            linear = torch.nn.Linear(*reversed(weight.shape), bias=False)
-            linear.weight = torch.nn.Parameter(weight.detach().clone())
-            setattr(self, name, linear)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return made
-
-
 def as_lists(*, narrower: int = 0) -> Any:
     model = mixtures.mixture("mixtral")
     for layer in model.model.layers:
-        layer.mlp = AsList(layer.mlp, narrower)
+        layer.mlp = AsList(layer.mlp, narrower=narrower)
     return model.eval()
 
 
@@ -362,3 +327,16 @@ def test_what_they_are_shown_takes_no_more_than_it_may(
     for name, one in modifier.records.items():
         is_starved = any(name.startswith(expert) for expert in starved)
         assert (one.moved == 0) == is_starved
+
+
+@pytest.mark.parametrize("policy", ["all_tokens", "neighbours"])
+def test_that_what_they_are_shown_is_too_little_is_told(policy: str, warned: list[str]) -> None:
+    data = [{"input_ids": torch.arange(3, 9)[None]}]  # six tokens, and 32 columns at least
+    modifier = autoround(weights={"group_size": 8}, disable_opt_rtn=True)
+    starved = {**ROUTED, "min_tokens_per_module": 1.0, "starved_experts": policy}
+    tiny.run(mixtures.mixture("mixtral"), modifier, data=data, **starved)
+    told = [line for line in warned if "fewer tokens than" in line]
+    assert ["layers.0" in line for line in told] == [True, False]
+    of_experts = [one for name, one in modifier.records.items() if ".experts." in name]
+    assert of_experts
+    assert all(one.moved == 0 for one in of_experts)

@@ -15,6 +15,7 @@ import tiny_models as tiny
 import torch
 from pydantic import PrivateAttr
 from recorders import Recorder, hooks_left, plain_inputs, run_pipeline
+from tests.listed_mixtures import AsList
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
@@ -289,43 +290,6 @@ class Patient(Recorder):
 
     def accepts_unreached(self, name: str) -> bool:
         return True
-
-
-class AsList(nn.Module):
-    """A mixture of transformers with a list of experts in place of its stacks."""
-
-    def __init__(self, mixture: Any) -> None:
-        super().__init__()
-        self.gate = mixture.gate
-        self.experts = nn.ModuleList()
-        stacks = mixture.experts
-        for gate_up, down in zip(stacks.gate_up_proj, stacks.down_proj, strict=True):
-            self.experts.append(Gated(*gate_up.chunk(2), down))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        rows = hidden_states.flatten(0, 1)
-        _, weights, chosen = self.gate(rows)
-        output = torch.zeros_like(rows)
-        for number, expert in enumerate(self.experts):
-            row, place = torch.where(chosen == number)
-            if len(row):
-                output.index_add_(0, row, expert(rows[row]) * weights[row, place, None])
-        return output.view_as(hidden_states)
-
-
-class Gated(nn.Module):
-    """One expert, made of three matrices."""
-
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        super().__init__()
-        for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
-            linear = nn.Linear(*reversed(weight.shape), bias=False)
-            linear.weight = nn.Parameter(weight.detach().clone())
-            setattr(self, name, linear)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return made
 
 
 def build(kind: type[Listed], layer: int = 1) -> Any:

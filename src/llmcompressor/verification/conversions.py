@@ -93,16 +93,14 @@ def tables_quantized(config: Mapping[str, Any]) -> Tables | None:
     model, quantizer = class_model(config), _quantizer(config)
     if model is None or quantizer is None:
         return None
-    every: list[Any] = []
-    for prepared in (False, True):  # to prepare a large model takes long, and matters to few
+    try:
+        every: list[Any] = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    except ValueError:  # to prepare a large model takes long, and matters to these alone
+        ready = _prepared(model, quantizer)
         try:
-            asked = _prepared(model, quantizer) if prepared else model
-            every = get_model_conversion_mapping(asked, hf_quantizer=quantizer)
+            every = get_model_conversion_mapping(ready, hf_quantizer=quantizer)
         except ValueError:
-            if prepared:
-                return Tables(are_built=False, lose=lambda name: False)
-        else:
-            break
+            return Tables(are_built=False, lose=lambda name: False)
     renamings = [one for one in every if isinstance(one, WeightRenaming)]
     converters = [one for one in every if isinstance(one, WeightConverter)]
     losing = {
@@ -119,11 +117,15 @@ def tables_quantized(config: Mapping[str, Any]) -> Tables | None:
 def _prepared(model: Any, quantizer: Any) -> Any:
     """The model with parameters for codes and scales, as transformers asks for its tables.
 
-    A table that splits a weight then splits each of them, where all parts have them.
+    A table that splits a weight then splits each of them, where all parts have them. As it is
+    where it cannot be prepared: other rules speak of that.
     """
     ready = copy.deepcopy(model)
-    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # bars of progress
-        quantizer.preprocess_model(model=ready)
+    try:
+        with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # bars of progress
+            quantizer.preprocess_model(model=ready)
+    except Exception:  # a class of any kind
+        return model
     return ready
 
 

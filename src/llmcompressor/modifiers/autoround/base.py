@@ -370,14 +370,13 @@ class AutoRoundModifier(QuantizationMixin):
         """
         modules = {runner.block.get_submodule(key.removesuffix(".weight")): key for key in nearest}
         few = self._shown.held(modules)
-        left_out = self._shown.without_room(few)
-        if left_out:
-            logger.warning(
-                f"Second moments of what starved experts of {name} are shown would take more than "
-                f"4 GiB: {len(left_out)} of its Linears are rounded to nearest."
-            )
         shown = [([modules[one] for one in own], seen) for own, seen in self._shown.of(few)]
         held = solved_for_shown(runner, {modules[one]: nearest[modules[one]] for one in few}, shown)
+        _tell_rounded(
+            name,
+            no_room=len(self._shown.without_room(few)),
+            too_little=sum(held[key] is nearest[key] for key in held),
+        )
         held |= {key: one for key, one in nearest.items() if runner.is_rounded(key)}
         self._shown.drop(modules)
         runner.hold({key: runner.weight(key, _values(one)) for key, one in held.items()})
@@ -488,6 +487,20 @@ def _kept(value: Any) -> Any:
         return tensor.detach().cpu() if tensor.is_floating_point() else tensor.detach()
 
     return for_another_run(value, put_away)
+
+
+def _tell_rounded(block: str, *, no_room: int, too_little: int) -> None:
+    """Say that Linears of experts are rounded to nearest, whose policy is another one."""
+    if no_room:
+        logger.warning(
+            f"Second moments of what starved experts of {block} are shown would take more than "
+            f"4 GiB: {no_room} of its Linears are rounded to nearest."
+        )
+    if too_little > no_room:
+        logger.warning(
+            f"{too_little - no_room} Linears of experts of {block} are shown fewer tokens than "
+            "they have columns, and are rounded to nearest. Calibrate with more data."
+        )
 
 
 def _log(name: str, tuned: Tuned, nearest: float) -> None:
