@@ -21,30 +21,15 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
     _workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _workers))
 
-# Imported once, by the process that all those are forked from which tests start and kill.
-multiprocessing.set_forkserver_preload(
-    [
-        "datasets",
-        "llmcompressor.cli",
-        "llmcompressor.entrypoints.model_free",
-        "llmcompressor.entrypoints.oneshot",
-        "llmcompressor.entrypoints.train",
-        "llmcompressor.modifiers.distillation.output",
-        "llmcompressor.modifiers.gptq.base",
-        "llmcompressor.modifiers.pruning.constant",
-        "llmcompressor.modifiers.quantization.rounding",
-        "llmcompressor.modifiers.sparsity",
-        "llmcompressor.pipelines.sequential",
-        "torch.distributed.fsdp",
-        "transformers.models.llama.modeling_llama",
-    ]
-)
+multiprocessing.set_forkserver_preload(["tests.forked_from"])
 
 
 _READERS = """
 import json, os, sys, traceback
 import compressed_tensors, torch, transformers.models.llama.modeling_llama
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+get_checkpoint_conversion_mapping("llama")  # of all model types, and kept
 for line in sys.stdin:
     order = json.loads(line)
     child = os.fork()
@@ -100,6 +85,23 @@ def no_waiting_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda handle: None)
         patched.setattr(os, "fdatasync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_housekeeping() -> Iterator[None]:
+    """Thousands of tests in one process leave a heap of many pieces, which takes long to look over.
+
+    Freed memory is returned in the tests that are about it and in processes of their own.
+    """
+    from llmcompressor import memory
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(memory, "_unused", lambda library: 0.0)
+        if "torch" in sys.modules:  # else nothing is trained here
+            import accelerate.utils.memory as housekeeping
+
+            patched.setattr(housekeeping, "clear_device_cache", lambda **options: None)
         yield
 
 

@@ -17,9 +17,12 @@ import torch
 
 from llmcompressor import memory
 
+LOOK = memory._unused
+
 
 @pytest.fixture(autouse=True)
-def _looked_up_again() -> Iterator[None]:
+def _looked_up_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(memory, "_unused", LOOK)
     look_up = memory._library
     look_up.cache_clear()
     yield

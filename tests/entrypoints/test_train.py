@@ -13,8 +13,8 @@ import small_models as small
 import torch
 import transformers
 from datasets import Dataset, DatasetDict
+from logging_modifier import LoggingModifier
 from safetensors.torch import load_file
-from test_user_modifier import LoggingModifier
 from torch.utils.data import IterableDataset
 from training_cases import QUANTIZE, Freezer, arguments
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import small_models as small
 import torch
+from logging_modifier import LoggingModifier
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import active_session, create_session, oneshot
@@ -16,16 +17,6 @@ from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.recipe import Recipe
-
-
-class LoggingModifier(Modifier):
-    """Writes down what it is shown."""
-
-    seen: ClassVar[list[tuple[Any, ...]]] = []
-
-    def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        self.seen.append((state.model, state.hardware.device, state.optimizer, active_session()))
-        return True
 
 
 class Undeclared(Modifier):

@@ -88,12 +88,23 @@ def test_lambda_gets_every_argument(monkeypatch):
     ]
 
 
-def test_python_logger_to_logging(caplog):
-    caplog.set_level(logging.DEBUG)
-    logger = PythonLogger(logging.getLogger("mine"), log_level=logging.INFO)
+def records_of(name):
+    """A logger of ``logging`` that no other test has, and the list that its records go to."""
+    records, logger = [], logging.getLogger(name)
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    return logger, records
+
+
+def test_python_logger_to_logging():
+    mine, records = records_of("mine")
+    logger = PythonLogger(mine, log_level=logging.INFO)
     logger.log_scalar("loss", 1.5, step=3)
     logger.log_string("note", "50 %s {}", level=logging.ERROR)
-    assert [(each.levelno, each.getMessage()) for each in caplog.records] == [
+    assert [(each.levelno, each.getMessage()) for each in records] == [
         (logging.INFO, "python loss step 3: 1.5"),
         (logging.ERROR, "python note: 50 %s {}"),
     ]
@@ -187,18 +198,18 @@ def test_a_package_that_is_not_there_is_named(monkeypatch, module, make):
         make()
 
 
-def test_group_logs_everywhere(wandb, caplog):
-    caplog.set_level(logging.INFO)
+def test_group_logs_everywhere(wandb):
+    own, records = records_of("group")
     seen, writer = [], Writer()
     group = SparsificationGroupLogger(
         lambda_func=lambda *entry: seen.append(entry[0]),
-        python=logging.getLogger("group"),
+        python=own,
         tensorboard=writer,
         wandb_={"project": "p"},
     )
     assert all(use_all(group))
     assert seen == ["hyperparams", "loss", "losses", "note"]
-    assert len(writer.calls) == len(caplog.records) == 4
+    assert len(writer.calls) == len(records) == 4
     assert len(wandb.logged) == 3
     assert group.save("file")
     group.enabled = False
