@@ -12,7 +12,14 @@ import yaml
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field, PrivateAttr, computed_field, model_serializer
+from pydantic import (
+    BaseModel,
+    Field,
+    PrivateAttr,
+    computed_field,
+    field_serializer,
+    model_serializer,
+)
 
 from llmcompressor.errors import OutputError
 from llmcompressor.logger import logger
@@ -254,6 +261,34 @@ def test_values_without_a_spelling_are_left_out_aloud():
         logger.remove(sink)
     assert "dtype: float64" in text
     assert "WritingPlain holds <built-in function len>" in heard[0]
+
+
+class WritingHard(WritingPlain):
+    """Fields whose values pydantic cannot make plain, and one whose serializer fails."""
+
+    blob: bytes = b""
+    table: Any = ()
+    late: int = 0
+
+    @field_serializer("late")
+    def _serialize(self, value: int) -> int:
+        if value:
+            raise RuntimeError("not now")
+        return value
+
+
+def test_a_field_that_cannot_be_written_costs_no_run(warned):
+    modifier = WritingHard(blob=b"\xff", table=len, late=3, rate=0.5)
+    [again] = Recipe.create_instance(Recipe.from_modifiers([modifier]).yaml()).modifiers
+    assert (again.blob, again.table, again.late, again.rate) == (b"", (), 3, 0.5)
+    assert len(warned) == 2
+    for held in ("b'\\xff'", "<built-in function len>"):
+        assert any(f"WritingHard holds {held}, which no recipe" in text for text in warned)
+    [again] = Recipe.create_instance(
+        Recipe.from_modifiers([WritingHard(blob=b"text")]).yaml()
+    ).modifiers
+    assert again.blob == b"text"
+    assert len(warned) == 2
 
 
 @pytest.mark.parametrize(

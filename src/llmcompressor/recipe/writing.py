@@ -8,7 +8,7 @@ default, so that a later change of a default does not change what a saved recipe
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -78,25 +78,44 @@ def modifier_fields(modifier: Modifier) -> dict[str, Any]:
 
     A field that is ``None`` is left out where ``None`` is what it is anyway.
     """
-    owner = type(modifier).__name__
 
     def spelled(value: Any) -> Any:
         plain = _spelled(value)
-        if plain is not None:
-            return plain
-        logger.warning(
-            f"A field of {owner} holds {value!r:.80}, which no recipe can hold: recipe.yaml is "
-            "written without it."
-        )
-        return None
+        if plain is None:
+            _warn_of_loss(modifier, value)
+        return plain
 
-    dumped = modifier.model_dump(mode="json", fallback=spelled)
+    try:
+        dumped = modifier.model_dump(mode="json", fallback=spelled)
+    except Exception:  # bytes that are no text, or whatever a serializer of a user's raises
+        dumped = _dumped_one_by_one(modifier, spelled)
     fields: dict[str, Any] = _plain(modifier, dumped)
     return {
         name: value
         for name, value in fields.items()
         if name not in _LABELS and not name.endswith("_")
     }
+
+
+def _warn_of_loss(modifier: Modifier, value: Any) -> None:
+    logger.warning(
+        f"A field of {type(modifier).__name__} holds {value!r:.80}, which no recipe can hold: "
+        "recipe.yaml is written without it."
+    )
+
+
+def _dumped_one_by_one(modifier: Modifier, spelled: Callable[[Any], Any]) -> dict[str, Any]:
+    """The fields in plain types; one that cannot be made so is warned of, and ``None``."""
+    dumped: dict[str, Any] = {}
+    for name in type(modifier).model_fields:
+        try:
+            dumped.update(modifier.model_dump(mode="json", include={name}, fallback=spelled))
+        except Exception:  # of any kind, and the work of hours is not to be lost by it
+            value = getattr(modifier, name)
+            dumped[name] = _spelled(value)
+            if dumped[name] is None:
+                _warn_of_loss(modifier, value)
+    return dumped
 
 
 def _class_name(modifier: Modifier) -> str:
@@ -140,8 +159,9 @@ def _groups(stage: Stage) -> dict[str, list[Modifier]]:
 def _plain(value: Any, dumped: Any) -> Any:
     """``dumped`` corrected by what it was made of.
 
-    Models lose their empty fields, sets get an order, and what a serializer dropped comes back
-    where it has a spelling: infinities within untyped values, dtypes that a format does not store.
+    Models lose their empty fields and those that have no spelling, sets get an order, and what a
+    serializer dropped comes back where it has one: infinities within untyped values, dtypes that a
+    format does not store.
     """
     if isinstance(value, BaseModel) and isinstance(dumped, dict):
         return {
@@ -150,7 +170,7 @@ def _plain(value: Any, dumped: Any) -> Any:
             if (name in dumped or not info.exclude)
             and not (
                 (plain := _plain_field(getattr(value, name), name, dumped)) is None
-                and _is_null_by_default(info)
+                and (getattr(value, name) is not None or _is_null_by_default(info))
             )
         }
     if dumped is None and value is not None:
