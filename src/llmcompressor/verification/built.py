@@ -364,7 +364,8 @@ def renamed_names(model: Any, others: Iterable[str] = ()) -> Callable[[str], str
 
     every: list[Any] = get_model_conversion_mapping(model)
     renamings = [one for one in every if isinstance(one, WeightRenaming)]
-    own, prefix = dict.fromkeys([*model.state_dict(), *others]), model.base_model_prefix
+    # transformers looks whether there is anything under a name
+    own, prefix = dict.fromkeys([*model.state_dict(), *others], True), model.base_model_prefix
     return lambda name: str(rename_source_key(name, renamings, [], prefix, own)[0])
 
 
