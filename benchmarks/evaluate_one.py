@@ -38,18 +38,25 @@ def evaluate(checkpoint: str, dense: str | None, ids_NT: torch.Tensor, batch: in
 def lost(
     model: torch.nn.Module, reference: torch.nn.Module | None, ids_NT: torch.Tensor, batch: int
 ) -> dict:
-    """Loss, and where the dense model is given the distance from it, per predicted token."""
-    loss = divergence = agreed = 0.0
-    for ids_BT in ids_NT.split(batch):
+    """Loss, and where the dense model is given the distance from it, per predicted token.
+
+    Losses of each window stand beside the mean: two checkpoints are compared window by window.
+    """
+    divergence = agreed = 0.0
+    losses_N = torch.zeros(len(ids_NT), dtype=torch.float64)
+    for start in range(0, len(ids_NT), batch):
+        ids_BT = ids_NT[start : start + batch]
         target_B = ids_BT[:, 1:].flatten()
         found_BV = log_probabilities(model, ids_BT).flatten(0, 1)
-        loss += cross_entropy(found_BV, target_B, reduction="sum").item()
+        losses_BT = cross_entropy(found_BV, target_B, reduction="none").view(len(ids_BT), -1)
+        losses_N[start : start + batch] = losses_BT.double().mean(1)
         if reference is not None:
             right_BV = log_probabilities(reference, ids_BT).flatten(0, 1)
             divergence += kl_div(found_BV, right_BV, reduction="sum", log_target=True).item()
             agreed += (found_BV.argmax(-1) == right_BV.argmax(-1)).sum().item()
-    tokens = ids_NT[:, 1:].numel()
-    result = {"tokens": tokens, "loss": loss / tokens, "perplexity": math.exp(loss / tokens)}
+    tokens, loss = ids_NT[:, 1:].numel(), losses_N.mean().item()
+    result = {"tokens": tokens, "loss": loss, "perplexity": math.exp(loss)}
+    result["windows"] = [round(each, 5) for each in losses_N.tolist()]
     if reference is not None:
         result |= {"divergence": divergence / tokens, "agreement": agreed / tokens}
     return result
