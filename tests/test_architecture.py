@@ -22,6 +22,7 @@ FLOORS = {
     "errors": 0,
     "logger": 0,
     "collecting": 0,
+    "device_memory": 0,
     "host_memory": 0,
     "memory": 0,
     "names": 0,

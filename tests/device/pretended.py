@@ -65,6 +65,8 @@ class Device:
         for name in ("in_use", "peak", "capacity"):
             getattr(self._library, f"device_{name}").restype = ctypes.c_int64
         self._called: Any = None
+        self.held = 0
+        """Bytes that torch's allocator keeps for nobody, until its cache is emptied."""
 
     @property
     def in_use(self) -> int:
@@ -84,6 +86,15 @@ class Device:
     @capacity.setter
     def capacity(self, size: int) -> None:
         self._library.device_set_capacity(ctypes.c_int64(size))
+
+    @property
+    def left(self) -> int:
+        """Bytes that are neither in use nor held."""
+        return self.capacity - self.in_use - self.held
+
+    def let_go(self) -> None:
+        """Hold nothing for nobody."""
+        self.held = 0
 
     def reset_peak(self) -> None:
         """Measure anew from here on."""
@@ -119,11 +130,12 @@ def _answer(cuda: Any, device: Device, torch: Any) -> None:
     cuda.current_device = lambda: 0
     cuda.set_device = lambda of=None: None
     cuda.synchronize = lambda of=None: None
-    cuda.empty_cache = lambda: None
+    cuda.empty_cache = device.let_go
     cuda.get_device_capability = lambda of=None: (9, 0)
     cuda.get_device_name = lambda of=None: "pretended"
     cuda.is_bf16_supported = lambda *args, **kwargs: True
-    cuda.mem_get_info = lambda of=None: (device.capacity - device.in_use, device.capacity)
+    cuda.mem_get_info = lambda of=None: (device.left, device.capacity)
+    cuda.memory_reserved = lambda of=None: device.in_use + device.held
     cuda.memory_allocated = lambda of=None: device.in_use
     cuda.max_memory_allocated = lambda of=None: device.peak
     cuda.reset_peak_memory_stats = lambda of=None: device.reset_peak()
@@ -144,7 +156,9 @@ def _answer_for_accelerators(accelerator: Any, device: Device, torch: Any) -> No
     accelerator.current_device_index = lambda: 0
     accelerator.set_device_index = lambda of=None: None
     accelerator.synchronize = lambda of=None: None
-    accelerator.empty_cache = lambda: None
+    accelerator.empty_cache = device.let_go
+    accelerator.get_memory_info = lambda of=None: (device.left, device.capacity)
+    accelerator.memory_reserved = lambda of=None: device.in_use + device.held
     accelerator.memory_allocated = lambda of=None: device.in_use
     accelerator.max_memory_allocated = lambda of=None: device.peak
     accelerator.reset_peak_memory_stats = lambda of=None: device.reset_peak()

@@ -135,6 +135,22 @@ class Runs:
             found[name] = _devices(model)
         return found
 
+    def held(self) -> dict[str, Any]:
+        """Where models go while an allocator holds nearly all of the device for nobody."""
+        import torch
+
+        from llmcompressor.modeling.spilled import room_on
+
+        found: dict[str, Any] = {"free": room_on(torch.device("cuda", 0))}
+        self._device.held = self._device.left - 2**16
+        found["free, held"] = room_on(torch.device("cuda", 0))
+        found["folder"] = _devices(self._oneshot("rtn", "held", model=self._model("llama")))
+        found["kept"] = self._device.held
+        self._device.held = self._device.left - 2**16
+        model = self._model("llama")
+        found["whole"] = _devices(self._oneshot("gptq", "whole", model=model, pipeline="basic"))
+        return found
+
     def bounded(self, name: str, limits: list[int | None], samples: int = 64) -> list[Any]:
         """Under each limit the planned and the measured peak, or what was said and what is left."""
         from llmcompressor import plan

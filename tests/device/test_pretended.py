@@ -129,3 +129,11 @@ def test_a_limit_of_the_device_is_kept_or_refused(on_device: Run) -> None:
     assert "max_memory allows 0 MiB on cuda" in refused[0]
     assert refused[1] == []
     assert same
+
+
+def test_what_the_allocator_holds_for_nobody_is_free(on_device: Run) -> None:
+    """A second run in a process finds the device as full as the first one ever had it."""
+    found = on_device("held")
+    assert found["folder"] == found["whole"] == "cuda:0"
+    assert found["free, held"] == found["free"] > 2**20
+    assert found["kept"] == 0

@@ -27,6 +27,7 @@ from llmcompressor.checkpoint.workspace import reserved
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
+from llmcompressor.device_memory import free_device_memory, give_back_device_memory
 from llmcompressor.entrypoints.checking import (
     check_writable_model,
     check_written,
@@ -254,7 +255,8 @@ def _placed(model: Module, device: str | None) -> Module:
         return model.to(device)
     if not torch.cuda.is_available():
         return model
-    free, _ = torch.cuda.mem_get_info()
+    give_back_device_memory()
+    free = free_device_memory(torch.cuda.current_device())
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     if size > free * _SHARE_FOR_WEIGHTS:
         logger.warning(

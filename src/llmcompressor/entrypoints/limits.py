@@ -11,6 +11,7 @@ import torch
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.checkpoint.block_weights import REST, BlockWeights
+from llmcompressor.device_memory import free_device_memory, give_back_device_memory
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logger
@@ -53,7 +54,8 @@ class Limits:
         if not torch.cuda.is_available():
             return torch.device("cpu")
         device = torch.device("cuda", torch.cuda.current_device())
-        free, _ = torch.cuda.mem_get_info(device)
+        give_back_device_memory()
+        free = free_device_memory(device)
         allowed = min(free, self._given.get(device.index, free))
         needed = self._needed(weights)
         if needed <= allowed * _SHARE_FOR_WEIGHTS:

@@ -14,6 +14,7 @@ import torch
 
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.collecting import without_collecting
+from llmcompressor.device_memory import free_device_memory
 from llmcompressor.entrypoints.devices import named_device
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.limits import Limits
@@ -287,5 +288,5 @@ def _device(job: Job, subject: Subject) -> torch.device:
             weights.close()
     if asked is not None:
         return named_device(asked)
-    free, _ = torch.cuda.mem_get_info()
+    free = free_device_memory(torch.cuda.current_device())
     return torch.device("cuda" if subject.source_bytes <= free * _SHARE_FOR_WEIGHTS else "cpu")

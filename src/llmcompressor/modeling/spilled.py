@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from llmcompressor.device_memory import free_device_memory
 from llmcompressor.errors import OutputError
 from llmcompressor.host_memory import free_host_memory
 from llmcompressor.memory import let_go_of_pages
@@ -35,7 +36,7 @@ def room_on(device: torch.device, limit: int | None = None) -> int:
     """
     if device.type != "cuda":
         return 0
-    free, _ = torch.cuda.mem_get_info(device)
+    free = free_device_memory(device)
     if limit is not None:
         free = min(free, max(limit - torch.cuda.memory_allocated(device), 0))
     return int(free * _SHARE_OF_FREE_MEMORY)

@@ -17,6 +17,7 @@ from llmcompressor.checkpoint.space import beside_weights, check_space, lacking
 from llmcompressor.checkpoint.staging import work_folder
 from llmcompressor.checkpoint.workspace import files_of, scratch_of
 from llmcompressor.core.state import State
+from llmcompressor.device_memory import free_device_memory
 from llmcompressor.errors import CompressorError, InputError, OutputError, TargetError
 from llmcompressor.host_memory import free_host_memory
 from llmcompressor.memory import give_back_freed
@@ -350,7 +351,7 @@ class _Maker:
     def _device(self) -> Capacity:
         device, free = self._request.device, None
         if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+            free = free_device_memory(device) + torch.cuda.memory_allocated(device)
         return Capacity(f"the memory of {device}", free, self._request.device_limit)
 
     def _check_space(self, output: Output, scratches: int, kept: int) -> None:

@@ -15,6 +15,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from llmcompressor.device_memory import free_device_memory, give_back_device_memory
 from llmcompressor.logger import logger
 
 __all__ = ["best_device", "calculate_offload_device_map", "dispatch_for_generation"]
@@ -35,7 +36,7 @@ def best_device() -> torch.device:
     count = torch.accelerator.device_count()
     if count == 1:
         return torch.device(kind.type, 0)
-    return torch.device(kind.type, max(range(count), key=_free_bytes))
+    return torch.device(kind.type, max(range(count), key=free_device_memory))
 
 
 def dispatch_for_generation(
@@ -59,7 +60,8 @@ def dispatch_for_generation(
     if target.type == "cpu":
         return model
     remove_hook_from_submodules(model)
-    free = {index: _free_bytes(index) for index in range(torch.accelerator.device_count())}
+    give_back_device_memory()
+    free = {index: free_device_memory(index) for index in range(torch.accelerator.device_count())}
     if target.type == "mps" or _bytes_of(model) <= _SHARE_FOR_WEIGHTS * free[target.index]:
         nn.Module.to(model, target)
         return model
@@ -109,7 +111,7 @@ def calculate_offload_device_map(
         model = model_cls.from_config(config, dtype=torch_dtype)
     reserved = _gram_bytes(model) if reserve_for_hessians else 0
     memory: dict[int | str, int | str] = {
-        index: max(0, int(_SHARE_FOR_WEIGHTS * _free_bytes(index)) - reserved)
+        index: max(0, int(_SHARE_FOR_WEIGHTS * free_device_memory(index)) - reserved)
         for index in range(min(num_gpus, available))
     }
     memory["cpu"] = _bytes_of(model)
@@ -118,10 +120,6 @@ def calculate_offload_device_map(
             model, max_memory=memory, no_split_module_classes=sorted(model._no_split_modules or ())
         )
     )
-
-
-def _free_bytes(index: int) -> int:
-    return int(torch.accelerator.get_memory_info(index)[0])
 
 
 def _bytes_of(model: nn.Module) -> int:
