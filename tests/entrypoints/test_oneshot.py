@@ -607,6 +607,23 @@ def test_in_inference_mode_a_folder_is_compressed_as_without(recipe: str, tmp_pa
     assert all(torch.equal(plain[name], inside[name]) for name in plain)
 
 
+def test_nothing_is_solved_with_coarse_products() -> None:
+    seen: list[str] = []
+
+    class Looking(QuantizationModifier):
+        def on_finalize(self, state: Any, **kwargs: Any) -> bool:
+            seen.append(torch.backends.cuda.matmul.fp32_precision)
+            return super().on_finalize(state, **kwargs)
+
+    torch.set_float32_matmul_precision("high")
+    try:
+        oneshot(model=small.llama(), recipe=Looking(targets="Linear", scheme="W8A16"))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == ["ieee"]
+
+
 @pytest.mark.parametrize("recipe", [GPTQ, STATIC])
 def test_under_autocast_a_model_is_compressed_as_without(
     recipe: str, tmp_path: Path, warned: list[str]

@@ -19,6 +19,7 @@ from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.streamed import run_streamed, streamable
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logged_to, logger
+from llmcompressor.numerics.precision import full_float32_products
 
 __all__ = ["Oneshot", "oneshot"]
 
@@ -104,6 +105,7 @@ class Oneshot(Job):
             free_session(),
             _left_inference_mode(model),
             _left_autocast(),
+            full_float32_products(),
         ):
             source = self.open_data()
             checkpoint = streamable(self)

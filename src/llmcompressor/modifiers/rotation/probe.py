@@ -24,6 +24,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.flow import probe_inputs
 from llmcompressor.modifiers.rotation.plan import Plan
+from llmcompressor.numerics.precision import full_float32_products
 
 __all__ = ["NARROW_TOLERANCE", "TOLERANCE", "Probe", "distance", "is_loaded", "logits"]
 
@@ -124,7 +125,7 @@ class Probe:
         def values(module: Module) -> dict[str, Tensor]:
             return _values(module, plan, gains, wide=self._wide)
 
-        with _float32_products(), _given(self._units, values):
+        with full_float32_products(), _given(self._units, values):
             return logits(self._model)
 
 
@@ -334,16 +335,3 @@ def _values(
         if norm.module is module and own is not None:
             found["weight"] = torch.full_like(own, 1.0 - norm.offset)
     return found
-
-
-@contextlib.contextmanager
-def _float32_products() -> Iterator[None]:
-    """Products of float32 have all of its digits, whatever accelerators are allowed else."""
-    precision = torch.get_float32_matmul_precision()
-    try:
-        if precision != "highest":
-            torch.set_float32_matmul_precision("highest")
-        yield
-    finally:
-        if precision != "highest":
-            torch.set_float32_matmul_precision(precision)

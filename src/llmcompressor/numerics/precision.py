@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float32 products with all of float32's digits, whatever a process allows for speed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["full_float32_products"]
+
+_FULL, _INHERITED = "ieee", "none"
+
+
+class _Settings:
+    """What was set before the first of those who are within; several threads may be at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._within = 0
+        self._before: list[tuple[Any, str]] = []
+
+    def enter(self) -> None:
+        with self._lock:
+            self._within += 1
+            if self._within == 1:
+                self._before = [(one, one.fp32_precision) for one in _products()]
+                for one, _ in self._before:
+                    one.fp32_precision = _FULL
+
+    def leave(self) -> None:
+        with self._lock:
+            self._within -= 1
+            if self._within == 0:
+                for one, before in self._before:
+                    one.fp32_precision = _INHERITED
+                    if one.fp32_precision != before:
+                        one.fp32_precision = before
+
+
+_SETTINGS = _Settings()
+
+
+def _products() -> list[Any]:
+    """Torch's settings for products; it does not declare them all."""
+    return [getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn")]
+
+
+@contextlib.contextmanager
+def full_float32_products() -> Iterator[None]:
+    """Take no TF32, and no bfloat16, for products of float32 inside; as before afterwards.
+
+    Trainings allow it for the process and leave it so (``TrainingArguments(tf32=True)``,
+    ``torch.set_float32_matmul_precision("high")``). With ten bits of a mantissa the Schur
+    complements of an ill-conditioned matrix are not positive any more, and what is solved on one
+    accelerator is not what is solved on another.
+    """
+    _SETTINGS.enter()
+    try:
+        yield
+    finally:
+        _SETTINGS.leave()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float32 products are whole within, and what a process allows is as before afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from llmcompressor.numerics.precision import full_float32_products
+
+BACKENDS: Any = torch.backends
+
+
+def found() -> tuple[str, ...]:
+    return (
+        BACKENDS.fp32_precision,
+        BACKENDS.cuda.matmul.fp32_precision,
+        BACKENDS.mkldnn.matmul.fp32_precision,
+    )
+
+
+def set_below(value: str) -> None:
+    BACKENDS.cuda.matmul.fp32_precision = value
+
+
+def set_all(value: str) -> None:
+    BACKENDS.fp32_precision = value
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    set_all("none")
+    torch.set_float32_matmul_precision("highest")
+    for backend in (BACKENDS.cuda, BACKENDS.mkldnn):
+        backend.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize(
+    "allow",
+    [
+        lambda: None,
+        lambda: torch.set_float32_matmul_precision("high"),
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: set_all("tf32"),  # what TrainingArguments(tf32=True) does
+        lambda: set_below("tf32"),
+    ],
+    ids=["nothing", "high", "medium", "all", "products"],
+)
+def test_they_are_whole_inside_and_as_before_afterwards(allow: Callable[[], None]) -> None:
+    allow()
+    before = found()
+    with full_float32_products():
+        assert found()[1:] == ("ieee", "ieee")
+        with full_float32_products():
+            assert found()[1:] == ("ieee", "ieee")
+        assert found()[1:] == ("ieee", "ieee")
+    assert found() == before
+
+
+def test_what_was_inherited_is_inherited_again() -> None:
+    set_all("tf32")
+    with full_float32_products():
+        pass
+    set_all("ieee")
+    assert found()[1:] == ("ieee", "ieee")
+
+
+def test_the_last_of_several_runs_puts_it_back() -> None:
+    torch.set_float32_matmul_precision("high")
+    before = found()
+    first, second = full_float32_products(), full_float32_products()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert found()[1:] == ("ieee", "ieee")
+    second.__exit__(None, None, None)
+    assert found() == before
+
+
+def test_an_error_inside_puts_it_back() -> None:
+    torch.set_float32_matmul_precision("high")
+    before = found()
+    with pytest.raises(RuntimeError, match="inside"), full_float32_products():
+        raise RuntimeError("inside")
+    assert found() == before
