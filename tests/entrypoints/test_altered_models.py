@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from accelerate import cpu_offload, disk_offload
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from compressed_tensors.offload import remove_dispatch, set_onload_device
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -304,6 +305,18 @@ def test_weights_that_accelerate_keeps_elsewhere(tied, tmp_path, dispatched_mode
     written = [(tmp_path / one / "model.safetensors") for one in ("whole", "dispatched")]
     assert written[0].read_bytes() == written[1].read_bytes()
     assert_reads_as(returned, tmp_path / "dispatched")
+
+
+def test_hooks_that_send_inputs_elsewhere_go_where_a_device_is_asked_for(source, tmp_path):
+    """The weights come to that device; the hooks would send inputs to where they were."""
+    model = loaded(source)
+    add_hook_to_module(model.model.layers[1], AlignDevicesHook(execution_device="meta"))
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(Exception, match="meta"):
+        model(ids).logits.sum().item()
+    oneshot(model=model, recipe=fp8(), device="cpu", output_dir=tmp_path / "out")
+    assert not dispatched.is_dispatched(model)
+    assert model(ids).logits.isfinite().all()
 
 
 def test_weights_on_the_disk_that_memory_has_no_room_for(source, tmp_path, monkeypatch):

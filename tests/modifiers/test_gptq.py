@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from llmcompressor.modifiers.gptq import base as gptq_base
 from llmcompressor.modifiers.gptq.base import SolveRecord
 from llmcompressor.modifiers.pruning import WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.sparsity import solve as sparse_solver
 from llmcompressor.numerics import gptq as gptq_numerics
 from llmcompressor.numerics import gram
 from llmcompressor.numerics.hessian import SingularHessianError
@@ -412,6 +415,25 @@ def test_what_cannot_be_factorized_is_rounded_and_recorded(
         assert torch.equal(module.weight, rounded.get_submodule(name).weight)
 
 
+@pytest.mark.parametrize("module", [column_solver, sparse_solver], ids=["rounded", "pruned"])
+def test_what_failed_is_let_go_of_before_the_next_try(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frames of an error that is being handled hold matrices, on a device too."""
+    tries: list[tuple[int, Any]] = []
+
+    def fail(problems: Any, options: Any) -> Any:
+        tries.append((len(problems), sys.exc_info()[1]))
+        raise SingularHessianError("no")
+
+    last = "_rounded" if module is column_solver else "_chosen_by_score"
+    monkeypatch.setattr(module, "_swept" if module is column_solver else "_pruned", fail)
+    monkeypatch.setattr(module, last, lambda *_: sys.exc_info()[1])
+    problem = SimpleNamespace(gram_CC=torch.eye(2))
+    assert module._solve_batch([problem, problem], None) == [None, None]
+    assert tries == [(2, None), (1, None), (1, None)]
+
+
 @pytest.mark.parametrize(
     ("fields", "instead"),
     [
@@ -455,6 +477,15 @@ def test_inputs_of_two_streams_meet_only_where_their_tokens_are_the_same(
     )
     found = aligned_reference(module, torch.zeros(shape), state)
     assert (found is reference) == used
+
+
+def test_what_the_original_gets_lies_where_its_twin_does() -> None:
+    """A pass that waits on the host leaves what is little of it on the device."""
+    module = Linear(4, 4)
+    state = State(reference_inputs={module: torch.zeros(2, 5, 4)})
+    found = aligned_reference(module, torch.zeros(2, 5, 4, device="meta"), state)
+    assert found is not None
+    assert found.device.type == "meta"
 
 
 # ------------------------------------------------------------------ starved modules

@@ -383,6 +383,20 @@ def test_attention_that_cannot_be_replaced_after_all() -> None:
     assert not traces(model)
 
 
+def test_to_run_out_of_memory_says_nothing_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    def run_out(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    probe = Probe(lively(llama()))
+    monkeypatch.setattr(probe, "_logits", run_out)
+    for ask in (probe.runs_wide, lambda: probe.moved(Plan(torch.float32))):
+        with pytest.raises(torch.OutOfMemoryError):
+            ask()
+    assert not warned
+
+
 def test_products_that_a_training_allowed_to_be_coarse(warned: list[str]) -> None:
     """``TrainingArguments(tf32=True)`` leaves the process so, and torch's getter fails then."""
     backends: Any = torch.backends

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmcompressor.numerics import rotation as module
 from llmcompressor.numerics.cayley import cayley_step, orthogonality_error
@@ -89,6 +92,30 @@ def test_long_weights_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rotated_weight(W, inputs=[rotation])
     monkeypatch.setattr(module, "_CHUNK", 3 * C)
     assert torch.equal(rotated_weight(W, inputs=[rotation]), whole)
+
+
+class _Conversions(TorchDispatchMode):
+    """Counts those of ``[N, N]`` tensors."""
+
+    def __init__(self, order: int) -> None:
+        super().__init__()
+        self.found, self._shape = 0, (order, order)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_matrix = func is torch.ops.aten._to_copy.default and args[0].shape == self._shape
+        self.found += is_matrix
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_matrix_is_brought_to_the_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for each part of it: that is gigabytes for every weight of a large model."""
+    monkeypatch.setattr(module, "_CHUNK", 3 * C)
+    one = Rotation.of_matrix(random_orthogonal(C, torch.Generator().manual_seed(0)))
+    other = Rotation.of_matrix(random_orthogonal(R, torch.Generator().manual_seed(0)))
+    W = draw(R, C).float()
+    with _Conversions(C) as of_inputs, _Conversions(R) as of_outputs:
+        rotated_weight(W, inputs=[one], outputs=[other], precision=torch.float32)
+    assert of_inputs.found == of_outputs.found == 1
 
 
 @pytest.mark.parametrize("is_hadamard", [True, False])

@@ -21,7 +21,12 @@ from llmcompressor.errors import ArgumentError
 from llmcompressor.host_memory import free_host_memory
 from llmcompressor.units import in_bytes
 
-__all__ = ["is_offloaded", "take_back"]
+__all__ = ["is_dispatched", "is_offloaded", "take_back"]
+
+
+def is_dispatched(model: Module) -> bool:
+    """Whether accelerate's hooks move inputs to where weights are, or the weights themselves."""
+    return any(True for one in model.modules() for _ in _aligning(one))
 
 
 def is_offloaded(model: Module) -> bool:

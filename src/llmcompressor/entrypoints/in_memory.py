@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from llmcompressor.checkpoint.dispatched import is_offloaded, take_back
+from llmcompressor.checkpoint.dispatched import is_dispatched, is_offloaded, take_back
 from llmcompressor.checkpoint.experts import close_dense, open_experts
 from llmcompressor.checkpoint.finite import first_nonfinite
 from llmcompressor.checkpoint.load import (
@@ -146,9 +146,10 @@ def _given_model(task: Task, given: Any) -> Module:
     check_unadapted(model)
     check_unoffloaded(model)
     check_unquantized(model)
+    device = task.model_args.device
     was_offloaded = is_offloaded(model)
-    if was_offloaded:
-        take_back(model)
+    if was_offloaded or (device is not None and is_dispatched(model)):
+        take_back(model)  # hooks would go on sending inputs to where weights were
     _check_values(model)
     wanted, own = parse_precision(task.model_args.precision), getattr(model, "dtype", None)
     if isinstance(wanted, torch.dtype) and wanted != own:
@@ -158,8 +159,8 @@ def _given_model(task: Task, given: Any) -> Module:
         )
     if not task.model_args.tie_word_embeddings:
         untie_embeddings(model)
-    if task.model_args.device is not None:
-        model.to(task.model_args.device)
+    if device is not None:
+        model.to(device)
     elif was_offloaded:  # it may lie on several devices, and nothing moves its inputs now
         _placed(model.to("cpu"), None)
     align(model)

@@ -196,7 +196,7 @@ class LinearExperts(Module):
         routes = self._routes(*arguments, **named)
         if routes.real is None:
             return [len(rows) for rows in routes.rows]
-        return [int(real.sum()) for real in routes.real]
+        return [int(count) for count in torch.stack([one.sum() for one in routes.real]).tolist()]
 
     def _routes(
         self,
@@ -221,7 +221,8 @@ class LinearExperts(Module):
             inputs = [one_TH[row] for one_TH, row in zip(each_ETH, rows, strict=True)]
         real_T, real = self.real_T, None
         if real_T is not None and len(real_T) == len(tokens_TH):
-            real = [real_T.to(row.device)[row] for row in rows]
+            real_T = real_T.to(rows[0].device)
+            real = [real_T[row] for row in rows]
         return Routes(tokens_TH, rows, weights, inputs, real)
 
     def _run(self, expert: int, routes: Routes) -> Tensor:

@@ -14,6 +14,7 @@ __all__ = ["aligned_reference"]
 def aligned_reference(module: Module, tensor: Tensor, state: State) -> Tensor | None:
     """What ``module`` gets in the original model, if its tokens are those of ``tensor``.
 
+    It lies where ``tensor`` does: a pass may wait elsewhere with all but what is little of it.
     A router may send other tokens to an expert in the original model, even as many.
     """
     references = state.reference_inputs
@@ -23,4 +24,4 @@ def aligned_reference(module: Module, tensor: Tensor, state: State) -> Tensor | 
     ids = None if state.batch_data is None else state.batch_data.get("input_ids")
     if tensor.ndim == 2 and isinstance(ids, Tensor) and len(tensor) != ids.numel():
         return None
-    return reference
+    return reference.to(tensor.device)

@@ -19,6 +19,7 @@ Legend: R outputs, C inputs, N order of a rotation, T rows of any kind.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,12 @@ class Rotation:
             y = y @ self.matrix_NN.to(y)
         return y.flatten(-2)
 
+    def placed(self, device: torch.device, dtype: torch.dtype) -> Rotation:
+        """The same, with its matrix where and as it is multiplied with."""
+        if self.matrix_NN is None:
+            return self
+        return dataclasses.replace(self, matrix_NN=self.matrix_NN.to(device, dtype))
+
     def transposed(self) -> Rotation:
         """The rotation back."""
         return Rotation.of_matrix(self.matrix().T.contiguous())
@@ -130,12 +137,16 @@ def rotated_weight(
             wide_TC = rotation(wide_TC)
         return wide_TC
 
+    # once, and not for each part
+    inputs = [one.placed(W_RC.device, precision) for one in inputs]
     R, C = W_RC.shape
     result_RC = torch.empty_like(W_RC, dtype=dtype, memory_format=torch.contiguous_format)
     is_apart = bool(outputs) and result_RC.dtype != precision
     between_RC = torch.empty_like(result_RC, dtype=precision) if is_apart else result_RC
     for low, high in _parts(R, C):  # embeddings are long
         between_RC[low:high] = columns(W_RC[low:high])
+    inputs = []  # what was placed is not held on to
+    outputs = [one.placed(W_RC.device, precision) for one in outputs]
     for low, high in _parts(C, R) if outputs else ():
         wide_KR = between_RC[:, low:high].T
         for rotation in outputs:

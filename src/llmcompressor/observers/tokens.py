@@ -84,6 +84,7 @@ def real_tokens(activation: Tensor, token_mask: Tensor | None) -> Tensor:
             image) has no such positions, and all of it counts.
     """
     if token_mask is not None:
+        token_mask = token_mask.to(activation.device)  # a model may lie on several
         if activation.shape[:-1] == token_mask.shape:
             return activation[token_mask]
         if activation.ndim == 2 and len(activation) == token_mask.numel():

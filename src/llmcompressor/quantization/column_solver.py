@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -149,13 +150,15 @@ def _batches(problems: Sequence[Problem], most: int | None = None) -> Iterator[l
 
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
-    try:
-        with one_thread(problems[0].gram_CC.device):
-            return _swept(problems, options)
-    except SingularHessianError:
-        if len(problems) > 1:
-            return [_solve_batch([problem], options)[0] for problem in problems]
-        return [_rounded(problems[0])]
+    with (
+        contextlib.suppress(SingularHessianError),
+        one_thread(problems[0].gram_CC.device),
+    ):
+        return _swept(problems, options)
+    # the error is gone by now, and what its frames held
+    if len(problems) > 1:
+        return [_solve_batch([problem], options)[0] for problem in problems]
+    return [_rounded(problems[0])]
 
 
 def _rounded(problem: Problem) -> Solution:

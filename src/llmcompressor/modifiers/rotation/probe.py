@@ -93,6 +93,8 @@ class Probe:
         """Whether the model runs in float32 as it is."""
         try:
             self._own_logits()
+        except torch.OutOfMemoryError:  # which says nothing of the model
+            raise
         except _FAILURES:
             return False
         return self._wide
@@ -105,19 +107,24 @@ class Probe:
 
     def _own_logits(self) -> Tensor:
         if self._before is None:
-            own = Plan(torch.float32)
-            try:
-                self._before = self._logits(own)
-            except CompressorError:  # of what loads the weights
-                raise
-            except _FAILURES as error:
-                logger.warning(
-                    f"{type(self._model).__name__} does not run in float32 ({error}): whether "
-                    "rotations keep its outputs is seen in its own dtype, less sharply."
-                )
-                self._wide = False
-                self._before = self._logits(own)
+            self._before = self._wide_logits()
+        if self._before is None:
+            self._wide = False
+            self._before = self._logits(Plan(torch.float32))
         return self._before
+
+    def _wide_logits(self) -> Tensor | None:
+        """What the model makes of a few tokens in float32; ``None`` where it does not run so."""
+        try:
+            return self._logits(Plan(torch.float32))
+        except (CompressorError, torch.OutOfMemoryError):  # of what loads the weights; of nobody
+            raise
+        except _FAILURES as error:
+            logger.warning(
+                f"{type(self._model).__name__} does not run in float32 ({error}): whether "
+                "rotations keep its outputs is seen in its own dtype, less sharply."
+            )
+            return None
 
     def _logits(self, plan: Plan) -> Tensor:
         gains = plan.gains()  # of norms that are one by the time that the Linears are made

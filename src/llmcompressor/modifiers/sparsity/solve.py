@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,13 +87,15 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
 
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
-    try:
-        with one_thread(problems[0].gram_CC.device):
-            return _pruned(problems, options)
-    except SingularHessianError:
-        if len(problems) > 1:
-            return [_solve_batch([problem], options)[0] for problem in problems]
-        return [_chosen_by_score(problems[0], options)]
+    with (
+        contextlib.suppress(SingularHessianError),
+        one_thread(problems[0].gram_CC.device),
+    ):
+        return _pruned(problems, options)
+    # the error is gone by now, and what its frames held
+    if len(problems) > 1:
+        return [_solve_batch([problem], options)[0] for problem in problems]
+    return [_chosen_by_score(problems[0], options)]
 
 
 def _pruned(problems: Sequence[Problem], options: Options) -> list[Solution]:
