@@ -541,12 +541,28 @@ def test_packed_zero_points_are_unpacked_while_they_load(groups: int, tmp_path: 
         assert torch.equal(logits(loaded), logits(model))
 
 
-@pytest.mark.parametrize(("width", "is_read"), [(16, False), (64, True)])  # of 64 columns
-def test_group_scales_of_float_experts_are_read_where_they_are_one_for_a_row(
-    width: int, is_read: bool, tmp_path: Path
+IN_GROUPS = {"strategy": "group", "group_size": 32}
+IN_BLOCKS = {"strategy": "block", "block_structure": [64, 32]}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "cells", "is_read"),
+    [
+        (64, 64, IN_GROUPS, False),
+        (32, 32, IN_GROUPS, True),
+        (64, 32, IN_GROUPS, False),
+        (32, 64, IN_GROUPS, False),
+        (32, 64, IN_BLOCKS, False),
+        (32, 32, IN_BLOCKS, True),
+    ],
+)
+def test_scales_of_float_experts_are_read_where_they_are_one_for_a_row(
+    hidden: int, inner: int, cells: dict[str, Any], is_read: bool, tmp_path: Path
 ) -> None:
-    source = mixture("mixtral", tmp_path / "source", torch.bfloat16)
-    scheme = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": width}
+    """In all projections: what is one group wide in some may be two in the others."""
+    sizes = {"hidden_size": hidden, "intermediate_size": inner}
+    source = mixture("mixtral", tmp_path / "source", torch.bfloat16, **sizes)
+    scheme = {"num_bits": 8, "type": "float", **cells}
     recipe = QuantizationModifier(
         config_groups={"group_0": {"targets": ["re:.*experts.*"], "weights": scheme}}
     )

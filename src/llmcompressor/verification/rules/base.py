@@ -439,15 +439,18 @@ class View:
         return found
 
     @cached_property
-    def expert_schemes(self) -> dict[str, dict[Scheme, str]]:
-        """Path of a mixture → the schemes of its projections, each with one that has it."""
-        found: dict[str, dict[Scheme, str]] = {}
+    def expert_schemes(self) -> dict[str, dict[Scheme, dict[str, Entry]]]:
+        """Path of a mixture → its schemes → the projections that have it, each of one expert.
+
+        Projections of one scheme differ in their shapes, so in what becomes of their scales.
+        """
+        found: dict[str, dict[Scheme, dict[str, Entry]]] = {}
         for path, experts in self.mixtures.items():
             schemes = found.setdefault(path, {})
-            for entry in (entry for own in experts.values() for entry in own.values()):
+            for name, entry in (each for own in experts.values() for each in own.items()):
                 group = self.resolver.alone(entry).group
                 if group is not None:
-                    schemes.setdefault(group.scheme, entry.name)
+                    schemes.setdefault(group.scheme, {}).setdefault(name, entry)
         return found
 
     @cached_property

@@ -56,9 +56,10 @@ def experts_are_alike(view: View) -> Iterator[Problem]:
             )
         schemes = view.expert_schemes[path]
         if len(schemes) > 1:
+            examples = [next(iter(having.values())).name for having in schemes.values()]
             yield Problem(
                 path,
-                f"Its projections have different schemes ({joined(schemes.values(), 2)}).",
+                f"Its projections have different schemes ({joined(examples, 2)}).",
                 "Quantize all experts of a layer alike, in groups that divide the columns of each.",
             )
 

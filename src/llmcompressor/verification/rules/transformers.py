@@ -261,11 +261,12 @@ def _merged(view: View, path: str) -> Iterator[Problem]:
 def _coded_experts(view: View, path: str, taken: Group | None) -> Iterator[Problem]:
     schemes: list[Scheme] = []
     lost: list[str] = []
-    for scheme, name in view.expert_schemes[path].items():
-        entry = view.entries[name]
-        if entry.is_quantized and scheme.weights is not None:
+    for scheme, having in view.expert_schemes[path].items():
+        coded = [entry for entry in having.values() if entry.is_quantized]
+        if coded and scheme.weights is not None:
             schemes.append(scheme)
-            lost += _lost(entry, scheme, scheme.weights)
+            for entry in coded:
+                lost += _lost(entry, scheme, scheme.weights)
     for reason in dict.fromkeys(lost):
         yield Problem(path, reason, "Serve it with vLLM.")
     yield from _not_rounded(path, schemes)
