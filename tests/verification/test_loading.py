@@ -254,6 +254,44 @@ def test_what_experts_of_small_floats_compute_in_is_said(dtype: str, tmp_path: P
         assert logits(loaded).isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("preset", "dtype", "is_read"),
+    [
+        ("MXFP4A16", "float32", True),
+        ("MXFP4A16", "float16", True),
+        ("MXFP4A16", "bfloat16", True),
+        ("NVFP4A16", "float32", False),
+    ],
+)
+def test_what_experts_alone_are_unpacked_to_is_said(
+    preset: str, dtype: str, is_read: bool, tmp_path: Path
+) -> None:
+    """Of 4-bit floats they become bfloat16 in every release, and no Linear is there to fail."""
+    source = mixture("mixtral", tmp_path / "source", getattr(torch, dtype))
+    recipe = QuantizationModifier(targets=["re:.*experts.*"], scheme=preset)
+    planned = plan(source, recipe, serve="transformers").serving
+    reset_session()
+    oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"))
+    reset_session()
+    report = verify(tmp_path / "model", serve="transformers")
+    assert report.ok is is_read
+    fits = dtype == "bfloat16"
+    said = [(one.module, one.severity) for one in report.findings if one.rule == "L4"]
+    path = "model.layers.0.block_sparse_moe.experts"
+    assert said == ([] if fits else [(path, "warning")])
+    assert [one.severity for one in planned if one.rule == "L4"] == [one for _, one in said]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    stack = loaded.get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert stack.dtype == torch.bfloat16
+    assert logits(loaded).isfinite().all()  # the product of stacks takes it
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path / "model", experts_implementation="eager")
+    if fits:
+        assert logits(eager).isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            logits(eager)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_zero_points_of_small_floats_are_read_by_transformers(
     symmetric: bool, tmp_path: Path

@@ -41,6 +41,7 @@ from llmcompressor.verification.rules.transformers import (
     is_small_float,
     loaded_mixtures,
 )
+from llmcompressor.verification.scheme import Scheme
 from llmcompressor.verification.tried_loads import (
     fails_on_one_row_of_words,
     refuses_other_shapes,
@@ -134,18 +135,31 @@ def dtypes_meet(view: View) -> Iterator[Problem]:
 def _experts_in_bfloat16(view: View) -> Iterator[Problem]:
     if view.dtype not in ("float16", "float32") or experts_are_linears(view):
         return
-    for path, expert in loaded_mixtures(view):
-        scheme = view.written(expert[0]) if expert[0].is_quantized else None
-        if scheme is None or not is_small_float(scheme.weights):
-            continue
-        if small_float_experts_become(view.dtype) == "bfloat16":
+    for path, _ in loaded_mixtures(view):
+        coded = (
+            scheme
+            for scheme, having in view.expert_schemes[path].items()
+            if any(entry.is_quantized for entry in having.values())
+        )
+        what = next(filter(None, (_bfloat16_of(scheme, view.dtype) for scheme in coded)), "")
+        if what:
             yield Problem(
                 path,
-                "transformers unpacks experts of 8-bit floats to bfloat16, and the model computes "
+                f"transformers unpacks experts of {what} to bfloat16, and the model computes "
                 f'in {view.dtype}: with experts_implementation="eager" the first forward fails.',
                 f"Leave experts_implementation at its default, grouped_mm. Or: {_ANEW}.",
                 Severity.WARNING,
             )
+
+
+def _bfloat16_of(scheme: Scheme, dtype: str) -> str:
+    """What experts are of that become bfloat16 in a model of another dtype, empty if they do not.
+
+    Those of 8-bit floats are multiplied with their scales, and it depends on the release.
+    """
+    if is_small_float(scheme.weights):
+        return "8-bit floats" if small_float_experts_become(dtype) == "bfloat16" else ""
+    return str(scheme.format) if scheme.format in _TO_BFLOAT16 else ""
 
 
 def _unpacked_to_that_of_scales(view: View) -> Iterator[Problem]:
