@@ -570,7 +570,7 @@ def one_expert_is_dense(sample: Sample) -> None:
     sample.tensors[f"{EXPERT}.up_proj.weight"] = torch.randn(INNER, HIDDEN, dtype=torch.bfloat16)
 
 
-@fault("S62", f"{LAYER}.mlp.experts", base="qwen3_moe")
+@fault("S62", f"{LAYER}.mlp.experts", base="qwen3_moe", also="S66")
 @fault("T6", f"{LAYER}.mlp.experts", base="qwen3_moe", deployment=BY_TRANSFORMERS)
 @fault("G6", f"{LAYER}.mlp.experts", base="qwen3_moe", deployment=SGLANG)
 def experts_of_two_schemes(sample: Sample) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import small_models as small
 import torch
+from checkpoint_samples import Sample
 from safetensors.torch import load_file, save_file
 from tests.caches import is_passed_over
 from transformers import (
@@ -153,6 +154,81 @@ def test_two_schemes_in_one_model(llama_folder: Path, compressed: Run) -> None:
     ]
     report = verify(compressed(llama_folder, both), llama_folder, tp=1)
     assert not worse_than_notes(report)
+
+
+@pytest.mark.parametrize(
+    "target", ["re:.*down_proj$", "re:.*experts.1.gate_proj$", "re:.*experts.0.*"]
+)
+def test_each_expert_is_judged_by_its_own_scheme(
+    target: str, mixtral_folder: Path, compressed: Run, tmp_path: Path
+) -> None:
+    """That they have several is one finding, and what is wrong besides is found all the same."""
+    args = {"type": "int", "strategy": "group", "group_size": 32}
+    groups = {
+        "wide": {"targets": [target], "weights": {**args, "num_bits": 8}},
+        "rest": {"targets": ["Linear"], "weights": {**args, "num_bits": 4}},
+    }
+    both = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
+    folder = compressed(mixtral_folder, both, verify=False)
+    mixture = "model.layers.0.block_sparse_moe.experts"
+    report = verify(folder, mixtral_folder, serve="vllm", tp=1)
+    said = [(one.rule, one.module) for one in report.findings]
+    assert said == [("S62", mixture), ("S62", mixture.replace("0", "1"))]
+    assert len(report.errors) == report.quantized
+
+    sample = Sample.read(folder)
+    sample.tensors[f"{mixture}.0.w2.weight_shape"][1] *= 2
+    scale = f"{mixture}.1.w1.weight_scale"
+    sample.tensors[scale] = sample.tensors[scale][:, :2]
+    zeros = torch.zeros_like(sample.tensors[f"{mixture}.2.w2.weight_packed"])
+    sample.tensors[f"{mixture}.2.w2.weight_packed"] = zeros
+    found = verify(sample.write(tmp_path / "broken"), mixtral_folder, serve="vllm", tp=1).findings
+    told = {(one.rule, one.module) for one in found}
+    for rule, own in (("S28", "0.w2"), ("S66", "1.w1"), ("V4", "2.w2")):
+        assert (rule, f"{mixture}.{own}") in told
+
+
+@pytest.mark.parametrize(
+    ("cells", "inner", "devices", "expected"),
+    [
+        ({"strategy": "channel"}, 36, 8, ("S43", "Its 36 columns split over 8 devices")),
+        ({"strategy": "group", "group_size": 32}, 64, 4, ("S64", "Experts of 64 split over 4")),
+    ],
+)
+def test_experts_of_several_schemes_have_the_sizes_of_their_codes(
+    cells: dict[str, Any],
+    inner: int,
+    devices: int,
+    expected: tuple[str, str],
+    compressed: Run,
+    tmp_path: Path,
+) -> None:
+    """The columns of codes of 8 bits are counted as such, though expert 0's gate has 4."""
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=small.VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=inner,
+        tie_word_embeddings=False,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    args = {"type": "int", **cells}
+    groups = {
+        "wide": {"targets": ["re:.*down_proj$"], "weights": {**args, "num_bits": 8}},
+        "rest": {"targets": ["Linear"], "weights": {**args, "num_bits": 4}},
+    }
+    both = QuantizationModifier(config_groups=groups, ignore=["lm_head"])
+    folder = compressed(tmp_path, both, verify=False)
+    found = verify(folder, tmp_path, serve="vllm", tp=devices).findings
+    rule, start = expected
+    said = [one.message for one in found if one.rule == rule and ".experts" in one.module]
+    assert any(one.startswith(start) for one in said)
 
 
 def test_a_quantized_head(llama_folder: Path, compressed: Run) -> None:

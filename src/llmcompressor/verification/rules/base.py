@@ -301,12 +301,19 @@ class View:
         ]
 
     def written(self, entry: Entry) -> Scheme | None:
-        """The scheme that a module was written in: its own, though another may be used (S14)."""
-        if entry.last in self.resolver.shards and not entry.is_expert:
-            group = self.resolver.alone(entry).group
+        """The scheme that a module was written in: its own, though another may be used.
+
+        That of what it is joined with (S14), or of expert 0 (S62).
+        """
+        if entry.is_expert or entry.last in self.resolver.shards:
+            group = self._alone(entry)
             if group is not None:
                 return group.scheme
         return self.scheme(entry) or self._elsewhere(entry)
+
+    def _alone(self, entry: Entry) -> Group | None:
+        """The group that vLLM would give a module that is joined with nothing."""
+        return self.choice(entry, "alone").group
 
     def _elsewhere(self, entry: Entry) -> Scheme | None:
         group = self.choice(entry, "transformers").group
@@ -448,7 +455,7 @@ class View:
         for path, experts in self.mixtures.items():
             schemes = found.setdefault(path, {})
             for name, entry in (each for own in experts.values() for each in own.items()):
-                group = self.resolver.alone(entry).group
+                group = self._alone(entry)
                 if group is not None:
                     schemes.setdefault(group.scheme, {}).setdefault(name, entry)
         return found

@@ -147,7 +147,7 @@ def expert_schemes(view: View) -> Iterator[Problem]:
 
 def _sizes(view: View, path: str, entry: Entry, group: Group) -> tuple[int, int] | None:
     """Hidden and intermediate size of a mixture's experts."""
-    columns, rows = view.columns(entry, group.scheme), entry.rows
+    columns, rows = view.columns(entry, view.written(entry) or group.scheme), entry.rows
     if columns is None or rows is None:
         return None
     is_down = entry.last in ("down_proj", "w2")

@@ -157,7 +157,7 @@ def sizes_divide(view: View) -> Iterator[Problem]:
                 _of_the_model(view),
             )
     for entry in view.quantized:
-        scheme = view.scheme(entry)
+        scheme = view.written(entry)
         columns = view.columns(entry, scheme) if scheme is not None else None
         size = columns if is_row_parallel(entry) else entry.rows
         if entry.kind != "linear" or size is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmcompressor.verification.expected import expected_tensors
 from llmcompressor.verification.facts import Severity
-from llmcompressor.verification.layout import EXPERT, PLAIN_FLOATS, Entry
+from llmcompressor.verification.layout import PLAIN_FLOATS, Entry
 from llmcompressor.verification.rules.base import (
     CONFIG,
     TENSORS,
@@ -22,6 +22,7 @@ from llmcompressor.verification.rules.base import (
     View,
     joined,
 )
+from llmcompressor.verification.scheme import Scheme
 
 __all__ = ["KNOWN", "RULES"]
 
@@ -85,29 +86,26 @@ def shapes_fit(view: View) -> Iterator[Problem]:
 
 
 def experts_fit(view: View) -> Iterator[Problem]:
-    """S66; where schemes differ within a mixture that is what is wrong (S62)."""
+    """S66: each by its own scheme; that these differ within a mixture is S62."""
     for one in view.misfits:
-        match = EXPERT.match(one.entry.name)
-        if match is None or one.what != "shape" or not _is_other(one):
-            continue
-        if len(view.expert_schemes[match["experts"]]) == 1:
+        if one.entry.is_expert and one.what == "shape" and _is_other(one):
             yield Problem(one.entry.name, one.sentence, _COMPRESS)
-    for path, experts in view.mixtures.items():
-        if len(view.expert_schemes[path]) <= 1:
-            yield from _of_another_size(experts)
+    for experts in view.mixtures.values():
+        yield from _of_another_size(view, experts)
 
 
-def _of_another_size(experts: Mapping[int, Mapping[str, Entry]]) -> Iterator[Problem]:
+def _of_another_size(view: View, experts: Mapping[int, Mapping[str, Entry]]) -> Iterator[Problem]:
     """Matrices that are smaller or larger than those of most experts of their mixture.
 
     Each by itself may be whole. vLLM copies what there is of it into a stack, and says nothing.
     """
-    alike: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    alike: dict[tuple[str, str, Scheme | None], list[Entry]] = defaultdict(list)
     for own in experts.values():
         for name, entry in own.items():
             if (codes := _codes_of(entry)) is not None:
-                alike[name, codes].append(entry)
-    for (_, codes), entries in alike.items():
+                scheme = view.written(entry) if entry.is_quantized else None
+                alike[name, codes, scheme].append(entry)
+    for (_, codes, _), entries in alike.items():
         counts = Counter(entry.own[codes].shape for entry in entries)
         usual, count = counts.most_common(1)[0]
         if 2 * count <= len(entries):
