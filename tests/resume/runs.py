@@ -46,6 +46,17 @@ def gptq() -> list[Any]:
     return [GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])]
 
 
+def ragged() -> list[Any]:
+    """Rows that end within a group, which compressed-tensors does not read back."""
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 48}
+    group = {"targets": ["Linear"], "weights": weights}
+    return [
+        GPTQModifier(
+            config_groups={"g": group}, ignore=["lm_head"], bypass_divisibility_checks=True
+        )
+    ]
+
+
 def two() -> list[Any]:
     """Both need data: two passes, with all blocks in a scratch folder between them."""
     return [
@@ -162,6 +173,7 @@ def dropped_pruned() -> list[Any]:
 RECIPES: dict[str, Callable[[], list[Any]]] = {
     "rtn": rtn,
     "gptq": gptq,
+    "ragged": ragged,
     "two": two,
     "one_pass": one_pass,
     "cache": cache,

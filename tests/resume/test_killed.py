@@ -47,6 +47,7 @@ def at(
 OTHERS = [
     *at("rtn", {1, 3}, kind="torn"),
     *at("gptq", {1, 3}, kind="torn"),
+    *at("ragged", {3}),
     *at("one_pass", {3}, {2}, "appended"),
     *at("cache", {3}, {2}, "appended"),
     *at("sparse", {2, 5, 7}, {4, 9}),

@@ -11,8 +11,14 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStrategy,
+)
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.block_weights import REST, BlockWeights
@@ -149,12 +155,50 @@ class FinishedBlocks:
         values: dict[str, Tensor] = dict(tensors)
         dense = entry.is_attention or scheme.weights is None
         if not dense and scheme.format != CompressionFormat.dense.value:
-            compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
             scale, own = tensors.get("weight_scale"), module._parameters.get("weight_scale")
             if scale is not None and own is not None and scale.dtype is torch.float32:
                 values["weight_scale"] = scale.to(own.dtype)  # as readers have it
-            values |= compressor.decompress(dict(values), scheme)
+            values |= _decompressed(values, scheme, module._parameters["weight"])
         for name, present in list(module._parameters.items()):
             if present is not None and name in values:
                 value = values[name].to(self._device, present.dtype).reshape(present.shape)
                 module._parameters[name] = Parameter(value, requires_grad=present.requires_grad)
+
+
+def _decompressed(
+    tensors: Mapping[str, Tensor], scheme: QuantizationScheme, weight: Tensor | None
+) -> dict[str, Tensor]:
+    """A module's tensors with its weight in place of the codes.
+
+    compressed-tensors reads whole groups only: where the columns end within one, the codes go on
+    to its end, and what they stand for there is cut off again.
+
+    Args:
+        tensors: own name → tensor, as stored.
+        scheme: with the format.
+        weight: of the shape that the codes are to have.
+    """
+    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
+    assert weight is not None
+    assert scheme.weights is not None
+    columns, missing = weight.shape[-1], _missing_columns(scheme.weights, weight.shape[-1])
+    values = dict(tensors)
+    if missing:
+        name = "weight_packed" if "weight_packed" in values else "weight"
+        stored = values[name]
+        wider = -(-stored.shape[-1] * (columns + missing) // columns)
+        values[name] = F.pad(stored, (0, wider - stored.shape[-1]))
+        if "weight_shape" in values:
+            rows = int(values["weight_shape"][0])
+            values["weight_shape"] = torch.tensor([rows, columns + missing])
+    found: dict[str, Tensor] = compressor.decompress(values, scheme)
+    if missing:
+        found["weight"] = found["weight"][..., :columns].contiguous()
+    return found
+
+
+def _missing_columns(weights: QuantizationArgs, columns: int) -> int:
+    """How many columns the last group of a row is short of."""
+    if weights.strategy not in (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP):
+        return 0
+    return -columns % int(weights.group_size)

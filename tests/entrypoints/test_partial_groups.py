@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that end within a group, where the recipe says that this is meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_models as small
+import torch
+from transformers import AutoModelForCausalLM
+
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+
+COLUMNS = 216
+"""Of a down projection: a multiple of none of the groups."""
+
+
+def of_integers(bits: int, *, symmetric: bool = True) -> dict[str, Any]:
+    weights = {"num_bits": bits, "strategy": "group", "group_size": 80, "symmetric": symmetric}
+    return {"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
+
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "int4": of_integers(4),
+    "int4 with zero points": of_integers(4, symmetric=False),
+    "int8": of_integers(8),
+    "NVFP4A16": {"targets": "Linear", "scheme": "NVFP4A16"},
+    "MXFP4A16": {"targets": "Linear", "scheme": "MXFP4A16"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "model"
+    small.llama(intermediate_size=COLUMNS).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("modifier", [QuantizationModifier, GPTQModifier])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_a_run_over_a_folder_returns_runs_as_the_model_in_memory(
+    scheme: str, modifier: Any, folder: Path, tmp_path: Path
+) -> None:
+    """Its weights are read from the checkpoint when they are looked at."""
+    logits, weights, files = [], [], []
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    for name, source in {"folder": folder, "model": loaded}.items():
+        model = oneshot(
+            source,
+            modifier(ignore=["lm_head"], bypass_divisibility_checks=True, **SCHEMES[scheme]),
+            small.token_rows(),
+            output_dir=tmp_path / name,
+        )
+        files.append((tmp_path / name / "model.safetensors").read_bytes())
+        logits.append(small.logits(model))
+        weights.append({name: one.detach() for name, one in model.named_parameters()})
+        model.save_pretrained(tmp_path / f"{name} again")
+    assert torch.equal(*logits)
+    assert weights[0].keys() == weights[1].keys()
+    for name, one in weights[0].items():
+        assert torch.equal(one, weights[1][name]), name
+    assert files[0] == files[1]
