@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmcompressor import oneshot
+from llmcompressor.errors import ArgumentError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
 COLUMNS = 216
@@ -27,6 +28,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "int4": of_integers(4),
     "int4 with zero points": of_integers(4, symmetric=False),
     "int8": of_integers(8),
+    **{f"int{bits}": of_integers(bits) for bits in (2, 3, 5, 6, 7)},
+    "int3 with zero points": of_integers(3, symmetric=False),
     "NVFP4A16": {"targets": "Linear", "scheme": "NVFP4A16"},
     "MXFP4A16": {"targets": "Linear", "scheme": "MXFP4A16"},
 }
@@ -63,3 +66,35 @@ def test_what_a_run_over_a_folder_returns_runs_as_the_model_in_memory(
     for name, one in weights[0].items():
         assert torch.equal(one, weights[1][name]), name
     assert files[0] == files[1]
+
+
+def test_a_format_of_whole_groups_is_refused_where_it_is_asked_for(
+    folder: Path, tmp_path: Path
+) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    recipe = QuantizationModifier(
+        ignore=["lm_head"], bypass_divisibility_checks=True, **SCHEMES["int8"]
+    )
+    model = oneshot(loaded, recipe)
+    out = tmp_path / "out"
+    with pytest.raises(ArgumentError, match=r"int-quantized holds whole groups of 80, .* 128 col"):
+        model.save_pretrained(out, quantization_format="int-quantized")
+    assert not out.exists()
+    model.save_pretrained(out, quantization_format="pack-quantized")
+
+
+@pytest.mark.parametrize("columns", [201, 203])
+def test_an_odd_number_of_columns_is_packed(columns: int, tmp_path: Path) -> None:
+    """They fill no word: the last one of a row is partial, and so is the last group."""
+    small.llama(intermediate_size=columns).save_pretrained(tmp_path / "model")
+    packed = QuantizationModifier(
+        ignore=["lm_head"], bypass_divisibility_checks=True, **of_integers(8, symmetric=False)
+    )
+    logits = [
+        small.logits(oneshot(source, packed, output_dir=tmp_path / name))
+        for name, source in {
+            "folder": tmp_path / "model",
+            "loaded": AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto"),
+        }.items()
+    ]
+    assert torch.equal(*logits)

@@ -46,27 +46,33 @@ def test_every_misfit_is_in_one_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "is_bound"),
+    ("scheme", "columns", "is_bound"),
     [
-        ("W4A16", False),
-        ("W4A8", False),
-        ("NVFP4A16", False),
-        ("MXFP4A16", False),
-        ("MXFP8A16", True),  # no ragged codes in this format
-        ("FP8_BLOCK", True),  # no forward cuts inputs into ragged groups
-        ("NVFP4", True),
-        ("MXFP4", True),
+        ("W4A16", 200, False),
+        ("W4A8", 200, False),
+        ("W4A16", 201, False),
+        ("W3A16", 200, False),
+        ("NVFP4A16", 200, False),
+        ("NVFP4A16", 201, True),  # two codes fill a byte
+        ("MXFP4A16", 200, False),
+        ("MXFP4A16", 201, True),
+        ("MXFP8A16", 200, True),  # no ragged codes in this format
+        ("FP8_BLOCK", 200, True),  # no forward cuts inputs into ragged groups
+        ("NVFP4", 200, True),
+        ("MXFP4", 200, True),
     ],
 )
-def test_a_bypass_is_for_what_can_be_run_and_written(scheme: str, is_bound: bool) -> None:
-    model = linears(a=200)
+def test_a_bypass_is_for_what_can_be_run_and_written(
+    scheme: str, columns: int, is_bound: bool
+) -> None:
+    model = linears(a=columns)
     schemes = schemes_of(model, scheme=scheme)
-    with pytest.raises(TargetError, match="a: 200 columns") as plain:
+    with pytest.raises(TargetError, match=f"a: {columns} columns") as plain:
         check_schemes(model, schemes)
     assert ("bypass" in plain.value.remedy) is not is_bound
     if is_bound:
         with pytest.raises(
-            TargetError, match=r"bypass_divisibility_checks cannot help.*\n  a: 200"
+            TargetError, match=rf"bypass_divisibility_checks cannot help.*\n  a: {columns}"
         ):
             check_schemes(model, schemes, bypass_divisibility=True)
     else:

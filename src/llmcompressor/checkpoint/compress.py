@@ -43,8 +43,10 @@ from llmcompressor.numerics.packing import can_pack, pack_e2m1, pack_e2m3, pack_
 from llmcompressor.numerics.partition import dequantize_matrix, fake_quantize_matrix
 from llmcompressor.numerics.recoding import needs_recoding, recoded
 from llmcompressor.numerics.scales import effective_scale
+from llmcompressor.schemes.assign import weight_of
 from llmcompressor.schemes.attention import takes_cache
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of
+from llmcompressor.schemes.checks import holds_ragged
 from llmcompressor.schemes.formats import PACKED_ZEROS, misfit
 from llmcompressor.schemes.presets import format_of
 
@@ -194,6 +196,7 @@ def quantized_module(
     """
     if isinstance(module, Linear | Embedding):
         chosen = _format(scheme, forced_format, name)
+        _check_groups(name, module, scheme, chosen)
         copy = scheme.model_copy(update={"format": chosen.value})
         return QuantizedModule(name, module, copy)
     if takes_cache(module):
@@ -215,6 +218,28 @@ def _format(
     if wrong is not None:
         raise ArgumentError(f"quantization_format does not fit {name}: {wrong[0]}.", wrong[1])
     return forced
+
+
+def _check_groups(
+    name: str, module: Module, scheme: QuantizationScheme, chosen: CompressionFormat
+) -> None:
+    """Refuse a format that holds whole groups only where the columns end within one.
+
+    Of the format that is not asked for this was checked when the modifier was initialized.
+    """
+    weights = scheme.weights
+    if weights is None or weights.strategy != QuantizationStrategy.GROUP.value:
+        return
+    weight, own = weight_of(module), format_of(scheme)
+    if weight is None or chosen.value in (own, CompressionFormat.dense.value):
+        return
+    columns = weight.shape[-1]
+    if columns % weights.group_size and not holds_ragged(chosen.value, columns):
+        raise ArgumentError(
+            f"quantization_format does not fit {name}: {chosen.value} holds whole groups of "
+            f"{weights.group_size}, and there are {columns} columns.",
+            f"Leave it out, and it is {own}.",
+        )
 
 
 def compress(entry: QuantizedModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -374,9 +399,10 @@ def _converter(scheme: QuantizationScheme, columns: int) -> Callable[[Tensor], T
         if grid.kind == "float":
             return lambda quotients: quotients.to(dtype)  # rounds to nearest, ties to even
         return lambda quotients: grid.round_(quotients).to(dtype)
-    if scheme.format == _PACKED and can_pack(columns, weights.num_bits):
+    if scheme.format == _PACKED:
         bits = weights.num_bits
-        return lambda quotients: pack_integers(grid.round_(quotients).to(torch.int8), bits)
+        pack = pack_integers if can_pack(columns, bits) else pack_to_int32
+        return lambda quotients: pack(grid.round_(quotients).to(torch.int8), bits)
     return None
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "check_tied",
     "check_weights_quantizable",
     "describe",
+    "holds_ragged",
     "indivisible",
     "tied_weights",
     "warn_mixed_sets",
@@ -32,8 +33,10 @@ __all__ = [
 
 Schemes = Mapping[str, QuantizationScheme]
 
-_RAGGED = frozenset({"pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"})
-"""The formats that can hold weights whose last group is smaller than the rest."""
+_PAIRED = frozenset({"nvfp4-pack-quantized", "mxfp4-pack-quantized"})
+_RAGGED = _PAIRED | {"pack-quantized"}
+"""The formats that can hold weights whose last group is smaller than the rest; some of them hold
+two codes in a byte, and have no word of how many columns there are."""
 
 
 def check_schemes(
@@ -147,9 +150,18 @@ def indivisible(model: Module, schemes: Schemes) -> list[Misfit]:
             sizes[id(scheme)] = (_group(scheme.weights), _group(scheme.input_activations))
         size, of_inputs = ((size if size and columns % size else 0) for size in sizes[id(scheme)])
         if size or of_inputs:
-            is_bound = bool(of_inputs) or format_of(scheme) not in _RAGGED
+            is_bound = bool(of_inputs) or not holds_ragged(format_of(scheme), columns)
             misfits.append(Misfit(name, columns, max(size, of_inputs), is_bound))
     return misfits
+
+
+def holds_ragged(form: str, columns: int) -> bool:
+    """Whether a format can hold weights of so many columns whose last group is smaller.
+
+    >>> [holds_ragged("nvfp4-pack-quantized", columns) for columns in (40, 41)]
+    [True, False]
+    """
+    return form in _RAGGED and not (form in _PAIRED and columns % 2)
 
 
 def _group(args: QuantizationArgs | None) -> int:
@@ -182,7 +194,8 @@ def check_divisible(model: Module, schemes: Schemes, *, bypass: bool = False) ->
     if bypass:
         reason = (
             ", and bypass_divisibility_checks cannot help: no forward rounds inputs in such "
-            f"groups, and no format but {', '.join(sorted(_RAGGED))} holds such weights"
+            f"groups, and no format but {', '.join(sorted(_RAGGED))} holds such weights "
+            "(floats of 4 bits in pairs)"
         )
     elif not bound:
         remedy = (
