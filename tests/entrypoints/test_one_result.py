@@ -13,13 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from llmcompressor import oneshot, reset_session
+from llmcompressor import oneshot, reset_session, verify
+from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.hqq import HQQModifier
 from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
+from llmcompressor.verification import Severity
 
 WEIGHTS = {"num_bits": 4, "strategy": "group", "group_size": 32}
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor"}
@@ -66,10 +68,10 @@ RECIPES = {
 }
 
 
-def run(folder: Path, output: Path, recipe: Any, pipeline: str, *, loaded: bool) -> None:
+def run(folder: Path, output: Path, recipe: Any, pipeline: str, *, loaded: bool) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder) if loaded else str(folder)
     reset_session()
-    oneshot(
+    return oneshot(
         model=model,
         recipe=recipe,
         dataset=small.token_rows(),
@@ -86,6 +88,36 @@ def test_a_folder_and_its_model_give_the_same_weights(
 ) -> None:
     for loaded in (False, True):
         run(llama_folder, tmp_path / str(loaded), RECIPES[recipe](), pipeline, loaded=loaded)
+    files = [tmp_path / str(loaded) / "model.safetensors" for loaded in (False, True)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+CELLS = [{"strategy": "group", "group_size": 16}, {"strategy": "group", "group_size": 128}]
+
+
+@pytest.mark.parametrize("modifier", [QuantizationModifier, GPTQModifier])
+@pytest.mark.parametrize("cells", [*CELLS, {"strategy": "channel"}], ids=str)
+def test_codes_that_stand_for_one_value_are_told_apart_in_one_way(
+    cells: dict[str, Any], modifier: Any, tmp_path: Path
+) -> None:
+    """Of 8 bits and a zero point: their distance from it needs nine, and bfloat16 has eight."""
+    model = small.llama(hidden_size=256, intermediate_size=512)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name:  # rows whose mean is not zero: their zero points are far from it
+                weight.add_(torch.randn(len(weight), 1).to(weight.dtype) * 0.03)
+    model.save_pretrained(tmp_path / "source")
+    weights = {"num_bits": 8, "symmetric": False, **cells}
+    groups = {"g": {"targets": ["Linear"], "weights": weights}}
+    for loaded in (False, True):
+        recipe = modifier(config_groups=groups, ignore=["lm_head"])
+        out = tmp_path / str(loaded)
+        returned = run(tmp_path / "source", out, recipe, "independent", loaded=loaded)
+        with packed_zero_points_fit():
+            read = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+        assert torch.equal(small.logits(read), small.logits(returned))
+        found = verify(out, reference=tmp_path / "source").findings
+        assert {one.rule for one in found if one.severity is Severity.ERROR} <= {"L9"}
     files = [tmp_path / str(loaded) / "model.safetensors" for loaded in (False, True)]
     assert files[0].read_bytes() == files[1].read_bytes()
 

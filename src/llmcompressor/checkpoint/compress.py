@@ -352,7 +352,7 @@ def _codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor | None:
     zero = None if weights.symmetric else own["weight_zero_point"]
     quotients = grid.limit
     if entry.is_raw:
-        if _is_rounded_first(grid):
+        if _is_rounded_first(grid, weight.dtype):
             quotients = partial(_rounded_quotients, grid)
     elif needs_recoding(grid, weight.dtype):
         quotients = partial(_recoded, grid)
@@ -365,9 +365,13 @@ def _codes(entry: QuantizedModule, own: Mapping[str, Tensor]) -> Tensor | None:
     return codes_of(weight, scale, zero, quotients, partition_of(weights), convert)
 
 
-def _is_rounded_first(grid: Grid) -> bool:
-    """Whether several codes stand for one value, so that which one is found takes a convention."""
-    return grid.is_fine or (grid.kind == "float" and not grid.symmetric)
+def _is_rounded_first(grid: Grid, dtype: torch.dtype) -> bool:
+    """Whether several codes may stand for one value, so that which is found takes a convention.
+
+    A model in memory has nothing but the values, so it is the one that they give.
+    """
+    is_shifted_float = grid.kind == "float" and not grid.symmetric
+    return grid.is_fine or is_shifted_float or needs_recoding(grid, dtype)
 
 
 def _rounded_quotients(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
