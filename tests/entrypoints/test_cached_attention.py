@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llmcompressor import oneshot
+from llmcompressor import oneshot, plan
 from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.sparsity import SparseGPTModifier
 from llmcompressor.pipelines.experts import experts_report
 
 SIZES: dict[str, Any] = {
@@ -50,6 +52,14 @@ SIZES: dict[str, Any] = {
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 PER_HEAD = {**FP8, "strategy": "attn_head"}
 ATTENTION = {"group_0": {"targets": ["re:.*attn$"], "input_activations": FP8}}
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    heard: list[str] = []
+    sink = logger.add(lambda text: heard.append(str(text)), level="INFO", format="{message}")
+    yield heard
+    logger.remove(sink)
 
 
 def made(model_class: Any, config: Any) -> PreTrainedModel:
@@ -187,6 +197,32 @@ def test_one_latent_state_has_a_scale_and_none_per_head(tmp_path: Path) -> None:
     model = run(deepseek(), QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "out")
     read = type(model).from_pretrained(tmp_path / "out")
     assert torch.equal(decoded(read), decoded_as_read(model))
+
+
+def test_attention_is_refused_before_the_first_pass_and_by_the_plan(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    """Also where others are before the modifier that quantizes it."""
+    deepseek().save_pretrained(tmp_path / "model")
+    recipe = [
+        SparseGPTModifier(sparsity=0.5, targets=["re:.*self_attn.*proj$"]),
+        QuantizationModifier(kv_cache_scheme=PER_HEAD),
+    ]
+    call = {"model": str(tmp_path / "model"), "output_dir": str(tmp_path / "out")}
+    (problem,) = plan(**call, recipe=recipe, dataset=small.token_rows(), measure=False).problems
+    with pytest.raises(TargetError) as caught:
+        oneshot(**call, recipe=recipe, dataset=small.token_rows())
+    assert not any("Pass 1 of" in line for line in logged)
+    assert problem.message == caught.value.problem
+    assert (problem.where, problem.remedy) == ("QuantizationModifier", caught.value.remedy)
+
+
+def test_the_plan_says_what_readers_need(tmp_path: Path) -> None:
+    inkling().save_pretrained(tmp_path / "model")
+    recipe = QuantizationModifier(kv_cache_scheme=FP8)
+    found = plan(tmp_path / "model", recipe, small.token_rows(), measure=False)
+    assert not found.problems
+    assert any("with use_cache=True alone" in note for note in found.notes)
 
 
 def test_queries_of_eager_attention_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import Linear, functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmcompressor.modeling.hollow import hollow_weights, zero_products
 
@@ -44,3 +45,45 @@ def test_what_torch_refuses_is_refused(given: torch.Tensor) -> None:
     with pytest.raises(RuntimeError), zero_products():
         functional.linear(given, weight)
     assert functional.linear is plain
+
+
+@pytest.mark.parametrize("is_bias", [False, True])
+def test_experts_that_are_skipped_return_what_they_would(is_bias: bool) -> None:
+    config = AutoConfig.for_model(
+        "gpt_oss" if is_bias else "qwen3_moe",
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=32,
+        moe_intermediate_size=32,
+        vocab_size=32,
+        pad_token_id=0,
+        num_local_experts=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    (experts,) = [one for one in model.modules() if type(one).__name__.endswith("Experts")]
+    stacks = list(experts.parameters())
+    given, chosen = torch.randn(6, 32), torch.tensor([[0, 1], [2, 3]] * 3)
+    with torch.no_grad(), hollow_weights(model):
+        expected = experts(given, chosen, torch.rand(6, 2))
+    with torch.no_grad(), hollow_weights(model, skips_experts=True):
+        assert torch.equal(experts(given, chosen, torch.rand(6, 2)), expected)
+        assert all(not any(one.stride()) for one in experts.parameters())  # no memory
+    assert all(a is b for a, b in zip(stacks, experts.parameters(), strict=True))
+
+
+def test_experts_that_are_loaded_are_not_skipped() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "moe_intermediate_size": 32}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, **experts, vocab_size=32)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        with hollow_weights(model, skips_experts=True):
+            assert torch.equal(model(ids).logits, expected)

@@ -41,6 +41,7 @@ from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.alignment import align
 from llmcompressor.modeling.flat_pieces import in_pieces
 from llmcompressor.pipelines import PIPELINES
+from llmcompressor.pipelines.attention_trial import try_attention
 from llmcompressor.pipelines.experts import experts_report
 from llmcompressor.pipelines.mixtures import meant_mixtures
 from llmcompressor.pipelines.passes import run_passes, stretches_of, with_surveys
@@ -180,6 +181,7 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
     model = going_on.model
     if batches is not None:
         check_reached(model, session.lifecycle.recipe.modifiers, batches, job.pipeline())
+    try_attention(model, batches, session.lifecycle.recipe.modifiers, session.state)
     if job.output_dir is not None:
         check_writable_model(
             model,

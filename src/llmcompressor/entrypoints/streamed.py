@@ -67,6 +67,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.embeddings import untie_embeddings
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.outlined import outlined
+from llmcompressor.pipelines.attention_trial import try_attention
 from llmcompressor.pipelines.experts import experts_report
 from llmcompressor.pipelines.mixtures import dense_mixtures, meant_mixtures, warn_unread
 from llmcompressor.pipelines.passes import BY_BLOCK, passes_of, run_passes
@@ -218,6 +219,7 @@ class _Run:
         if self.batches is not None:
             check_reached(model, self._modifiers, self.batches, job.pipeline())
         state = self.session.state
+        try_attention(model, self.batches, self._modifiers, state)
         with outlined(self._modifiers, state):
             planned = [one for modifier in self._modifiers for one in modifier.planned(state)]
             prediction = predict(

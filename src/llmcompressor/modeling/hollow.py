@@ -12,17 +12,24 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from llmcompressor.modeling.linear_calls import linear_replaced
+from llmcompressor.modeling.stubs import stubbed
 
 __all__ = ["hollow_weights", "zero_products"]
 
 
 @contextlib.contextmanager
-def hollow_weights(model: Module) -> Iterator[torch.device]:
+def hollow_weights(model: Module, *, skips_experts: bool = False) -> Iterator[torch.device]:
     """Give every parameter and buffer that is not loaded the value zero, which takes no memory.
 
     No weight is read. Yields the device on which the model computes then: that of what is loaded.
+
+    Args:
+        model: whose.
+        skips_experts: stacks of experts return the zeros that they would compute, which takes time
+            and a matrix of each stack.
     """
     modules = list(model.modules())
+    skipped = {one for one in modules if skips_experts and _is_hollow_stack(one)}
     parameters = [(module, *one) for module in modules for one in _own(module._parameters)]
     device = next((one.device for _, _, one in parameters if not one.is_meta), torch.device("cpu"))
     empty = [each for each in parameters if each[2].is_meta]
@@ -35,12 +42,13 @@ def hollow_weights(model: Module) -> Iterator[torch.device]:
     try:
         for module, name, parameter in empty:
             # kernels for stacks of experts take no strides of zero within a matrix
-            real = parameter.shape[1:] if parameter.ndim > 2 else ()
+            real = parameter.shape[1:] if parameter.ndim > 2 and module not in skipped else ()
             zero = torch.zeros(real, dtype=parameter.dtype, device=device).expand(parameter.shape)
             module._parameters[name] = Parameter(zero, requires_grad=False)
         for module, name, buffer in buffers:
             module._buffers[name] = torch.zeros_like(buffer, device=device)
-        yield device
+        with stubbed(skipped, _nothing_of_experts):
+            yield device
     finally:
         for module, name, parameter in empty:
             module._parameters[name] = parameter  # type: ignore[assignment]  # it was a Parameter
@@ -67,6 +75,22 @@ def _is_one_zero(given: Tensor, weight: Tensor) -> bool:
 def _zeros(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     made = given.new_zeros((*given.shape[:-1], weight.shape[0]))
     return made if bias is None else made + bias
+
+
+def _is_hollow_stack(module: Module) -> bool:
+    """Whether a module holds experts as transformers calls them, none of which is loaded."""
+    is_called_so = hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
+    own = [parameter for _, parameter in _own(module._parameters)]
+    return is_called_so and bool(own) and all(one.is_meta for one in own)
+
+
+def _nothing_of_experts(module: Module, forward: Any) -> Any:
+    del module, forward
+
+    def zeros(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros_like(hidden_states)
+
+    return zeros
 
 
 def _own(values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

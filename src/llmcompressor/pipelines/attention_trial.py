@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention whose states are quantized, tried out as readers run it, before anything is calibrated.
+"""Attention whose states are quantized, tried out as readers run it, before the first pass.
 
 What readers put around attention stands between it and its cache, and between it and the function
 that it calls. Some models ask of the cache, when it has been updated, what readers do not pass on;
@@ -32,9 +32,10 @@ from llmcompressor.modeling.hollow import hollow_weights, zero_products
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.input_rotations import resting
 from llmcompressor.modeling.inputs import model_inputs
+from llmcompressor.modeling.probes import token_ids
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules
-from llmcompressor.pipelines.model_runs import small_batch
+from llmcompressor.pipelines.model_runs import calibration_mode, small_batch
 from llmcompressor.quantization.attach import tap_attention, untap_attention
 from llmcompressor.quantization.empty_cache import left_without_cache
 
@@ -49,18 +50,21 @@ _States = Mapping[Module, tuple[QuantizationArgs, bool]]
 
 def try_attention(
     model: Module,
-    batches: Sequence[Mapping[str, Any]],
+    batches: Sequence[Mapping[str, Any]] | None,
     modifiers: Sequence[Modifier],
     state: State,
+    *,
+    tell: Callable[[str], object] = logger.warning,
 ) -> None:
     """Run a small forward with the attention that ``modifiers`` quantize, as readers run it.
 
     Args:
-        model: no weight of it is read.
-        batches: a cut of the first one is run, if there is one; nothing is said of attention with
-            which the model does not run on it as it is.
-        modifiers: of this pass.
+        model: no weight of it is read; they may be on the meta device.
+        batches: a cut of the first one is run, or token ids if there is none; nothing is said of
+            attention with which the model does not run on it as it is.
+        modifiers: of the run, initialized.
         state: it says which attention is quantized.
+        tell: is given what is no reason to refuse the model.
 
     Raises:
         TargetError: it does not run, or has other heads than readers take it to have.
@@ -71,13 +75,20 @@ def try_attention(
         if state.quantizers.get(module) in modifiers
         and getattr(module, "quantization_status", None) is None
     }
-    if not states or not batches:
+    given = (batches or token_ids(model)) if states else ()
+    if not given:
         return
-    trial = _Trial(model, small_batch(batches[0]), states)
-    with HooksMixin.disable_hooks(), hollow_weights(model), zero_products(), resting(model):
-        for use_cache in (True, False):  # as readers generate, and as it is calibrated
-            trial.run(use_cache=use_cache)
-        trial.say_what_readers_need()
+    trial = _Trial(model, small_batch(given[0]), states)
+    with contextlib.ExitStack() as written:
+        for modifier in modifiers:  # rotations of the states themselves among it
+            written.enter_context(modifier.as_written(state))
+        written.enter_context(calibration_mode(model))
+        written.enter_context(hollow_weights(model, skips_experts=True))
+        with HooksMixin.disable_hooks(), zero_products(), resting(model):
+            for use_cache in (True, False):  # as readers generate, and as it is calibrated
+                trial.run(use_cache=use_cache)
+            if needed := trial.what_readers_need():
+                tell(needed)
 
 
 class _Trial:
@@ -98,17 +109,17 @@ class _Trial:
             raise self._refusal(error, running, use_cache=use_cache) from error
         logger.debug(f"{type(self._model).__name__} was not tried out: {plain!r:.200}")
 
-    def say_what_readers_need(self) -> None:
-        """Warn of a model that readers run with a cache and not without one.
+    def what_readers_need(self) -> str:
+        """What is to be said of a model that readers run with a cache and not without one.
 
         Here attention that gets none is given an empty one; readers give it a quantized one with
         nothing behind it.
         """
         error = self._error(self._states, use_cache=False, helped=False)
         if error is None or self._error({}, use_cache=False) is not None:
-            return
+            return ""
         shown = " ".join(f"{type(error).__name__}: {error}".split())
-        logger.warning(
+        return (
             f"transformers will run what is written with use_cache=True alone: without a cache "
             f"{type(self._model).__name__} asks the quantized one for what it has not "
             f"({shown:.200})."

@@ -9,8 +9,6 @@ from torch.nn import Module
 
 from llmcompressor.core.session_functions import LifecycleCallbacks, active_session
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.probes import token_ids
-from llmcompressor.pipelines.attention_trial import try_attention
 from llmcompressor.pipelines.batches import calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.coverage import scarcity_reported
@@ -51,7 +49,6 @@ class BasicPipeline:
         ):
             owners, blocks = owners_of(modifiers, state), find_blocks(model)
             state.call_order = watch_calibrated(model, batches, owners, blocks, lists).order
-            try_attention(model, batches, modifiers, state)
             LifecycleCallbacks.calibration_epoch_start()
             share = dataset_args.min_tokens_per_module
             with (
@@ -87,7 +84,6 @@ class DataFreePipeline:
         state.use_loss_mask = dataset_args is not None and dataset_args.use_loss_mask
         modifiers = session.lifecycle.recipe.modifiers
         with calibration_mode(model):
-            try_attention(model, token_ids(model), modifiers, state)
             LifecycleCallbacks.calibration_epoch_start()
             if state.keeper is None:
                 LifecycleCallbacks.sequential_epoch_end(tuple(model.modules()))

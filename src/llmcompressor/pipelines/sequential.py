@@ -33,7 +33,6 @@ from llmcompressor.modeling.shown_lists import ShownLists
 from llmcompressor.modeling.spilled import activation_budget, room_on
 from llmcompressor.modifiers.modifier import Granularity, Modifier
 from llmcompressor.pipelines.activations import LITTLE, ActivationStore
-from llmcompressor.pipelines.attention_trial import try_attention
 from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated
 from llmcompressor.pipelines.coverage import check_called, scarcity_reported, warn_uncalled
@@ -153,7 +152,6 @@ def _prepare(
     if residency is not None:
         loaded = state.keeper.names
         check_called(calibrated, {one: name for one, name in loaded.items() if one in blocks})
-    try_attention(model, batches, modifiers, state)
     warn_uncalled(calibrated, modifiers)
     propagates = dataset_args.propagate_error and all(m.propagates_error for m in modifiers)
     state.propagates, state.call_order = propagates, calibrated.order

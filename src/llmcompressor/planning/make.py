@@ -25,6 +25,7 @@ from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import DataSize, Modifier, PlannedModule, Work
 from llmcompressor.names import own_parameters
 from llmcompressor.numerics.gram import CHUNK_TOKENS
+from llmcompressor.pipelines.attention_trial import try_attention
 from llmcompressor.pipelines.merging import RUN_TOKENS
 from llmcompressor.pipelines.unreached import check_reached
 from llmcompressor.planning.machine import measure_rates
@@ -170,6 +171,7 @@ class _Maker:
         if is_ready:
             plan = self._with_output(plan, everything, parts)
         self._find_unreached()
+        self._try_attention()
         for modifier in request.modifiers:
             if modifier.initialized:
                 modifier.finalize(self._state)
@@ -240,6 +242,18 @@ class _Maker:
                 check_reached(self._subject.model, ready, request.samples, request.pipeline)
         except TargetError as error:
             self._problems.append(problem_of("dataset", error))
+
+    def _try_attention(self) -> None:
+        """Attention that readers could not run with its states quantized is a problem."""
+        request, state = self._request, self._state
+        ready = [one for one in request.modifiers if one.initialized]
+        try:
+            try_attention(
+                self._subject.model, request.samples, ready, state, tell=self._notes.append
+            )
+        except TargetError as error:
+            owners = {type(state.quantizers[one]).__name__ for one in state.cached}
+            self._problems.append(problem_of(", ".join(sorted(owners)), error))
 
     def _note_stacks(self, rows: Sequence[ModuleRow]) -> None:
         """Say what no recipe can reach: it may be most of the model."""
