@@ -244,8 +244,9 @@ class Modifier(HooksMixin):
     :meth:`finalize`; these keep track of the phase and call the ``on_…`` methods.
 
     What a pipeline has to know about a modifier is declared here, as class data or properties:
-    ``requires_calibration_data``, ``finest_granularity``, ``propagates_error``,
-    ``twin_streams``, ``surveys_first``, ``must_precede`` and :meth:`calibrated_modules`.
+    ``requires_calibration_data``, ``finest_granularity``, ``takes_whole_blocks``,
+    ``propagates_error``, ``twin_streams``, ``surveys_first``, ``must_precede`` and
+    :meth:`calibrated_modules`.
 
     Attributes:
         index: the place in the recipe, if it is given there.
@@ -402,6 +403,14 @@ class Modifier(HooksMixin):
     def finest_granularity(self) -> Granularity:
         """The smallest part of a model that this modifier can work on at a time."""
         return Granularity.BLOCK
+
+    @property
+    def takes_whole_blocks(self) -> bool:
+        """Whether it works on the model's own blocks, whatever else the user names as stops.
+
+        Its finest granularity is the block then.
+        """
+        return False
 
     @property
     def twin_streams(self) -> bool:

@@ -17,13 +17,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.modeling.blocks import block_of, sub_blocks
+from llmcompressor.modeling.blocks import block_of, find_blocks, sub_blocks
 from llmcompressor.modeling.call_order import CallOrder
-from llmcompressor.modifiers.modifier import Granularity
+from llmcompressor.modifiers.modifier import Granularity, Modifier
+
+if TYPE_CHECKING:
+    from llmcompressor.core.state import State
 
 __all__ = [
     "Choice",
@@ -34,6 +38,7 @@ __all__ = [
     "forwards_of",
     "level_of_targets",
     "make_plan",
+    "with_whole_blocks",
 ]
 
 
@@ -93,6 +98,33 @@ def level_of_targets(targets: Iterable[Module], calibrated: Container[Module]) -
     """
     single = all(target in calibrated or not _has_parts(target) for target in targets)
     return Granularity.LINEAR if single else Granularity.BLOCK
+
+
+def with_whole_blocks(
+    model: Module, stops: Mapping[Module, str], modifiers: Iterable[Modifier], state: State
+) -> dict[Module, str]:
+    """The stops that the user names, with blocks in the place of their parts where they are wanted.
+
+    Args:
+        model: what is calibrated.
+        stops: module → name.
+        modifiers: of the pass; what those calibrate that take whole blocks waits at blocks.
+        state: of the run.
+
+    Returns:
+        The stops, in the order of the model; as many as were given where nothing else is wanted.
+    """
+    taking = [one for one in modifiers if one.takes_whole_blocks]
+    wanted = {module for one in taking for module in one.calibrated_modules(state)}
+    covered = {inner for stop in stops for inner in stop.modules()}
+    added = {
+        block: name
+        for block, name in (find_blocks(model) if wanted else {}).items()
+        if block not in covered and not wanted.isdisjoint(block.modules())
+    }
+    within = {inner for block in added for inner in block.modules()}
+    found = {**{one: name for one, name in stops.items() if one not in within}, **added}
+    return {module: found[module] for module in model.modules() if module in found}
 
 
 def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, streams: int) -> int:

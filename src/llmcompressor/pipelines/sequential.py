@@ -39,7 +39,14 @@ from llmcompressor.pipelines.coverage import check_called, scarcity_reported, wa
 from llmcompressor.pipelines.early_hooks import EarlyHooks
 from llmcompressor.pipelines.experts import ExpertWatch, experts_watched
 from llmcompressor.pipelines.finite_blocks import blocks_watched, ends_behind
-from llmcompressor.pipelines.granularity import Plan, Unit, forwards_of, level_of_targets, make_plan
+from llmcompressor.pipelines.granularity import (
+    Plan,
+    Unit,
+    forwards_of,
+    level_of_targets,
+    make_plan,
+    with_whole_blocks,
+)
 from llmcompressor.pipelines.listed_experts import (
     listed_experts_counted,
     listed_experts_shown,
@@ -208,6 +215,9 @@ def _stops(
     meant = level_of_targets(blocks, owners_of(modifiers, state))
     if meant is Granularity.LINEAR and not any(_is_undeclared(one, state) for one in modifiers):
         return find_blocks(model), level or meant
+    stops = with_whole_blocks(model, blocks, modifiers, state)
+    if stops.keys() != blocks.keys():  # parts of blocks are named: a finer level than is taken
+        return stops, Granularity.SUB_BLOCK
     return blocks, level or Granularity.BLOCK
 
 

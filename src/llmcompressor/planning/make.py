@@ -270,14 +270,14 @@ class _Maker:
                 "they stay as they are."
             )
 
-    def _stops(self) -> list[Module]:
+    def _stops(self) -> dict[Module, str]:
         """What the user calls a block."""
         targets = self._request.args.sequential_targets
         try:
-            return list(find_blocks(self._subject.model, targets)) if targets else []
+            return find_blocks(self._subject.model, targets) if targets else {}
         except InputError as error:
             self._problems.append(problem_of("sequential_targets", error))
-            return []
+            return {}
 
     def _residency(self) -> str:
         if self._request.is_streamed:

@@ -15,7 +15,12 @@ from llmcompressor.modeling.spilled import activation_budget
 from llmcompressor.modifiers.modifier import DataSize, Granularity, Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.calibrated import owners_of
-from llmcompressor.pipelines.granularity import choose_level, forwards_of, level_of_targets
+from llmcompressor.pipelines.granularity import (
+    choose_level,
+    forwards_of,
+    level_of_targets,
+    with_whole_blocks,
+)
 from llmcompressor.pipelines.listed_experts import wait_at_blocks
 from llmcompressor.pipelines.passes import joined, passes_of, stretches_of, with_surveys
 from llmcompressor.planning.learning import LearningContext, PartLearning, plan_learning
@@ -54,7 +59,7 @@ class PassContext:
     pipeline: str
     is_streamed: bool
     parts: Sequence[Part]
-    stops: Sequence[Module]
+    stops: Mapping[Module, str]
     widths: Widths
     data: DataSize
     longest: int
@@ -138,7 +143,7 @@ def _sequential(
     chosen = choose_level(
         list(owners),
         finest=Granularity.BLOCK if undeclared or at_blocks else finest,
-        forced=_forced(pipeline, context, owners),
+        forced=_forced(pipeline, modifiers, context, owners),
         tokens=context.data.tokens,
         streams=streams,
         budget=budget,
@@ -175,15 +180,22 @@ def _works(
 
 
 def _forced(
-    pipeline: str, context: PassContext, owners: Mapping[Module, object]
+    pipeline: str,
+    modifiers: Sequence[Modifier],
+    context: PassContext,
+    owners: Mapping[Module, object],
 ) -> Granularity | None:
     if pipeline == "layer_sequential":
         return Granularity.BLOCK
+    state, stops = context.state, context.stops
+    meant = level_of_targets(stops, owners) if stops else None
+    if meant is Granularity.BLOCK:
+        whole = with_whole_blocks(state.model, stops, modifiers, state)
+        if whole.keys() != stops.keys():  # parts of blocks are named
+            return Granularity.SUB_BLOCK
     if context.args.sequential_granularity != "auto":
         return Granularity(context.args.sequential_granularity)
-    if not context.stops:
-        return None
-    return level_of_targets(context.stops, owners)
+    return meant
 
 
 def _budget(context: PassContext) -> int:

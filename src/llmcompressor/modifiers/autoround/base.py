@@ -165,6 +165,11 @@ class AutoRoundModifier(QuantizationMixin):
         return Granularity.BLOCK
 
     @property
+    def takes_whole_blocks(self) -> bool:
+        """Those of the model: what a part of one returns says less of what is lost."""
+        return True
+
+    @property
     def twin_streams(self) -> bool:
         """A block is to return, for what tuned ones give it, what the original model does there."""
         return True
@@ -317,7 +322,7 @@ class AutoRoundModifier(QuantizationMixin):
             raise TargetError(
                 f"AutoRoundModifier works on whole blocks, and parts of {name} were calibrated "
                 "before it had returned anything.",
-                "Leave sequential_targets out, or let them name whole blocks.",
+                "Put its modules on the ignore list.",
             )
         names = {module: f"{inner}.weight" for inner, module in block.named_modules()}
         runner = BlockRunner(block, calls)
