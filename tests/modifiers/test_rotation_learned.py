@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn import Module
 from transformers import AutoModelForCausalLM
 
-from llmcompressor import oneshot, verify
+from llmcompressor import oneshot, plan, verify
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.core import create_session
 from llmcompressor.errors import DatasetError
@@ -259,11 +259,25 @@ def test_samples_of_one_token_have_nothing_to_predict(tmp_path: Path) -> None:
             output_dir=tmp_path / name,
         )
     assert tensors_of(tmp_path / "mixed") == tensors_of(tmp_path / "long")
-    with pytest.raises(DatasetError, match="no sample has one to predict"):
-        oneshot(
-            source, recipe=[spin(), rounded("W8A8")], dataset=short, output_dir=tmp_path / "short"
-        )
-    assert not (tmp_path / "short.partial").exists()
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_data_without_anything_to_predict_is_refused_before_the_first_pass_and_by_the_plan(
+    is_folder: bool, tmp_path: Path
+) -> None:
+    source: Any = str(written(tmp_path / "source"))
+    source = source if is_folder else AutoModelForCausalLM.from_pretrained(source)
+    before = {} if is_folder else {key: one.clone() for key, one in source.state_dict().items()}
+    masked = {"input_ids": [5, 6, 7], "loss_mask": [1, 0, 0]}
+    for row, more in (({"input_ids": [5]}, {}), (masked, {"use_loss_mask": True})):
+        recipe = [SmoothQuantModifier(), spin(), rounded("W8A8")]
+        (problem,) = plan(source, recipe, [row], measure=False, **more).problems
+        with pytest.raises(DatasetError, match="no sample has one to predict") as caught:
+            oneshot(source, recipe=recipe, dataset=[row], output_dir=tmp_path / "short", **more)
+        assert (problem.where, problem.error) == ("dataset", "DatasetError")
+        assert (problem.message, problem.remedy) == (caught.value.problem, caught.value.remedy)
+        assert not list(tmp_path.glob("short*"))
+    assert is_folder or all(torch.equal(source.state_dict()[key], before[key]) for key in before)
 
 
 def test_tokens_that_a_loss_mask_leaves_out_are_not_predicted(tmp_path: Path) -> None:

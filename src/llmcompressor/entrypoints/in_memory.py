@@ -181,6 +181,7 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
     model = going_on.model
     if batches is not None:
         check_reached(model, session.lifecycle.recipe.modifiers, batches, job.pipeline())
+        job.check_batches(batches)
     try_attention(model, batches, session.lifecycle.recipe.modifiers, session.state)
     if job.output_dir is not None:
         check_writable_model(

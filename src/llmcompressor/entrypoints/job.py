@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,11 @@ class Job(Task):
         return load_calibration(
             self.dataset_args, processor=processor, source=source, **data_limits(model)
         )
+
+    def check_batches(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse, before the first pass, calibration data that a modifier could not work with."""
+        for each in self.recipe.modifiers:
+            each.check_data(batches, use_loss_mask=self.dataset_args.use_loss_mask)
 
     def pipeline(self) -> str:
         """The pipeline to run: the user's, with a word where it cannot do what is needed."""

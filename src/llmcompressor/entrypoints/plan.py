@@ -221,6 +221,8 @@ class _Data:
         source = job.open_data()
         processor = job.load_processor()
         loaded = list(job.load_data(self._model, processor, source))
+        with job.noting("dataset"):
+            job.check_batches(loaded)
         kinds = {frozenset(batch): batch for batch in reversed(loaded)}
         self.samples = list(reversed(kinds.values()))
         batches = CalibrationBatches(

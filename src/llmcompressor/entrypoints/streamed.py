@@ -218,6 +218,7 @@ class _Run:
         self._modifiers: list[Modifier] = list(self.session.lifecycle.recipe.modifiers)
         if self.batches is not None:
             check_reached(model, self._modifiers, self.batches, job.pipeline())
+            job.check_batches(self.batches)
         state = self.session.state
         try_attention(model, self.batches, self._modifiers, state)
         with outlined(self._modifiers, state):

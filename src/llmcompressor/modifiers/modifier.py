@@ -516,6 +516,19 @@ class Modifier(HooksMixin):
         """
         return ""
 
+    def check_data(self, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
+        """Refuse calibration data with which this cannot do its work, before any is done.
+
+        It need not be initialized.
+
+        Args:
+            batches: all of them.
+            use_loss_mask: only tokens count whose ``loss_mask`` in a batch is 1.
+
+        Raises:
+            DatasetError: what is missing.
+        """
+
     def planned(self, state: State) -> list[PlannedModule]:
         """What the modules will be stored as, before anything was done to them."""
         return []

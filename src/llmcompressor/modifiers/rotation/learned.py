@@ -46,7 +46,7 @@ from llmcompressor.quantization.fake_activations import dynamic_fake_quantize
 from llmcompressor.schemes.bridge import needs_global_scale
 from llmcompressor.threads import short_waits
 
-__all__ = ["COMPARED", "Learned", "learn_rotations"]
+__all__ = ["COMPARED", "Learned", "check_predictable", "learn_rotations"]
 
 _IGNORED = -100
 COMPARED = 8
@@ -351,6 +351,41 @@ def _rounded_inputs(model: Module) -> Iterator[None]:
             handle.remove()
 
 
+def check_predictable(batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
+    """Refuse data in which there is nothing to learn from.
+
+    Raises:
+        DatasetError: there is no batch, one without token ids, or no next token to predict.
+    """
+    if not batches:
+        raise DatasetError("Learned rotations need calibration data.", "Pass dataset=...")
+    if not all(isinstance(batch.get("input_ids"), Tensor) for batch in batches):
+        raise DatasetError(
+            "Rotations are learned by predicting next tokens, and a sample has no input_ids.",
+            "Give text, or tokens.",
+        )
+    if any(_has_next(_labels(batch, use_loss_mask=use_loss_mask)) for batch in batches):
+        return
+    raise DatasetError(
+        "Rotations are learned by predicting next tokens, and no sample has one to predict.",
+        "Give longer samples, or a loss_mask that is 1 somewhere behind the first token."
+        if use_loss_mask
+        else "Give longer samples.",
+    )
+
+
+def _has_next(labels: Tensor) -> bool:
+    return bool((labels[:, 1:] != _IGNORED).any())
+
+
+def _labels(batch: Mapping[str, Any], *, use_loss_mask: bool) -> Tensor:
+    """The tokens of a batch, without padding and without what its masks leave out."""
+    labels: Tensor = batch["input_ids"]
+    for one in (token_mask(batch), batch.get("loss_mask") if use_loss_mask else None):
+        labels = labels if one is None else labels.masked_fill(one.to(labels.device) == 0, _IGNORED)
+    return labels
+
+
 def _to_learn_from(
     model: Any, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool
 ) -> list[dict[str, Any]]:
@@ -359,17 +394,9 @@ def _to_learn_from(
     Raises:
         DatasetError: there is none.
     """
-    if not batches:
-        raise DatasetError("Learned rotations need calibration data.", "Pass dataset=...")
+    check_predictable(batches, use_loss_mask=use_loss_mask)
     every = [_with_labels(model, batch, use_loss_mask=use_loss_mask) for batch in batches]
-    data = [batch for batch in every if bool((batch["labels"][:, 1:] != _IGNORED).any())]
-    if not data:
-        raise DatasetError(
-            "Rotations are learned by predicting next tokens, and no sample has one to predict.",
-            "Give longer samples, or a loss_mask that is 1 somewhere behind the first token."
-            if use_loss_mask
-            else "Give longer samples.",
-        )
+    data = [batch for batch in every if _has_next(batch["labels"])]
     if len(data) < len(batches):
         logger.warning(
             f"Rotations are learned without {len(batches) - len(data)} of {len(batches)} batches, "
@@ -384,9 +411,7 @@ def _with_labels(
     """A batch with the next tokens to predict, padding left out and what its masks leave out."""
     device = model_device(model)
     ids, mask = batch["input_ids"].to(device), batch.get("attention_mask")
-    labels = ids
-    for one in (token_mask(batch), batch.get("loss_mask") if use_loss_mask else None):
-        labels = labels if one is None else labels.masked_fill(one.to(device) == 0, _IGNORED)
+    labels = _labels(batch, use_loss_mask=use_loss_mask).to(device)
     inputs = {"input_ids": ids, "labels": labels, "use_cache": False}
     return inputs if mask is None else {**inputs, "attention_mask": mask.to(device)}
 

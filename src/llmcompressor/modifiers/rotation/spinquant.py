@@ -16,7 +16,7 @@ Linears behind it first. Outliers, which stand in a few channels, are spread ove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from compressed_tensors.transform import (
@@ -36,7 +36,11 @@ from llmcompressor.modeling.settings import text_config
 from llmcompressor.modifiers.modifier import Effort, Learning
 from llmcompressor.modifiers.rotation.base import RotationModifier
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
-from llmcompressor.modifiers.rotation.learned import Learned, learn_rotations
+from llmcompressor.modifiers.rotation.learned import (
+    Learned,
+    check_predictable,
+    learn_rotations,
+)
 from llmcompressor.modifiers.rotation.learning_effort import learning_of, making_of
 from llmcompressor.modifiers.rotation.mappings import (
     NORM_MAPPING_REGISTRY,
@@ -366,6 +370,11 @@ class SpinQuantModifier(RotationModifier):
         return self.written(scheme, [rotation], online=online)
 
     # ------------------------------------------------------------------ learning
+
+    def check_data(self, batches: Sequence[Mapping[str, Any]], *, use_loss_mask: bool) -> None:
+        """Learning wants next tokens to predict."""
+        if self.learnable:
+            check_predictable(batches, use_loss_mask=use_loss_mask)
 
     def learning(self) -> Learning | None:
         """Steps along each matrix that is learned."""
