@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of as sparse_effort
 from llmcompressor.modifiers.transform import QuIPModifier
 from llmcompressor.numerics.hessian import raise_dampening
+from llmcompressor.numerics.histogram import few_ranges_tried
 from llmcompressor.numerics.masks import NofM
 from llmcompressor.numerics.sparse_choice import Share, Sparsity
 from llmcompressor.numerics.sparse_fit import sparse_fit
@@ -180,6 +182,42 @@ def test_what_packing_takes_of_another_size_follows_from_the_trial(is_written: b
     assert try_rounding(QuantizationScheme(targets=[]), torch.bfloat16, torch.device("cpu")) == (
         Trial(0.0, Peak(0.0, 0.0, 0.0), Peak(0.0, 0.0, 0.0))
     )
+
+
+def histogram_of_groups(group: int, **more: Any) -> QuantizationScheme:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": group, "observer": "histogram"}
+    return QuantizationScheme(targets=["Linear"], weights={**weights, **more})
+
+
+@pytest.mark.parametrize("group", [16, 64])
+def test_an_observer_that_takes_long_for_each_group_is_tried_on_few(group: int) -> None:
+    """It would be minutes for matrices as large as those of other observers."""
+    scheme = histogram_of_groups(group)
+    start = time.perf_counter()
+    trial = try_rounding(scheme, torch.bfloat16, torch.device("cpu"))
+    assert time.perf_counter() - start < 20
+
+    weight_RC = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with counted_memory() as counter:
+        observe_weight(weight_RC, scheme.weights)
+    assert trial.rounding.of(64 * 1024) == pytest.approx(counter.peak, rel=0.3)
+    start = time.perf_counter()
+    observe_weight(weight_RC, scheme.weights)
+    taken = time.perf_counter() - start
+    assert taken / 4 < trial.seconds * 64 * 1024 < taken * 4
+
+
+@pytest.mark.parametrize("method", ["mse", "entropy"])
+def test_a_search_of_few_ranges_takes_the_memory_of_the_whole(method: str) -> None:
+    scheme = histogram_of_groups(64, observer_kwargs={"method": method})
+    weight_RC = torch.randn(8, 1024, generator=torch.Generator().manual_seed(1))
+    with counted_memory() as whole:
+        best = observe_weight(weight_RC, scheme.weights)
+    with few_ranges_tried(), counted_memory() as few:
+        found = observe_weight(weight_RC, scheme.weights)
+    assert few.peak == whole.peak
+    assert not torch.equal(found.scale, best.scale)
+    assert torch.equal(observe_weight(weight_RC, scheme.weights).scale, best.scale)  # all again
 
 
 # ---------------------------------------------------------------------- units

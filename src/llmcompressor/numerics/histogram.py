@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -24,15 +26,32 @@ from llmcompressor.errors import InputError
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.scales import scales_from_range
 
-__all__ = ["Histogram", "entropy_range", "mse_range", "percentile_range"]
+__all__ = ["Histogram", "entropy_range", "few_ranges_tried", "mse_range", "percentile_range"]
 
 _LEAST_EXPONENT = -126
 _CHUNK_ELEMENTS = 1 << 22
 _RANGES_TRIED = 160
 _CELLS_AT_ONCE = 2**21
 """Bins of so many scales together are rounded at a time."""
+_FEW_RANGES = 2
 _LEAST_FRACTION = 2.0**-7
 _FLOOR_OF_MASS = 1e-4
+
+
+_tried = ContextVar("ranges tried", default=_RANGES_TRIED)
+
+
+@contextmanager
+def few_ranges_tried() -> Iterator[None]:
+    """Try few ranges inside: it takes the memory of the whole search, and little of its time.
+
+    What is found is not the best, for those who want to know what the search takes.
+    """
+    before = _tried.set(_FEW_RANGES)
+    try:
+        yield
+    finally:
+        _tried.reset(before)
 
 
 @dataclass(frozen=True)
@@ -237,7 +256,7 @@ def _best_of_some(
     amax_S = torch.maximum(-floor_S, ceiling_S)
     best_S = torch.full_like(amax_S, torch.inf, dtype=torch.float64)
     best_low_S, best_high_S = floor_S, ceiling_S
-    for p in torch.logspace(0.0, math.log2(least), _RANGES_TRIED, base=2.0).tolist():
+    for p in torch.logspace(0.0, math.log2(least), _tried.get(), base=2.0).tolist():
         low_S, high_S = torch.maximum(-p * amax_S, floor_S), torch.minimum(p * amax_S, ceiling_S)
         scale_S, zero_S = scales_from_range(low_S, high_S, grid)
         zero = None if grid.symmetric else zero_S[:, None]

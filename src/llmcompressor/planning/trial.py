@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +20,23 @@ from torch.utils._pytree import tree_iter
 
 from llmcompressor.checkpoint.compress import QuantizedModule, compress, quantized_module
 from llmcompressor.errors import CompressorError
+from llmcompressor.numerics.histogram import few_ranges_tried
 from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.schemes.presets import format_of
 from llmcompressor.threads import in_turn
 
 __all__ = ["MemoryCounter", "Peak", "Trial", "counted_memory", "try_rounding"]
 
-_ROWS = (512, 2048)
-"""Of the two matrices: what works on parts of a matrix takes less per weight of a large one."""
+_ROWS = (8, 32, 128, 512, 2048)
+"""Of the matrices: what works on parts of a matrix takes less per weight of a large one."""
 _COLUMNS = 2048
+_ENOUGH_SECONDS = 0.2
+"""A matrix that takes so long to round is large enough to time; the next takes four times that."""
+_MOST_SECONDS, _MOST_BYTES = 1.0, 2**26
+"""Where counting the memory of a matrix takes so long, or so much, no larger one is made.
+
+An observer that keeps something for every group may take a thousand times what another takes.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,12 +89,15 @@ def try_rounding(
     """
     if scheme.weights is None:
         return _NOTHING
+    sizes = _heights(scheme.weights)
+    made = partial(_Matrix, scheme=scheme, dtype=dtype, device=device, is_written=is_written)
     try:
-        small, large = (_once(rows, scheme, dtype, device, is_written) for rows in _ROWS)
+        small, large = _measured([made(rows) for rows in sizes])
+        seconds = _timed([made(rows) for rows in sizes])
     except CompressorError:
         return _NOTHING
     return Trial(
-        large.seconds / large.weights,
+        seconds,
         _peak(small.weights, small.rounding, large.weights, large.rounding),
         _peak(small.weights, small.packing, large.weights, large.packing),
     )
@@ -97,38 +109,81 @@ def _peak(few: int, small: int, many: int, large: int) -> Peak:
     return Peak(max(large - slope * many, 0.0), slope, small / few)
 
 
-class _Measured(NamedTuple):
-    weights: int
-    seconds: float
-    rounding: int
-    packing: int
-
-
 def _fitting(args: Any) -> int:
     """Columns that the scheme's groups divide."""
     group = args.group_size or 1
     return max(_COLUMNS // group, 1) * group if group > 0 else _COLUMNS
 
 
-def _once(
-    rows: int, scheme: Any, dtype: torch.dtype, device: torch.device, is_written: bool
-) -> _Measured:
-    columns = _fitting(scheme.weights)
-    linear = Linear(columns, rows, bias=False, dtype=dtype, device="meta")
-    if is_written and format_of(scheme) != "dense":
-        vars(linear)["quantization_status"] = QuantizationStatus.FROZEN
-    generator = torch.Generator().manual_seed(0)
-    weight_RC = torch.randn(rows, columns, generator=generator).mul_(0.02).to(device, dtype)
-    entry = quantized_module("trial", linear, scheme)
-    assert entry is not None
-    with counted_memory() as rounding:
-        own = _rounded(weight_RC, scheme, entry)
-    with counted_memory() as packing:
-        compress(entry, own)
-    start = time.perf_counter()  # apart: counting takes time, and it has one thread
-    compress(entry, _rounded(weight_RC, scheme, entry))
-    seconds = time.perf_counter() - start
-    return _Measured(weight_RC.numel(), seconds, rounding.peak, packing.peak)
+def _heights(args: Any) -> list[int]:
+    """Rows of the matrices, with whole blocks where the scheme has some; two at least."""
+    block = args.block_structure[0] if args.block_structure else 1
+    found = sorted({-(-rows // block) * block for rows in _ROWS})
+    return found if found[1:] else [found[0], 2 * found[0]]
+
+
+class _Measured(NamedTuple):
+    weights: int
+    rounding: int
+    packing: int
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A random one of so many rows, as a scheme has it."""
+
+    rows: int
+    scheme: Any
+    dtype: torch.dtype
+    device: torch.device
+    is_written: bool
+
+    @property
+    def weights(self) -> int:
+        return self.rows * _fitting(self.scheme.weights)
+
+    def made(self) -> tuple[Tensor, QuantizedModule]:
+        columns = _fitting(self.scheme.weights)
+        linear = Linear(columns, self.rows, bias=False, dtype=self.dtype, device="meta")
+        if self.is_written and format_of(self.scheme) != "dense":
+            vars(linear)["quantization_status"] = QuantizationStatus.FROZEN
+        generator = torch.Generator().manual_seed(0)
+        weight_RC = torch.randn(self.rows, columns, generator=generator).mul_(0.02)
+        entry = quantized_module("trial", linear, self.scheme)
+        assert entry is not None
+        return weight_RC.to(self.device, self.dtype), entry
+
+
+def _measured(matrices: Sequence[_Matrix]) -> tuple[_Measured, _Measured]:
+    """What the two largest take that are quickly measured."""
+    found: list[_Measured] = []
+    for matrix in matrices:
+        weight_RC, entry = matrix.made()
+        start = time.perf_counter()
+        with few_ranges_tried():
+            with counted_memory() as rounding:
+                own = _rounded(weight_RC, matrix.scheme, entry)
+            with counted_memory() as packing:
+                compress(entry, own)
+        found.append(_Measured(matrix.weights, rounding.peak, packing.peak))
+        is_long = time.perf_counter() - start > _MOST_SECONDS
+        if len(found) > 1 and (is_long or max(rounding.peak, packing.peak) > _MOST_BYTES):
+            break
+    return found[-2], found[-1]
+
+
+def _timed(matrices: Sequence[_Matrix]) -> float:
+    """Seconds per weight; apart from the memory: counting takes time, and it has one thread."""
+    seconds = 0.0
+    for matrix in matrices:
+        weight_RC, entry = matrix.made()
+        start = time.perf_counter()
+        compress(entry, _rounded(weight_RC, matrix.scheme, entry))
+        took = time.perf_counter() - start
+        seconds = took / matrix.weights
+        if took > _ENOUGH_SECONDS:
+            break
+    return seconds
 
 
 def _rounded(weight_RC: Tensor, scheme: Any, entry: QuantizedModule) -> dict[str, Tensor]:
