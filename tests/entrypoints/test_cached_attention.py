@@ -269,6 +269,17 @@ def test_a_model_that_keeps_no_cache_is_not_blamed(tmp_path: Path) -> None:
     assert float(model.model.layers[0].self_attn.k_scale) > 0
 
 
+def test_a_device_without_room_for_the_trial_is_not_blamed_on_attention(tmp_path: Path) -> None:
+    model = small.llama()
+
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    model.model.layers[1].register_forward_pre_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(model, QuantizationModifier(kv_cache_scheme=FP8), tmp_path / "out")
+
+
 def test_tokens_of_the_trial_are_not_counted() -> None:
     rows = small.token_rows()
     modifier = GPTQModifier(targets="Linear", scheme="FP8", ignore=["lm_head"], kv_cache_scheme=FP8)

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from compressed_tensors.modeling import (
     IMPL_ATTR,
     KV_CACHE_ATTR,
@@ -133,7 +134,7 @@ class _Trial:
         with _tapped(self._model, states), helping, self._watched(states):
             try:
                 self._model(**model_inputs(self._model, batch))
-            except CompressorError:
+            except (CompressorError, torch.OutOfMemoryError):  # the latter is no one's fault
                 raise
             except Exception as error:  # whatever the model's own code raises
                 return error
