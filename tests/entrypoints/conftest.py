@@ -20,8 +20,3 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "llama"
     small.llama().save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_waiting(no_waiting_for_the_disk: None) -> None:
-    """That what is written survives a crash of the machine is not what these tests are about."""

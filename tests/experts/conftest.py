@@ -6,11 +6,4 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_waiting(no_waiting_for_the_disk: None) -> None:
-    """That what is written survives a crash of the machine is not what these tests are about."""

@@ -20,7 +20,7 @@ from llmcompressor import oneshot, verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
 
-pytestmark = [pytest.mark.usefixtures("no_waiting_for_the_disk"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # The part between the marks is what docs/modifiers/spinquant.md shows.
 READER = """
@@ -114,9 +114,7 @@ ONLINE: dict[str, tuple[list[Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def read(
-    tmp_path_factory: pytest.TempPathFactory, no_waiting_for_the_disk: None
-) -> dict[str, tuple[torch.Tensor, ...]]:
+def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Tensor, ...]]:
     """Case → logits of the returned model, of a reader with rotations, of one without."""
     place = tmp_path_factory.mktemp("rotated")
     data: Any = batches(number=1)

@@ -18,8 +18,3 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with random weights; not to be written to."""
     config = published.small(published.LLAMA_3_8B)
     return published.write_weights(tmp_path_factory.mktemp("source") / "llama", config)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_waiting(no_waiting_for_the_disk: None) -> None:
-    """That what is written survives a crash of the machine is not what these tests are about."""

@@ -23,11 +23,6 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from llmcompressor import oneshot, reset_session
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_waiting(no_waiting_for_the_disk: None) -> None:
-    """That what is written survives a crash of the machine is not what these tests are about."""
-
-
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama in bfloat16."""
