@@ -19,7 +19,9 @@ def free_device_memory(device: torch.device | int) -> int:
     Args:
         device: which, as a device or by its index.
     """
-    index = device if isinstance(device, int) else device.index or 0
+    index = device if isinstance(device, int) else device.index
+    if index is None:
+        index = torch.accelerator.current_device_index()
     free, _ = torch.accelerator.get_memory_info(index)
     held = torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
     return int(free) + max(int(held), 0)

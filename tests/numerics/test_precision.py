@@ -61,6 +61,15 @@ def test_they_are_whole_inside_and_as_before_afterwards(allow: Callable[[], None
     assert found() == before
 
 
+@pytest.mark.parametrize("said", ["highest", "high", "medium"])
+def test_the_older_setting_can_be_asked_inside(said: str) -> None:
+    torch.set_float32_matmul_precision(said)
+    with full_float32_products():
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not BACKENDS.cuda.matmul.allow_tf32
+    assert torch.get_float32_matmul_precision() == said
+
+
 def test_what_was_inherited_is_inherited_again() -> None:
     set_all("tf32")
     with full_float32_products():

@@ -203,6 +203,7 @@ def test_a_text_batch_is_cut_for_watching_and_others_are_not() -> None:
         "input_ids": (1, 8),
         "attention_mask": (1, 8),
     }
+    assert small_batch({**batch, "loss_mask": batch["input_ids"]})["loss_mask"].shape == (1, 8)
     image = tiny.image_batches()[0]
     assert small_batch(image).keys() == image.keys()
     assert small_batch(image)["input_ids"] is image["input_ids"]

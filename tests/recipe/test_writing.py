@@ -269,18 +269,20 @@ class WritingHard(WritingPlain):
     blob: bytes = b""
     table: Any = ()
     late: int = 0
+    names: list[str] = Field(default_factory=list)
 
-    @field_serializer("late")
-    def _serialize(self, value: int) -> int:
+    @field_serializer("late", "names")
+    def _serialize(self, value: Any) -> Any:
         if value:
             raise RuntimeError("not now")
         return value
 
 
 def test_a_field_that_cannot_be_written_costs_no_run(warned):
-    modifier = WritingHard(blob=b"\xff", table=len, late=3, rate=0.5)
+    modifier = WritingHard(blob=b"\xff", table=len, late=3, names=["a"], rate=0.5)
     [again] = Recipe.create_instance(Recipe.from_modifiers([modifier]).yaml()).modifiers
     assert (again.blob, again.table, again.late, again.rate) == (b"", (), 3, 0.5)
+    assert again.names == ["a"]
     assert len(warned) == 2
     for held in ("b'\\xff'", "<built-in function len>"):
         assert any(f"WritingHard holds {held}, which no recipe" in text for text in warned)

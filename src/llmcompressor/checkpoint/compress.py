@@ -230,8 +230,11 @@ def _check_groups(
     weights = scheme.weights
     if weights is None or weights.strategy != QuantizationStrategy.GROUP.value:
         return
-    weight, own = weight_of(module), format_of(scheme)
-    if weight is None or chosen.value in (own, CompressionFormat.dense.value):
+    own = format_of(scheme)
+    if chosen.value in (own, CompressionFormat.dense.value):
+        return
+    weight = weight_of(module)
+    if weight is None:
         return
     columns = weight.shape[-1]
     if columns % weights.group_size and not holds_ragged(chosen.value, columns):

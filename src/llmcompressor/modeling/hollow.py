@@ -78,10 +78,14 @@ def _zeros(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_hollow_stack(module: Module) -> bool:
-    """Whether a module holds experts as transformers calls them, none of which is loaded."""
-    is_called_so = hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
-    own = [parameter for _, parameter in _own(module._parameters)]
-    return is_called_so and bool(own) and all(one.is_meta for one in own)
+    """Whether a module holds experts as transformers calls them, none of which is loaded.
+
+    Llama 4's has none of the marks of the others, and stacks of the same names.
+    """
+    own = dict(_own(module._parameters))
+    is_marked = hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
+    is_called_so = is_marked or own.keys() >= {"gate_up_proj", "down_proj"}
+    return is_called_so and bool(own) and all(one.is_meta for one in own.values())
 
 
 def _nothing_of_experts(module: Module, forward: Any) -> Any:

@@ -22,12 +22,16 @@ class _Settings:
         self._lock = threading.Lock()
         self._within = 0
         self._before: list[tuple[Any, str]] = []
+        self._coarse: str | None = None
 
     def enter(self) -> None:
         with self._lock:
             self._within += 1
             if self._within == 1:
+                self._coarse = _coarse()
                 self._before = [(one, one.fp32_precision) for one in _products()]
+                if self._coarse is not None:  # or who asks for it inside would get an error
+                    torch.set_float32_matmul_precision("highest")
                 for one, _ in self._before:
                     one.fp32_precision = _FULL
 
@@ -35,6 +39,8 @@ class _Settings:
         with self._lock:
             self._within -= 1
             if self._within == 0:
+                if self._coarse is not None:
+                    torch.set_float32_matmul_precision(self._coarse)
                 for one, before in self._before:
                     one.fp32_precision = _INHERITED
                     if one.fp32_precision != before:
@@ -42,6 +48,18 @@ class _Settings:
 
 
 _SETTINGS = _Settings()
+
+
+def _coarse() -> str | None:
+    """What torch's older setting says of products, if that is less than all digits.
+
+    Where it disagrees with the newer ones it cannot be asked.
+    """
+    try:
+        said = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+    return said if said != "highest" else None
 
 
 def _products() -> list[Any]:

@@ -138,7 +138,7 @@ def rotated_weight(
         return wide_TC
 
     # once, and not for each part
-    inputs = [one.placed(W_RC.device, precision) for one in inputs]
+    inputs, outputs = [one.placed(W_RC.device, precision) for one in inputs], list(outputs)
     R, C = W_RC.shape
     result_RC = torch.empty_like(W_RC, dtype=dtype, memory_format=torch.contiguous_format)
     is_apart = bool(outputs) and result_RC.dtype != precision

@@ -19,7 +19,9 @@ __all__ = [
     "small_batch",
 ]
 
-_TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"})
+_TEXT_KEYS = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "loss_mask"}
+)
 _PROBE_TOKENS = 8
 
 

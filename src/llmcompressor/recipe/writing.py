@@ -111,11 +111,17 @@ def _dumped_one_by_one(modifier: Modifier, spelled: Callable[[Any], Any]) -> dic
         try:
             dumped.update(modifier.model_dump(mode="json", include={name}, fallback=spelled))
         except Exception:  # of any kind, and the work of hours is not to be lost by it
-            value = getattr(modifier, name)
-            dumped[name] = _spelled(value)
-            if dumped[name] is None:
-                _warn_of_loss(modifier, value)
+            dumped[name] = _unserialized(modifier, getattr(modifier, name))
     return dumped
+
+
+def _unserialized(modifier: Modifier, value: Any) -> Any:
+    """A value whose own serializer fails, as it is spelled else; warned of if in no way."""
+    try:
+        return to_jsonable_python(value, fallback=_spelled)
+    except Exception:  # of any kind, as above
+        _warn_of_loss(modifier, value)
+        return None
 
 
 def _class_name(modifier: Modifier) -> str:
