@@ -84,6 +84,7 @@ def test_the_planned_peak_of_autoround_knows_the_number_of_tokens(
     assert planned == pytest.approx(measured, rel=0.07)
 
 
+@pytest.mark.timeout(1200)  # a forward for every candidate: minutes without products of bfloat16
 def test_what_awq_keeps_leaves_room_on_a_limited_device(on_device: Run) -> None:
     """Four times the data: inputs of parents, and what they return, wait on the host."""
     few, many = (
