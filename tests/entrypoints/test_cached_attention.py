@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from transformers import (
 
 from llmcompressor import oneshot, plan
 from llmcompressor.errors import TargetError
-from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
 from llmcompressor.pipelines.experts import experts_report
@@ -52,14 +51,6 @@ SIZES: dict[str, Any] = {
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 PER_HEAD = {**FP8, "strategy": "attn_head"}
 ATTENTION = {"group_0": {"targets": ["re:.*attn$"], "input_activations": FP8}}
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    heard: list[str] = []
-    sink = logger.add(lambda text: heard.append(str(text)), level="INFO", format="{message}")
-    yield heard
-    logger.remove(sink)
 
 
 def made(model_class: Any, config: Any) -> PreTrainedModel:
@@ -200,7 +191,7 @@ def test_one_latent_state_has_a_scale_and_none_per_head(tmp_path: Path) -> None:
 
 
 def test_attention_is_refused_before_the_first_pass_and_by_the_plan(
-    tmp_path: Path, logged: list[str]
+    tmp_path: Path, said: list[str]
 ) -> None:
     """Also where others are before the modifier that quantizes it."""
     deepseek().save_pretrained(tmp_path / "model")
@@ -212,7 +203,7 @@ def test_attention_is_refused_before_the_first_pass_and_by_the_plan(
     (problem,) = plan(**call, recipe=recipe, dataset=small.token_rows(), measure=False).problems
     with pytest.raises(TargetError) as caught:
         oneshot(**call, recipe=recipe, dataset=small.token_rows())
-    assert not any("Pass 1 of" in line for line in logged)
+    assert not any("Pass 1 of" in line for line in said)
     assert problem.message == caught.value.problem
     assert (problem.where, problem.remedy) == ("QuantizationModifier", caught.value.remedy)
 

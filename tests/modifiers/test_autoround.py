@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from llmcompressor.checkpoint.compress import compress, quantized_modules
 from llmcompressor.checkpoint.journal import Journal
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError
-from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modifiers.autoround import AutoRoundModifier, tune
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -35,15 +33,6 @@ from llmcompressor.schemes.presets import PRESETS
 
 WEIGHTS: dict[str, Any] = {"num_bits": 3, "strategy": "group", "group_size": 32}
 GROUPS: dict[str, Any] = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """What is logged, in order."""
-    heard: list[str] = []
-    sink = logger.add(lambda text: heard.append(str(text)), level="INFO", format="{message}")
-    yield heard
-    logger.remove(sink)
 
 
 def autoround(**fields: Any) -> AutoRoundModifier:
@@ -421,20 +410,20 @@ def test_fields_without_effect_are_named(warned: list[str]) -> None:
     [["LlamaMLP", "LlamaAttention"], ["re:.*mlp$"], ["model.layers.1"], ["Linear"]],
     ids=["parts", "mlp", "one block", "linears"],
 )
-def test_whole_blocks_are_tuned_whatever_is_named(targets: list[str], logged: list[str]) -> None:
+def test_whole_blocks_are_tuned_whatever_is_named(targets: list[str], said: list[str]) -> None:
     """It is said, and what comes out is what comes out without names."""
     plain, named = autoround(), autoround()
     expected = tiny.run(tiny.llama(), plain).state_dict()
-    logged.clear()
+    said.clear()
     found = tiny.run(tiny.llama(), named, sequential_targets=targets).state_dict()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert named.records == plain.records
-    (told,) = [line for line in logged if "Sequential calibration" in line]
+    (told,) = [line for line in said if "Sequential calibration" in line]
     assert "2 stops at block level (the finest that the recipe allows is block)" in told
 
 
 def test_others_stop_where_they_are_told_and_the_plan_says_so(
-    tmp_path: Path, logged: list[str]
+    tmp_path: Path, said: list[str]
 ) -> None:
     tiny.llama().save_pretrained(tmp_path / "model")
     recipe = [SmoothQuantModifier(), autoround(iters=1)]
@@ -442,7 +431,7 @@ def test_others_stop_where_they_are_told_and_the_plan_says_so(
     call = {"model": str(tmp_path / "model"), "dataset": rows, "sequential_targets": ["LlamaMLP"]}
     planned = plan(recipe=recipe, measure=False, **call)
     oneshot(recipe=recipe, output_dir=tmp_path / "out", **call)
-    told = [line for line in logged if "Sequential calibration" in line]
+    told = [line for line in said if "Sequential calibration" in line]
     assert not planned.problems
     assert [(one.level, one.forwards) for one in planned.passes] == [("block", 2), ("block", 3)]
     assert [one.reason in line for one, line in zip(planned.passes, told, strict=True)] == [

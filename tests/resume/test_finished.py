@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,11 @@ from llmcompressor import plan
 from llmcompressor.checkpoint.finished_run import RUN_FILE
 from llmcompressor.entrypoints import streamed
 from llmcompressor.errors import OutputError
-from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import learned as rotations
 
 Expected = Callable[[str], dict[str, str]]
 SAID = "nothing is done again"
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    heard: list[str] = []
-    sink = logger.add(lambda text: heard.append(str(text)), level="INFO", format="{message}")
-    yield heard
-    logger.remove(sink)
 
 
 @pytest.fixture
@@ -70,15 +61,15 @@ def test_killed_at_each_step_behind_the_last_line(
 @pytest.mark.usefixtures("killed")
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("one_pass", "cache")])
 def test_the_model_is_the_one_that_the_run_returned(
-    recipe: str, model: Path, tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+    recipe: str, model: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rotations, "_is_better", rotations._is_better)  # one of the recipes does
     job = Job(model, recipe, tmp_path / "output")
     first = job()
     before, when = tree(job.output), stamps(job.output)
-    logged.clear()
+    said.clear()
     second = job()
-    assert any(SAID in line for line in logged)
+    assert any(SAID in line for line in said)
     assert tree(job.output) == before
     assert stamps(job.output) == when
     assert not job.partial.exists()

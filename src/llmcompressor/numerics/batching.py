@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["BATCH_ELEMENTS", "batches_alike", "wide_rows"]
+from llmcompressor.numerics.hessian import SingularHessianError
+
+__all__ = ["BATCH_ELEMENTS", "batches_alike", "together_or_apart", "wide_rows"]
+
+Problem = TypeVar("Problem")
+Solution = TypeVar("Solution")
 
 BATCH_ELEMENTS = 2**24
 """Elements of the Gram matrices of one batch: what is gained by batching ends there."""
@@ -58,3 +65,23 @@ def wide_rows(weights_RC: Sequence[Tensor]) -> Tensor:
     for part_RC, weight_RC in zip(torch.split(wide_RC, rows), weights_RC, strict=True):
         part_RC.copy_(weight_RC)
     return wide_RC
+
+
+def together_or_apart(
+    problems: Sequence[Problem],
+    together: Callable[[Sequence[Problem]], list[Solution]],
+    hopeless: Callable[[Problem], Solution],
+) -> list[Solution]:
+    """Solve problems in one call, or one by one where not all can be factorized.
+
+    Args:
+        problems: of one kind.
+        together: solves several; raises ``SingularHessianError`` if one cannot be factorized.
+        hopeless: what is left for one that cannot be, by itself either.
+    """
+    with contextlib.suppress(SingularHessianError):
+        return together(problems)
+    # the error is gone by now, and with it what its frames held
+    if len(problems) == 1:
+        return [hopeless(problems[0])]
+    return [together_or_apart([one], together, hopeless)[0] for one in problems]

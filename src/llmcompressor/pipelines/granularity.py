@@ -38,7 +38,7 @@ __all__ = [
     "forwards_of",
     "level_of_targets",
     "make_plan",
-    "with_whole_blocks",
+    "named_stops",
 ]
 
 
@@ -100,7 +100,36 @@ def level_of_targets(targets: Iterable[Module], calibrated: Container[Module]) -
     return Granularity.LINEAR if single else Granularity.BLOCK
 
 
-def with_whole_blocks(
+def named_stops(
+    model: Module,
+    named: Mapping[Module, str],
+    calibrated: Container[Module],
+    modifiers: Sequence[Modifier],
+    state: State,
+    asked: Granularity | None,
+    *,
+    at_blocks: bool = False,
+) -> tuple[dict[Module, str], Granularity]:
+    """Where a pass stops whose stops the user names, and the level that this asks for.
+
+    Args:
+        model: what is calibrated.
+        named: module → name.
+        calibrated: as for :func:`level_of_targets`.
+        modifiers: of the pass.
+        state: of the run.
+        asked: the level that is asked for besides.
+        at_blocks: what is named is stopped at as a whole, single Linears too.
+    """
+    if not at_blocks and level_of_targets(named, calibrated) is Granularity.LINEAR:
+        return find_blocks(model), asked or Granularity.LINEAR
+    stops = _with_whole_blocks(model, named, modifiers, state)
+    if stops.keys() != named.keys():  # parts of blocks are named: a finer level than is taken
+        return stops, Granularity.SUB_BLOCK
+    return dict(named), asked or Granularity.BLOCK
+
+
+def _with_whole_blocks(
     model: Module, stops: Mapping[Module, str], modifiers: Iterable[Modifier], state: State
 ) -> dict[Module, str]:
     """The stops that the user names, with blocks in the place of their parts where they are wanted.

@@ -43,9 +43,8 @@ from llmcompressor.pipelines.granularity import (
     Plan,
     Unit,
     forwards_of,
-    level_of_targets,
     make_plan,
-    with_whole_blocks,
+    named_stops,
 )
 from llmcompressor.pipelines.listed_experts import (
     listed_experts_counted,
@@ -212,13 +211,9 @@ def _stops(
     blocks = find_blocks(model, args.sequential_targets)
     if not args.sequential_targets:
         return blocks, level
-    meant = level_of_targets(blocks, owners_of(modifiers, state))
-    if meant is Granularity.LINEAR and not any(_is_undeclared(one, state) for one in modifiers):
-        return find_blocks(model), level or meant
-    stops = with_whole_blocks(model, blocks, modifiers, state)
-    if stops.keys() != blocks.keys():  # parts of blocks are named: a finer level than is taken
-        return stops, Granularity.SUB_BLOCK
-    return blocks, level or Granularity.BLOCK
+    owners = owners_of(modifiers, state)
+    undeclared = any(_is_undeclared(one, state) for one in modifiers)
+    return named_stops(model, blocks, owners, modifiers, state, level, at_blocks=undeclared)
 
 
 def _owners(

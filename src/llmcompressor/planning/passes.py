@@ -18,8 +18,7 @@ from llmcompressor.pipelines.calibrated import owners_of
 from llmcompressor.pipelines.granularity import (
     choose_level,
     forwards_of,
-    level_of_targets,
-    with_whole_blocks,
+    named_stops,
 )
 from llmcompressor.pipelines.listed_experts import wait_at_blocks
 from llmcompressor.pipelines.passes import joined, passes_of, stretches_of, with_surveys
@@ -187,15 +186,11 @@ def _forced(
 ) -> Granularity | None:
     if pipeline == "layer_sequential":
         return Granularity.BLOCK
-    state, stops = context.state, context.stops
-    meant = level_of_targets(stops, owners) if stops else None
-    if meant is Granularity.BLOCK:
-        whole = with_whole_blocks(state.model, stops, modifiers, state)
-        if whole.keys() != stops.keys():  # parts of blocks are named
-            return Granularity.SUB_BLOCK
-    if context.args.sequential_granularity != "auto":
-        return Granularity(context.args.sequential_granularity)
-    return meant
+    asked, state = context.args.sequential_granularity, context.state
+    level = None if asked == "auto" else Granularity(asked)
+    if not context.stops:
+        return level
+    return named_stops(state.model, context.stops, owners, modifiers, state, level)[1]
 
 
 def _budget(context: PassContext) -> int:

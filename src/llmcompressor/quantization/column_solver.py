@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,11 +15,15 @@ from llmcompressor.numerics.asymmetric import (
     refitted_weight_with_raise,
     ridge_for,
 )
-from llmcompressor.numerics.batching import BATCH_ELEMENTS, batches_alike, wide_rows
+from llmcompressor.numerics.batching import (
+    BATCH_ELEMENTS,
+    batches_alike,
+    together_or_apart,
+    wide_rows,
+)
 from llmcompressor.numerics.gptq import ColumnScales, activation_order, sweep_and_descend
 from llmcompressor.numerics.grid import Grid
 from llmcompressor.numerics.hessian import (
-    SingularHessianError,
     dead_columns,
 )
 from llmcompressor.numerics.refit import refit_scales
@@ -150,15 +153,11 @@ def _batches(problems: Sequence[Problem], most: int | None = None) -> Iterator[l
 
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
-    with (
-        contextlib.suppress(SingularHessianError),
-        one_thread(problems[0].gram_CC.device),
-    ):
-        return _swept(problems, options)
-    # the error is gone by now, and what its frames held
-    if len(problems) > 1:
-        return [_solve_batch([problem], options)[0] for problem in problems]
-    return [_rounded(problems[0])]
+    def swept(some: Sequence[Problem]) -> list[Solution]:
+        with one_thread(some[0].gram_CC.device):
+            return _swept(some, options)
+
+    return together_or_apart(problems, swept, _rounded)
 
 
 def _rounded(problem: Problem) -> Solution:

@@ -111,14 +111,14 @@ def _dumped_one_by_one(modifier: Modifier, spelled: Callable[[Any], Any]) -> dic
         try:
             dumped.update(modifier.model_dump(mode="json", include={name}, fallback=spelled))
         except Exception:  # of any kind, and the work of hours is not to be lost by it
-            dumped[name] = _unserialized(modifier, getattr(modifier, name))
+            dumped[name] = _unserialized(modifier, getattr(modifier, name), spelled)
     return dumped
 
 
-def _unserialized(modifier: Modifier, value: Any) -> Any:
+def _unserialized(modifier: Modifier, value: Any, spelled: Callable[[Any], Any]) -> Any:
     """A value whose own serializer fails, as it is spelled else; warned of if in no way."""
     try:
-        return to_jsonable_python(value, fallback=_spelled)
+        return to_jsonable_python(value, fallback=spelled)
     except Exception:  # of any kind, as above
         _warn_of_loss(modifier, value)
         return None

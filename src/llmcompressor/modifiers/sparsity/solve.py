@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmcompressor.numerics.asymmetric import corrected_weight_with_raise, ridge_for
-from llmcompressor.numerics.batching import batches_alike, wide_rows
+from llmcompressor.numerics.batching import batches_alike, together_or_apart, wide_rows
 from llmcompressor.numerics.hessian import (
     SingularHessianError,
     dead_columns,
@@ -87,15 +86,11 @@ def solve(problems: Sequence[Problem], options: Options) -> list[Solution]:
 
 
 def _solve_batch(problems: Sequence[Problem], options: Options) -> list[Solution]:
-    with (
-        contextlib.suppress(SingularHessianError),
-        one_thread(problems[0].gram_CC.device),
-    ):
-        return _pruned(problems, options)
-    # the error is gone by now, and what its frames held
-    if len(problems) > 1:
-        return [_solve_batch([problem], options)[0] for problem in problems]
-    return [_chosen_by_score(problems[0], options)]
+    def pruned(some: Sequence[Problem]) -> list[Solution]:
+        with one_thread(some[0].gram_CC.device):
+            return _pruned(some, options)
+
+    return together_or_apart(problems, pruned, lambda one: _chosen_by_score(one, options))
 
 
 def _pruned(problems: Sequence[Problem], options: Options) -> list[Solution]:
