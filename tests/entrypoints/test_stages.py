@@ -14,6 +14,7 @@ import small_models as small
 import torch
 from safetensors.torch import load_file
 from training_cases import Breaker, Freezer, WeightHalver, arguments
+from transformers import LlamaForCausalLM
 
 from llmcompressor import run_stages, train, verify
 from llmcompressor.errors import (
@@ -232,6 +233,31 @@ def test_one_error_before_the_first_stage(
     assert forwards == []
     assert list(tmp_path.iterdir()) == []
     assert WeightHalver.run_types == {"oneshot"}
+
+
+@pytest.mark.parametrize("run_type", ["oneshot", "train"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_targets_of_later_stages_that_match_nothing_are_warned_of_before_the_first(
+    run_type: str, loaded: bool, llama_folder: Path, tmp_path: Path, said: list[str]
+) -> None:
+    recipe = RECIPE.replace("targets: Linear", "targets: [Linear, 're:.*q_prj']")
+    recipe = recipe.replace("run_type: oneshot", f"run_type: {run_type}")
+    model = LlamaForCausalLM.from_pretrained(llama_folder) if loaded else str(llama_folder)
+    with pytest.raises(InputError, match="q_prj"):
+        run_stages(model, recipe, **arguments(tmp_path / "out", save_steps=1))
+    [warned] = [place for place, line in enumerate(said) if "cannot begin unless" in line]
+    assert "'quant'" in said[warned]
+    assert "q_proj" in said[warned]
+    assert warned < next(place for place, line in enumerate(said) if "Stage 1 of 3" in line)
+
+
+@pytest.mark.parametrize("changed", ["", "allow_unmatched: true, targets: [Linear, 're:.*q_prj']"])
+def test_targets_that_match_or_need_not_are_not_warned_of(
+    changed: str, llama_folder: Path, tmp_path: Path, said: list[str]
+) -> None:
+    recipe = RECIPE.replace("targets: Linear", changed or "targets: Linear")
+    _stages(llama_folder, tmp_path / "out", recipe)
+    assert not [line for line in said if "cannot begin unless" in line]
 
 
 def test_rotations_that_are_multiplied_in_are_no_bar(llama_folder: Path, tmp_path: Path) -> None:

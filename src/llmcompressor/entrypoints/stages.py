@@ -46,6 +46,8 @@ from llmcompressor.metrics import LoggerManager
 from llmcompressor.modifiers.distillation import OutputDistillationModifier
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.rotation.base import RotationModifier
+from llmcompressor.planning.matching import unmatched_targets
+from llmcompressor.planning.subject import open_subject
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.recipe import Recipe, Stage
 
@@ -134,6 +136,7 @@ def run_stages(
     for place, stage in enumerate(plan):
         if not stage.is_finished:
             stage.check(model, plan[:place])
+    _warn_of_targets(plan, model)
     return _run(plan, record, model)
 
 
@@ -207,6 +210,14 @@ class _Stage:
                 "teacher to learn from.",
                 "Give distill_teacher=... (--distill-teacher).",
             )
+
+    @property
+    def matching(self) -> list[Modifier]:
+        """Those of its modifiers whose targets are names or classes of modules."""
+        found: Sequence[Modifier] = self.recipe.modifiers
+        if self.kind == "train":  # pruning there is about names of parameters
+            return [one for one in found if isinstance(one, QuantizationMixin)]
+        return list(found)
 
     def run(self) -> Any:
         """Do it; returns the model."""
@@ -289,6 +300,26 @@ def _check_order(plan: list[_Stage]) -> None:
             f"{before.bars_others}, and no run can begin with such a checkpoint.",
             remedy,
         )
+
+
+def _warn_of_targets(plan: Sequence[_Stage], model: Any) -> None:
+    """Say which targets of later stages match nothing now, before hours are spent on earlier ones.
+
+    Only the stage itself can refuse them: those before it may change what there is to match.
+    """
+    first = _only(plan[0].arguments, ModelArguments)
+    for stage in [one for one in plan if not one.is_finished][1:]:
+        [args] = parse_arguments({"model": model} | first, ModelArguments)
+        try:
+            model_now = open_subject(args, stage.matching).model
+        except InputError as error:  # how a model is read is for the stage that reads it to say
+            logger.debug(f"Targets of the stage {stage.name!r} are not looked for: {error}")
+            continue
+        for problem in unmatched_targets(model_now, stage.matching):
+            logger.warning(
+                f"The stage {stage.name!r} of the recipe cannot begin unless one before it changes "
+                f"what its targets match: {problem}"
+            )
 
 
 def _bars_others(stage: Stage) -> str | None:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 
-from llmcompressor.modeling.matching import as_targets, matches, near_matches
+from llmcompressor.errors import InputError
+from llmcompressor.modeling.matching import as_targets, check_targets, matches, near_matches
 from llmcompressor.modifiers.modifier import Modifier, PlannedModule
 from llmcompressor.names import Forms, named_modules, own_parameters
 from llmcompressor.planning.result import Match, ModuleRow
@@ -19,7 +20,15 @@ from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.schemes.assign import is_quantizable, is_router, matching_targets
 from llmcompressor.schemes.presets import format_of
 
-__all__ = ["STACK", "describe", "descriptions", "match_patterns", "module_rows", "numberless"]
+__all__ = [
+    "STACK",
+    "describe",
+    "descriptions",
+    "match_patterns",
+    "module_rows",
+    "numberless",
+    "unmatched_targets",
+]
 
 STACK = "a stack of matrices, which no target reaches"
 _MOST_NAMES = 3
@@ -122,6 +131,22 @@ def match_patterns(
                 )
             )
     return found
+
+
+def unmatched_targets(model: Module, modifiers: Iterable[Modifier]) -> Iterator[str]:
+    """What is wrong with the targets of modifiers that match nothing, each with near matches.
+
+    Args:
+        model: the model.
+        modifiers: whose targets are names or classes of modules; those that may match nothing
+            are passed over.
+    """
+    for modifier in modifiers:
+        if not getattr(modifier, "allow_unmatched", False):
+            try:
+                check_targets(model, _patterns_of(modifier)[0])
+            except InputError as error:
+                yield str(error)
 
 
 class _Hits(NamedTuple):
