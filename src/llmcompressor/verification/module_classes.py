@@ -9,7 +9,7 @@ experts that are stored one by one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -119,27 +119,36 @@ def modules_by_class(config: Mapping[str, Any]) -> Callable[[str], tuple[Own, ..
     return modules
 
 
-def led_astray(config: Mapping[str, Any], path: str, own: Iterable[str]) -> list[str]:
-    """Which tensors of a module transformers gives another name than the module's.
+def led_astray(
+    config: Mapping[str, Any], modules: Mapping[str, Collection[str]]
+) -> dict[str, list[str]]:
+    """Which tensors of modules transformers gives another name than the module's.
 
     Some names are renamed for a weight alone, and the codes and scales of the same module are not.
 
     Args:
         config: the content of ``config.json``.
-        path: of the module in the file.
-        own: own names of its tensors.
+        modules: path of a module in the file → own names of its tensors.
 
     Returns:
-        None where the class cannot be built, or has no such module.
+        Path → those tensors, without modules that have none; nothing where the class cannot be
+        built or has no such module.
     """
     found = _class_of(config)
     if found is None:
-        return []
-    owner = found.stored(f"{path}.weight").rpartition(".")[0]
-    if found.kinds.get(owner) not in ("linear", "embedding"):
-        return []
-    place = found.renamed([f"{owner}.{each}" for each in own])
-    return [each for each in own if place(f"{path}.{each}") != f"{owner}.{each}"]
+        return {}
+    owners = {path: found.stored(f"{path}.weight").rpartition(".")[0] for path in modules}
+    linked = {
+        path: owner
+        for path, owner in owners.items()
+        if found.kinds.get(owner) in ("linear", "embedding")
+    }
+    place = found.renamed(f"{own}.{each}" for path, own in linked.items() for each in modules[path])
+    lost = {
+        path: [each for each in modules[path] if place(f"{path}.{each}") != f"{own}.{each}"]
+        for path, own in linked.items()
+    }
+    return {path: names for path, names in lost.items() if names}
 
 
 def named_by_class(config: Mapping[str, Any]) -> Mapping[str, str]:

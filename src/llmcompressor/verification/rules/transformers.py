@@ -151,18 +151,19 @@ def selection_is_the_same(view: View) -> Iterator[Problem]:
 
 def _astray(view: View) -> Iterator[Problem]:
     """Codes and scales whose names are not changed as that of a weight in their place would be."""
-    known: dict[tuple[str, ...], list[str]] = {}
+    first: dict[tuple[str, ...], str] = {}
+    likeness = {}
     for entry in view.quantized:
-        if entry.is_expert or view.is_draft(entry.name):
-            continue
-        own = sorted(set(entry.own) - {"weight", "bias"})
-        form = (_NUMBER.sub("*", entry.name), *own)
-        if form not in known:
-            known[form] = led_astray(view.config, entry.name, own)
-        if known[form]:
+        if not entry.is_expert and not view.is_draft(entry.name):
+            own = sorted(set(entry.own) - {"weight", "bias"})
+            form = (_NUMBER.sub("*", entry.name), *own)
+            likeness[entry.name] = first.setdefault(form, entry.name)
+    lost = led_astray(view.config, {path: own for (_, *own), path in first.items()})
+    for name, like in likeness.items():
+        if like in lost:
             yield Problem(
-                entry.name,
-                f"transformers gives its {joined(known[form])} to no module, since it has another "
+                name,
+                f"transformers gives its {joined(lost[like])} to no module, since it has another "
                 "name for that of a weight alone: they are random there.",
                 "Ignore it, or serve it with vLLM.",
                 None if view.deployment.server == "transformers" else Severity.WARNING,
