@@ -9,8 +9,8 @@ import re
 import pytest
 from torch.nn import Identity, Linear, Module, ModuleList, Sequential
 
-from llmcompressor.modeling.matching import matches_name
-from llmcompressor.names import Forms, named_modules, tells_digits
+from llmcompressor.modeling.matching import matches, matches_name
+from llmcompressor.names import Forms, Possible, named_modules, tells_digits
 
 NAMES = [
     f"model.layers.{layer}.{own}"
@@ -108,3 +108,25 @@ def test_blocks_have_one_form_unless_a_pattern_says_which() -> None:
 def test_what_cannot_be_read_is_left_to_who_matches() -> None:
     assert Forms(["re:[0"]).of("a.1") == Forms([]).of("a.1")
     assert tells_digits("[0")
+
+
+class LinearBase(Module):
+    """As vLLM calls the base of its Linears, which the target Linear means."""
+
+
+class ColumnLinear(LinearBase):
+    pass
+
+
+def test_no_target_that_means_a_module_is_left_out_of_the_possible_ones() -> None:
+    targets = [f"re:{pattern}" for pattern in PATTERNS]
+    targets += ["Linear", "Identity", "LinearBase", "Module", "lm_head", *NAMES[:9:2], "lm_head"]
+    targets += ["model.layers.3.mlp.experts.0.up_proj", "model.layers.3.mlp.experts.0.w3"]
+    possible = Possible(targets)
+    names = [*NAMES, "model.layers.3.mlp.experts.0.w3", "Linear", ""]
+    for name, module in itertools.product(names, [Linear(1, 1), Identity(), ColumnLinear()]):
+        near = possible.of(name, module)
+        means = [target for target in dict.fromkeys(targets) if matches(name, module, target)]
+        assert [target for target in near if matches(name, module, target)] == means
+        plain = [target for target in near if not target.startswith("re:")]
+        assert plain == [target for target in means if not target.startswith("re:")]

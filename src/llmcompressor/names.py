@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator
 
 from torch.nn import Module, Parameter
 
-__all__ = ["Forms", "named_modules", "names_of", "own_parameters", "tells_digits"]
+__all__ = ["Forms", "Possible", "named_modules", "names_of", "own_parameters", "tells_digits"]
 
 _REGEX = "re:"
 _ZEROS = str.maketrans("123456789", "000000000")
@@ -117,6 +117,41 @@ class Forms:
         return names[-1].translate(_ZEROS), tuple(
             [pattern.match(one) is not None for one in names for pattern in self._telling]
         )
+
+
+class Possible:
+    """Of a list of targets the few that can mean a module: recipes may name ten thousands.
+
+    A plain target means modules of its name or class, and a pattern may mean any.
+
+    Args:
+        targets: names, ``re:`` patterns or class names.
+    """
+
+    def __init__(self, targets: Iterable[str]) -> None:
+        self._places: dict[str, int] = {}
+        for one in targets:
+            self._places.setdefault(one, len(self._places))
+        self._patterns = [one for one in self._places if one.startswith(_REGEX)]
+        self._classes: dict[type[Module], frozenset[str]] = {}
+
+    def of(self, name: str, module: Module) -> list[str]:
+        """In the order of the list, each once.
+
+        >>> from torch.nn import Identity
+        >>> Possible(["b", "re:c", "Linear", "Identity", "a"]).of("a", Identity())
+        ['re:c', 'Identity', 'a']
+        """
+        kind = type(module)
+        if kind not in self._classes:
+            self._classes[kind] = _class_names(kind)
+        plain = self._classes[kind].union(names_of(name)) & self._places.keys()
+        return sorted([*self._patterns, *plain], key=self._places.__getitem__)
+
+
+def _class_names(kind: type[Module]) -> frozenset[str]:
+    names = frozenset(cls.__name__ for cls in kind.__mro__ if issubclass(cls, Module))
+    return names | {"Linear"} if "LinearBase" in names else names  # vLLM's
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:

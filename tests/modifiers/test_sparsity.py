@@ -211,6 +211,12 @@ def test_a_list_gives_each_target_its_sparsity() -> None:
         assert zeros(module.weight) == expected.get(name.rpartition(".")[2], 0)
 
 
+@pytest.mark.parametrize("second", ["re:.*q_proj.weight", "__ALL_PRUNABLE__"])
+def test_a_target_that_means_only_what_one_before_it_does_is_no_error(second: str) -> None:
+    model = tiny.run(tiny.llama(), WandaPruningModifier(**{**HALF, "targets": ["Linear", second]}))
+    assert {zeros(one.weight) for one in tiny.linears(model).values()} == {0.5}
+
+
 @pytest.mark.parametrize("modifier", MODIFIERS)
 def test_what_two_targets_mean_belongs_to_the_first(modifier: type[Any]) -> None:
     """Also where the second one means what holds it."""

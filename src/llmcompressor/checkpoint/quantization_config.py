@@ -190,7 +190,8 @@ def _group(entries: Iterable[QuantizedModule]) -> list[_Group]:
             groups.append(group)
         group_of[id(entry.scheme)] = group
         group.members.append(entry)
-        group.targets += [item for item in entry.scheme.targets if item not in group.targets]
+        known_targets = set(group.targets)
+        group.targets += [one for one in entry.scheme.targets if one not in known_targets]
     return groups
 
 
@@ -262,17 +263,37 @@ def _matches_name(target: str, name: str) -> bool:
     return target == name
 
 
-def _writer_matches(target: str, item: _Candidate) -> bool:
-    return _matches_name(target, item.name) or target in item.classes
+class _Targets:
+    """What the targets of a group mean to their readers; a group may name thousands of modules."""
 
+    def __init__(self, targets: Iterable[str]) -> None:
+        every = list(targets)
+        self._exact = {target for target in every if not target.startswith("re:")}
+        self._patterns = [target for target in every if target.startswith("re:")]
+        self._lower = [target.lower() for target in self._exact]
+        self._served: dict[str, bool] = {}
 
-def _server_matches(target: str, item: _Candidate) -> bool:
-    if target.startswith("re:"):
-        return _matches_name(target, item.served) or (
-            bool(item.served_class) and _matches_name(target, item.served_class)
-        )
-    by_name = target in {item.name, item.stored}
-    return by_name or (bool(item.served_class) and target.lower() in item.served_class.lower())
+    def written_for(self, item: _Candidate) -> bool:
+        """Whether transformers takes the module to be meant."""
+        return self.means(item.name) or not self._exact.isdisjoint(item.classes)
+
+    def served_for(self, item: _Candidate) -> bool:
+        """Whether vLLM does."""
+        by_name = item.name in self._exact or item.stored in self._exact
+        return by_name or self._match(item.served) or self._is_served(item.served_class)
+
+    def means(self, name: str) -> bool:
+        """Whether one of them is this name, or a pattern for it."""
+        return name in self._exact or self._match(name)
+
+    def _is_served(self, kind: str) -> bool:
+        if kind not in self._served:
+            by_class = any(target in kind.lower() for target in self._lower) or self._match(kind)
+            self._served[kind] = bool(kind) and by_class
+        return self._served[kind]
+
+    def _match(self, name: str) -> bool:
+        return any(_matches_name(pattern, name) for pattern in self._patterns)
 
 
 def _choose_targets(
@@ -282,16 +303,10 @@ def _choose_targets(
     stored = {item.name: item.stored for item in candidates}
     for group in groups:
         # a module that is meant by name may have another one in the checkpoint
-        group.targets += [
-            stored[target]
-            for target in group.targets
-            if stored.get(target, target) not in group.targets
-        ]
-        group.targets += [
-            target
-            for target in (*_head_targets(group, candidates), *_expert_targets(group))
-            if target not in group.targets
-        ]
+        others = (stored[target] for target in group.targets if target in stored)
+        group.targets = list(dict.fromkeys([*group.targets, *others]))
+        more = (*_head_targets(group, candidates), *_expert_targets(group))
+        group.targets = list(dict.fromkeys([*group.targets, *more]))
     if _is_unambiguous(groups, candidates, ignore):
         return
     logger.info("Readers would resolve the recipe's targets differently; module names are written.")
@@ -317,11 +332,9 @@ def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
 def _expert_targets(group: _Group) -> list[str]:
     """Patterns for experts that the recipe means by the names that they have elsewhere."""
     linears = [entry.name for entry in group.members if len(names_of(entry.name)) > 1]
-    unmet = [
-        name
-        for name in linears
-        if not any(_matches_name(target, name) or target == "Linear" for target in group.targets)
-    ]
+    met = _Targets(group.targets)
+    is_met = "Linear" in group.targets
+    unmet = [] if is_met else [name for name in linears if not met.means(name)]
     own = sorted({name.rpartition(".")[2] for name in unmet})
     return [rf"re:.*experts\.\d+\.(?:{'|'.join(own)})$"] if own else []
 
@@ -331,6 +344,7 @@ def _is_unambiguous(
 ) -> bool:
     exact = {entry for entry in ignore if not entry.startswith("re:")}
     patterns = [entry for entry in ignore if entry.startswith("re:")]
+    every = [_Targets(group.targets) for group in groups]
     for item in candidates:
         is_ignored = item.name in exact or any(
             _matches_name(pattern, item.name) for pattern in patterns
@@ -338,12 +352,8 @@ def _is_unambiguous(
         wanted = set() if item.group is None else {item.group}
         if is_ignored and item.group is not None:
             return False
-        for matches in (_writer_matches, _server_matches):
-            hits = {
-                index
-                for index, group in enumerate(groups)
-                if any(matches(target, item) for target in group.targets)
-            }
+        for reads in (_Targets.written_for, _Targets.served_for):
+            hits = {index for index, targets in enumerate(every) if reads(targets, item)}
             if hits != wanted and not (is_ignored and not wanted):
                 return False
     return True

@@ -29,7 +29,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.names import Forms, named_modules, names_of
+from llmcompressor.names import Forms, Possible, named_modules, names_of
 
 __all__ = [
     "as_targets",
@@ -101,8 +101,8 @@ def matches(name: str, module: Module, target: str) -> bool:
     )
 
 
-def _matches_any(name: str, module: Module, targets: Sequence[str]) -> bool:
-    return any(matches(name, module, target) for target in targets)
+def _matching(name: str, module: Module, targets: Possible) -> list[str]:
+    return [target for target in targets.of(name, module) if matches(name, module, target)]
 
 
 def match_named_modules(
@@ -122,12 +122,13 @@ def match_named_modules(
     """
     wanted, unwanted = as_targets(targets), as_targets(ignore)
     forms = Forms((*wanted, *unwanted))
+    meant, left_out = Possible(wanted), Possible(unwanted)
     known: dict[object, bool] = {}
     for name, module in named_modules(model):
         form = (type(module), forms.of(name))
         if form not in known:
-            known[form] = _matches_any(name, module, wanted) and not _matches_any(
-                name, module, unwanted
+            known[form] = bool(_matching(name, module, meant)) and not _matching(
+                name, module, left_out
             )
         if known[form]:
             yield name, module
@@ -136,7 +137,7 @@ def match_named_modules(
 def unmatched(model: Module, targets: str | Iterable[str] | None) -> tuple[str, ...]:
     """Those of ``targets`` that match no module of ``model``, in their order."""
     left = dict.fromkeys(as_targets(targets))
-    forms, seen = Forms(left), set()
+    forms, possible, seen = Forms(left), Possible(left), set()
     for name, module in named_modules(model):
         if not left:
             break
@@ -144,8 +145,8 @@ def unmatched(model: Module, targets: str | Iterable[str] | None) -> tuple[str, 
         if form in seen:
             continue
         seen.add(form)
-        for target in [target for target in left if matches(name, module, target)]:
-            del left[target]
+        for target in _matching(name, module, possible):
+            left.pop(target, None)
     return tuple(left)
 
 
@@ -198,10 +199,16 @@ def warn_of_containers(model: Module, ignore: Iterable[str], meant: Iterable[str
         meant: names of the modules that targets mean, those that are ignored included.
     """
     names = set(meant)
-    hits = {
-        entry: {name for name, _ in match_named_modules(model, [entry])}
-        for entry in as_targets(ignore)
-    }
+    entries = as_targets(ignore)
+    hits: dict[str, set[str]] = {entry: set() for entry in entries}
+    forms, possible = Forms(entries), Possible(entries)
+    known: dict[object, list[str]] = {}
+    for name, module in named_modules(model):
+        form = (type(module), forms.of(name))
+        if form not in known:
+            known[form] = _matching(name, module, possible)
+        for entry in known[form]:
+            hits[entry].add(name)
     left = names.difference(*hits.values())
     for entry, found in hits.items():
         inside = [name for name in left if any(each in found for each in _above(name))]
@@ -426,11 +433,11 @@ def match_modules_set(
     Raises:
         TargetError: the last set lacks a target, or a module matches two targets.
     """
-    unwanted = as_targets(ignore)
+    unwanted = Possible(as_targets(ignore))
     hits = (
         (name, module, [target for target in targets if matches(name, module, target)])
         for name, module in model.named_modules()
-        if not _matches_any(name, module, unwanted)
+        if not _matching(name, module, unwanted)
     )
     yield from sets_of(hits, targets, allow_overlap=allow_overlap)
 

@@ -14,7 +14,7 @@ from torch.nn import Embedding, Linear, Module
 from llmcompressor.errors import InputError
 from llmcompressor.modeling.matching import as_targets, check_targets, matches, near_matches
 from llmcompressor.modifiers.modifier import Modifier, PlannedModule
-from llmcompressor.names import Forms, named_modules, own_parameters
+from llmcompressor.names import Forms, Possible, named_modules, own_parameters
 from llmcompressor.planning.result import Match, ModuleRow
 from llmcompressor.quantization.base import QuantizationMixin
 from llmcompressor.schemes.assign import is_quantizable, is_router, matching_targets
@@ -166,14 +166,16 @@ def _tally(
     tallies = {("target", one): _Tally() for one in targets}
     tallies |= {("ignore", one): _Tally() for one in ignore}
     forms = Forms((*targets, *ignore))
+    meant, left_out = Possible(targets), Possible(ignore)
     known: dict[object, _Hits] = {}
     for name, module in modules.items():
         form = (type(module), forms.of(name))
         if form not in known:
+            near = meant.of(name, module)
             known[form] = _Hits(
-                [one for one in targets if matches(name, module, one)],
-                matching_targets(name, module, targets)[:1],
-                [one for one in ignore if matches(name, module, one)],
+                [one for one in near if matches(name, module, one)],
+                matching_targets(name, module, near)[:1],
+                [one for one in left_out.of(name, module) if matches(name, module, one)],
             )
         hits = known[form]
         for one in hits.targets:
@@ -210,7 +212,8 @@ def module_rows(
     unique = {id(scheme): scheme for scheme in schemes.values()}
     words = descriptions(planned)
     formats = {key: str(format_of(one)) for key, one in unique.items()}
-    wanted = [(modifier, *_patterns_of(modifier)) for modifier in modifiers]
+    patterns = [(modifier, *_patterns_of(modifier)) for modifier in modifiers]
+    wanted = [(one, Possible(targets), Possible(ignore)) for one, targets, ignore in patterns]
     embedded = {
         id(parameter)
         for _, module in named_modules(model)
@@ -245,15 +248,16 @@ def _matrices(model: Module) -> Iterator[tuple[str, Module, int]]:
 def _why_dense(
     name: str,
     module: Module,
-    patterns: Sequence[tuple[Modifier, Sequence[str], Sequence[str]]],
+    patterns: Sequence[tuple[Modifier, Possible, Possible]],
     embedded: Collection[int],
 ) -> str:
     """Why a module that owns a matrix is not quantized."""
     targeted: list[Modifier] = []
     for modifier, targets, ignore in patterns:
-        if any(matches(name, module, one) for one in targets):
+        if any(matches(name, module, one) for one in targets.of(name, module)):
             targeted.append(modifier)
-            entry = next((one for one in ignore if matches(name, module, one)), None)
+            near = ignore.of(name, module)
+            entry = next((one for one in near if matches(name, module, one)), None)
             if entry is not None:
                 return f"ignored by {entry!r}"
     if targeted and is_router(name, module):

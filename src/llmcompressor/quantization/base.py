@@ -51,7 +51,7 @@ from llmcompressor.quantization.parameters import (
 )
 from llmcompressor.quantization.taking_over import Quantizer, are_alike, taken_from
 from llmcompressor.quantization.untying import untie_what_is_meant
-from llmcompressor.schemes.assign import is_empty, scheme_for
+from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.attention import CACHED_ATTENTION
 from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 from llmcompressor.schemes.checks import check_schemes, warn_mixed_sets
@@ -188,8 +188,7 @@ class QuantizationMixin(Modifier):
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Whether a scheme that quantizes something reaches it."""
-        resolved = self.resolve_quantization_config()
-        found = scheme_for(name, module, resolved.groups.values(), resolved.ignore)
+        found = self.resolve_quantization_config().lookup.of(name, module)
         return found is not None and not is_empty(found)
 
     @property

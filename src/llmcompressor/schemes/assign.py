@@ -37,11 +37,12 @@ from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.names import Forms, named_modules, names_of
+from llmcompressor.names import Forms, Possible, named_modules, names_of
 from llmcompressor.schemes.attention import is_cached_attention
 from llmcompressor.wording import listed
 
 __all__ = [
+    "SchemeLookup",
     "assign_schemes",
     "is_empty",
     "is_quantizable",
@@ -49,7 +50,6 @@ __all__ = [
     "matching_targets",
     "output_head",
     "reached",
-    "scheme_for",
     "weight_of",
 ]
 
@@ -80,15 +80,24 @@ def weight_of(module: Module) -> torch.Tensor | None:
     return weight if isinstance(weight, torch.Tensor) else None
 
 
-def scheme_for(
-    name: str, module: Module, groups: Iterable[QuantizationScheme], ignore: Iterable[str]
-) -> QuantizationScheme | None:
-    """The scheme that a Linear of this name would get, without what is decided for whole models."""
-    by_target = {target: scheme for scheme in groups for target in scheme.targets}
-    matched = matching_targets(name, module, by_target)
-    if not matched or matching_targets(name, module, ignore):
-        return None
-    return by_target[matched[0]]
+class SchemeLookup:
+    """The scheme that a Linear of a name would get, without what is decided for whole models.
+
+    Args:
+        groups: the schemes with their targets.
+        ignore: names, ``re:`` patterns or class names; they win over every target.
+    """
+
+    def __init__(self, groups: Iterable[QuantizationScheme], ignore: Iterable[str]) -> None:
+        self._by_target = {target: scheme for scheme in groups for target in scheme.targets}
+        self._targets, self._ignore = Possible(self._by_target), Possible(ignore)
+
+    def of(self, name: str, module: Module) -> QuantizationScheme | None:
+        """``None`` if no target means it, or an ignore entry does."""
+        matched = matching_targets(name, module, self._targets.of(name, module))
+        if not matched or matching_targets(name, module, self._ignore.of(name, module)):
+            return None
+        return self._by_target[matched[0]]
 
 
 def matching_targets(name: str, module: Module, targets: Iterable[str]) -> list[str]:
@@ -190,6 +199,8 @@ class _Walk:
         embeddings = (each for each in self.modules.values() if isinstance(each, Embedding))
         self._embedded = {id(weight_of(each)) for each in embeddings}
         self._head = output_head(self.model)
+        self._possible = Possible(self.by_target)
+        self._left_out = Possible(self.ignore)
 
     def run(self) -> _Walk:
         forms = Forms([*self.by_target, *self.ignore])
@@ -217,11 +228,12 @@ class _Walk:
             self.unreadable[name] = type(module).__name__
 
     def _match(self, name: str, module: Module) -> _Matched:
-        matched = matching_targets(name, module, self.by_target)
+        matched = matching_targets(name, module, self._possible.of(name, module))
+        ignore = self._left_out.of(name, module)
         return _Matched(
             matched,
             [target for target in matched if _is_named(target, name)],
-            bool(matched) and bool(matching_targets(name, module, self.ignore)),
+            bool(matched) and bool(matching_targets(name, module, ignore)),
         )
 
     def _can_carry(self, name: str, module: Module, scheme: QuantizationScheme) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -17,7 +18,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import RecipeError, did_you_mean
 from llmcompressor.logger import logger
-from llmcompressor.schemes.assign import assign_schemes, is_empty, reached
+from llmcompressor.schemes.assign import SchemeLookup, assign_schemes, is_empty, reached
 from llmcompressor.schemes.bridge import default_observer
 from llmcompressor.schemes.parse import (
     ARGUMENT_FIELDS,
@@ -72,6 +73,11 @@ class ResolvedSchemes:
         return (cache is not None and cache.dynamic is not True) or any(
             _needs_data(scheme) for scheme in self.groups.values()
         )
+
+    @cached_property
+    def lookup(self) -> SchemeLookup:
+        """Which scheme a Linear of a name would get."""
+        return SchemeLookup(self.groups.values(), self.ignore)
 
     def schemes_by_module(self, model: Module) -> dict[str, QuantizationScheme]:
         """The scheme of each module to quantize, by full name, in model order.

@@ -30,7 +30,7 @@ from llmcompressor.modeling.matching import (
     warn_of_containers,
 )
 from llmcompressor.modifiers.sparsity.matrices import is_prunable, matrix_shape, misfit
-from llmcompressor.names import named_modules
+from llmcompressor.names import Possible, named_modules
 from llmcompressor.numerics.masks import NofM
 from llmcompressor.schemes.assign import is_router
 from llmcompressor.wording import listed
@@ -73,12 +73,14 @@ def find_layers(
     if not wanted:
         raise TargetError("targets is empty, so there is nothing to prune.", "Name some: Linear.")
     everything = dict(named_modules(model))
-    places = _places(model, everything, wanted, as_targets(ignore))
+    left_out = _Ignored(as_targets(ignore))
+    places = _places(model, everything, wanted, left_out)
+    rank = {target: place for place, target in reversed(list(enumerate(wanted)))}
     names: dict[Module, str] = {}
     layer: dict[Module, str] = {}
-    for name in sorted(places, key=lambda place: wanted.index(places[place])):
-        for inner, module in _prunable_in(everything, name, as_targets(ignore)):
-            if module not in names:
+    for name in sorted(places, key=lambda place: rank[places[place]]):
+        for inner, module in _prunable_in(everything, name):
+            if module not in names and not left_out.means(inner, module):
                 names[module], layer[module] = inner, name
     _leave_unnamed(model, wanted, names, layer)
     if not names:
@@ -88,10 +90,11 @@ def find_layers(
             "or is ignored.",
             "Correct targets or ignore.",
         )
-    meant = (inner for name in places for inner, _ in _prunable_in(everything, name, ()))
-    warn_of_containers(model, as_targets(ignore), meant)
+    meant = (inner for name in places for inner, _ in _prunable_in(everything, name))
+    warn_of_containers(model, left_out.entries, meant)
     _check(names, group)
-    held = [name for name in places if name in set(layer.values())]
+    used = set(layer.values())
+    held = [name for name in places if name in used]
     order = {module: place for place, module in enumerate(everything.values())}
     names = dict(sorted(names.items(), key=lambda item: order[item[0]]))
     return Layers(names, layer, _sparsities(sparsity, held, places, wanted))
@@ -127,54 +130,65 @@ def means_linear(
     )
 
 
+class _Ignored:
+    """What is left out: modules, and weights whose names an entry spells out, as with targets."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self.entries = tuple(entries)
+        self._of_modules = Possible(entries)
+        self._of_weights = Possible(entry for entry in entries if "weight" in entry)
+
+    def means(self, name: str, module: Module) -> bool:
+        """Whether an entry means a module, or its weight."""
+        near = self._of_modules.of(name, module)
+        return any(matches(name, module, entry) for entry in near) or bool(
+            self.of_weight(name, module)
+        )
+
+    def of_weight(self, name: str, module: Module) -> list[str]:
+        """The entries that spell out the name of a module's weight."""
+        near = self._of_weights.of(f"{name}.weight", module)
+        return [entry for entry in near if _means_weight(name, entry)]
+
+
 def _places(
-    model: Module,
-    everything: dict[str, Module],
-    wanted: Sequence[str],
-    ignore: Sequence[str],
+    model: Module, everything: dict[str, Module], wanted: Sequence[str], left_out: _Ignored
 ) -> dict[str, str]:
     """Name of each layer → the first target that means it; in the order of the model."""
-    found: dict[str, str] = {}
-    plain = []
-    for target in wanted:
-        by_module = any(matches(name, one, target) for name, one in everything.items())
-        for name, module in everything.items():
-            if target in ALL_PRUNABLE:
-                hit = is_prunable(module)
-            elif by_module:
-                hit = matches(name, module, target)
-            else:
-                hit = is_prunable(module) and matches_name(f"{name}.weight", target)
-            if hit:
-                found.setdefault(name, target)
-        if target not in found.values() and not by_module:
-            plain.append(target)
-    by_weight = {
-        entry
-        for entry in ignore
-        if any(is_prunable(one) and _means_weight(name, entry) for name, one in everything.items())
+    possible = Possible(wanted)
+    hits = {
+        name: [one for one in possible.of(name, module) if matches(name, module, one)]
+        for name, module in everything.items()
     }
-    check_targets(model, plain, [entry for entry in ignore if entry not in by_weight])
-    kept = dict(match_named_modules(model, [name for name in found if name], ignore))
+    met = {target for found in hits.values() for target in found}
+    everywhere = [target for target in wanted if target in ALL_PRUNABLE]
+    of_modules = met | ALL_PRUNABLE
+    weights = Possible(target for target in wanted if target not in of_modules)
+    first = {target: place for place, target in reversed(list(enumerate(wanted)))}
+    found: dict[str, str] = {}
+    of_weights: set[str] = set()
+    for name, module in everything.items():
+        if is_prunable(module):
+            weight = f"{name}.weight"
+            hits[name] += everywhere
+            hits[name] += [one for one in weights.of(weight, module) if matches_name(weight, one)]
+            of_weights.update(left_out.of_weight(name, module))
+        if hits[name]:
+            found[name] = min(hits[name], key=first.__getitem__)
+    met = {target for each in hits.values() for target in each}
+    plain = [target for target in wanted if target not in met]
+    check_targets(model, plain, [entry for entry in left_out.entries if entry not in of_weights])
+    kept = dict(match_named_modules(model, [name for name in found if name], left_out.entries))
     if "" in found:
         kept[""] = model
-    return {name: found[name] for name in everything if name in found and name in kept}
+    return {name: target for name, target in found.items() if name in kept}
 
 
-def _prunable_in(
-    everything: dict[str, Module], layer: str, ignore: Sequence[str]
-) -> Iterator[tuple[str, Module]]:
-    inside = f"{layer}." if layer else ""
-    for name, module in everything.items():
-        if name != layer and not name.startswith(inside):
-            continue
-        if is_prunable(module) and not _is_ignored(name, module, ignore):
+def _prunable_in(everything: Mapping[str, Module], layer: str) -> Iterator[tuple[str, Module]]:
+    for inner, module in named_modules(everything[layer]):
+        name = f"{layer}.{inner}".strip(".")
+        if is_prunable(module) and name in everything:
             yield name, module
-
-
-def _is_ignored(name: str, module: Module, ignore: Sequence[str]) -> bool:
-    """Whether an entry means a module, or spells out the name of its weight: as with targets."""
-    return any(matches(name, module, entry) or _means_weight(name, entry) for entry in ignore)
 
 
 def _means_weight(name: str, entry: str) -> bool:
@@ -196,11 +210,10 @@ def _leave_unnamed(
         kind = (
             heads if id(module.weight) in tables else routers if is_router(name, module) else None
         )
-        named = any(
+        if kind is not None and not any(
             matches_name(name, target) or matches_name(f"{name}.weight", target)
             for target in wanted
-        )
-        if kind is not None and not named:
+        ):
             kind.append(name)
             del names[module], layer[module]
     for name in heads:
@@ -247,7 +260,8 @@ def _sparsities(
     if isinstance(sparsity, int | float):
         return dict.fromkeys(layers, float(sparsity))
     if len(sparsity) == len(wanted):
-        idle = [target for target in wanted if target not in map(target_of.get, layers)]
+        deciding = {target_of[layer] for layer in layers}
+        idle = [target for target in wanted if target not in deciding]
         if idle:
             raise TargetError(
                 f"The sparsity of {idle[0]!r} decides about nothing: what this target means is "
