@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from compressed_tensors.transform import TransformBase
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -50,12 +51,28 @@ def divide(
     """
     own, plain = apart(quantized, state)
     tied = _tie(model, plain, {entry.name for entry in quantized})
-    plain = remove_tied_weights_from_state_dict(plain, model)
+    plain = remove_tied_weights_from_state_dict(_with_transforms_once(model, plain), model)
     keys = frozenset(plain)
     names = [entry.name for entry in quantized]
     plain = checkpoint_layout(model, plain, names)
     compressed = {entry.name: (entry, own[entry.name]) for entry in quantized}
     return Contents(plain, keys, compressed, state, tied)
+
+
+def _with_transforms_once(model: PreTrainedModel, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each matrix that rotations at run time share under its first name alone, as they declare.
+
+    transformers leaves the others out too, after it has tried the name of each as a pattern for
+    every other: a quarter of an hour for a few thousand.
+    """
+    others = {
+        f"{name}.{own}"
+        for name, module in named_modules(model)
+        if isinstance(module, TransformBase)
+        for own, first in (getattr(module, "_tied_weights_keys", None) or {}).items()
+        if first in plain
+    }
+    return {key: tensor for key, tensor in plain.items() if key not in others}
 
 
 def apart(
