@@ -101,6 +101,47 @@ def test_merge_keys_and_anchors_work():
     assert read["again"] is not read["more"]
 
 
+@pytest.mark.parametrize("key", ["x", "group_size"])
+@pytest.mark.parametrize(
+    ("mapping", "value"),
+    [
+        ("{<<: *one, K: 0}", 0),
+        ("{K: 0, <<: *one}", 0),
+        ("{<<: *over, y: 4}", 2),
+        ("{<<: {<<: *over}}", 2),
+        ("{<<: [*one, *over]}", 1),
+        ("{<<: [*over, *one]}", 2),
+        ("{<<: [*one, *over], K: 0}", 0),
+    ],
+)
+def test_a_mapping_overrides_what_it_merges_and_the_first_of_these_the_others(mapping, value, key):
+    text = f"one: &one {{K: 1, y: 1}}\nover: &over {{<<: *one, K: 2}}\nlast: {mapping}"
+    assert parse_text(text.replace("K", key))["last"][key] == value
+
+
+def test_merged_keys_stand_before_the_mapping_s_own():
+    text = "one: &one {a: 1, b: 1}\ntwo: &two {b: 2, c: 2}\nlast: {c: 3, d: 3, <<: [*one, *two]}"
+    assert list(parse_text(text)["last"].items()) == [("b", 1), ("c", 3), ("a", 1), ("d", 3)]
+
+
+@pytest.mark.parametrize("merged", ["3", "[1, 2]", "[*one, 3]", "[[*one]]"])
+def test_only_mappings_can_be_merged(merged):
+    with pytest.raises(RecipeError, match=r"expected a mapping.*for merging \(line 2, column 12\)"):
+        parse_text(f"one: &one {{x: 1}}\nlast: {{<<: {merged}}}")
+
+
+def test_a_mapping_that_merges_itself_gains_nothing():
+    assert parse_text("a: &a {x: 1, <<: *a}") == {"a": {"x": 1}}
+
+
+def test_a_bomb_of_merges_is_read_at_once():
+    lines = ["a0: &a0 {x: 1, y: 2}"]
+    lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 12)]
+    started = time.perf_counter()
+    assert parse_text("\n".join(lines))["a11"] == {"x": 1, "y": 2}
+    assert time.perf_counter() - started < 5
+
+
 def test_the_enum_members_that_other_tools_save_read_as_their_values():
     text = "type: !!python/object/apply:compressed_tensors.quantization.quant_args.Kind [\n  int]"
     assert parse_text(text) == {"type": "int"}

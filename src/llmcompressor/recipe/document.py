@@ -79,6 +79,41 @@ class RecipeLoader(yaml.SafeLoader):
             seen.add(key.value)
         return node
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Fill in merge keys: what a mapping says itself counts, else the first of those merged.
+
+        So YAML has it. PyYAML 6.0.4 takes the last or the innermost, by the length of the key.
+        """
+        own: list[_Pair] = []
+        merged: dict[object, _Pair] = {}  # the weakest first
+        pending, node.value = node.value, []  # a mapping that merges itself adds nothing
+        for key, value in pending:
+            if key.tag == f"{_YAML}merge":
+                for source in reversed(_merged(value)):
+                    self.flatten_mapping(source)
+                    merged |= {_identity(pair[0]): pair for pair in source.value}
+            else:
+                own.append((key, value))
+        node.value = [*merged.values(), *own]
+
+
+_Pair = tuple[yaml.Node, yaml.Node]
+
+
+def _merged(value: yaml.Node) -> list[yaml.MappingNode]:
+    """The mappings that stand behind a merge key."""
+    sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+    mappings = [source for source in sources if isinstance(source, yaml.MappingNode)]
+    if len(mappings) < len(sources):
+        problem = "expected a mapping or list of mappings for merging"
+        raise yaml.constructor.ConstructorError(None, None, problem, value.start_mark)
+    return mappings
+
+
+def _identity(key: yaml.Node) -> object:
+    """Equal for keys that are written alike."""
+    return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key
+
 
 def add_number_resolvers(target: type[Any]) -> None:
     """Make a loader or dumper class see as numbers what recipes see as numbers."""
