@@ -266,8 +266,9 @@ def test_output_hooks_are_known(layer, calls):
 
 
 def test_taps_on_attention():
-    from compressed_tensors.modeling import initialize_hooked_attention
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from llmcompressor.quantization.attach import tap_attention
 
     config = LlamaConfig(
         hidden_size=16,
@@ -284,10 +285,10 @@ def test_taps_on_attention():
     def tap(kind):
         return lambda _, states: shapes.update({kind: tuple(states.shape)})
 
-    with pytest.raises(RuntimeError, match=r"LlamaAttention.*initialize_hooked_attention\(model"):
+    with pytest.raises(RuntimeError, match=r"LlamaAttention.*tap_attention\(model"):
         owner.register_hook(attention, tap("query"), "query")
     for layer in model.model.layers:
-        initialize_hooked_attention(model, layer.self_attn)
+        tap_attention(model, layer.self_attn, queries=True)
     for kind in ("query", "key", "value"):
         owner.register_hook(attention, tap(kind), kind)
     tokens = torch.zeros(1, 3, dtype=torch.long)

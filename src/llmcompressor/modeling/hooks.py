@@ -186,8 +186,8 @@ def _tap_function(module: Module, kind: str) -> Callable[..., RemovableHandle]:
     if not hasattr(module, _TAPS[kind]):
         raise LifecycleError(
             f"The {kind} states of this {type(module).__name__} cannot be tapped yet. Where it is "
-            "attention, call initialize_hooked_attention(model, module) of "
-            "compressed_tensors.modeling before, for each attention module of the model."
+            "attention, call tap_attention(model, module, queries=True) of "
+            "llmcompressor.quantization.attach before, for each attention module of the model."
         )
     register = getattr(modeling, f"register_{kind}_hook")
     return lambda hook, **kwargs: register(module, hook, **kwargs)
