@@ -613,3 +613,75 @@ def test_scales_of_float_experts_are_read_where_they_are_one_for_a_row(
         return
     with pytest.raises(RuntimeError, match="conversion"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+UP, DOWN = r"re:.*experts.*\.(gate|up)_proj$", r"re:.*experts.*\.down_proj$"
+ROWS, ALL = INT4, {**INT4, "strategy": "tensor"}
+
+
+def in_groups_of(size: int, **more: Any) -> dict[str, Any]:
+    return {**INT4, "strategy": "group", "group_size": size, **more}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "up", "down", "is_read"),
+    [
+        ((64, 128), in_groups_of(64), in_groups_of(128), True),
+        ((128, 64), in_groups_of(128), in_groups_of(64), False),
+        ((64, 128), in_groups_of(64), in_groups_of(32), False),
+        ((64, 96), in_groups_of(64), in_groups_of(96), False),
+        ((64, 128), in_groups_of(32), in_groups_of(128), True),
+        ((64, 128), in_groups_of(32), ROWS, True),
+        ((64, 128), ROWS, in_groups_of(128), True),
+        ((64, 128), ROWS, in_groups_of(64), False),
+        ((64, 128), ROWS, ALL, True),
+        ((64, 128), ALL, in_groups_of(128), True),
+        ((64, 128), in_groups_of(64), in_groups_of(128, num_bits=8), False),
+    ],
+)
+def test_experts_in_different_groups_are_read_where_a_row_is_one(
+    sizes: tuple[int, int],
+    up: dict[str, Any],
+    down: dict[str, Any],
+    is_read: bool,
+    tmp_path: Path,
+) -> None:
+    """A scale for a row fits each group of it; the first group of the file is taken for all."""
+    hidden, inner = sizes
+    more = {"hidden_size": hidden, "intermediate_size": inner}
+    source = mixture("mixtral", tmp_path / "source", torch.float32, **more)
+    groups = {
+        "group_0": {"targets": [UP], "weights": up},
+        "group_1": {"targets": [DOWN], "weights": down},
+    }
+    recipe = QuantizationModifier(config_groups=groups)
+    reset_session()
+    made = oneshot(source, recipe, output_dir=str(tmp_path / "model"), verify=False)
+    reset_session()
+    findings = verify(tmp_path / "model", serve="transformers").findings
+    assert {one.rule for one in findings if one.severity == "error"} == (
+        set() if is_read else {"T6"}
+    )
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    except RuntimeError:
+        assert not is_read
+    else:
+        assert torch.allclose(logits(loaded), logits(made), atol=1e-4) == is_read
+
+
+def test_a_partial_group_of_experts_is_refused_while_it_loads(tmp_path: Path) -> None:
+    source = mixture("mixtral", tmp_path / "source", torch.bfloat16, hidden_size=96)
+    recipe = QuantizationModifier(
+        config_groups={"group_0": {"targets": ["re:.*experts.*"], "weights": in_groups_of(64)}},
+        bypass_divisibility_checks=True,
+    )
+    reset_session()
+    oneshot(source, recipe, output_dir=str(tmp_path / "model"), verify=False)
+    reset_session()
+    findings = verify(tmp_path / "model", serve="transformers").findings
+    errors = [one for one in findings if one.severity == "error"]
+    assert {one.rule for one in errors} == {"L6"}
+    assert all("while it loads" in one.message for one in errors)
+    with pytest.raises(RuntimeError, match="conversion"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")

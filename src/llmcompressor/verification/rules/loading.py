@@ -40,6 +40,7 @@ from llmcompressor.verification.rules.transformers import (
     experts_are_linears,
     is_small_float,
     loaded_mixtures,
+    taken_for_experts,
 )
 from llmcompressor.verification.scheme import Scheme
 from llmcompressor.verification.tried_loads import (
@@ -233,15 +234,21 @@ def rounded_states_keep_their_dtype(view: View) -> Iterator[Problem]:
 
 def groups_are_whole(view: View) -> Iterator[Problem]:
     """L6."""
+    in_stacks = not experts_are_linears(view)
+    taken = taken_for_experts(view)
     for entry, scheme in view.coded():
         args, columns = scheme.weights, view.columns(entry, scheme)
+        is_stacked = entry.is_expert and in_stacks
+        if is_stacked and taken is not None and taken.scheme.weights != args:
+            continue  # it is unpacked in other groups (T6)
         if args is None or columns is None or args.strategy not in ("group", "tensor_group"):
             continue
         if args.group and args.group > 0 and columns % args.group:
             yield Problem(
                 entry.name,
                 f"Its {columns} columns are no whole number of groups of {args.group}: where it is "
-                "unpacked, at the first forward, transformers refuses it.",
+                f"unpacked, {'while it loads' if is_stacked else 'at the first forward'}, "
+                "transformers refuses it.",
                 "Use a group size that divides the columns.",
             )
 

@@ -16,7 +16,13 @@ from llmcompressor.verification.rules.config import raw_groups, where
 from llmcompressor.verification.rules.tensors import KNOWN
 from llmcompressor.verification.scheme import Args, Group, Scheme
 
-__all__ = ["RULES", "experts_are_linears", "is_small_float", "loaded_mixtures"]
+__all__ = [
+    "RULES",
+    "experts_are_linears",
+    "is_small_float",
+    "loaded_mixtures",
+    "taken_for_experts",
+]
 
 _GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_activations", "format"})
 _AS_LINEARS = frozenset({"llama4", "llama4_text"})
@@ -170,7 +176,7 @@ def _astray(view: View) -> Iterator[Problem]:
             )
 
 
-def _taken(view: View) -> Group | None:
+def taken_for_experts(view: View) -> Group | None:
     """The group that transformers takes for experts, ``None`` if there are no groups.
 
     It is named by a pattern, else by anything else, else it is the first in the file.
@@ -238,7 +244,7 @@ def loaded_mixtures(view: View) -> Iterator[tuple[str, list[Entry]]]:
 
 def _merged(view: View, path: str) -> Iterator[Problem]:
     """Experts that transformers unpacks one by one and stacks, one stack for each projection."""
-    taken = _taken(view)
+    taken = taken_for_experts(view)
     forms: dict[str, set[bool]] = {}
     for own in view.mixtures[path].values():
         for name, entry in own.items():
@@ -262,16 +268,18 @@ def _merged(view: View, path: str) -> Iterator[Problem]:
 def _coded_experts(view: View, path: str, taken: Group | None) -> Iterator[Problem]:
     schemes: list[Scheme] = []
     lost: list[str] = []
+    is_read = True
     for scheme, having in view.expert_schemes[path].items():
         coded = [entry for entry in having.values() if entry.is_quantized]
         if coded and scheme.weights is not None:
             schemes.append(scheme)
             for entry in coded:
                 lost += _lost(entry, scheme, scheme.weights)
+            if taken is not None and not _is_read_alike(taken.scheme, scheme):
+                is_read &= all(_has_whole_rows(view, each, scheme, taken.scheme) for each in coded)
     for reason in dict.fromkeys(lost):
         yield Problem(path, reason, "Serve it with vLLM.")
     yield from _not_rounded(path, schemes)
-    is_read = taken is None or all(_is_read_alike(taken.scheme, scheme) for scheme in schemes)
     if taken is not None and not is_read and len(schemes) > 1:
         yield Problem(
             path,
@@ -320,6 +328,26 @@ def _is_read_alike(one: Scheme, other: Scheme) -> bool:
     if is_small_float(one.weights) and is_small_float(other.weights):
         return True
     return (one.weights, one.format) == (other.weights, other.format)
+
+
+def _has_whole_rows(view: View, entry: Entry, written: Scheme, taken: Scheme) -> bool:
+    """Whether packed codes that have one scale for a row, or for all, are unpacked as they should.
+
+    Such a scale stands for any group of the row, however wide: only that groups are whole is asked.
+    """
+    one, other, scale = written.weights, taken.weights, entry.own.get("weight_scale")
+    if one is None or other is None or scale is None:
+        return False
+    if {written.format, taken.format} != {"pack-quantized"}:
+        return False
+    if (one.kind, one.bits, one.symmetric) != (other.kind, other.bits, other.symmetric):
+        return False
+    if scale.numel != 1 and scale.shape != (entry.rows, 1):
+        return False
+    columns = view.columns(entry, written)
+    if other.strategy == "group":
+        return columns is not None and other.group > 0 and columns % other.group == 0
+    return other.strategy in ("channel", "tensor")
 
 
 def _dense_experts(path: str, what: str, taken: Group | None) -> Iterator[Problem]:
