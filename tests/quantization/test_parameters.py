@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -24,6 +27,12 @@ from llmcompressor.quantization.parameters import (
 from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_of
 from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
 
+CELLS = [
+    {"strategy": "tensor"},
+    {"strategy": "channel"},
+    {"strategy": "group", "group_size": 32},
+    {"strategy": "block", "block_structure": [4, 64]},
+]
 NAMES = [name for name, preset in PRESETS.items() if preset.weights is not None]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROWS, COLUMNS = 48, 256
@@ -35,6 +44,17 @@ def weight(dtype: torch.dtype, rows: int = ROWS, columns: int = COLUMNS) -> Tens
     values_RC = torch.randn(rows, columns) * torch.logspace(-3, 1, rows).unsqueeze(-1)
     values_RC[1], values_RC[2] = 0, 1e-7
     return values_RC.to(dtype)
+
+
+def tiny_weight(dtype: torch.dtype) -> Tensor:
+    """Rows from the smallest number of the dtype on, up to where its scales are normal numbers."""
+    torch.manual_seed(0)
+    info = torch.finfo(dtype)
+    size_R1 = info.smallest_normal * info.eps * torch.logspace(0, 5, ROWS).unsqueeze(-1)
+    return ((torch.rand(ROWS, COLUMNS) * 2 - 1) * size_R1).to(dtype)
+
+
+MADE = [*((dtype, weight) for dtype in DTYPES), *((dtype, tiny_weight) for dtype in DTYPES[:2])]
 
 
 def arguments(name: str) -> QuantizationArgs:
@@ -53,10 +73,12 @@ def stored(parameters: WeightParameters, dtype: torch.dtype) -> dict[str, Tensor
     return tensors
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "make"), MADE)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_file_decodes_to_is_what_is_in_memory(name: str, dtype: torch.dtype) -> None:
-    weight_RC, scheme = weight(dtype), preset_scheme(name)
+def test_what_the_file_decodes_to_is_what_is_in_memory(
+    name: str, dtype: torch.dtype, make: Callable[[torch.dtype], Tensor]
+) -> None:
+    weight_RC, scheme = make(dtype), preset_scheme(name)
     parameters = observe_weight(weight_RC, arguments(name))
     rounded_RC = parameters.round(weight_RC)
     assert rounded_RC.dtype is dtype
@@ -95,14 +117,14 @@ def test_rounding_is_what_compressed_tensors_packs_and_unpacks(name: str) -> Non
     assert torch.equal(parameters.round(weight_RC), decoded_RC)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "make"), MADE)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_rounded_in_full_precision_is_not_rounded_again(
-    name: str, dtype: torch.dtype
+    name: str, dtype: torch.dtype, make: Callable[[torch.dtype], Tensor]
 ) -> None:
     """Solvers give values on the grid in float32; storing them must not move a code."""
-    parameters = observe_weight(weight(dtype), arguments(name))
-    once_RC = parameters.round(weight(dtype).float())
+    parameters = observe_weight(make(dtype), arguments(name))
+    once_RC = parameters.round(make(dtype).float())
     twice_RC = parameters.round(once_RC)
     assert torch.equal(once_RC.to(dtype), twice_RC.to(dtype))
 
@@ -123,6 +145,44 @@ def test_no_element_is_further_off_than_half_a_step(name: str) -> None:
     # bfloat16 holds what floats of 4 and 6 bits decode to; else only float32 rounds in between
     slack = 2.0**-8 if args.num_bits < 8 and args.type == "float" else 2.0**-20
     assert bool((off_RC <= best_RC + slack * weight_RC.abs() + 1e-9).all())
+
+
+@pytest.mark.parametrize("observer", ["memoryless_minmax", "memoryless_mse"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("cells", CELLS, ids=str)
+@pytest.mark.parametrize("kind", [("int", 4), ("int", 8), ("float", 8)], ids=str)
+def test_a_weight_that_is_tiny_in_its_dtype_does_not_vanish(
+    kind: tuple[str, int], cells: dict[str, Any], symmetric: bool, dtype: torch.dtype, observer: str
+) -> None:
+    """Nor are the ends of its range cut: no element is off by more than two exact steps."""
+    form = {"type": kind[0], "num_bits": kind[1], "symmetric": symmetric}
+    args = QuantizationArgs(**form, observer=observer, **cells)
+    grid, partition = grid_of(args), partition_of(args)
+    weight_RC = tiny_weight(dtype).repeat_interleave(4, dim=0)
+    parameters = observe_weight(weight_RC, args)
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert bool((parameters.scale >= least).all())
+    low, high = partition.extremes(weight_RC.double())
+    span = 2 * torch.maximum(-low, high) if symmetric else high.clamp(min=0) - low.clamp(max=0)
+    most = 2 * span * grid.last_step / (grid.qmax - grid.qmin)
+    if observer == "memoryless_mse":
+        most = most.maximum(span / 8)  # it cuts ends where that is less off in all
+    off_RC = (parameters.round(weight_RC).double() - weight_RC.double()).abs()
+    assert bool((off_RC <= partition.expand(most, *weight_RC.shape).clamp(min=least)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["MXFP4", "MXFP8"])
+def test_powers_of_two_are_found_for_what_is_tiny_in_its_dtype(
+    name: str, dtype: torch.dtype
+) -> None:
+    weight_RC = tiny_weight(dtype)
+    scale = observe_weight(weight_RC, arguments(name)).scale
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    exact = observe_weight(weight_RC.double(), arguments(name)).scale
+    expected = exact.clamp(min=max(least, 2.0**-127))
+    assert torch.equal(scale.double(), expected)
 
 
 @pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "FP8", "NVFP4A16", "MXFP4"])

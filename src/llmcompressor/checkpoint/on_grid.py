@@ -52,8 +52,11 @@ def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
     if weights.strategy == "tensor":
         scale, zero = scale.reshape(1), None if zero is None else zero.reshape(1)
 
+    # of floats below its smallest normal number, a dtype tells no others apart
+    apart = torch.finfo(weight.dtype).smallest_normal * torch.finfo(weight.dtype).eps
+
     def far(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        return _is_far(grid, x.to(wide), scale, zero).to(wide)
+        return _is_far(grid, x.to(wide), scale, zero, apart).to(wide)
 
     off = codes_of(weight, scale, zero, far, partition_of(weights), _any_of_row)
     return not bool(off.any())
@@ -86,10 +89,10 @@ def warn_cast(dtype: torch.dtype, before: torch.dtype | None) -> None:
         )
 
 
-def _is_far(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+def _is_far(grid: Grid, x: Tensor, scale: Tensor, zero: Tensor | None, apart: float) -> Tensor:
     distance = (x - grid.fake_quantize(x, scale, zero)).abs()
     if grid.kind == "float":
-        return distance > _OF_A_FLOAT * x.abs() + _LEAST * scale
+        return distance > _OF_A_FLOAT * x.abs() + _LEAST * scale + apart / 2
     return distance > _OF_A_STEP * scale + _OF_A_VALUE * x.abs()
 
 

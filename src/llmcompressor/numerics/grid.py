@@ -22,6 +22,7 @@ For grids that 16-bit floats do not resolve (integers of more than 8 bits), x / 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -144,6 +145,13 @@ class Grid:
         if self.kind == "int":
             return 2.0 ** (self.bits - 1) - 1
         return _SMALL_FLOATS[self.bits].largest
+
+    @property
+    def last_step(self) -> float:
+        """The distance from the greatest member to its neighbour."""
+        if self.floats is None:
+            return 1.0
+        return 2.0 ** (math.floor(math.log2(self.qmax)) - self.floats.mantissa)
 
     @property
     def is_fine(self) -> bool:

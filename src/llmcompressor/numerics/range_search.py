@@ -129,7 +129,12 @@ class _Rounding:
 
     def scales(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
         scale, zero = scales_from_range(
-            low, high, self.grid, scale_format=self.scale_format, scale_dtype=self.scale_dtype
+            low,
+            high,
+            self.grid,
+            scale_format=self.scale_format,
+            scale_dtype=self.scale_dtype,
+            stored_in=low.dtype,
         )
         return scale, None if self.grid.symmetric else zero
 

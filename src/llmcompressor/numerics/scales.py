@@ -7,7 +7,9 @@ With a grid from ``qmin`` to ``qmax`` and a range [a, b] widened so that it cont
     asymmetric    s = (b - a) / (qmax - qmin),    z = round(clamp(qmin - a / s))
 
 Scales are stored in one of three ways (:class:`ScaleFormat`). All arithmetic is done in the dtype
-of the range, so that the results equal those of the checkpoint's readers in every bit.
+of the range, so that the results equal those of the checkpoint's readers in every bit. Only where a
+dtype has too few bits for so small a scale, one that is kept is rounded up (:func:`_kept`): readers
+take it from the file. What readers find as they go follows their formula there, too.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ __all__ = [
     "global_scale_from_amax",
     "parameter_dtype",
     "scales_from_range",
+    "stored_scale",
 ]
 
 _E4M3_LARGEST = 448.0
@@ -61,6 +64,7 @@ def scales_from_range(
     global_scale: Tensor | None = None,
     scale_dtype: torch.dtype | None = None,
     zero_dtype: torch.dtype | None = None,
+    stored_in: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The scale and zero point of each range.
 
@@ -72,11 +76,13 @@ def scales_from_range(
         global_scale: float32, shape [1]; scales are multiplied by it before they are rounded.
         scale_dtype: for ``PLAIN``, a floating dtype that scales are rounded to.
         zero_dtype: dtype of the zero point; by default :func:`default_zero_dtype`.
+        stored_in: dtype of parameters that are kept; none for those that readers find themselves,
+            who put eps where a scale vanishes, though the range be not empty.
 
     Returns:
-        scale: shape of ``minimum`` (at least [1]), never zero; float32 if ``global_scale`` is
-            given, else the dtype of ``minimum``. An E8M0 scale is the power of two, not its
-            exponent.
+        scale: shape of ``minimum`` (at least [1]), never zero; in ``stored_in`` if that is given,
+            float32 if ``global_scale`` is, else the dtype of ``minimum``. An E8M0 scale is the
+            power of two, not its exponent.
         zero_point: same shape, ``zero_dtype``; all zero on symmetric grids.
 
     >>> one = torch.ones(1)
@@ -90,14 +96,21 @@ def scales_from_range(
         minimum, maximum = minimum.reshape(1), maximum.reshape(1)
     zero_dtype = zero_dtype or default_zero_dtype(grid)
     if scale_format is ScaleFormat.E8M0:
-        scale = _power_of_two_scale(torch.maximum(-minimum, maximum), grid)
+        scale = _kept_power_of_two(torch.maximum(-minimum, maximum), grid, stored_in)
         return scale, torch.zeros(scale.shape, dtype=zero_dtype, device=scale.device)
     scale, zero = _plain_scale(minimum, maximum, grid, zero_dtype)
     if global_scale is not None:
         scale = global_scale * scale
     stored_dtype = torch.float8_e4m3fn if scale_format is ScaleFormat.E4M3 else scale_dtype
     scale = _through(scale, stored_dtype) if stored_dtype else scale
-    return fill_zeros(scale, _substitute(stored_dtype or scale.dtype)), zero
+    filled = fill_zeros(scale, _substitute(stored_dtype or scale.dtype))
+    if stored_in is None:
+        return filled, zero
+    kept = stored_scale(filled, stored_in)
+    if global_scale is not None or stored_dtype is torch.float8_e4m3fn:
+        return kept, zero
+    dtypes = (scale.dtype, stored_dtype or scale.dtype, stored_in)
+    return _kept(kept, scale, zero, (minimum, maximum), grid, dtypes)
 
 
 def global_scale_from_amax(amax: Tensor) -> Tensor:
@@ -139,6 +152,11 @@ def fill_zeros(scale: Tensor, substitute: float) -> Tensor:
     return scale.masked_fill(scale == 0, substitute)
 
 
+def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``scale`` in ``dtype``; what would vanish becomes the smallest number instead."""
+    return fill_zeros(scale.to(dtype), _least(dtype))
+
+
 def default_zero_dtype(grid: Grid) -> torch.dtype:
     """The dtype that zero points of ``grid`` are kept in."""
     if grid.kind == "float":
@@ -163,6 +181,64 @@ def _plain_scale(
     zero = grid.qmin - minimum / scale
     # an empty range has 0 / 0 here; code 0 stands for it
     return scale, _rounded_to(zero.nan_to_num(nan=0.0).clamp(grid.qmin, grid.qmax), zero_dtype)
+
+
+def _kept(
+    kept: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    ends: tuple[Tensor, Tensor],
+    grid: Grid,
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[Tensor, Tensor]:
+    """Scales and zero points that hold their range where a dtype has few bits for the scale.
+
+    Below its smallest normal number a dtype has multiples of one number alone. The nearest may be a
+    third less than the scale, so that the ends of the range would be cut, or none at all, so that
+    all of it would round to zero. The next multiple is taken wherever the nearest would cut off
+    a step of the grid more than the scale itself does.
+
+    Args:
+        kept: scales as they would be stored, not zero.
+        scale: the same, zero where they vanished.
+        zero: zero points.
+        ends: least and greatest values, which hold zero.
+        grid: what values are rounded to.
+        dtypes: all that the scale is rounded to.
+    """
+    can_look = kept.device.type == "cpu" and not torch.compiler.is_compiling()
+    normal = max(torch.finfo(dtype).smallest_normal for dtype in dtypes)
+    if can_look and kept.numel() and bool(scale.amin() >= normal):
+        return kept, zero
+    minimum, maximum = (end.to(torch.promote_types(end.dtype, torch.float32)) for end in ends)
+    within = grid.qmax - grid.qmin
+    extent = maximum - minimum
+    if grid.symmetric:
+        within, extent = within / 2, torch.maximum(-minimum, maximum)
+    rounded = torch.where(scale == 0, 0, kept)
+    reach = rounded.to(extent.dtype) * (within + grid.last_step)
+    is_cut = (rounded < normal) & (extent > reach)
+    kept = torch.where(is_cut, rounded + max(map(_least, dtypes)), kept)
+    if grid.symmetric:
+        return kept, zero
+    # the range into the middle of the grid: at its ends floats are too far from each other for it
+    middle = (grid.qmin + grid.qmax) / 2 - (minimum + maximum) / 2 / kept
+    moved = _rounded_to(middle.clamp(grid.qmin, grid.qmax), zero.dtype)
+    return kept, torch.where(is_cut, moved.to(torch.float32), zero.to(torch.float32)).to(zero.dtype)
+
+
+def _least(dtype: torch.dtype) -> float:
+    """The smallest positive number of a floating dtype."""
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps
+
+
+def _kept_power_of_two(amax: Tensor, grid: Grid, stored_in: torch.dtype | None) -> Tensor:
+    """The E8M0 scale; of parameters that are kept also where ``amax`` is tiny in its dtype."""
+    if stored_in is None:
+        return _power_of_two_scale(amax, grid)
+    wide = amax.to(torch.promote_types(amax.dtype, torch.float32))
+    return stored_scale(_power_of_two_scale(wide, grid), stored_in)
 
 
 def _power_of_two_scale(amax: Tensor, grid: Grid) -> Tensor:

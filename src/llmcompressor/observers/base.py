@@ -20,7 +20,6 @@ from torch import Tensor
 from llmcompressor.errors import InputError, NonFiniteError, did_you_mean
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.scales import (
-    fill_zeros,
     global_scale_from_amax,
     parameter_dtype,
     scales_from_range,
@@ -43,7 +42,6 @@ __all__ = [
     "QParamsDict",
     "RangeObserver",
     "fused_global_scale",
-    "stored_scale",
 ]
 
 OBSERVERS = Table(
@@ -315,9 +313,8 @@ class Observer(ABC):
             global_scale=self.global_scale() if global_scale is None else global_scale,
             scale_dtype=scale_dtype_of(self.args),
             zero_dtype=zero_dtype_of(self.args),
+            stored_in=None if dtype is None else parameter_dtype(dtype),
         )
-        if dtype is not None:
-            scale = stored_scale(scale, parameter_dtype(dtype))
         if not is_finite(scale):
             raise NonFiniteError(f"A scale of the {self.base_name} does not fit {scale.dtype}.")
         return scale, zero
@@ -484,10 +481,3 @@ def fused_global_scale(observers: Iterable[Observer]) -> Tensor | None:
     return global_scale_from_amax(
         torch.stack([torch.maximum(-low.min(), high.max()) for low, high in ranges])
     )
-
-
-def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale`` in ``dtype``; what would vanish becomes the smallest number instead."""
-    info = torch.finfo(dtype)
-    stored = scale.to(dtype)
-    return fill_zeros(stored, info.smallest_normal * info.eps)

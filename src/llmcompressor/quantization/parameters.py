@@ -20,7 +20,7 @@ from llmcompressor.numerics.scales import (
     parameter_dtype,
     scales_from_range,
 )
-from llmcompressor.observers.base import OBSERVERS, Observer, RangeObserver, stored_scale
+from llmcompressor.observers.base import OBSERVERS, Observer, RangeObserver
 from llmcompressor.observers.canonical import Range, canonical
 from llmcompressor.schemes.bridge import (
     default_observer,
@@ -230,7 +230,11 @@ def follows_extremes(args: QuantizationArgs) -> bool:
 
 @torch.no_grad()
 def extreme_parameters(
-    weight_RC: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None
+    weight_RC: Tensor,
+    args: QuantizationArgs,
+    global_scale: Tensor | None = None,
+    *,
+    stored_in: torch.dtype | None = None,
 ) -> WeightParameters:
     """What :func:`observe_weight` finds where :func:`follows_extremes`, without its checks.
 
@@ -240,14 +244,20 @@ def extreme_parameters(
         weight_RC: the weight, ``[R, C]``.
         args: how to quantize it.
         global_scale: of the fused set that it belongs to; its own if ``None``.
+        stored_in: the dtype of its scales, where ``weight_RC`` is in another one for a while.
     """
     weight_RC = weight_RC.detach()
     found = canonical(weight_RC, "weight", args).widest
-    return range_parameters(found, weight_RC, args, global_scale)
+    return range_parameters(found, weight_RC, args, global_scale, stored_in=stored_in)
 
 
 def range_parameters(
-    found: Range, weight_RC: Tensor, args: QuantizationArgs, global_scale: Tensor | None
+    found: Range,
+    weight_RC: Tensor,
+    args: QuantizationArgs,
+    global_scale: Tensor | None,
+    *,
+    stored_in: torch.dtype | None = None,
 ) -> WeightParameters:
     """The parameters of a weight whose values lie within ``found``.
 
@@ -256,6 +266,7 @@ def range_parameters(
         weight_RC: says the dtype.
         args: how to quantize it.
         global_scale: of the fused set that it belongs to; its own if ``None``.
+        stored_in: the dtype of its scales, where ``weight_RC`` is in another one for a while.
     """
     if needs_global_scale(args) and global_scale is None:
         amax = torch.maximum(-found.minimum.amin(), found.maximum.amax())
@@ -267,6 +278,6 @@ def range_parameters(
         global_scale=global_scale,
         scale_dtype=scale_dtype_of(args),
         zero_dtype=zero_dtype_of(args),
+        stored_in=stored_in or parameter_dtype(weight_RC.dtype),
     )
-    scale = stored_scale(scale, parameter_dtype(weight_RC.dtype))
     return WeightParameters(args, scale, zero_point, global_scale)

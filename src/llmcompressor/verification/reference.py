@@ -280,6 +280,7 @@ class Reference:
         sums = _Sums()
         dtype = self._computed(codes)
         unit = self._roundoff(source, codes, dtype)
+        apart = _apart(dtype) if codes.args.kind == "float" else 0.0
         for part in codes.parts():
             rows = len(part.units)
             original = self.rows(source, part.start, part.start + rows).float()
@@ -287,7 +288,7 @@ class Reference:
             _add(sums, part, original, codes.args)
             if self.work is Work.NEAREST:
                 rounded = original if dtype is None else original.to(dtype).float()
-                _bound(sums, part, rounded, codes.args, unit)
+                _bound(sums, part, rounded, codes.args, unit, apart)
         return list(self._judge(name, codes.args, sums)), _error(name, sums)
 
     def _made(self, name: str, shape: Sequence[int]) -> Source | None:
@@ -591,21 +592,35 @@ def _error(name: str, sums: _Sums) -> WeightError:
     )
 
 
-def _bound(sums: _Sums, part: Part, original: Tensor, args: Args, unit: float) -> None:
+def _apart(dtype: torch.dtype | None) -> float:
+    """The distance of the smallest numbers of a dtype, below which it tells none apart.
+
+    >>> _apart(torch.float16) == 2.0**-24
+    True
+    """
+    return 0.0 if dtype is None else torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def _bound(
+    sums: _Sums, part: Part, original: Tensor, args: Args, unit: float, apart: float
+) -> None:
     """Count values that are further off than rounding to the nearest allows.
 
     A value is within half a step of its code. Beyond the ends of the grid it may be anywhere: there
     its code is the last one. The quotient, and its sum with a zero point, may have been rounded to
-    the dtype of the weight before; each adds ``unit`` of its size.
+    the dtype of the weight before; each adds ``unit`` of its size. So may the value of the code,
+    which codes are found of once more: where it is tiny in that dtype it may move by ``apart``.
     """
-    units = part.units
-    quotient = original / part.scale.clamp_min(torch.finfo(torch.float32).tiny)
+    units, scale = part.units, part.scale.clamp_min(torch.finfo(torch.float32).tiny)
+    quotient = original / scale
     off = (quotient - units).abs_()
     size = units.abs()
     if part.zero is not None:
         size = size.add_(part.zero.abs()).mul_(2)
     half: Tensor | float = 0.5 if args.kind == "int" else _half_steps(units, args.bits)
     allowed = size.add_(1).mul_(unit).add_(half)
+    if apart:
+        allowed += apart / scale
     beyond = off > allowed
     if not bool(beyond.any()):
         return

@@ -38,7 +38,6 @@ from llmcompressor.numerics.awq import (
     weight_prominence,
 )
 from llmcompressor.numerics.scales import global_scale_from_amax, parameter_dtype
-from llmcompressor.observers.base import stored_scale
 from llmcompressor.observers.canonical import Range
 from llmcompressor.observers.input_statistics import InputStatistics
 from llmcompressor.quantization.base import SAYING_HOW, QuantizationMixin
@@ -420,7 +419,7 @@ def _rounding(module: Module) -> Round:
     stored = parameter_dtype(weight_of(module).dtype)
 
     def rounded(weight_RC: Tensor) -> Tensor:
-        return _round_wide(extreme_parameters(weight_RC, args), weight_RC, stored)
+        return _round_wide(extreme_parameters(weight_RC, args, stored_in=stored), weight_RC)
 
     return rounded
 
@@ -434,13 +433,15 @@ def _rounding_within(module: Module, whole_RC: Tensor) -> RoundWithin:
 
     def rounded(weight_RC: Tensor, least_R: Tensor, greatest_R: Tensor) -> Tensor:
         ends = Range(least_R.unsqueeze(-1), greatest_R.unsqueeze(-1))
-        return _round_wide(range_parameters(ends, weight_RC, args, shared), weight_RC, stored)
+        return _round_wide(
+            range_parameters(ends, weight_RC, args, shared, stored_in=stored), weight_RC
+        )
 
     return rounded
 
 
-def _round_wide(found: WeightParameters, weight_RC: Tensor, stored: torch.dtype) -> Tensor:
-    return replace(found, scale=stored_scale(found.scale, stored).float()).round(weight_RC)
+def _round_wide(found: WeightParameters, weight_RC: Tensor) -> Tensor:
+    return replace(found, scale=found.scale.float()).round(weight_RC)
 
 
 def _group_of(module: Module) -> int:
