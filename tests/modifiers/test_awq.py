@@ -194,6 +194,56 @@ def test_every_pipeline_gives_the_same_model(pipeline: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+def choices(modifier: AWQModifier, loss: str) -> dict[str, Any]:
+    """Per set the candidate that was taken, and its error where that is the parent's."""
+    keys = ["ratio", "duo", *(["error", "error_unscaled"] if loss == "output" else [])]
+    return {
+        name: {key: one[key] if one[key] is None else round(one[key], 6) for key in keys}
+        for name, one in modifier.report().items()
+        if "ratio" in one
+    }
+
+
+STOPS = {
+    "parts": ["LlamaAttention", "LlamaMLP"],
+    "attention": ["LlamaAttention"],
+    "an MLP": ["re:.*layers.1.mlp$", "re:.*layers.0$"],
+    "Linears": ["Linear"],
+    "some Linears": ["re:.*(k|down)_proj$"],
+    "Linears and parts": ["re:.*(k|o)_proj$", "LlamaMLP"],
+    "the model": ["LlamaModel"],
+}
+
+
+@pytest.mark.parametrize("pipeline", ["independent", "sequential"])
+@pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.parametrize("loss", ["statistics", "output"])
+def test_stops_within_blocks_give_the_scales_of_whole_blocks(
+    loss: Any, stops: str, pipeline: str
+) -> None:
+    """What GPTQ makes of them behind it is another matter: it goes by the stops."""
+    models = [tiny.llama(num_key_value_heads=4) for _ in range(2)]
+    awq = [AWQModifier(loss=loss, n_grid=4) for _ in range(2)]
+    tiny.run(models[0], awq[0], rounding(), sequential_granularity="block")
+    tiny.run(models[1], awq[1], rounding(), pipeline=pipeline, sequential_targets=STOPS[stops])
+    assert any(record.get("ratio") for record in awq[0].report().values())
+    assert choices(awq[1], loss) == choices(awq[0], loss)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("stops", [["re:.*self_attn$"], ["re:.*mlp$"], ["re:.*(gate|self_attn)$"]])
+def test_stops_within_a_mixture_give_the_scales_of_whole_blocks(stops: list[str]) -> None:
+    found = []
+    for where in ({"sequential_granularity": "block"}, {"sequential_targets": stops}):
+        awq = AWQModifier(loss="output", n_grid=4, clip=False)
+        behind = rounding(ignore=["lm_head", "re:.*gate$"])
+        tiny.run(mixtures.mixture("qwen3_moe"), awq, behind, **where)
+        found.append(choices(awq, "output"))
+    assert any(one["ratio"] is not None for one in found[0].values())
+    assert found[0] == found[1]
+
+
 def test_padding_does_not_count() -> None:
     plain, padded = tiny.llama(), tiny.llama()
     scaled_only(plain, AWQModifier(n_grid=4, clip=False))

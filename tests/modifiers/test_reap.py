@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,54 @@ def test_what_is_passed_on_makes_a_difference() -> None:
     )
     assert one[0] == other[0]
     assert one[1][0] != pytest.approx(other[1][0], rel=1e-2)
+
+
+def part(model: Any, kind: str) -> str:
+    """The name of a part of the last layer."""
+    names = {module: name for name, module in model.named_modules()}
+    layer = find_layers(model)[-1]
+    attention = re.sub(r"(layers\.\d+)\..*", r"\1.self_attn", names[layer.experts])
+    own = {"experts": layer.experts, "router": layer.router, "holder": layer.parent}
+    return attention if kind == "attention" else names[own[kind]]
+
+
+@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize(
+    ("kinds", "granularity"),
+    [
+        (["attention"], "auto"),
+        (["attention", "experts"], "auto"),
+        (["attention", "router"], "auto"),
+        (["router"], "auto"),
+        (["experts"], "auto"),
+        (["holder"], "auto"),
+        (["holder"], "sub_block"),
+        (["attention", "experts"], "linear"),
+    ],
+    ids=str,
+)
+def test_stops_within_a_mixture_drop_the_same_experts(
+    family: str, kinds: list[str], granularity: str
+) -> None:
+    """Passes that were routed before experts are gone would go on to the wrong ones."""
+    expected, found = REAPPruningModifier(sparsity=0.5), REAPPruningModifier(sparsity=0.5)
+    whole = tiny.run(MAKERS[family](), expected, sequential_granularity="block")
+    model = MAKERS[family]()
+    targets = [re.sub(r"layers\.\d+", r"layers.\\d+", part(model, kind)) for kind in kinds]
+    targets = [f"re:^{one}$" for one in targets]
+    tiny.run(model, found, sequential_targets=targets, sequential_granularity=granularity)
+    assert found.report() == expected.report()
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "mixtral"])
+def test_mixtures_in_one_stop_are_looked_at_as_they_were(family: str) -> None:
+    one, other = REAPPruningModifier(sparsity=0.5), REAPPruningModifier(sparsity=0.5)
+    model = MAKERS[family]()
+    tiny.run(model, one, sequential_targets=[type(model.model).__name__])
+    tiny.run(MAKERS[family](), other, propagate_error=False)
+    assert one.report() == other.report()
 
 
 def test_padding_does_not_count() -> None:

@@ -412,6 +412,10 @@ class Modifier(HooksMixin):
         """
         return False
 
+    def undivided(self, state: State) -> Sequence[Module]:
+        """Modules within which no pass may stop: they are stopped at as wholes, if at all."""
+        return ()
+
     @property
     def twin_streams(self) -> bool:
         """Whether inputs of the original model are wanted beside those of the compressed one."""

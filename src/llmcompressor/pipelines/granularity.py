@@ -39,6 +39,7 @@ __all__ = [
     "level_of_targets",
     "make_plan",
     "named_stops",
+    "undivided_of",
 ]
 
 
@@ -123,37 +124,49 @@ def named_stops(
     """
     if not at_blocks and level_of_targets(named, calibrated) is Granularity.LINEAR:
         return find_blocks(model), asked or Granularity.LINEAR
-    stops = _with_whole_blocks(model, named, modifiers, state)
-    if stops.keys() != named.keys():  # parts of blocks are named: a finer level than is taken
+    own = _own_blocks(model, modifiers, state)
+    stops = _with_whole(model, named, own, undivided_of(modifiers, state))
+    covered = {inner for stop in named for inner in stop.modules()}
+    if any(block not in covered for block in own):  # parts are named: finer than what is taken
         return stops, Granularity.SUB_BLOCK
-    return dict(named), asked or Granularity.BLOCK
+    return stops, asked or Granularity.BLOCK
 
 
-def _with_whole_blocks(
-    model: Module, stops: Mapping[Module, str], modifiers: Iterable[Modifier], state: State
+def undivided_of(modifiers: Iterable[Modifier], state: State) -> set[Module]:
+    """The modules that modifiers of a pass take as wholes, beside the model's own blocks."""
+    return {one for modifier in modifiers for one in modifier.undivided(state)}
+
+
+def _own_blocks(model: Module, modifiers: Iterable[Modifier], state: State) -> set[Module]:
+    """The model's blocks that are stopped at by themselves, whatever the user names."""
+    taking = [one for one in modifiers if one.takes_whole_blocks]
+    wanted = {module for one in taking for module in one.calibrated_modules(state)}
+    blocks = find_blocks(model) if wanted else {}
+    return {block for block in blocks if not wanted.isdisjoint(block.modules())}
+
+
+def _with_whole(
+    model: Module, stops: Mapping[Module, str], own: set[Module], undivided: set[Module]
 ) -> dict[Module, str]:
-    """The stops that the user names, with blocks in the place of their parts where they are wanted.
+    """The stops that the user names, with what is taken as a whole in the place of its parts.
 
     Args:
         model: what is calibrated.
         stops: module → name.
-        modifiers: of the pass; what those calibrate that take whole blocks waits at blocks.
-        state: of the run.
+        own: blocks that are stopped at in the place of their parts.
+        undivided: what is, too.
 
     Returns:
-        The stops, in the order of the model; as many as were given where nothing else is wanted.
+        The stops, in the order of the model.
     """
-    taking = [one for one in modifiers if one.takes_whole_blocks]
-    wanted = {module for one in taking for module in one.calibrated_modules(state)}
+    names = {module: name for name, module in model.named_modules()}
     covered = {inner for stop in stops for inner in stop.modules()}
-    added = {
-        block: name
-        for block, name in (find_blocks(model) if wanted else {}).items()
-        if block not in covered and not wanted.isdisjoint(block.modules())
-    }
-    within = {inner for block in added for inner in block.modules()}
-    found = {**{one: name for one, name in stops.items() if one not in within}, **added}
-    return {module: found[module] for module in model.modules() if module in found}
+    added = {block for block in own if block not in covered}
+    covered |= {inner for block in added for inner in block.modules()}
+    added |= undivided - covered
+    within = {inner for one in added for inner in one.modules()}
+    found = {*(stop for stop in stops if stop not in within), *added}
+    return {module: names[module] for module in model.modules() if module in found}
 
 
 def estimate_bytes(level: Granularity, modules: Sequence[Module], tokens: int, streams: int) -> int:
@@ -246,6 +259,7 @@ def make_plan(
     gates: Mapping[Module, str] | None = None,
     to_end: bool = False,
     stages: Mapping[Module, tuple[Module, str]] | None = None,
+    undivided: Container[Module] = (),
 ) -> Plan:
     """Choose the finest level that is allowed and fits, and lay out its units.
 
@@ -263,6 +277,7 @@ def make_plan(
         to_end: the passes go on behind the last module that is calibrated.
         stages: Linear of an expert → where it is calibrated together with those of others, and
             that place's name.
+        undivided: blocks that have no parts to stop at.
     """
     modules = list(names)
     finest = Granularity.BLOCK if every_block else finest
@@ -272,7 +287,8 @@ def make_plan(
     if chosen.level is Granularity.LINEAR:
         stops = _linear_units(names, order, stages or {})
     else:
-        stops = _units(chosen.level, names, order, blocks, every_block)
+        level = chosen.level
+        stops = _units(level, names, order, blocks, every_block=every_block, undivided=undivided)
     units = tuple(_with_gates(stops, order, gates or {}, to_end=to_end))
     return Plan(chosen.level, tuple(units), chosen.reason, chosen.bytes)
 
@@ -299,7 +315,9 @@ def _units(
     names: Mapping[Module, str],
     order: CallOrder,
     blocks: dict[Module, str],
+    *,
     every_block: bool,
+    undivided: Container[Module],
 ) -> list[Unit]:
     groups = list(_with_unseen(names, order))
     stops = dict(blocks)
@@ -307,7 +325,9 @@ def _units(
         stops = {
             part: part_name
             for block, name in blocks.items()
-            for part, part_name in sub_blocks(block, name, names).items()
+            for part, part_name in (
+                {block: name} if block in undivided else sub_blocks(block, name, names)
+            ).items()
         }
     called = {module: position for position, module in enumerate(order.calls)}
     every = sorted((stop for stop in stops if stop in called), key=called.__getitem__)

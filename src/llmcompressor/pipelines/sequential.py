@@ -45,6 +45,7 @@ from llmcompressor.pipelines.granularity import (
     forwards_of,
     make_plan,
     named_stops,
+    undivided_of,
 )
 from llmcompressor.pipelines.listed_experts import (
     listed_experts_counted,
@@ -179,6 +180,7 @@ def _prepare(
         gates=None if residency is None else state.keeper.names,
         to_end=to_end,
         stages=calibrated.stages,
+        undivided=undivided_of(modifiers, state),
     )
     plan = lay_out(forced=forced)
     if residency is not None:  # the level decides the result: it stays that of the first attempt

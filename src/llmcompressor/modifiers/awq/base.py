@@ -338,13 +338,15 @@ class AWQModifier(SmoothingMixin):
             with self._parents.error_of(one, rounds) as error_of:
                 found = choose_scale(error_of, grid, ones_C)
             self._parents.drop(one)
+        # readers with inputs of their own count the same tokens again; their parent does not
+        judged = tokens if self._parents is None else self._parents.tokens
         self._records[one.name] = {
             "tokens": tokens,
             "readers": list(one.balance),
             "ratio": None if found.candidate is None else found.candidate.ratio,
             "duo": None if found.candidate is None else found.candidate.duo,
-            "error": found.error / tokens,
-            "error_unscaled": found.before / tokens,
+            "error": found.error / judged,
+            "error_unscaled": found.before / judged,
         }
         return found.scale_C
 

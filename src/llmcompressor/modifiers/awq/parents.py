@@ -75,6 +75,9 @@ class ParentRuns:
         state: tells which tokens are real, and the limit.
         names: module → name.
         device: where all of it is kept; by room if ``None``.
+
+    Attributes:
+        tokens: the real tokens that the parent of the last :meth:`error_of` was called with.
     """
 
     def __init__(self, state: State, names: Mapping[Module, str], device: str | None) -> None:
@@ -84,6 +87,7 @@ class ParentRuns:
         self._calls: dict[Module, list[_Call]] = {}
         self._sets: dict[Module, set[str]] = {}
         self._shelf = Shelf(_EVERYTHING)
+        self.tokens = 0
 
     def watch(self, one: SmoothSet) -> Module | None:
         """The parent of a set, for :attr:`hook` to be put on; ``None`` if it is watched already."""
@@ -133,7 +137,10 @@ class ParentRuns:
             rounds: how the weights of those of its Linears are rounded that are quantized.
         """
         parent = self._parent(one)
-        plain = [self._put(output_TC) for output_TC in self._outputs(parent)]
+        self.tokens, plain = 0, list[int]()
+        for output_TC in self._outputs(parent):
+            self.tokens += len(output_TC)
+            plain.append(self._put(output_TC))
 
         def error_of(scale_C: Tensor) -> float:
             changes = {}

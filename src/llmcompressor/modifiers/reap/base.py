@@ -103,6 +103,10 @@ class REAPPruningModifier(Modifier):
         """The modules that hold the experts."""
         return list(self._layers)
 
+    def undivided(self, state: State) -> list[Module]:
+        """What holds router and experts: routes to experts that are gone lead nowhere."""
+        return [layer.parent for layer in self._layers.values()]
+
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
         """What the experts of a token return is computed for each of them by itself."""
         layers = [self._layers[one] for one in modules if one in self._layers]
