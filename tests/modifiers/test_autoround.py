@@ -26,6 +26,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modifiers.autoround import AutoRoundModifier, tune
+from llmcompressor.modifiers.pruning import WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.observers.tokens import real_tokens
@@ -420,6 +421,31 @@ def test_whole_blocks_are_tuned_whatever_is_named(targets: list[str], said: list
     assert named.records == plain.records
     (told,) = [line for line in said if "Sequential calibration" in line]
     assert "2 stops at block level (the finest that the recipe allows is block)" in told
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [["LlamaModel"], ["LlamaForCausalLM"]],
+    ids=["all blocks", "all"],
+)
+@pytest.mark.parametrize("behind", [False, True], ids=["alone", "with another"])
+def test_blocks_that_are_named_together_are_tuned_one_after_another(
+    targets: list[str], behind: bool, said: list[str]
+) -> None:
+    """Each makes up for those before it, and is tuned by what these make of its inputs."""
+    found = []
+    for named in ({}, {"sequential_targets": targets}):
+        modifiers = [WandaPruningModifier(sparsity=0.3, ignore=["lm_head"])] if behind else []
+        modifier = autoround(iters=3)
+        said.clear()
+        whole = {"pipeline": "sequential", "sequential_granularity": "block"}
+        model = tiny.run(tiny.llama(), *modifiers, modifier, **whole, **named)
+        told = [line for line in said if "Sequential calibration" in line]
+        assert "2 stops at block level" in told[-1]
+        found.append((model.state_dict(), modifier.records))
+    (expected, records), (state, others) = found
+    assert records == others
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
 def test_others_stop_where_they_are_told_and_the_plan_says_so(

@@ -408,7 +408,7 @@ class Modifier(HooksMixin):
     def takes_whole_blocks(self) -> bool:
         """Whether it works on the model's own blocks, whatever else the user names as stops.
 
-        Its finest granularity is the block then.
+        Neither parts of them nor what holds several. Its finest granularity is the block then.
         """
         return False
 

@@ -153,19 +153,20 @@ def _with_whole(
     Args:
         model: what is calibrated.
         stops: module → name.
-        own: blocks that are stopped at in the place of their parts.
-        undivided: what is, too.
+        own: blocks that are also stopped at in the place of what holds several of them.
+        undivided: what is stopped at in the place of its parts.
 
     Returns:
         The stops, in the order of the model.
     """
     names = {module: name for name, module in model.named_modules()}
-    covered = {inner for stop in stops for inner in stop.modules()}
-    added = {block for block in own if block not in covered}
-    covered |= {inner for block in added for inner in block.modules()}
+    blocks = find_blocks(model) if own else {}
+    above = {stop for stop in stops if stop not in own and not own.isdisjoint(stop.modules())}
+    added = {one for stop in above for one in stop.modules() if one in blocks} | own
+    covered = {inner for stop in {*stops, *added} - above for inner in stop.modules()}
     added |= undivided - covered
     within = {inner for one in added for inner in one.modules()}
-    found = {*(stop for stop in stops if stop not in within), *added}
+    found = {*(stop for stop in stops if stop not in within | above), *added}
     return {module: names[module] for module in model.modules() if module in found}
 
 
