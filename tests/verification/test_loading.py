@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -685,3 +686,44 @@ def test_a_partial_group_of_experts_is_refused_while_it_loads(tmp_path: Path) ->
     assert all("while it loads" in one.message for one in errors)
     with pytest.raises(RuntimeError, match="conversion"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("bfloat16", "float16"),
+        ("float16", "bfloat16"),
+        ("float32", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("weights", [INT4, in_groups_of(32, num_bits=8)])
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
+def test_what_dtype_experts_of_integers_keep_is_said(
+    family: str, weights: dict[str, Any], stored: str, asked: str, tmp_path: Path
+) -> None:
+    """They are unpacked to that of the file, whatever the model is loaded in."""
+    source = mixture(family, tmp_path / "source", getattr(torch, stored))
+    groups = {"group_0": {"targets": ["re:.*experts.*"], "weights": weights}}
+    reset_session()
+    oneshot(source, QuantizationModifier(config_groups=groups), output_dir=str(tmp_path / "model"))
+    reset_session()
+    assert not [one for one in verify(tmp_path / "model").findings if one.rule == "L4"]
+    report = verify(tmp_path / "model", serve="transformers", dtype=asked)
+    assert report.ok
+    said = [one for one in report.findings if one.rule == "L4"]
+    fits = asked == stored or family == "llama4_text"  # its experts are Linears there
+    assert [(one.module, one.severity) for one in said] == (
+        [] if fits else [("model.layers.0.block_sparse_moe.experts", "warning")]
+    )
+    assert all(f"load it with dtype=torch.{stored}" in one.remedy for one in said)
+    load = partial(AutoModelForCausalLM.from_pretrained, tmp_path / "model")
+    loaded = load(dtype=getattr(torch, asked))
+    assert logits(loaded).isfinite().all()  # the product of stacks takes it
+    eager = load(dtype=getattr(torch, asked), experts_implementation="eager")
+    if fits:
+        assert logits(eager).isfinite().all()
+    else:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            logits(eager)

@@ -65,6 +65,7 @@ _TO_BFLOAT16 = frozenset(
 """Formats that are unpacked to bfloat16, whatever the model's dtype is."""
 _FLOAT32_BUFFERS = {"ctrl": "transformer.pos_encoding"}
 """``model_type`` → a buffer that is made in float32, and cast in the forward by assignment."""
+_NOTHING = ("", "", "")
 _UNPACKED = "Load it with quantization_config=CompressedTensorsConfig(dequantize=True)"
 _ANEW = 'Compress the model in bfloat16, with precision="bfloat16" (--precision bfloat16)'
 
@@ -130,37 +131,51 @@ def dtypes_meet(view: View) -> Iterator[Problem]:
     yield from _unpacked_to_bfloat16(view)
     yield from _left_in_float32(view)
     yield from _unpacked_to_that_of_scales(view)
-    yield from _experts_in_bfloat16(view)
+    yield from _experts_of_another_dtype(view)
 
 
-def _experts_in_bfloat16(view: View) -> Iterator[Problem]:
-    if view.dtype not in ("float16", "float32") or experts_are_linears(view):
+def _experts_of_another_dtype(view: View) -> Iterator[Problem]:
+    if view.dtype not in FLOATS.values() or experts_are_linears(view):
         return
     for path, _ in loaded_mixtures(view):
         coded = (
-            scheme
+            (entry, scheme)
             for scheme, having in view.expert_schemes[path].items()
-            if any(entry.is_quantized for entry in having.values())
+            for entry in having.values()
+            if entry.is_quantized
         )
-        what = next(filter(None, (_bfloat16_of(scheme, view.dtype) for scheme in coded)), "")
-        if what:
+        made = (_made_of(entry, scheme, view.dtype) for entry, scheme in coded)
+        what, dtype, remedy = next(
+            (one for one in made if one[1] not in ("", view.dtype)), _NOTHING
+        )
+        if dtype:
             yield Problem(
                 path,
-                f"transformers unpacks experts of {what} to bfloat16, and the model computes "
+                f"transformers unpacks experts of {what} to {dtype}, and the model computes "
                 f'in {view.dtype}: with experts_implementation="eager" the first forward fails.',
-                f"Leave experts_implementation at its default, grouped_mm. Or: {_ANEW}.",
+                f"Leave experts_implementation at its default, grouped_mm. Or: {remedy}.",
                 Severity.WARNING,
             )
 
 
-def _bfloat16_of(scheme: Scheme, dtype: str) -> str:
-    """What experts are of that become bfloat16 in a model of another dtype, empty if they do not.
+def _made_of(entry: Entry, scheme: Scheme, dtype: str) -> tuple[str, str, str]:
+    """What an expert is of, the dtype that it is unpacked to, and what else helps.
 
-    Those of 8-bit floats are multiplied with their scales, and it depends on the release.
+    Those of packed integers get that of their scales, which keep that of the file. Those of 8-bit
+    floats are multiplied with their scales, and it depends on the release.
     """
-    if is_small_float(scheme.weights):
-        return "8-bit floats" if small_float_experts_become(dtype) == "bfloat16" else ""
-    return str(scheme.format) if scheme.format in _TO_BFLOAT16 else ""
+    args = scheme.weights
+    if is_small_float(args):
+        return "8-bit floats", small_float_experts_become(dtype), _ANEW
+    if scheme.format in _TO_BFLOAT16:
+        return scheme.format, "bfloat16", _ANEW
+    scale = entry.own.get("weight_scale")
+    if args is None or args.kind != "int" or entry.form != "packed" or scale is None:
+        return _NOTHING
+    if not args.symmetric:
+        return _NOTHING  # they are not loaded at all (T6)
+    stored = FLOATS.get(scale.dtype, "")
+    return f"{args.bits}-bit integers", stored, f"load it with dtype=torch.{stored}"
 
 
 def _unpacked_to_that_of_scales(view: View) -> Iterator[Problem]:
