@@ -727,3 +727,27 @@ def test_what_dtype_experts_of_integers_keep_is_said(
     else:
         with pytest.raises(RuntimeError, match="same dtype"):
             logits(eager)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_zero_points_of_packed_experts_are_said_to_be_left_with_a_remedy_that_helps(
+    family: str, tmp_path: Path
+) -> None:
+    """vLLM reads them, so that it is an error for transformers alone."""
+    source = mixture(family, tmp_path / "source", torch.float32, moe_intermediate_size=64)
+    for name, symmetric in (("zeros", False), ("model", True)):
+        weights = in_groups_of(32, symmetric=symmetric)
+        groups = {"group_0": {"targets": ["re:.*experts.*"], "weights": weights}}
+        reset_session()
+        recipe = QuantizationModifier(config_groups=groups)
+        made = oneshot(source, recipe, output_dir=str(tmp_path / name))
+    reset_session()
+    assert verify(tmp_path / "zeros").ok
+    [one] = verify(tmp_path / "zeros", serve="transformers").findings
+    assert (one.rule, one.severity) == ("T6", "error")
+    assert "symmetric: true" in one.remedy
+    with pytest.raises(RuntimeError, match="conversion"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "zeros")
+    assert verify(tmp_path / "model", serve="transformers").ok
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.allclose(logits(loaded), logits(made), atol=1e-4)

@@ -28,6 +28,10 @@ _GROUP_KEYS = frozenset({"targets", "weights", "input_activations", "output_acti
 _AS_LINEARS = frozenset({"llama4", "llama4_text"})
 """Values of ``model_type`` whose stacks are replaced by Linears where anything is quantized."""
 _ANEW = "Compress the model anew."
+_NO_ZERO_POINTS = (
+    "transformers leaves the zero points of packed experts in the file, and fails to unpack the "
+    "codes without them."
+)
 _NUMBER = re.compile(r"\d+")
 _STACK = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?:gate_up_proj|down_proj)$")
 
@@ -278,7 +282,9 @@ def _coded_experts(view: View, path: str, taken: Group | None) -> Iterator[Probl
             if taken is not None and not _is_read_alike(taken.scheme, scheme):
                 is_read &= all(_has_whole_rows(view, each, scheme, taken.scheme) for each in coded)
     for reason in dict.fromkeys(lost):
-        yield Problem(path, reason, "Serve it with vLLM.")
+        other = "Compress the experts symmetrically (symmetric: true), or serve"
+        start = other if reason == _NO_ZERO_POINTS else "Serve"
+        yield Problem(path, reason, f"{start} it with vLLM.")
     yield from _not_rounded(path, schemes)
     if taken is not None and not is_read and len(schemes) > 1:
         yield Problem(
@@ -368,7 +374,7 @@ def _lost(entry: Entry, scheme: Scheme, weights: Args) -> Iterator[str]:
     if weights.is_nvfp4:
         yield "transformers loses the global scales of NVFP4 experts: they are scaled wrong."
     if not weights.symmetric and entry.form == "packed":
-        yield "transformers cannot load packed experts with zero points."
+        yield _NO_ZERO_POINTS
     if scheme.format in ("int-quantized", "naive-quantized") and weights.kind == "int":
         yield "transformers does not find unpacked integer experts, and fails to load."
     strategy = weights.strategy
