@@ -63,7 +63,7 @@ def _with_transforms_once(model: PreTrainedModel, plain: Mapping[str, Tensor]) -
     """Each matrix that rotations at run time share under its first name alone, as they declare.
 
     transformers leaves the others out too, after it has tried the name of each as a pattern for
-    every other: a quarter of an hour for a few thousand.
+    every other, which takes minutes for a few thousand.
     """
     others = {
         f"{name}.{own}"

@@ -16,7 +16,7 @@ from llmcompressor.checkpoint.codes import codes_of
 from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.logger import logger
 from llmcompressor.numerics.grid import Grid
-from llmcompressor.numerics.scales import effective_scale
+from llmcompressor.numerics.scales import effective_scale, smallest_of
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.wording import listed
 
@@ -53,7 +53,7 @@ def is_on_grid(entry: QuantizedModule, own: Mapping[str, Tensor]) -> bool:
         scale, zero = scale.reshape(1), None if zero is None else zero.reshape(1)
 
     # of floats below its smallest normal number, a dtype tells no others apart
-    apart = torch.finfo(weight.dtype).smallest_normal * torch.finfo(weight.dtype).eps
+    apart = smallest_of(weight.dtype)
 
     def far(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         return _is_far(grid, x.to(wide), scale, zero, apart).to(wide)

@@ -342,13 +342,10 @@ def _expert_targets(group: _Group) -> list[str]:
 def _is_unambiguous(
     groups: Sequence[_Group], candidates: Sequence[_Candidate], ignore: Sequence[str]
 ) -> bool:
-    exact = {entry for entry in ignore if not entry.startswith("re:")}
-    patterns = [entry for entry in ignore if entry.startswith("re:")]
+    left_out = _Targets(ignore)
     every = [_Targets(group.targets) for group in groups]
     for item in candidates:
-        is_ignored = item.name in exact or any(
-            _matches_name(pattern, item.name) for pattern in patterns
-        )
+        is_ignored = left_out.means(item.name)
         wanted = set() if item.group is None else {item.group}
         if is_ignored and item.group is not None:
             return False

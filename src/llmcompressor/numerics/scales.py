@@ -30,6 +30,7 @@ __all__ = [
     "global_scale_from_amax",
     "parameter_dtype",
     "scales_from_range",
+    "smallest_of",
     "stored_scale",
 ]
 
@@ -154,7 +155,7 @@ def fill_zeros(scale: Tensor, substitute: float) -> Tensor:
 
 def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``scale`` in ``dtype``; what would vanish becomes the smallest number instead."""
-    return fill_zeros(scale.to(dtype), _least(dtype))
+    return fill_zeros(scale.to(dtype), smallest_of(dtype))
 
 
 def default_zero_dtype(grid: Grid) -> torch.dtype:
@@ -218,7 +219,7 @@ def _kept(
     rounded = torch.where(scale == 0, 0, kept)
     reach = rounded.to(extent.dtype) * (within + grid.last_step)
     is_cut = (rounded < normal) & (extent > reach)
-    kept = torch.where(is_cut, rounded + max(map(_least, dtypes)), kept)
+    kept = torch.where(is_cut, rounded + max(map(smallest_of, dtypes)), kept)
     if grid.symmetric:
         return kept, zero
     # the range into the middle of the grid: at its ends floats are too far from each other for it
@@ -227,7 +228,7 @@ def _kept(
     return kept, torch.where(is_cut, moved.to(torch.float32), zero.to(torch.float32)).to(zero.dtype)
 
 
-def _least(dtype: torch.dtype) -> float:
+def smallest_of(dtype: torch.dtype) -> float:
     """The smallest positive number of a floating dtype."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps
