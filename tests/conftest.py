@@ -105,6 +105,27 @@ def _no_housekeeping() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _machine_measured_once() -> Iterator[None]:
+    """Every plan measures what the machine does in a second anew; here it stays the same one."""
+    if "torch" not in sys.modules:  # nothing is planned here
+        yield
+        return
+    from llmcompressor.planning import make, result
+
+    measure: Callable[..., result.Rates] = make.measure_rates
+    found: dict[tuple[object, ...], result.Rates] = {}
+
+    def measure_once(device: object, dtype: object, folder: Path | None = None) -> result.Rates:
+        if (device, dtype) not in found:
+            found[device, dtype] = measure(device, dtype, folder)
+        return found[device, dtype]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(make, "measure_rates", measure_once)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh_session() -> Iterator[None]:
     """What a test leaves in the default session is gone before the next."""
@@ -113,6 +134,23 @@ def _fresh_session() -> Iterator[None]:
     reset_session()
     yield
     reset_session()
+
+
+@pytest.fixture
+def _products_as_before() -> Iterator[None]:
+    """Whatever a test allows for products of float32, the next one finds torch's defaults.
+
+    A setting for products of matrices that was made once, if only by the older call, is no longer
+    inherited from the general one.
+    """
+    yield
+    import torch
+
+    backends: Any = torch.backends
+    backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for one in (backends.cuda, backends.mkldnn):
+        one.matmul.fp32_precision = "none"
 
 
 @pytest.fixture

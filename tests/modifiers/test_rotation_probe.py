@@ -397,15 +397,13 @@ def test_to_run_out_of_memory_says_nothing_of_the_model(
     assert not warned
 
 
+@pytest.mark.usefixtures("_products_as_before")
 def test_products_that_a_training_allowed_to_be_coarse(warned: list[str]) -> None:
     """``TrainingArguments(tf32=True)`` leaves the process so, and torch's getter fails then."""
     backends: Any = torch.backends
     backends.fp32_precision = "tf32"
-    try:
-        assert moved(lively(llama()), SpinQuantModifier()) < 1e-4
-        assert backends.cuda.matmul.fp32_precision == "tf32"
-    finally:
-        backends.fp32_precision = "none"
+    assert moved(lively(llama()), SpinQuantModifier()) < 1e-4
+    assert backends.cuda.matmul.fp32_precision == "tf32"
     assert not any("does not run in float32" in text for text in warned)
 
 

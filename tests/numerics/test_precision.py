@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,13 +30,7 @@ def set_all(value: str) -> None:
     BACKENDS.fp32_precision = value
 
 
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    yield
-    set_all("none")
-    torch.set_float32_matmul_precision("highest")
-    for backend in (BACKENDS.cuda, BACKENDS.mkldnn):
-        backend.matmul.fp32_precision = "none"
+pytestmark = pytest.mark.usefixtures("_products_as_before")
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,9 @@ def test_a_damaged_file_of_the_working_folder(
         }
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, remove])
+@pytest.mark.parametrize(
+    "damage", [pytest.param(truncate, marks=SLOW), flip, pytest.param(remove, marks=SLOW)]
+)
 def test_what_was_learned_is_damaged(
     damage: Callable[[Path], None], model: Path, tmp_path: Path, expected: Expected
 ) -> None:
@@ -198,7 +200,7 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("number", [1, 12, 40])
+@pytest.mark.parametrize("number", [1, pytest.param(12, marks=SLOW), 40])
 def test_a_full_disk(
     number: int,
     small: Path,

@@ -58,8 +58,19 @@ def test_killed_at_each_step_behind_the_last_line(
     assert number > 8
 
 
+MODELS = {"rtn", "two", "sparse", "rotated_between", "learned", "dropped_quantized"}
+"""Recipes whose model is always looked at: what is rounded, pruned, rotated and dropped."""
+
+
 @pytest.mark.usefixtures("killed")
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("one_pass", "cache")])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=[] if name in MODELS else [pytest.mark.slow])
+        for name in RECIPES
+        if name not in ("one_pass", "cache")
+    ],
+)
 def test_the_model_is_the_one_that_the_run_returned(
     recipe: str, model: Path, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,25 +154,32 @@ def forgetful(job: Job) -> Job:
     return job
 
 
+CHANGES = (
+    other_recipe,
+    anew,
+    other_values,
+    other_header,
+    damaged,
+    cut,
+    edited,
+    without_a_file,
+    forgetful,
+)
+
+
 @pytest.mark.usefixtures("killed")
-@pytest.mark.parametrize("resume", ["auto", "must"])
 @pytest.mark.parametrize(
-    ("recipe", "change"),
+    ("recipe", "change", "resume"),
     [
-        ("gptq", other_data),
-        *itertools.product(
-            ("rtn", "gptq"),
-            (
-                other_recipe,
-                anew,
-                other_values,
-                other_header,
-                damaged,
-                cut,
-                edited,
-                without_a_file,
-                forgetful,
-            ),
+        ("gptq", other_data, "auto"),
+        ("gptq", other_data, "must"),
+        *(
+            pytest.param(recipe, change, resume, marks=[] if is_quick else [pytest.mark.slow])
+            for number, change in enumerate(CHANGES)
+            for turn, (recipe, resume) in enumerate(
+                itertools.product(("rtn", "gptq"), ("auto", "must"))
+            )
+            for is_quick in [turn == number % 4]
         ),
     ],
 )

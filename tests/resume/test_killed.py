@@ -24,14 +24,6 @@ def lines(recipe: str) -> int:
     return choices + passes * BLOCKS + 1 + 1
 
 
-BOUNDARIES = [
-    (recipe, kind, number)
-    for recipe in ("rtn", "gptq", "two")
-    for number in range(1, lines(recipe) + 1)
-    for kind in ("append", *(["appended"] if number == lines(recipe) else []))
-]
-
-
 def at(
     recipe: str,
     quick: AbstractSet[int],
@@ -44,34 +36,44 @@ def at(
         yield pytest.param(recipe, kind, number, marks=marks)
 
 
-OTHERS = [
-    *at("rtn", {1, 3}, kind="torn"),
-    *at("gptq", {1, 3}, kind="torn"),
+def every(recipe: str, quick: AbstractSet[int]) -> Iterator[Any]:
+    """All boundaries of a recipe, and the moment behind the last line."""
+    last = lines(recipe)
+    yield from at(recipe, quick, set(range(1, last + 1)))
+    yield from at(recipe, {last}, kind="appended")
+
+
+BOUNDARIES = [
+    *every("rtn", {1, 3, 5}),
+    *every("gptq", {2, 4, 6}),
+    *every("two", {1, 4, 6, 9}),
+    *at("rtn", {3}, {1}, kind="torn"),
+    *at("gptq", {1}, {3}, kind="torn"),
     *at("ragged", {3}),
     *at("one_pass", {3}, {2}, "appended"),
     *at("cache", {3}, {2}, "appended"),
-    *at("sparse", {2, 5, 7}, {4, 9}),
+    *at("sparse", {2, 7}, {4, 5, 9}),
     *at("pruned", {3}, {5}),
-    *at("pruned_rounded", {3, 7}, {5}),
-    *at("rotated", {2, 3}, {5}),
-    *at("rotated_between", {3, 6}, {5, 8}),
-    *at("smoothed", {1, 3}, {2, 5}),
-    *at("learned", {2, 3, 6}, {1, 4, 8, 10}),
+    *at("pruned_rounded", {3}, {5, 7}),
+    *at("rotated", {3}, {2, 5}),
+    *at("rotated_between", {3}, {5, 6, 8}),
+    *at("smoothed", {3}, {1, 2, 5}),
+    *at("learned", {2, 6}, {1, 3, 4, 8, 10}),
     *at("learned", {3}, kind="torn"),
-    *at("learned", {2}, kind="appended"),
-    *at("dropped", {3, 6, 11}, {4, 9}),
-    *at("dropped_quantized", {2, 5, 8, 12}, set(range(1, 14))),
-    *at("dropped_rounded", {2, 5, 8}, set(range(1, 10))),
-    *at("dropped_pruned", {5, 12}, {3, 9, 15}),
+    *at("learned", set(), {2}, kind="appended"),
+    *at("dropped", {6}, {3, 4, 9, 11}),
+    *at("dropped_quantized", {5, 12}, set(range(1, 14))),
+    *at("dropped_rounded", {5}, set(range(1, 10))),
+    *at("dropped_pruned", {5}, {3, 9, 12, 15}),
     *at("starved", {3}, {4}),
-    *at("starved_pruned", {3, 6}, {5}),
+    *at("starved_pruned", {3}, {5, 6}),
     *at("starved_rotated", {3}),
     *at("linear_by_linear", {3}),
     *at("gptq", {9}, {30}, "write"),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "kind", "number"), [*BOUNDARIES, *OTHERS], ids=str)
+@pytest.mark.parametrize(("recipe", "kind", "number"), BOUNDARIES, ids=str)
 def test_killed_at_a_boundary(
     recipe: str, kind: str, number: int, model: Path, tmp_path: Path, expected: Expected
 ) -> None:
@@ -92,7 +94,7 @@ def remembers(job: Job) -> bool:
 
 
 @pytest.mark.parametrize("recipe", ["rtn", "gptq", "two", "learned"])
-@pytest.mark.parametrize("moments", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(
     recipe: str, moments: int, model: Path, tmp_path: Path, expected: Expected
 ) -> None:
