@@ -189,7 +189,7 @@ def histogram_of_groups(group: int, **more: Any) -> QuantizationScheme:
     return QuantizationScheme(targets=["Linear"], weights={**weights, **more})
 
 
-@pytest.mark.parametrize("group", [16, 64])
+@pytest.mark.parametrize("group", [pytest.param(16, marks=pytest.mark.slow), 64])
 def test_an_observer_that_takes_long_for_each_group_is_tried_on_few(group: int) -> None:
     """It would be minutes for matrices as large as those of other observers."""
     scheme = histogram_of_groups(group)
@@ -203,7 +203,7 @@ def test_an_observer_that_takes_long_for_each_group_is_tried_on_few(group: int) 
     assert trial.rounding.of(64 * 1024) == pytest.approx(counter.peak, rel=0.3)
 
 
-@pytest.mark.parametrize("method", ["mse", "entropy"])
+@pytest.mark.parametrize("method", ["mse", pytest.param("entropy", marks=pytest.mark.slow)])
 def test_what_is_tried_tells_of_larger_matrices(method: str) -> None:
     """What a search holds at once is bounded, and small matrices do not reach the bound."""
     scheme = histogram_of_groups(128, observer_kwargs={"method": method})

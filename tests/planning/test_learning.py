@@ -60,9 +60,11 @@ def parts_of(model: Any) -> list[Part]:
 @pytest.mark.parametrize(
     ("sizes", "tokens"),
     [
-        ((256, 1024, 500), 64),  # weights
-        ((256, 1024, 500), 512),  # activations
-        ((256, 512, 8000), 256),  # logits
+        ((128, 512, 500), 64),  # weights
+        ((128, 512, 500), 256),  # activations
+        ((128, 256, 8000), 64),  # logits
+        pytest.param((256, 1024, 500), 512, marks=pytest.mark.slow),
+        pytest.param((256, 512, 8000), 256, marks=pytest.mark.slow),
         ((512, 1024, 500), 64),  # the step of a matrix
     ],
 )
