@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
+from tests.thinned import thinned
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmcompressor import oneshot, plan, verify
@@ -49,8 +50,7 @@ def recipe(preset: str, **more: Any) -> QuantizationModifier:
     return QuantizationModifier(targets=["Linear"], scheme=preset, ignore=["lm_head"], **more)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("preset", "model"), thinned(PRESETS, MODELS))
 def test_the_planned_size_is_the_written_size(model: str, preset: str, tmp_path: Path) -> None:
     source = published.write_weights(tmp_path / "source", published.small(MODELS[model]))
     found = plan(source, recipe(preset), measure=False)
@@ -141,9 +141,19 @@ def test_of_embeddings_that_the_recipe_unties(head: str, target: str, tmp_path: 
     assert not [one for one in verify(tmp_path / "out", reference=source).findings if is_wrong(one)]
 
 
-@pytest.mark.parametrize("as_object", [False, True])
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("head", ["none", "equal", "another", "another at the end"])
+HEADS = [
+    ("none", True),
+    ("equal", False),
+    ("equal", True),
+    ("another", True),
+    ("another at the end", False),
+    ("another at the end", True),
+    ("none", False),
+    ("another", False),
+]
+
+
+@pytest.mark.parametrize(("head", "tie", "as_object"), thinned(HEADS, [False, True]))
 def test_of_tied_embeddings(head: str, tie: bool, as_object: bool, tmp_path: Path) -> None:
     """Who asks for a head of its own gets one; else the configuration says which it is.
 
@@ -282,8 +292,7 @@ def test_experts_that_are_dropped(tmp_path: Path, as_object: bool) -> None:
     assert not [note for note in found.notes if "stay as they are" in note]
 
 
-@pytest.mark.parametrize("as_object", [False, True])
-@pytest.mark.parametrize("model", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize(("model", "as_object"), thinned(["mixtral", "qwen3-moe"], [False, True]))
 def test_experts_that_are_dropped_and_quantized(
     model: str, as_object: bool, tmp_path: Path
 ) -> None:

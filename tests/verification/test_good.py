@@ -55,8 +55,17 @@ def test_every_preset_on_a_llama(preset: str, llama_folder: Path, compressed: Ru
     assert [line[:3] for line in worse_than_notes(report)] == (["S21"] if is_unserved else [])
     assert report.quantized == (0 if preset == "UNQUANTIZED" else 14)
     assert len(report.errors) == report.quantized
-    assert verify(folder, llama_folder).ok != is_unserved
+    assert report.ok != is_unserved
     assert not is_unserved or verify(folder, llama_folder, serve="transformers").ok
+
+
+@pytest.mark.parametrize("preset", ["W4A16", "MXFP6A16"])
+def test_where_no_server_is_named_vllm_is_meant(
+    preset: str, llama_folder: Path, compressed: Run
+) -> None:
+    report = verify(compressed(llama_folder, recipe(preset)), llama_folder)
+    assert report.ok == (preset == "W4A16")
+    assert ("S21" in {one.rule for one in report.findings}) != report.ok
 
 
 @pytest.mark.parametrize(

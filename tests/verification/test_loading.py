@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import VOCABULARY
+from tests.thinned import thinned
 from torch.nn import Linear
 from transformers import (
     AutoConfig,
@@ -270,7 +271,7 @@ def test_what_experts_alone_are_unpacked_to_is_said(
     """Of 4-bit floats they become bfloat16 in every release, and no Linear is there to fail."""
     source = mixture("mixtral", tmp_path / "source", getattr(torch, dtype))
     recipe = QuantizationModifier(targets=["re:.*experts.*"], scheme=preset)
-    planned = plan(source, recipe, serve="transformers").serving
+    planned = plan(source, recipe, serve="transformers", measure=False).serving
     reset_session()
     oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"))
     reset_session()
@@ -419,7 +420,7 @@ def test_a_mixture_with_a_draft_layer_is_read(tmp_path: Path) -> None:
     with_draft_layer(source)
     recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
     reset_session()
-    assert plan(source, recipe).ok
+    assert plan(source, recipe, measure=False).ok
     made = oneshot(model=source, recipe=recipe, output_dir=str(tmp_path / "model"))
     reset_session()
     assert verify(tmp_path / "model", serve="transformers").ok
@@ -688,18 +689,22 @@ def test_a_partial_group_of_experts_is_refused_while_it_loads(tmp_path: Path) ->
         AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 
-@pytest.mark.parametrize(
-    ("stored", "asked"),
-    [
-        ("bfloat16", "bfloat16"),
-        ("bfloat16", "float32"),
-        ("bfloat16", "float16"),
-        ("float16", "bfloat16"),
-        ("float32", "bfloat16"),
-    ],
-)
-@pytest.mark.parametrize("weights", [INT4, in_groups_of(32, num_bits=8)])
-@pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
+DTYPES = [
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "float16"),
+    ("float16", "bfloat16"),
+    ("float32", "bfloat16"),
+]
+KINDS = [
+    ("mixtral", INT4),
+    ("llama4_text", in_groups_of(32, num_bits=8)),
+    ("mixtral", in_groups_of(32, num_bits=8)),
+    ("llama4_text", INT4),
+]
+
+
+@pytest.mark.parametrize(("stored", "asked", "family", "weights"), thinned(DTYPES, KINDS))
 def test_what_dtype_experts_of_integers_keep_is_said(
     family: str, weights: dict[str, Any], stored: str, asked: str, tmp_path: Path
 ) -> None:

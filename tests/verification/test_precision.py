@@ -12,6 +12,7 @@ import pytest
 import small_models as small
 import torch
 from checkpoint_samples import Sample
+from tests.thinned import thinned
 
 from llmcompressor import verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -55,16 +56,15 @@ def of_reference(folder: Path, source: Path) -> list[str]:
     return [f"{one.rule} {one.module}: {one.message}" for one in found if one.rule[0] == "R"]
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, "embedding"])
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("float32", "bfloat16"),
-        ("float32", "float16"),
-        ("bfloat16", "float16"),
-        ("bfloat16", "float32"),
-    ],
-)
+DTYPES = [
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+    ("bfloat16", "float16"),
+    ("bfloat16", "float32"),
+]
+
+
+@pytest.mark.parametrize(("preset", "before", "after"), thinned([*PRESETS, "embedding"], DTYPES))
 def test_a_run_in_another_dtype_is_no_fault(
     preset: str, before: str, after: str, stored: Callable[[str], Path], compressed: Run
 ) -> None:
