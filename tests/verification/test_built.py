@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from checkpoint_samples import Sample
+from tests.thinned import thinned
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
@@ -110,8 +111,7 @@ def errors(folder: Path, server: str | None = None) -> set[tuple[str, str, str]]
     }
 
 
-@pytest.mark.parametrize("model_type", CLASSES)
-@pytest.mark.parametrize("server", ["transformers", "vllm"])
+@pytest.mark.parametrize(("model_type", "server"), thinned(CLASSES, ["transformers", "vllm"]))
 def test_what_is_whole_has_no_finding(
     model_type: str, server: str, whole: Source, tmp_path: Path
 ) -> None:
@@ -187,8 +187,10 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "plant", "rule", "module", "message"), FAULTS)
-@pytest.mark.parametrize("server", [None, "transformers"])
+@pytest.mark.parametrize(
+    ("model_type", "plant", "rule", "module", "message", "server"),
+    thinned(FAULTS, [None, "transformers"]),
+)
 def test_what_is_not_is_named(
     model_type: str,
     plant: Callable[[Sample], None],
@@ -205,8 +207,13 @@ def test_what_is_not_is_named(
     assert [one for one in found if one[:2] == (rule, module) and message in one[2]], found
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_oss", "granitemoe", "opt", "t5"])
-@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC", "NVFP4A16"])
+@pytest.mark.parametrize(
+    ("scheme", "model_type"),
+    thinned(
+        ["W4A16", "FP8_DYNAMIC", "NVFP4A16"],
+        ["llama", "qwen3_moe", "gpt_oss", "granitemoe", "opt", "t5"],
+    ),
+)
 def test_quantized_modules_have_the_shape_of_their_weight(
     model_type: str, scheme: str, whole: Source, tmp_path: Path, compressed: Callable[..., Path]
 ) -> None:
