@@ -126,6 +126,29 @@ def _machine_measured_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _classes_built_once() -> Iterator[None]:
+    """What a class makes of the same names, shapes and settings is asked for by most tests."""
+    if "torch" not in sys.modules:  # nothing is verified here
+        yield
+        return
+    from llmcompressor.verification import built
+
+    load: Callable[..., built.Built | None] = built._load
+    found: dict[tuple[object, ...], built.Built | None] = {}
+
+    def load_once(kind: object, settings: Any, headers: Any) -> built.Built | None:
+        told = json.dumps(settings.to_dict(), sort_keys=True, default=str)
+        key = (kind, told, tuple(headers.items()))
+        if key not in found:
+            found[key] = load(kind, settings, headers)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(built, "_load", load_once)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh_session() -> Iterator[None]:
     """What a test leaves in the default session is gone before the next."""
