@@ -44,6 +44,7 @@ FLOORS = {
     "modifiers.modifier": 3,
     "modifiers.factory": 3,
     "modifiers.outlined": 3,
+    "modifiers.recorded": 3,
     "modifiers.utils": 3,
     "quantization": 4,
     "recipe": 4,
@@ -66,6 +67,7 @@ FLOORS = {
 ROOM_OF = {
     "modifiers.factory": "modifiers.modifier",
     "modifiers.outlined": "modifiers.modifier",
+    "modifiers.recorded": "modifiers.modifier",
     "modifiers.utils": "modifiers.modifier",
 }
 # Pages of names that belong elsewhere: they may point anywhere, and hold nothing of their own.

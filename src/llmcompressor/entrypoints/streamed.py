@@ -378,13 +378,9 @@ class _Run:
         )
 
     def _report(self, names: Sequence[str]) -> Records:
-        wanted = set(names)
-        found = {
-            modifier: {name: record for name, record in records.items() if name in wanted}
-            for modifier, records in report_of(self._modifiers).items()
-        }
+        found = report_of(self._modifiers, frozenset(names))
         if self._counts:  # else what the last pass with data has counted stands in the journal
-            found[EXPERTS] = experts_report(self.blueprint.model, wanted.__contains__)
+            found[EXPERTS] = experts_report(self.blueprint.model, names)
         return {modifier: records for modifier, records in found.items() if records}
 
     def _fingerprint(self) -> dict[str, Any]:

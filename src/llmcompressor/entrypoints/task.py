@@ -8,7 +8,7 @@ recipe was given is refused here, and not found out about at the end of a run.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -293,11 +293,16 @@ def _without_idle(recipe: Recipe, run_type: RunType) -> Recipe:
     return Recipe(stages, args=recipe.args) if stages != list(recipe.stages) else recipe
 
 
-def report_of(modifiers: Sequence[Modifier]) -> Records:
-    """What modifiers recorded of their work: class → module → record."""
+def report_of(modifiers: Sequence[Modifier], names: Container[str] | None = None) -> Records:
+    """What modifiers recorded of their work: class → module → record.
+
+    Args:
+        modifiers: which.
+        names: of the modules that are asked about; all if ``None``.
+    """
     records: Records = {}
     for modifier in modifiers:
-        found = modifier.report()
+        found = modifier.report() if names is None else modifier.report_of(names)
         if found:
             records.setdefault(type(modifier).__name__, {}).update(found)
     return records

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.nn import Linear, Module
 
@@ -58,7 +59,7 @@ class SmoothSet:
         assert columns is not None
         return columns
 
-    @property
+    @cached_property
     def linears(self) -> dict[str, Module]:
         """Those of ``balance`` whose inputs are looked at: all but routers."""
         return {name: one for name, one in self.balance.items() if isinstance(one, Linear)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -604,6 +604,10 @@ class Modifier(HooksMixin):
     def report(self) -> dict[str, Any]:
         """What is worth keeping of the work done, by module name; empty for nothing."""
         return {}
+
+    def report_of(self, names: Container[str]) -> dict[str, Any]:
+        """:meth:`report` of some modules alone, which is asked for when a block is done."""
+        return {name: record for name, record in self.report().items() if name in names}
 
     def figures(self, state: State) -> dict[str, float]:
         """What is worth logging of the training at this step, by tag: a sparsity, a loss."""

@@ -200,17 +200,18 @@ def every_expert_called(model: Module) -> Iterator[None]:
             mixture.calls_all = False
 
 
-def experts_report(model: Module, within: Callable[[str], bool] | None = None) -> dict[str, Any]:
+def experts_report(model: Module, names: Iterable[str] | None = None) -> dict[str, Any]:
     """Tokens of each expert in the last calibration, by mixture; empty where none were counted.
 
     Args:
         model: the model.
-        within: tells which mixtures, by their names; all of them if ``None``.
+        names: of modules that may be mixtures; all of the model's if ``None``.
     """
     found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if within is not None and not within(name):
-            continue
+    modules: Iterable[tuple[str, Module]] = model.named_modules()
+    if names is not None:
+        modules = ((name, model.get_submodule(name)) for name in names)
+    for name, module in modules:
         if isinstance(module, LinearExperts):
             tokens, starved = list(module.tokens), dict(module.starved)
         else:

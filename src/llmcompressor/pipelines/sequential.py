@@ -303,7 +303,7 @@ class _SequentialRun:
             try:
                 for unit in units.values():
                     hooks.watch([unit.stop] if unit.runs_twice else unit.others)
-                while (forward.pending or self.to_end) and (stop := stepper.next_stop()):
+                while (forward.pending_modules or self.to_end) and (stop := stepper.next_stop()):
                     unit = units[stop.module]
                     advance(0, note=unit.name)
                     stepper.serve(stop, unit)
@@ -486,11 +486,11 @@ class _Stepper:
         places = {residency.block_of(module) for module in waiting}
         if None in places:
             return  # a pass that waits outside may have come from inside
-        pending = {residency.block_of(module) for module in self.forward.pending_modules}
-        for name in list(residency.loaded):
+        for name in [one for one in residency.loaded if one not in places]:
             again = self.run.order.calls.get(residency.loaded[name], 1) > 1
-            if name not in places | pending and not again:
-                self.forward.retire(residency.modules_of(name))
+            inside = residency.modules_of(name)
+            if not again and self.forward.pending_modules.isdisjoint(inside):
+                self.forward.retire(inside)
                 residency.leave(name)
 
     def settle_all(self) -> None:
@@ -504,7 +504,7 @@ class _Stepper:
             residency.leave(name)
 
     def _is_last(self, unit: Unit) -> bool:
-        if self.run.to_end or list(self.forward.pending) != [unit.name]:
+        if self.run.to_end or self.forward.pending_modules != {unit.stop}:
             return False
         return unit.runs_twice or not any(has_output_hooks(module) for module in unit.modules)
 

@@ -68,6 +68,7 @@ class SmoothingMixin(Modifier):
     _tallies: dict[Module, Any] = PrivateAttr(default_factory=dict)
     _order: CallOrder | None = PrivateAttr(None)
     _seen: set[Module] = PrivateAttr(default_factory=set)
+    _by_reader: dict[Module, list[SmoothSet]] = PrivateAttr(default_factory=dict)
     _scales: dict[SmoothSet, Tensor] = PrivateAttr(default_factory=dict)
     _records: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
 
@@ -270,6 +271,10 @@ class SmoothingMixin(Modifier):
     def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
         """Watch the inputs, once for all Linears that get the same tensor."""
         self._order = state.call_order
+        self._by_reader = {}
+        for one in self.wanted_sets():
+            for module in one.balance.values():
+                self._by_reader.setdefault(module, []).append(one)
         if state.keeper is not None:
             self._check_blocks(state)
         for leader in dict.fromkeys(map(self.leader, self.calibrated_modules(state))):
@@ -305,6 +310,10 @@ class SmoothingMixin(Modifier):
             )
         self._tallies[module].update(real_tokens(tensor, token_mask))
 
+    def sets_of(self, module: Module) -> Sequence[SmoothSet]:
+        """The sets that are to be smoothed and whose readers ``module`` is one of."""
+        return self._by_reader.get(module, ())
+
     def leader(self, module: Module) -> Module:
         """The first of the watched modules that share ``module``'s input."""
         return module if self._order is None else self._order.group_of(module)[0]
@@ -317,8 +326,9 @@ class SmoothingMixin(Modifier):
         Where no pipeline says when passes have left a block, the weights change at once: whoever
         is told behind this modifier sees them as they will be.
         """
-        self._seen |= set(modules)
-        for one in self.wanted_sets():
+        came = dict.fromkeys(modules)
+        self._seen.update(came)
+        for one in dict.fromkeys(one for each in came for one in self.sets_of(each)):
             if one.name not in self._records and self._seen.issuperset(one.linears.values()):
                 self._solve(one)
         self.after_sets()
@@ -346,14 +356,11 @@ class SmoothingMixin(Modifier):
 
     def _forget(self) -> None:
         """Drop the tallies whose readers have all been seen to."""
-        waiting = {
-            self.leader(module)
-            for one in self.wanted_sets()
-            if not self._seen.issuperset(one.linears.values())
-            for module in one.linears.values()
-        }
-        for leader in [one for one in self._tallies if one in self._seen and one not in waiting]:
-            del self._tallies[leader]
+        for leader in [one for one in self._tallies if one in self._seen]:
+            alike = (leader,) if self._order is None else self._order.group_of(leader)
+            sets = (one for module in alike for one in self.sets_of(module))
+            if all(self._seen.issuperset(one.linears.values()) for one in sets):
+                del self._tallies[leader]
 
     # ------------------------------------------------------------------ after
 

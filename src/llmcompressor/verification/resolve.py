@@ -134,6 +134,7 @@ class Resolver:
         self.family = family
         self._shards = frozenset(shard for shards in family.fused.values() for shard in shards)
         self._experts: dict[str, Choice] = {}
+        self._of_class: dict[str, Group | None] = {}
         shards = [name for name in present if name.rpartition(".")[2] in self._shards]
         self._present = frozenset([*shards, *map(self.served, shards)])
 
@@ -268,6 +269,11 @@ class Resolver:
 
     def _by_class(self, path: str, kind: str) -> Group | None:
         cls = served_class(kind, path)
+        if cls not in self._of_class:
+            self._of_class[cls] = self._first_for(cls)
+        return self._of_class[cls]
+
+    def _first_for(self, cls: str) -> Group | None:
         for target, group in self._targets.items():
             expression = compiled(target)
             if expression.match(cls) if expression else target.lower() in cls.lower():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +40,7 @@ from llmcompressor.modifiers.autoround.runner import BlockRunner, Call
 from llmcompressor.modifiers.autoround.shown import ShownInputs, shown_bytes
 from llmcompressor.modifiers.autoround.tune import Options, Tuned, rounded_errors, tune_block
 from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity
+from llmcompressor.modifiers.recorded import RecordedMixin
 from llmcompressor.numerics.autoround import Rounded, Rounding, Start
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
@@ -104,7 +105,7 @@ class TuneRecord:
     moved: float
 
 
-class AutoRoundModifier(QuantizationMixin):
+class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     """Quantizes weights with learned rounding.
 
     Attributes:
@@ -178,10 +179,6 @@ class AutoRoundModifier(QuantizationMixin):
     def records(self) -> dict[str, TuneRecord]:
         """What happened, by module name."""
         return dict(self._records)
-
-    def report(self) -> dict[str, Any]:
-        """The error of every block, and that of rounding to nearest."""
-        return {name: asdict(record) for name, record in self._records.items()}
 
     def effort(self, modules: Sequence[Module], data: DataSize) -> Effort:
         """What it takes to solve, where there are tokens enough for it, then to tune.

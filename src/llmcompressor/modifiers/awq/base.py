@@ -353,12 +353,10 @@ class AWQModifier(SmoothingMixin):
     @torch.no_grad()
     def after_sets(self) -> None:
         """Find the ends of the groups of Linears whose scale is known, or who have none."""
-        set_of = {module: one for one in self.wanted_sets() for module in one.balance.values()}
         ready: dict[Any, list[Module]] = {}
-        for module in self._to_clip:
-            args, one = _clip_args(module), set_of.get(module)
-            waits = module not in self._seen or (one is not None and one.name not in self._records)
-            if args is not None and not waits:
+        for module in [one for one in self._to_clip if one in self._seen]:
+            args, one = _clip_args(module), next(reversed(self.sets_of(module)), None)
+            if args is not None and (one is None or one.name in self._records):
                 ready.setdefault((self.leader(module), one, _key_of(args)), []).append(module)
         for (leader, one, _), members in ready.items():
             tally = self._tallies.get(leader)

@@ -9,7 +9,7 @@ and :mod:`llmcompressor.numerics.asymmetric` for what asymmetric calibration add
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -25,6 +25,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.twin_inputs import aligned_reference
 from llmcompressor.modifiers.modifier import DataSize, Effort
+from llmcompressor.modifiers.recorded import RecordedMixin
 from llmcompressor.modifiers.utils.fields import (
     DEFAULT_DAMPENING,
     EARLIER_DAMPENING,
@@ -74,7 +75,7 @@ class SolveRecord:
     dampening: float | None
 
 
-class GPTQModifier(QuantizationMixin):
+class GPTQModifier(RecordedMixin, QuantizationMixin):
     """Quantizes weights with GPTQ.
 
     Attributes:
@@ -152,10 +153,6 @@ class GPTQModifier(QuantizationMixin):
     def records(self) -> dict[str, SolveRecord]:
         """What happened, by module name."""
         return dict(self._records)
-
-    def report(self) -> dict[str, Any]:
-        """Tokens, loss and dampening of every module."""
-        return {name: asdict(record) for name, record in self._records.items()}
 
     def resolve_quantization_config(self) -> ResolvedSchemes:
         """The schemes, with the activation order that was decided in their arguments.

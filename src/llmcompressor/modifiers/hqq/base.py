@@ -8,7 +8,7 @@ Badri and Shaji, *Half-Quadratic Quantization of Large Machine Learning Models*,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn import Module
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
 from llmcompressor.modifiers.modifier import DataSize, Work
+from llmcompressor.modifiers.recorded import RecordedMixin
 from llmcompressor.numerics.hqq import CHUNK_ELEMENTS, HalfQuadratic, lp_error, refine_cells
 from llmcompressor.numerics.scales import ScaleFormat
 from llmcompressor.quantization.base import QuantizationMixin
@@ -55,7 +56,7 @@ class RefineRecord:
     error_before: float
 
 
-class HQQModifier(QuantizationMixin):
+class HQQModifier(RecordedMixin, QuantizationMixin):
     """Quantizes weights to integers, with scales and zero points by half-quadratic splitting.
 
     Needs no data, unless the scheme has static activation scales or a cache scale.
@@ -94,10 +95,6 @@ class HQQModifier(QuantizationMixin):
     def records(self) -> dict[str, RefineRecord]:
         """What was done, by module name."""
         return dict(self._records)
-
-    def report(self) -> dict[str, Any]:
-        """The error of every weight, and that of the scales it began with."""
-        return {name: asdict(record) for name, record in self._records.items()}
 
     def work(self, modules: Sequence[Module], data: DataSize) -> Work:
         """The rounds, on every weight that is refined."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -20,6 +20,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.modifiers.recorded import RecordedMixin
 from llmcompressor.modifiers.sparsity.matrices import matrix_of, reads_rows, tokens_of, write
 from llmcompressor.modifiers.sparsity.profile import Profile
 from llmcompressor.modifiers.sparsity.targets import Layers, find_layers, means_linear
@@ -59,7 +60,7 @@ class SparsityRecord:
     stored: str = _STORED
 
 
-class OneShotPruningModifier(Modifier):
+class OneShotPruningModifier(RecordedMixin, Modifier):
     """Zeros weights once, by what calibration tells of their inputs.
 
     Attributes:
@@ -207,10 +208,6 @@ class OneShotPruningModifier(Modifier):
     def records(self) -> dict[str, SparsityRecord]:
         """What happened, by module name."""
         return dict(self._records)
-
-    def report(self) -> dict[str, Any]:
-        """Sparsity, structure, tokens, loss and dampening of every module."""
-        return {name: asdict(record) for name, record in self._records.items()}
 
     # ------------------------------------------------------------------ before
 
