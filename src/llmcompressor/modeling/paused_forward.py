@@ -143,7 +143,7 @@ class PausedForward:
         return [self._names[module] for module in self._order if module in self._pending]
 
     @property
-    def pending_modules(self) -> Collection[Module]:
+    def pending_modules(self) -> AbstractSet[Module]:
         """The targets that are still to be calibrated."""
         return self._pending
 
