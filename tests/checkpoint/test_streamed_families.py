@@ -176,7 +176,8 @@ def test_a_configuration_that_differs_by_layer(needs_data: bool, tmp_path: Path)
     torch.manual_seed(0)
     wider = {"head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 0}
     slices = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16}
-    config = Gemma4TextConfig(**{**SIZES, "num_hidden_layers": 6}, **wider, **slices)
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma4TextConfig(**SIZES, **wider, **slices, **kinds)
     Gemma4ForCausalLM(config).save_pretrained(tmp_path / "model")
     kind = GPTQModifier if needs_data else QuantizationModifier
 
@@ -250,7 +251,7 @@ def test_mappings_are_found_where_buffers_have_no_values_yet(tmp_path: Path) -> 
 
 
 def t5() -> PreTrainedModel:
-    heads = {"num_heads": 4, "num_layers": 2, "num_decoder_layers": 2}
+    heads = {"num_heads": 4, "num_layers": 1, "num_decoder_layers": 1}
     return T5ForConditionalGeneration(
         T5Config(d_model=64, d_kv=16, d_ff=128, vocab_size=128, decoder_start_token_id=0, **heads)
     )
@@ -270,7 +271,7 @@ def whisper() -> PreTrainedModel:
     )
 
 
-_BART = (("layers", 2), ("ffn_dim", 128), ("attention_heads", 4))
+_BART = (("layers", 1), ("ffn_dim", 128), ("attention_heads", 4))
 
 
 @pytest.mark.parametrize("build", [t5, bart, whisper, bert])
@@ -421,9 +422,9 @@ def test_stacks_that_are_put_below_each_other_are_cut_where_they_lie(
 
 def music() -> PreTrainedModel:
     """Two texts: that of an encoder, and what a decoder makes of it, whose tokens are sounds."""
-    text = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4}
+    text = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 1, "num_heads": 4}
     sound = {"hidden_size": 32, "num_filters": 8, "codebook_dim": 32}
-    decoder = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    decoder = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = MusicgenConfig(
         text_encoder=T5Config(**text, vocab_size=128).to_dict(),
         audio_encoder=EncodecConfig(**sound).to_dict(),

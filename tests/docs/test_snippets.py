@@ -4,8 +4,8 @@
 A line before a fenced block says what becomes of the block:
 
 - ``<!-- run -->``: it is run, in the order of the page, in a folder that holds ``my-model`` (the
-  embedded model) and ``calibration.jsonl``. Python blocks of a page share their names; shell
-  blocks hold calls of ``llmcompressor``.
+  beginning of the embedded model) and ``calibration.jsonl``. Python blocks of a page share their
+  names; shell blocks hold calls of ``llmcompressor``.
 - ``<!-- file: NAME -->``: it is written to that folder as NAME.
 - ``<!-- recipe -->``: it is read as a recipe.
 - ``<!-- not run: WHY -->``: nothing.
@@ -22,11 +22,11 @@ import shlex
 import shutil
 import tomllib
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.short_pico import write_short_pico
 
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
 from llmcompressor.cli import main
@@ -107,13 +107,27 @@ def calibration_text() -> str:
     return "\n".join(json.dumps({"text": text}) for text in calibration_passages(16))
 
 
+BLOCKS = {"CONTRIBUTING.md": 4}
+"""Of the model of a page that counts them; others get one."""
+
+
+@pytest.fixture(scope="module")
+def models(pico: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Number of blocks → the folder of a model with as many."""
+    root = tmp_path_factory.mktemp("source")
+    return {
+        blocks: write_short_pico(pico, root / str(blocks), blocks=blocks)
+        for blocks in {1, *BLOCKS.values()}
+    }
+
+
 @pytest.fixture
 def workplace(tmp_path: Path, calibration_text: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model and data; registries and the log are as before afterwards."""
-    shutil.copytree(str(files("llmcompressor") / "data" / "pico-stdlib"), tmp_path / "my-model")
+    """A folder with data; registries and the log are as before afterwards."""
     (tmp_path / "calibration.jsonl").write_text(calibration_text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("llmcompressor.logger.configure_logger", lambda *_: None)
+    monkeypatch.setattr("llmcompressor.planning.machine._SECONDS", 0.01)  # of a measurement
     for registry in (DATASETS, OBSERVERS, PIPELINES):
         monkeypatch.setattr(registry, "_added", dict(registry._added))
     monkeypatch.setattr(dataset_table, "_registered", dict(dataset_table._registered))
@@ -121,7 +135,8 @@ def workplace(tmp_path: Path, calibration_text: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", [name for name in PAGE_NAMES if code_of(ROOT / name)])
-def test_code_of_a_page_runs(name: str, workplace: Path) -> None:
+def test_code_of_a_page_runs(name: str, models: dict[int, Path], workplace: Path) -> None:
+    shutil.copytree(models[BLOCKS.get(name, 1)], workplace / "my-model")
     names: dict[str, Any] = {"__name__": "snippets"}
     for block in code_of(ROOT / name):
         if block.mark.startswith("file: "):

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 
 import small_models as small
+from tests.short_pico import write_short_pico
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +21,17 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "llama"
     small.llama().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def one_block(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with one narrow block: for what is about runs, not about what they compute."""
+    folder = tmp_path_factory.mktemp("source") / "one-block"
+    small.one_block().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def short_pico(pico: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first block of the embedded model, in float32, with its tokenizer."""
+    return write_short_pico(pico, tmp_path_factory.mktemp("source") / "short-pico")

@@ -48,6 +48,12 @@ def llama(*, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return model.eval()
 
 
+def one_block(*, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """For what is about runs, not about what they compute: one narrow block."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    return llama(seed=seed, **{**sizes, **changes})
+
+
 def mixture() -> Qwen3MoeForCausalLM:
     """Two blocks of eight experts, two for a token."""
     config = Qwen3MoeConfig(

@@ -161,7 +161,7 @@ def test_a_compiled_model_is_written_as_what_it_wraps(source, tmp_path):
 
 
 def t5_gemma() -> Any:
-    own = {**SIZES, "head_dim": 16}
+    own = {**SIZES, "head_dim": 16, "num_hidden_layers": 1}
     decoder = {**own, "cross_attention_hidden_size": 64}
     config = hf.T5GemmaConfig(encoder=own, decoder=decoder, vocab_size=160)
     return hf.T5GemmaForConditionalGeneration(config), hf.T5GemmaForConditionalGeneration
@@ -172,8 +172,8 @@ def marian() -> Any:
         vocab_size=160,
         decoder_vocab_size=160,
         d_model=64,
-        encoder_layers=2,
-        decoder_layers=2,
+        encoder_layers=1,
+        decoder_layers=1,
         encoder_attention_heads=4,
         decoder_attention_heads=4,
         encoder_ffn_dim=128,

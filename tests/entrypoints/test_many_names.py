@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
+import cProfile
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -77,18 +75,13 @@ def _pruned(count: int) -> Any:
 
 def _calls(work: Any) -> int:
     """How many calls of the functions that match names ``work`` takes."""
-    counted: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            counted[frame.f_code.co_filename] += 1
-
-    sys.setprofile(count)
-    try:
+    with cProfile.Profile(builtins=False) as profile:
         work()
-    finally:
-        sys.setprofile(None)
-    return sum(number for path, number in counted.items() if path.endswith(MATCHING))
+    return sum(
+        one.callcount
+        for one in profile.getstats()
+        if not isinstance(one.code, str) and one.code.co_filename.endswith(MATCHING)
+    )
 
 
 @pytest.mark.parametrize("recipe", [_named, _left_out, _narrow, _pruned])

@@ -99,11 +99,16 @@ def blocks(rows: int, columns: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, and the model and arguments that it is run with."""
+    """A recipe, and the model, its blocks and arguments that it is run with."""
 
     recipe: Any
     model: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    blocks: int = 1
+
+    def built(self) -> Any:
+        """One block shows how a scheme is stored; two, what comes from one to the next."""
+        return small.llama(num_hidden_layers=self.blocks, **self.model)
 
 
 FLOAT8_ROWS = {**FLOAT8, "strategy": "channel"}
@@ -117,7 +122,7 @@ EMBEDDING = {"targets": ["Embedding"], "weights": INT8_CHANNEL, "format": "int-q
 CASES: dict[str, Case] = {
     **{name: Case(rtn(scheme=name)) for name in PRESETS},
     **{
-        f"gptq-{name}": Case(gptq(scheme=name))
+        f"gptq-{name}": Case(gptq(scheme=name), blocks=2 if name in ("W4A16", "W8A8") else 1)
         for name in (
             "W3A16",
             "W4A16",
@@ -130,8 +135,8 @@ CASES: dict[str, Case] = {
             *(name for name in ("MXFP6A16", "MXFP6A8") if name in PRESETS),
         )
     },
-    "gptq-one-stream": Case(gptq(scheme="W4A16", asymmetric=False, actorder=None)),
-    "cache": Case(rtn(**KV)),
+    "gptq-one-stream": Case(gptq(scheme="W4A16", asymmetric=False, actorder=None), blocks=2),
+    "cache": Case(rtn(**KV), blocks=2),
     "cache-and-weights": Case(rtn(scheme="W4A16", **KV)),
     "cache-gptq": Case(gptq(scheme="W8A8", **KV)),
     "cache-per-head": Case(
@@ -158,7 +163,8 @@ CASES: dict[str, Case] = {
         rtn(
             config_groups={"W4A16": ["Linear"], "group_1": attention(**FLOAT8)},
             kv_cache_scheme={**FLOAT8, "strategy": "tensor"},
-        )
+        ),
+        blocks=2,
     ),
     "attention": Case(
         rtn(
@@ -205,7 +211,8 @@ CASES: dict[str, Case] = {
                 "MXFP4": ["re:.*0.mlp.down_proj"],
                 "NVFP4": ["re:.*1.mlp.down_proj"],
             }
-        )
+        ),
+        blocks=2,
     ),
     "embedding": Case(
         rtn(config_groups={"group_0": EMBEDDING, "W4A16": ["Linear"]}),
@@ -224,7 +231,7 @@ CASES: dict[str, Case] = {
         model={"tie_word_embeddings": True},
     ),
     "head": Case(rtn(scheme="W8A16", ignore=[])),
-    "tied": Case(rtn(scheme="W4A16"), model={"tie_word_embeddings": True}),
+    "tied": Case(rtn(scheme="W4A16"), model={"tie_word_embeddings": True}, blocks=2),
     "static-asymmetric": Case(
         rtn(**group(weights=INT8_CHANNEL, input_activations=STATIC_ASYMMETRIC))
     ),
@@ -328,7 +335,7 @@ def read_by_the_package(folder: Path) -> dict[str, Any]:
 
 def _write(case: Case, folder: Path) -> tuple[Tensor, Tensor]:
     model = oneshot(
-        model=small.llama(**case.model),
+        model=case.built(),
         recipe=case.recipe,
         dataset=small.token_rows(),
         num_calibration_samples=8,
@@ -381,7 +388,7 @@ def is_of_unknown_attention(tensor: str) -> bool:
 @pytest.mark.parametrize("name", sorted(CASES.keys() - UNTOUCHED))
 def test_each_case_changes_what_the_model_computes(name: str, outcomes: dict[str, Outcome]) -> None:
     """Guards the comparison: a reader that quantized nothing would agree as well."""
-    original = small.logits(small.llama(**CASES[name].model))
+    original = small.logits(CASES[name].built())
     config = json.loads((outcomes[name].folder / "config.json").read_text())
     groups = config["quantization_config"]["config_groups"].values()
     if not any(group["weights"] or group["targets"] != ["LlamaAttention"] for group in groups):

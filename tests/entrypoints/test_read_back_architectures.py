@@ -8,6 +8,7 @@ are transformers' default, are rounded otherwise in bfloat16.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,9 +157,13 @@ def _write(name: str, form: str, source: Path, folder: Path) -> tuple[Tensor, Te
     reset_session()
     written = _logits(model, name)
     _let_experts_round_no_inputs(model)
-    original = type(tiny.build(name)).from_pretrained(source)
     said = "".join(line for line in lines if line.startswith("transformers would"))
-    return _logits(original, name), written, _logits(model, name), said
+    return _original(name, source), written, _logits(model, name), said
+
+
+@functools.cache
+def _original(name: str, source: Path) -> Tensor:
+    return _logits(type(tiny.build(name)).from_pretrained(source), name)
 
 
 def _let_experts_round_no_inputs(model: Module) -> None:

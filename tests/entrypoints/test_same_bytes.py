@@ -50,17 +50,17 @@ def run(model: Path, name: str, output: Path, *, seed: int = 0) -> None:
 
 
 @pytest.fixture(scope="module")
-def here(pico: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def here(short_pico: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What this process writes, a folder for each recipe."""
     folder = tmp_path_factory.mktemp("here")
     for name in RECIPES:
-        run(pico, name, folder / name)
+        run(short_pico, name, folder / name)
     return folder
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_two_runs_write_the_same_bytes(name: str, here: Path, pico: Path, tmp_path: Path) -> None:
-    run(pico, name, tmp_path / "second")
+def test_two_runs_write_the_same_bytes(name: str, here: Path, short_pico: Path, tmp_path: Path) -> None:
+    run(short_pico, name, tmp_path / "second")
     first = small.tree(here / name)
     assert first == small.tree(tmp_path / "second")
     assert {"config.json", "model.safetensors", "recipe.yaml", "tokenizer.json"} <= set(first)
@@ -70,20 +70,20 @@ def test_two_runs_write_the_same_bytes(name: str, here: Path, pico: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_two_processes_write_the_same_bytes(here: Path, pico: Path, tmp_path: Path) -> None:
+def test_two_processes_write_the_same_bytes(here: Path, short_pico: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "PYTHONHASHSEED": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
     }
-    command = [sys.executable, "-c", ALONE, str(pico), str(tmp_path), "1"]
+    command = [sys.executable, "-c", ALONE, str(short_pico), str(tmp_path), "1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert small.tree(here) == small.tree(tmp_path)
 
 
-def test_another_seed_takes_other_samples(here: Path, pico: Path, tmp_path: Path) -> None:
-    run(pico, "gptq", tmp_path / "other", seed=1)
+def test_another_seed_takes_other_samples(here: Path, short_pico: Path, tmp_path: Path) -> None:
+    run(short_pico, "gptq", tmp_path / "other", seed=1)
     first, second = small.tree(here / "gptq"), small.tree(tmp_path / "other")
     assert first["model.safetensors"] != second["model.safetensors"]
     assert {name for name in first if first[name] != second[name]} == {

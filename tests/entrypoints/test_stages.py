@@ -57,15 +57,15 @@ def _breaking(folder: Path, output: Path) -> None:
 
 
 def test_each_stage_reads_what_the_one_before_has_written(
-    llama_folder: Path, tmp_path: Path
+    one_block: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    model = _stages(llama_folder, output)
+    model = _stages(one_block, output)
     names = ["stage_fine", "stage_halving", "stage_quant", "stages.json"]
     assert sorted(path.name for path in output.iterdir()) == names
     weights = [
         load_file(folder / "model.safetensors")[NORM].float()
-        for folder in (llama_folder, output / "stage_halving", output / "stage_fine")
+        for folder in (one_block, output / "stage_halving", output / "stage_fine")
     ]
     assert torch.equal(weights[1], weights[0] / 2)
     assert torch.equal(weights[2], weights[1]), "the stage that trains held it"
@@ -76,20 +76,20 @@ def test_each_stage_reads_what_the_one_before_has_written(
     assert small.logits(model).isfinite().all()
 
 
-def test_finished_stages_are_skipped(llama_folder: Path, tmp_path: Path, said: list[str]) -> None:
+def test_finished_stages_are_skipped(one_block: Path, tmp_path: Path, said: list[str]) -> None:
     output = tmp_path / "out"
-    _breaking(llama_folder, output)
+    _breaking(one_block, output)
     assert Freezer.steps == [1, 2]
     before = small.tree(output / "stage_halving")
     said.clear()
-    _stages(llama_folder, output)
+    _stages(one_block, output)
     assert Freezer.steps == [1, 2, 3, 4], "the stage that was broken off goes on"
     assert small.tree(output / "stage_halving") == before
     assert [line for line in said if "skipped" in line] == [
         "Stage 1 of 3, halving (oneshot): finished before, skipped."
     ]
     whole = small.tree(output)
-    again = _stages(llama_folder, output)
+    again = _stages(one_block, output)
     assert Freezer.steps == [1, 2, 3, 4]
     assert small.tree(output) == whole
     assert small.logits(again).isfinite().all(), "the model of the last stage, from its folder"
@@ -103,25 +103,25 @@ def test_finished_stages_are_skipped(llama_folder: Path, tmp_path: Path, said: l
     ],
 )
 def test_stages_of_another_run_are_not_taken_for_ones_own(
-    change: dict[str, Any], named: str, llama_folder: Path, tmp_path: Path
+    change: dict[str, Any], named: str, one_block: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    _stages(llama_folder, output)
+    _stages(one_block, output)
     before = small.tree(output)
     with pytest.raises(OutputError, match=named):
-        _stages(llama_folder, output, **change)
+        _stages(one_block, output, **change)
     assert small.tree(output) == before
     Freezer.steps.clear()
-    _stages(llama_folder, output, overwrite=True, **change)
+    _stages(one_block, output, overwrite=True, **change)
     assert bool(Freezer.steps) == ("learning_rate" in change), "and what did not change is kept"
 
 
-def test_a_stage_that_is_removed_is_done_again(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_stage_that_is_removed_is_done_again(one_block: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    _stages(llama_folder, output)
+    _stages(one_block, output)
     before = small.tree(output / "stage_quant")
     shutil.rmtree(output / "stage_quant")
-    _stages(llama_folder, output)
+    _stages(one_block, output)
     kept = {name: value for name, value in before.items() if "report" not in name}
     after = small.tree(output / "stage_quant")
     assert {name: value for name, value in after.items() if "report" not in name} == kept
@@ -224,11 +224,11 @@ def test_one_error_before_the_first_stage(
     changes: dict[str, Any],
     error: type[InputError],
     words: tuple[str, ...],
-    llama_folder: Path,
+    one_block: Path,
     tmp_path: Path,
 ) -> None:
     with small.counted_forwards() as forwards, pytest.raises(error) as caught:
-        _stages(llama_folder, tmp_path / "out", recipe, **changes)
+        _stages(one_block, tmp_path / "out", recipe, **changes)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert forwards == []
     assert list(tmp_path.iterdir()) == []
@@ -238,11 +238,11 @@ def test_one_error_before_the_first_stage(
 @pytest.mark.parametrize("run_type", ["oneshot", "train"])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_targets_of_later_stages_that_match_nothing_are_warned_of_before_the_first(
-    run_type: str, loaded: bool, llama_folder: Path, tmp_path: Path, said: list[str]
+    run_type: str, loaded: bool, one_block: Path, tmp_path: Path, said: list[str]
 ) -> None:
     recipe = RECIPE.replace("targets: Linear", "targets: [Linear, 're:.*q_prj']")
     recipe = recipe.replace("run_type: oneshot", f"run_type: {run_type}")
-    model = LlamaForCausalLM.from_pretrained(llama_folder) if loaded else str(llama_folder)
+    model = LlamaForCausalLM.from_pretrained(one_block) if loaded else str(one_block)
     with pytest.raises(InputError, match="q_prj"):
         run_stages(model, recipe, **arguments(tmp_path / "out", save_steps=1))
     [warned] = [place for place, line in enumerate(said) if "cannot begin unless" in line]
@@ -253,21 +253,21 @@ def test_targets_of_later_stages_that_match_nothing_are_warned_of_before_the_fir
 
 @pytest.mark.parametrize("changed", ["", "allow_unmatched: true, targets: [Linear, 're:.*q_prj']"])
 def test_targets_that_match_or_need_not_are_not_warned_of(
-    changed: str, llama_folder: Path, tmp_path: Path, said: list[str]
+    changed: str, one_block: Path, tmp_path: Path, said: list[str]
 ) -> None:
     recipe = RECIPE.replace("targets: Linear", changed or "targets: Linear")
-    _stages(llama_folder, tmp_path / "out", recipe)
+    _stages(one_block, tmp_path / "out", recipe)
     assert not [line for line in said if "cannot begin unless" in line]
 
 
-def test_rotations_that_are_multiplied_in_are_no_bar(llama_folder: Path, tmp_path: Path) -> None:
+def test_rotations_that_are_multiplied_in_are_no_bar(one_block: Path, tmp_path: Path) -> None:
     recipe = ROTATED.format("SpinQuantModifier: {rotations: [R1, R2]}")
-    _stages(llama_folder, tmp_path / "out", recipe)
+    _stages(one_block, tmp_path / "out", recipe)
     assert verify(tmp_path / "out" / "stage_quant").ok
 
 
 def test_a_stage_with_what_cannot_train_keeps_zeros_by_itself(
-    llama_folder: Path, tmp_path: Path, warned: list[str]
+    one_block: Path, tmp_path: Path, warned: list[str]
 ) -> None:
     recipe = """
     pruning_stage:
@@ -276,28 +276,28 @@ def test_a_stage_with_what_cannot_train_keeps_zeros_by_itself(
         WandaPruningModifier: {sparsity: 0.5, targets: Linear, ignore: [lm_head]}
         ConstantPruningModifier: {targets: Linear}
     """
-    model = _stages(llama_folder, tmp_path / "out", recipe)
+    model = _stages(one_block, tmp_path / "out", recipe)
     assert (model.model.layers[0].mlp.up_proj.weight == 0).float().mean() >= 0.5
     assert [text for text in warned if "ConstantPruningModifier" in text and "left out" in text]
 
 
-def test_a_stage_before_may_be_the_teacher(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_stage_before_may_be_the_teacher(one_block: Path, tmp_path: Path) -> None:
     teacher = tmp_path / "out" / "stage_halving"
-    _stages(llama_folder, tmp_path / "out", DISTILL, distill_teacher=str(teacher), max_steps=1)
+    _stages(one_block, tmp_path / "out", DISTILL, distill_teacher=str(teacher), max_steps=1)
     assert (tmp_path / "out" / "stage_fine" / "trainer_state.json").is_file()
 
 
-def test_a_folder_with_other_files_is_left_alone(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_left_alone(one_block: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(OutputError, match="already holds files"):
-        _stages(llama_folder, tmp_path)
+        _stages(one_block, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize("how", ["run_stages", "do_oneshot"])
 def test_train_can_be_told_to_run_all_stages(how: str, tmp_path: Path) -> None:
     recipe = "\n".join(RECIPE.splitlines()[:4])
-    model = train(small.llama(), recipe, **arguments(tmp_path / "out", **{how: True}))
+    model = train(small.one_block(), recipe, **arguments(tmp_path / "out", **{how: True}))
     assert (tmp_path / "out" / "stage_halving" / "config.json").is_file()
     assert (tmp_path / "out" / "stage_fine" / "trainer_state.json").is_file()
     assert Freezer.steps == [1, 2, 3, 4]
@@ -305,29 +305,29 @@ def test_train_can_be_told_to_run_all_stages(how: str, tmp_path: Path) -> None:
 
 
 def test_an_empty_output_is_refused(
-    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (run_stages, partial(train, run_stages=True)):
         with pytest.raises(OutputError, match="'output_dir' is empty"):
-            call(str(llama_folder), RECIPE, **{**arguments(tmp_path), "output_dir": ""})
+            call(str(one_block), RECIPE, **{**arguments(tmp_path), "output_dir": ""})
     assert not list(tmp_path.iterdir())
 
 
-def test_the_last_recipe_tells_of_all_stages(llama_folder: Path, tmp_path: Path) -> None:
-    _stages(llama_folder, tmp_path / "out")
+def test_the_last_recipe_tells_of_all_stages(one_block: Path, tmp_path: Path) -> None:
+    _stages(one_block, tmp_path / "out")
     found = Recipe.create_instance(tmp_path / "out" / "stage_quant" / "recipe.yaml")
     assert [stage.name for stage in found.stages] == ["halving", "fine", "quant"]
 
 
-def test_a_stage_that_cannot_begin_leaves_no_record(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_stage_that_cannot_begin_leaves_no_record(one_block: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no-model"):
         run_stages("./no-model", RECIPE, **arguments(tmp_path / "new" / "out"))
     assert not list(tmp_path.iterdir())
     recipe = RECIPE.replace("targets: Linear", "targets: Liner")
     with pytest.raises(InputError, match="Liner"):
-        _stages(llama_folder, tmp_path / "out", recipe)
+        _stages(one_block, tmp_path / "out", recipe)
     noted = json.loads((tmp_path / "out" / "stages.json").read_text())["stages"]
     assert list(noted) == ["halving", "fine"]
     with pytest.raises(ArgumentError, match=r"'output_dir' cannot be None"):
-        run_stages(str(llama_folder), RECIPE, **{**arguments(tmp_path), "output_dir": None})
+        run_stages(str(one_block), RECIPE, **{**arguments(tmp_path), "output_dir": None})

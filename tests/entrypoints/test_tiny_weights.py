@@ -32,7 +32,7 @@ ARGUMENTS = {
 
 def model() -> PreTrainedModel:
     """The rows of one Linear begin at four times the smallest number of float16."""
-    found = small.llama()
+    found = small.llama(num_hidden_layers=1)
     for parameter in found.parameters():
         parameter.data = parameter.data.half()
     found.config.dtype = torch.float16

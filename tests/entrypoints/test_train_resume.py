@@ -40,9 +40,9 @@ def _kept(output: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def whole(one_block: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     output = tmp_path_factory.mktemp("whole") / "out"
-    train(str(llama_folder), _recipe(), **_given(output))
+    train(str(one_block), _recipe(), **_given(output))
     return _kept(output)
 
 
@@ -57,13 +57,13 @@ def _break(folder: Path, output: Path, at: int) -> None:
 
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_interrupted_at_any_step(
-    at: int, whole: dict[str, str], llama_folder: Path, tmp_path: Path, said: list[str]
+    at: int, whole: dict[str, str], one_block: Path, tmp_path: Path, said: list[str]
 ) -> None:
     output = tmp_path / "out"
-    _break(llama_folder, output, at)
+    _break(one_block, output, at)
     assert not output.exists()
     assert (tmp_path / "out.partial").exists() == (at >= 2), "kept if there is a checkpoint"
-    train(str(llama_folder), _recipe(), **_given(output))
+    train(str(one_block), _recipe(), **_given(output))
     assert any("checkpoint-" in line and "Continuing" in line for line in said) == (at >= 2)
     assert not any("begins anew" in line for line in said), "nothing is kept without a checkpoint"
     assert _kept(output) == whole
@@ -71,40 +71,40 @@ def test_interrupted_at_any_step(
 
 
 def test_killed_before_the_first_checkpoint(
-    whole: dict[str, str], llama_folder: Path, tmp_path: Path, said: list[str]
+    whole: dict[str, str], one_block: Path, tmp_path: Path, said: list[str]
 ) -> None:
     """What a process leaves that had no time to clean up."""
     output = tmp_path / "out"
-    _break(llama_folder, output, 2)
+    _break(one_block, output, 2)
     left = tmp_path / "out.partial"
     lines = (left / "journal").read_text().splitlines(keepends=True)
     (left / "journal").write_text(lines[0])
     shutil.rmtree(left / "training" / "checkpoint-2")
-    train(str(llama_folder), _recipe(), **_given(output))
+    train(str(one_block), _recipe(), **_given(output))
     assert any("No checkpoint was written" in line and "begins anew" in line for line in said)
     assert _kept(output) == whole
 
 
 def test_a_checkpoint_can_be_named(
-    whole: dict[str, str], llama_folder: Path, tmp_path: Path
+    whole: dict[str, str], one_block: Path, tmp_path: Path
 ) -> None:
     """By the name that it would have in the output, while the training is not done."""
     output = tmp_path / "out"
-    _break(llama_folder, output, 4)
+    _break(one_block, output, 4)
     named = str(output / "checkpoint-2")
-    train(str(llama_folder), _recipe(), **_given(output, resume_from_checkpoint=named))
+    train(str(one_block), _recipe(), **_given(output, resume_from_checkpoint=named))
     assert _kept(output) == whole
 
 
 @pytest.mark.parametrize("how", [{"resume": "must"}, {"resume_from_checkpoint": True}])
 def test_it_can_be_demanded(
-    how: dict[str, Any], whole: dict[str, str], llama_folder: Path, tmp_path: Path
+    how: dict[str, Any], whole: dict[str, str], one_block: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
     with pytest.raises(OutputError, match="nothing to resume"):
-        train(str(llama_folder), _recipe(), **_given(output, **how))
-    _break(llama_folder, output, 3)
-    train(str(llama_folder), _recipe(), **_given(output, **how))
+        train(str(one_block), _recipe(), **_given(output, **how))
+    _break(one_block, output, 3)
+    train(str(one_block), _recipe(), **_given(output, **how))
     assert _kept(output) == whole
 
 
@@ -119,27 +119,27 @@ def _die_after_first_checkpoint(folder: str, output: str) -> None:
     train(folder, _recipe(), **_given(Path(output)))
 
 
-def test_killed(whole: dict[str, str], llama_folder: Path, tmp_path: Path) -> None:
+def test_killed(whole: dict[str, str], one_block: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     context = multiprocessing.get_context("forkserver")
     process = context.Process(
-        target=_die_after_first_checkpoint, args=(str(llama_folder), str(output))
+        target=_die_after_first_checkpoint, args=(str(one_block), str(output))
     )
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
     # one that was being written when it died, and is in no journal
     (tmp_path / "out.partial" / "training" / "checkpoint-4").mkdir()
-    train(str(llama_folder), _recipe(), **_given(output))
+    train(str(one_block), _recipe(), **_given(output))
     assert _kept(output) == whole
 
 
 def test_what_a_killed_process_had_begun_is_no_newer_checkpoint(
-    whole: dict[str, str], llama_folder: Path, tmp_path: Path
+    whole: dict[str, str], one_block: Path, tmp_path: Path
 ) -> None:
     """One of a later step: those that are complete would make room for it."""
     output = tmp_path / "out"
-    _break(llama_folder, output, 3)
+    _break(one_block, output, 3)
     begun = tmp_path / "out.partial" / "training" / "checkpoint-5"
     begun.mkdir()
     (begun / "model.safetensors").write_bytes(b"half of it")
@@ -147,17 +147,17 @@ def test_what_a_killed_process_had_begun_is_no_newer_checkpoint(
     Breaker.at = 4
     try:
         with pytest.raises(KeyboardInterrupt):
-            train(str(llama_folder), _recipe(), **given)
+            train(str(one_block), _recipe(), **given)
     finally:
         Breaker.at = None
     assert [one.name for one in begun.parent.glob("checkpoint-*")] == ["checkpoint-4"]
-    train(str(llama_folder), _recipe(), **given)
+    train(str(one_block), _recipe(), **given)
     assert _kept(output) == whole
 
 
 def test_broken_off_while_older_checkpoints_go(
     whole: dict[str, str],
-    llama_folder: Path,
+    one_block: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     said: list[str],
@@ -174,9 +174,9 @@ def test_broken_off_while_older_checkpoints_go(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", removed)
         with pytest.raises(KeyboardInterrupt):
-            train(str(llama_folder), _recipe(), **given)
+            train(str(one_block), _recipe(), **given)
     assert not any("Continuing the training" in line for line in said)
-    train(str(llama_folder), _recipe(), **given)
+    train(str(one_block), _recipe(), **given)
     assert any("Continuing the training" in line and "checkpoint-4" in line for line in said)
     assert _kept(tmp_path / "out") == whole
     assert [one.name for one in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-5"]
@@ -188,7 +188,7 @@ def test_broken_off_when_all_is_written(
     method: str,
     keep: bool,
     whole: dict[str, str],
-    llama_folder: Path,
+    one_block: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -201,10 +201,10 @@ def test_broken_off_when_all_is_written(
     with monkeypatch.context() as patch:
         patch.setattr(Workspace, method, broken)
         with pytest.raises(KeyboardInterrupt):
-            train(str(llama_folder), _recipe(), **given)
+            train(str(one_block), _recipe(), **given)
     assert (tmp_path / "out.partial").is_dir()
     monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it trains again"))
-    model = train(str(llama_folder), _recipe(), **given)
+    model = train(str(one_block), _recipe(), **given)
     assert _kept(tmp_path / "out") == whole
     assert (tmp_path / "out" / "checkpoint-4").is_dir() == keep
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
@@ -213,7 +213,7 @@ def test_broken_off_when_all_is_written(
 
 def test_nothing_is_kept_of_a_training_that_failed_before_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        train(small.llama(), _Failing(), **arguments(tmp_path / "out"))
+        train(small.one_block(), _Failing(), **arguments(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The beginning of the embedded model: its tokenizer and first block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+__all__ = ["write_short_pico"]
+
+
+def write_short_pico(pico: Path, folder: Path, *, blocks: int = 1) -> Path:
+    """Write it in float32: 16 bits take several times as long where the processor lacks them."""
+    model = AutoModelForCausalLM.from_pretrained(
+        pico, dtype=torch.float32, num_hidden_layers=blocks
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(pico).save_pretrained(folder)
+    return folder
