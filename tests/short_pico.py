@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 __all__ = ["write_short_pico"]
 
@@ -17,5 +18,6 @@ def write_short_pico(pico: Path, folder: Path, *, blocks: int = 1) -> Path:
         pico, dtype=torch.float32, num_hidden_layers=blocks
     )
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(pico).save_pretrained(folder)
+    for file in pico.glob("*token*"):
+        shutil.copy(file, folder)
     return folder

@@ -13,6 +13,7 @@ import tiny_checkpoints as tiny
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from tests.caches import as_read
+from tests.thinned import thinned
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -100,8 +101,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return safetensors.torch.load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("reloaded", [False, True])
+@pytest.mark.parametrize(("name", "reloaded"), thinned(MODELS, [False, True]))
 def test_dense_models_are_written_as_transformers_writes_them(
     name: str, reloaded: bool, tmp_path: Path
 ) -> None:
@@ -115,8 +115,10 @@ def test_dense_models_are_written_as_transformers_writes_them(
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-@pytest.mark.parametrize("preset", ["W8A8", "FP8_DYNAMIC"])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    thinned([name for name in MODELS if name != "gpt2"], ["W8A8", "FP8_DYNAMIC"]),
+)
 def test_quantized_models_read_back(name: str, preset: str, tmp_path: Path) -> None:
     """Includes renamed modules, and experts that are split while the rest is packed."""
     model = MODELS[name]()

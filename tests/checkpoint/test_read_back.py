@@ -51,14 +51,18 @@ torch.save(out, sys.argv[3])
 """
 
 
+def one_block() -> PreTrainedModel:
+    return tiny.llama(num_hidden_layers=1)
+
+
 def preset(name: str) -> PreTrainedModel:
-    return tiny.quantize_model(tiny.llama(), {"g": preset_scheme(name, ["Linear"])})
+    return tiny.quantize_model(one_block(), {"g": preset_scheme(name, ["Linear"])})
 
 
 def with_cache(strategy: str) -> PreTrainedModel:
     cache = QuantizationArgs(num_bits=8, type="float", strategy=strategy)
     return tiny.quantize_model(
-        tiny.llama(), {"g": preset_scheme("W4A16", ["Linear"])}, kv_cache=cache
+        one_block(), {"g": preset_scheme("W4A16", ["Linear"])}, kv_cache=cache
     )
 
 
@@ -84,13 +88,15 @@ def static_asymmetric() -> PreTrainedModel:
         weights=QuantizationArgs(num_bits=8, strategy="channel"),
         input_activations=QuantizationArgs(num_bits=8, strategy="tensor", symmetric=False),
     )
-    return tiny.quantize_model(tiny.llama(), {"g": scheme})
+    return tiny.quantize_model(one_block(), {"g": scheme})
 
 
 def ragged_blocks() -> PreTrainedModel:
     args = QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[128, 128])
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    return tiny.quantize_model(tiny.llama(intermediate_size=200), {"g": scheme})
+    return tiny.quantize_model(
+        tiny.llama(intermediate_size=200, num_hidden_layers=1), {"g": scheme}
+    )
 
 
 def whisper() -> PreTrainedModel:

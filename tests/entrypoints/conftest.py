@@ -25,7 +25,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def one_block(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with one narrow block: for what is about runs, not about what they compute."""
+    """The same of one block: for what is about runs, not what goes from one block to the next."""
     folder = tmp_path_factory.mktemp("source") / "one-block"
     small.one_block().save_pretrained(folder)
     return folder

@@ -49,18 +49,17 @@ def llama(*, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 
 def one_block(*, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    """For what is about runs, not about what they compute: one narrow block."""
-    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
-    return llama(seed=seed, **{**sizes, **changes})
+    """For what is about runs, not about what goes from one block to the next."""
+    return llama(seed=seed, **{"num_hidden_layers": 1, "intermediate_size": 128, **changes})
 
 
-def mixture() -> Qwen3MoeForCausalLM:
-    """Two blocks of eight experts, two for a token."""
+def mixture(*, blocks: int = 2) -> Qwen3MoeForCausalLM:
+    """Blocks of eight experts, two for a token."""
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
         moe_intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=blocks,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

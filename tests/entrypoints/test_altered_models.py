@@ -15,6 +15,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from compressed_tensors.offload import remove_dispatch, set_onload_device
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.thinned import thinned
 from torch.nn.utils.parametrize import (
     is_parametrized,
     register_parametrization,
@@ -275,17 +276,19 @@ def partly_on_disk(folder: Path, offload: Path) -> Any:
     return loaded(folder, device_map=places, offload_folder=str(offload))
 
 
-@pytest.mark.parametrize("algorithm", [QuantizationModifier, GPTQModifier])
+DISPATCHED = {
+    "device_map": partly_on_disk,
+    "cpu_offload": lambda folder, offload: cpu_offload(loaded(folder), torch.device("cpu")),
+    "disk_offload": lambda folder, offload: disk_offload(
+        loaded(folder), offload, torch.device("cpu")
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "dispatched_model",
-    [
-        partly_on_disk,
-        lambda folder, offload: cpu_offload(loaded(folder), torch.device("cpu")),
-        lambda folder, offload: disk_offload(loaded(folder), offload, torch.device("cpu")),
-    ],
-    ids=["device_map", "cpu_offload", "disk_offload"],
+    ("algorithm", "how"), thinned([QuantizationModifier, GPTQModifier], DISPATCHED)
 )
-def test_weights_that_accelerate_keeps_elsewhere(tied, tmp_path, dispatched_model, algorithm):
+def test_weights_that_accelerate_keeps_elsewhere(tied, tmp_path, how, algorithm):
     """They are brought into memory; what is written is what the model itself would give."""
 
     def run(model: Any, output: str) -> Any:
@@ -297,7 +300,7 @@ def test_weights_that_accelerate_keeps_elsewhere(tied, tmp_path, dispatched_mode
         return oneshot(model=model, recipe=recipe, dataset=rows(), output_dir=tmp_path / output)
 
     run(loaded(tied), "whole")
-    model = dispatched_model(tied, tmp_path / "offload")
+    model = DISPATCHED[how](tied, tmp_path / "offload")
     assert any(one.is_meta for one in model.parameters())
     returned = run(model, "dispatched")
     assert returned is model

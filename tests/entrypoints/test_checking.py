@@ -59,10 +59,10 @@ def test_what_transformers_cannot_load_is_said_before_the_work(
 
 
 def test_what_everybody_reads_is_not_warned_of(
-    llama_folder: Path, tmp_path: Path, warned: list[str]
+    one_block: Path, tmp_path: Path, warned: list[str]
 ) -> None:
     recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
-    oneshot(llama_folder, recipe, output_dir=tmp_path / "out")
+    oneshot(one_block, recipe, output_dir=tmp_path / "out")
     assert not [line for line in warned if "would not" in line]
 
 
@@ -85,9 +85,9 @@ def unservable() -> QuantizationModifier:
 
 @pytest.mark.parametrize("is_object", [False, True])
 def test_what_no_server_takes_is_refused_before_the_work(
-    is_object: bool, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_object: bool, one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(llama_folder) if is_object else llama_folder
+    model = AutoModelForCausalLM.from_pretrained(one_block) if is_object else one_block
     calibrated: list[object] = []
     monkeypatch.setattr(
         "llmcompressor.pipelines.sequential.SequentialPipeline.__call__",
@@ -104,9 +104,9 @@ def test_what_no_server_takes_is_refused_before_the_work(
 
 
 def test_what_is_meant_is_written_with_a_warning(
-    llama_folder: Path, tmp_path: Path, warned: list[str]
+    one_block: Path, tmp_path: Path, warned: list[str]
 ) -> None:
-    oneshot(llama_folder, attention(), ROWS, output_dir=tmp_path / "out", verify=False)
+    oneshot(one_block, attention(), ROWS, output_dir=tmp_path / "out", verify=False)
     assert len([line for line in warned if "vllm would not serve" in line]) == 1
     assert len([line for line in warned if "transformers would not" in line]) == 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -120,7 +120,7 @@ def test_what_is_meant_is_written_with_a_warning(
 
 
 def test_ragged_groups_are_meant_where_the_recipe_says_so(
-    llama_folder: Path, tmp_path: Path, warned: list[str]
+    one_block: Path, tmp_path: Path, warned: list[str]
 ) -> None:
     weights = {"num_bits": 4, "strategy": "group", "group_size": 48}
     recipe = QuantizationModifier(
@@ -128,7 +128,7 @@ def test_ragged_groups_are_meant_where_the_recipe_says_so(
         ignore=["lm_head"],
         bypass_divisibility_checks=True,
     )
-    oneshot(llama_folder, recipe, output_dir=tmp_path / "out")
+    oneshot(one_block, recipe, output_dir=tmp_path / "out")
     assert len([line for line in warned if "(S39)" in line]) == 1
     assert len([line for line in warned if "(L6)" in line]) == 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -140,7 +140,7 @@ def test_ragged_groups_are_meant_where_the_recipe_says_so(
 def normal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with heads of 128 channels, as usual."""
     folder = tmp_path_factory.mktemp("source") / "normal"
-    sizes = {"hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 512}
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 256}
     config = LlamaConfig(vocab_size=small.VOCABULARY, num_hidden_layers=1, **sizes)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
@@ -179,7 +179,7 @@ def test_what_an_earlier_run_has_quantized_is_known(tmp_path: Path, warned: list
     floats = QuantizationModifier(targets=["re:.*self_attn.*"], scheme="FP8_DYNAMIC")
     packed = QuantizationModifier(targets=["re:.*mlp.*"], scheme="W4A16")
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    model = small.llama()
+    model = small.one_block()
     for recipe in (floats, packed, QuantizationModifier(targets=[], kv_cache_scheme=cache)):
         oneshot(model, recipe, small.token_rows(), output_dir=tmp_path / "out", overwrite=True)
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
@@ -255,9 +255,9 @@ UP, DOWN = r"re:.*experts\..*(gate|up)_proj", r"re:.*experts\..*down_proj"
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of eight experts in each block, in stacks."""
+    """Of eight experts, in stacks."""
     folder = tmp_path_factory.mktemp("source") / "mixture"
-    small.mixture().save_pretrained(folder)
+    small.mixture(blocks=1).save_pretrained(folder)
     return folder
 
 

@@ -127,6 +127,7 @@ modifiers:
 """,
         [1, 3],
         "sequential",
+        model="one block",
     ),
     "half-quadratic, and solved": Case(
         """
@@ -135,6 +136,7 @@ modifiers:
   GPTQModifier: {targets: ["re:.*self_attn.*"], scheme: W4A16}
 """,
         [2],
+        model="one block",
     ),
     "fewer experts, scaled and solved": Case(
         """
@@ -172,6 +174,7 @@ modifiers:
   HQQModifier: {targets: Linear, scheme: W4A16_ASYM, ignore: [lm_head]}
 """,
         [1],
+        model="one block",
     ),
     "scaled and descended": Case(
         """
@@ -180,6 +183,7 @@ modifiers:
   AutoRoundModifier: {targets: Linear, scheme: W4A16_ASYM, ignore: [lm_head], iters: 2}
 """,
         [1, 3],
+        model="one block",
     ),
     "incoherent, on two grids and none": Case(
         """
@@ -190,6 +194,7 @@ modifiers:
 """,
         [2],
         turned="u, v stay",
+        model="one block",
     ),
     "incoherent, pruned and solved": Case(
         """
@@ -200,6 +205,7 @@ modifiers:
 """,
         [1],
         turned="v stays",
+        model="one block",
     ),
     "rotated in the forward too, and solved": Case(
         """
@@ -209,6 +215,7 @@ modifiers:
 """,
         [2],
         turned="R4 stays",
+        model="one block",
     ),
     "smoothed, rotated in the forward too, and solved": Case(
         """
@@ -219,6 +226,7 @@ modifiers:
 """,
         [1, 1],
         turned="R4 stays",
+        model="one block",
     ),
     "rotated in the forward too, and rounded by what comes in": Case(
         """
@@ -229,6 +237,7 @@ modifiers:
 """,
         [1],
         turned="R4 stays",  # keys and queries that are not quantized are the same for R3
+        model="one block",
     ),
 }
 TURNED = [name for name, case in CASES.items() if case.turned]
@@ -270,9 +279,14 @@ class Outcome:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("composed")
-    for name, model in {"dense": small.llama(), "mixture": small.mixture()}.items():
+    models = {
+        "dense": small.llama(),
+        "one block": small.one_block(),
+        "mixture": small.mixture(blocks=1),
+    }
+    for name, model in models.items():
         model.save_pretrained(root / name)
-    return {name: root / name for name in ("dense", "mixture")}
+    return {name: root / name for name in models}
 
 
 @pytest.fixture(scope="module")

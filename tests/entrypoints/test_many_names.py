@@ -88,7 +88,7 @@ def _calls(work: Any) -> int:
 def test_twice_as_many_modules_take_twice_as_many_comparisons(recipe: Any, tmp_path: Path) -> None:
     data = [{"input_ids": list(range(1, 17))}] if recipe is _pruned else None
     made, planned = {}, {}
-    for experts in (16, 32):
+    for experts in (8, 16):
         folder = str(_folder(experts, tmp_path / f"model-{experts}"))
         output = str(tmp_path / f"out-{experts}")
 
@@ -100,5 +100,5 @@ def test_twice_as_many_modules_take_twice_as_many_comparisons(recipe: Any, tmp_p
 
         planned[experts] = _calls(foresee)
         made[experts] = _calls(run)
-    assert made[32] < 2.3 * made[16]
-    assert planned[32] < 2.3 * planned[16]
+    assert made[16] < 1.85 * made[8]  # 1.4 to 1.65, as a part does not depend on their number
+    assert planned[16] < 1.85 * planned[8]

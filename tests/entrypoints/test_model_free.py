@@ -127,12 +127,12 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16", "NVFP4A16", "FP8_BLOCK"])
 @pytest.mark.parametrize("ignore", [["lm_head"], []], ids=["", "head"])
 def test_the_same_bytes_as_oneshot(
-    llama_folder: Path, tmp_path: Path, scheme: str, ignore: list[str]
+    one_block: Path, tmp_path: Path, scheme: str, ignore: list[str]
 ) -> None:
     """That a model class is known changes nothing in what is written."""
     recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=ignore)
-    oneshot(model=str(llama_folder), recipe=recipe, output_dir=tmp_path / "class")
-    model_free_ptq(llama_folder, tmp_path / "names", scheme, ignore=ignore)
+    oneshot(model=str(one_block), recipe=recipe, output_dir=tmp_path / "class")
+    model_free_ptq(one_block, tmp_path / "names", scheme, ignore=ignore)
 
     expected, found = tensors_of(tmp_path / "class"), tensors_of(tmp_path / "names")
     assert list(found) == list(expected)
@@ -142,10 +142,10 @@ def test_the_same_bytes_as_oneshot(
     assert sorted(path.name for path in (tmp_path / "names").iterdir()) == written
 
 
-def test_transformers_reads_what_was_written(llama_folder: Path, tmp_path: Path) -> None:
-    folder = model_free_ptq(llama_folder, tmp_path / "out", "W4A16", ignore=["lm_head"])
+def test_transformers_reads_what_was_written(one_block: Path, tmp_path: Path) -> None:
+    folder = model_free_ptq(one_block, tmp_path / "out", "W4A16", ignore=["lm_head"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    original = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.bfloat16)
+    original = AutoModelForCausalLM.from_pretrained(one_block, dtype=torch.bfloat16)
     error = (small.logits(model) - small.logits(original)).norm()
     assert 0 < error < 0.5 * small.logits(original).norm()
 
@@ -589,11 +589,11 @@ def test_what_is_quantized_already_is_kept(odd: Path, tmp_path: Path) -> None:
     assert report.quantized == 2 * (4 + 3 * EXPERTS)
 
 
-def test_transformers_reads_what_was_quantized_twice(llama_folder: Path, tmp_path: Path) -> None:
-    first = model_free_ptq(llama_folder, tmp_path / "1", "W8A16", ignore=["lm_head", "re:.*mlp"])
+def test_transformers_reads_what_was_quantized_twice(one_block: Path, tmp_path: Path) -> None:
+    first = model_free_ptq(one_block, tmp_path / "1", "W8A16", ignore=["lm_head", "re:.*mlp"])
     both = model_free_ptq(first, tmp_path / "2", "FP8_DYNAMIC", ignore=["lm_head"])
     model = AutoModelForCausalLM.from_pretrained(both, dtype=torch.bfloat16)
-    original = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.bfloat16)
+    original = AutoModelForCausalLM.from_pretrained(one_block, dtype=torch.bfloat16)
     error = (small.logits(model) - small.logits(original)).norm()
     assert 0 < error < 0.2 * small.logits(original).norm()
 

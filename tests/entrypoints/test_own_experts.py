@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier
 
-EXPERTS, ROUTED, BLOCKS, TOKENS = 5, 2, 2, 8 * 16
+EXPERTS, ROUTED, BLOCKS, TOKENS = 5, 2, 1, 8 * 16
 CODE = f"""
 import torch
 from torch import nn

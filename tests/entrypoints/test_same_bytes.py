@@ -59,7 +59,9 @@ def here(short_pico: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_two_runs_write_the_same_bytes(name: str, here: Path, short_pico: Path, tmp_path: Path) -> None:
+def test_two_runs_write_the_same_bytes(
+    name: str, here: Path, short_pico: Path, tmp_path: Path
+) -> None:
     run(short_pico, name, tmp_path / "second")
     first = small.tree(here / name)
     assert first == small.tree(tmp_path / "second")

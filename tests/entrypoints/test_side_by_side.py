@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import llama, token_rows, tree
+from small_models import one_block, token_rows, tree
 from torch.nn import Module
 
 from llmcompressor import active_session, create_session, oneshot
@@ -27,7 +27,7 @@ def _recipe() -> GPTQModifier:
 
 
 def _compress(seed: int, model: Module | None = None) -> dict[str, torch.Tensor]:
-    model = llama(seed=seed) if model is None else model
+    model = one_block(seed=seed) if model is None else model
     made = oneshot(model=model, recipe=_recipe(), dataset=token_rows(32, seed=seed))
     return dict(made.state_dict())
 
@@ -35,7 +35,7 @@ def _compress(seed: int, model: Module | None = None) -> dict[str, torch.Tensor]
 def test_runs_of_several_threads_make_what_each_makes_alone() -> None:
     """They all find the one session that the process shares."""
     alone = [_compress(seed) for seed in range(RUNS)]
-    models = [llama(seed=seed) for seed in range(RUNS)]  # drawn from what threads share
+    models = [one_block(seed=seed) for seed in range(RUNS)]  # drawn from what threads share
     together = Barrier(RUNS)
 
     def compress(seed: int) -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ def test_runs_of_several_threads_make_what_each_makes_alone() -> None:
 
 def test_folders_of_several_threads_are_those_of_each_alone(tmp_path: Path) -> None:
     for seed in range(RUNS):
-        llama(seed=seed).save_pretrained(tmp_path / f"{seed}")
+        one_block(seed=seed).save_pretrained(tmp_path / f"{seed}")
 
     def compress(place: str) -> Path:
         seed = place[0]
@@ -105,8 +105,8 @@ def test_a_run_within_a_run_leaves_it_alone(created: bool) -> None:
     outer = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"])
 
     def run() -> None:
-        model = oneshot(model=llama(), recipe=[Inner(), outer])
-        assert model.model.layers[0].mlp.up_proj.weight_scale.shape == (256, 1)
+        model = oneshot(model=one_block(), recipe=[Inner(), outer])
+        assert model.model.layers[0].mlp.up_proj.weight_scale.shape == (128, 1)
         assert active_session().state.model is model
 
     if created:

@@ -56,9 +56,7 @@ def _breaking(folder: Path, output: Path) -> None:
         Breaker.at = None
 
 
-def test_each_stage_reads_what_the_one_before_has_written(
-    one_block: Path, tmp_path: Path
-) -> None:
+def test_each_stage_reads_what_the_one_before_has_written(one_block: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     model = _stages(one_block, output)
     names = ["stage_fine", "stage_halving", "stage_quant", "stages.json"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from tests.thinned import thinned
 
 from llmcompressor import oneshot, plan
 from llmcompressor.modifiers.awq import AWQModifier
@@ -80,8 +81,7 @@ def recipe() -> list[Any]:
     return [*AWQModifier(n_grid=2, clip=False), quantized]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("case", "dtype"), thinned(CASES, [torch.float32, torch.bfloat16]))
 def test_both_find_every_part(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make, data, parts = CASES[case]
     torch.manual_seed(0)

@@ -102,7 +102,7 @@ def test_a_folder_whose_weights_were_replaced_is_not_continued(tmp_path: Path) -
     small.one_block(seed=1).save_pretrained(source)
     with pytest.raises(OutputError, match=r": model\.weights: "):
         _train(tmp_path / "out", **given)
-    small.one_block(intermediate_size=128).save_pretrained(source)
+    small.one_block(intermediate_size=256).save_pretrained(source)
     with pytest.raises(OutputError, match=r": source\.model\.safetensors: .* bytes"):
         _train(tmp_path / "out", **given)
     small.one_block().save_pretrained(source)

@@ -34,11 +34,9 @@ def _nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     Freezer.steps.clear()
 
 
-def test_the_output_is_a_compressed_checkpoint_that_serves(
-    llama_folder: Path, tmp_path: Path
-) -> None:
+def test_the_output_is_a_compressed_checkpoint_that_serves(one_block: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    model = train(str(llama_folder), QUANTIZE, **arguments(output))
+    model = train(str(one_block), QUANTIZE, **arguments(output))
     assert {path.name for path in output.iterdir()} == {
         "all_results.json",
         "compression_report.json",
@@ -58,24 +56,24 @@ def test_the_output_is_a_compressed_checkpoint_that_serves(
 
 
 @pytest.mark.parametrize("what", ["model", "optimizer"])
-def test_what_a_modifier_replaces_is_refused(what: str, llama_folder: Path, tmp_path: Path) -> None:
+def test_what_a_modifier_replaces_is_refused(what: str, one_block: Path, tmp_path: Path) -> None:
     """The trainer would go on with its own, and write it."""
 
     class Replacer(Modifier):
         def on_initialize(self, state: State, **kwargs: Any) -> bool:
-            other = small.llama(seed=5)
+            other = small.one_block(seed=5)
             fresh = {"model": other, "optimizer": torch.optim.SGD(other.parameters(), lr=0.0)}
             setattr(state, what, fresh[what])
             return True
 
     with pytest.raises(LifecycleError, match=f"replaced state.{what}, and the trainer"):
-        train(str(llama_folder), [Replacer()], **arguments(tmp_path / "out"))
+        train(str(one_block), [Replacer()], **arguments(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
-def test_the_metrics(llama_folder: Path, tmp_path: Path) -> None:
+def test_the_metrics(one_block: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    train(str(llama_folder), QUANTIZE, **arguments(output, logging_steps=1))
+    train(str(one_block), QUANTIZE, **arguments(output, logging_steps=1))
     found = json.loads((output / "train_results.json").read_text())
     state = json.loads((output / "trainer_state.json").read_text())
     assert found["train_samples"] == 16
@@ -95,7 +93,7 @@ def test_without_a_recipe_it_is_the_trainer_of_transformers(tmp_path: Path) -> N
         {"input_ids": ids, "labels": ids, "attention_mask": [1] * 12}
         for ids in small.token_rows(samples=16, length=12)["input_ids"]
     ]
-    plain = small.llama().float()
+    plain = small.one_block().float()
     transformers.Trainer(
         model=plain,
         args=transformers.TrainingArguments(
@@ -110,7 +108,7 @@ def test_without_a_recipe_it_is_the_trainer_of_transformers(tmp_path: Path) -> N
         train_dataset=rows,
         data_collator=transformers.default_data_collator,
     ).train()
-    ours = small.llama().float()
+    ours = small.one_block().float()
     assert train(ours, None, **arguments(tmp_path / "out")) is ours
     for name, value in plain.state_dict().items():
         assert torch.equal(value, ours.state_dict()[name]), name
@@ -118,7 +116,7 @@ def test_without_a_recipe_it_is_the_trainer_of_transformers(tmp_path: Path) -> N
 
 
 def test_a_model_object_is_trained_in_place_and_saves_itself(tmp_path: Path) -> None:
-    model = small.llama()
+    model = small.one_block()
     before = model.model.layers[0].mlp.down_proj.weight.clone()
     kept = model.model.norm.weight.clone()
     use_cache = model.config.use_cache
@@ -137,13 +135,13 @@ def test_a_model_object_is_trained_in_place_and_saves_itself(tmp_path: Path) -> 
 def test_mixed_precision_ends_with_the_training(tmp_path: Path) -> None:
     """What is returned computes as what was written does: in float32, without autocast."""
     output = tmp_path / "out"
-    model = train(small.llama(), QUANTIZE, **arguments(output, bf16=True))
+    model = train(small.one_block(), QUANTIZE, **arguments(output, bf16=True))
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(output)
     torch.testing.assert_close(small.logits(reloaded), small.logits(model), rtol=0, atol=1e-5)
 
 
 def test_a_modifier_of_a_users_sees_the_model_the_device_and_the_optimizer() -> None:
-    model = small.llama()
+    model = small.one_block()
     with create_session() as session:
         train(model, "modifiers: {LoggingModifier: {}}", **arguments(None))
         assert active_session() is session
@@ -159,18 +157,18 @@ def test_a_modifier_of_a_users_sees_the_model_the_device_and_the_optimizer() -> 
 
 def test_without_a_session_it_has_its_own() -> None:
     before = active_session()
-    train(small.llama(), "modifiers: {LoggingModifier: {}}", **arguments(None))
+    train(small.one_block(), "modifiers: {LoggingModifier: {}}", **arguments(None))
     assert active_session() is before
     assert not before.lifecycle.initialized_
     assert LoggingModifier.seen[0][3] is not before
 
 
-def test_a_stage_has_its_own_folder(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_stage_has_its_own_folder(one_block: Path, tmp_path: Path) -> None:
     recipe = (
         "first_stage: {a_modifiers: {LoggingModifier: {}}}\n"
         "second_stage: {a_modifiers: {Freezer: {}}}\n"
     )
-    train(str(llama_folder), recipe, stage="second", **arguments(tmp_path / "out"))
+    train(str(one_block), recipe, stage="second", **arguments(tmp_path / "out"))
     assert (tmp_path / "out" / "second" / "config.json").is_file()
     assert Freezer.steps
     assert not LoggingModifier.seen
@@ -187,7 +185,7 @@ def test_samples_of_several_lengths_are_padded(tmp_path: Path) -> None:
                 seen.append(dict(state.batch_data))
 
     given = arguments(None, dataset=rows, max_steps=1, per_device_train_batch_size=4)
-    train(small.llama(), Watcher(), **given)
+    train(small.one_block(), Watcher(), **given)
     assert seen[0]["input_ids"].shape == (4, 12)
     assert int((seen[0]["labels"] != -100).sum()) == 32
     assert torch.equal(seen[0]["labels"] != -100, seen[0]["attention_mask"].bool())
@@ -201,11 +199,11 @@ class _Endless(IterableDataset[dict[str, list[int]]]):
 
 
 def test_a_stream_is_read_as_far_as_it_is_trained_on() -> None:
-    train(small.llama(), Freezer(), **arguments(None, dataset=_Endless()))
+    train(small.one_block(), Freezer(), **arguments(None, dataset=_Endless()))
     assert Freezer.steps == [1, 2, 3, 4]
 
 
-def test_an_evaluation(llama_folder: Path, tmp_path: Path) -> None:
+def test_an_evaluation(one_block: Path, tmp_path: Path) -> None:
     data = DatasetDict(
         train=small.token_rows(samples=8, length=12),
         held_out=small.token_rows(samples=4, length=12, seed=1),
@@ -217,7 +215,7 @@ def test_an_evaluation(llama_folder: Path, tmp_path: Path) -> None:
         eval_strategy="steps",
         eval_steps=2,
     )
-    model = train(str(llama_folder), QUANTIZE, **given)
+    model = train(str(one_block), QUANTIZE, **given)
     found = json.loads((tmp_path / "out" / "all_results.json").read_text())
     ids = torch.tensor(data["held_out"]["input_ids"])
     with torch.no_grad():
@@ -227,7 +225,7 @@ def test_an_evaluation(llama_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["object", "folder", "compressed"])
-def test_the_teacher(how: str, llama_folder: Path, tmp_path: Path) -> None:
+def test_the_teacher(how: str, one_block: Path, tmp_path: Path) -> None:
     seen: list[Any] = []
 
     class TeacherWatcher(LoggingModifier):
@@ -235,13 +233,13 @@ def test_the_teacher(how: str, llama_folder: Path, tmp_path: Path) -> None:
             seen.append(state.teacher_model)
             return True
 
-    teacher: Any = small.llama(seed=5).train()
+    teacher: Any = small.one_block(seed=5).train()
     if how == "folder":
-        teacher = str(llama_folder)
+        teacher = str(one_block)
     elif how == "compressed":
-        train(str(llama_folder), QUANTIZE, **arguments(tmp_path / "teacher"))
+        train(str(one_block), QUANTIZE, **arguments(tmp_path / "teacher"))
         teacher = str(tmp_path / "teacher")
-    train(small.llama(), TeacherWatcher(), distill_teacher=teacher, **arguments(None))
+    train(small.one_block(), TeacherWatcher(), distill_teacher=teacher, **arguments(None))
     [found] = seen
     assert not found.training
     if how == "object":
@@ -252,9 +250,9 @@ def test_the_teacher(how: str, llama_folder: Path, tmp_path: Path) -> None:
         assert not any(parameter.requires_grad for parameter in found.parameters())
 
 
-def test_checkpoints_stay_for_who_asked_for_them(llama_folder: Path, tmp_path: Path) -> None:
+def test_checkpoints_stay_for_who_asked_for_them(one_block: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    train(str(llama_folder), QUANTIZE, **arguments(output, save_steps=2, save_total_limit=1))
+    train(str(one_block), QUANTIZE, **arguments(output, save_steps=2, save_total_limit=1))
     assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-4"]
     weights = load_file(output / "checkpoint-4" / "model.safetensors")
     assert weights["model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16, "uncompressed"
@@ -262,13 +260,13 @@ def test_checkpoints_stay_for_who_asked_for_them(llama_folder: Path, tmp_path: P
     longer = arguments(
         tmp_path / "longer", max_steps=6, resume_from_checkpoint=str(output / "checkpoint-4")
     )
-    train(str(llama_folder), QUANTIZE, **longer)
+    train(str(one_block), QUANTIZE, **longer)
     state = json.loads((tmp_path / "longer" / "trainer_state.json").read_text())
     assert state["global_step"] == 6
 
 
 def test_the_best_checkpoint_is_named_where_it_is(
-    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = small.token_rows(samples=8, length=12)
     given: dict[str, Any] = {
@@ -280,7 +278,7 @@ def test_the_best_checkpoint_is_named_where_it_is(
         "load_best_model_at_end": True,
     }
     output = tmp_path / "out"
-    train(str(llama_folder), None, **arguments(output, **given))
+    train(str(one_block), None, **arguments(output, **given))
     best = _best(output / "trainer_state.json")
     assert best is not None
     assert best.parent == output
@@ -291,7 +289,7 @@ def test_the_best_checkpoint_is_named_where_it_is(
         transformers.trainer.logger, "warning", lambda text, *_, **__: told.append(text)
     )
     longer = arguments(tmp_path / "longer", **given) | {"max_steps": 6}
-    train(str(llama_folder), None, resume_from_checkpoint=str(output / "checkpoint-4"), **longer)
+    train(str(one_block), None, resume_from_checkpoint=str(output / "checkpoint-4"), **longer)
     assert not [text for text in told if "does not exist" in text]
     found = _best(tmp_path / "longer" / "trainer_state.json")
     assert found in (best, tmp_path / "longer" / "checkpoint-6"), "of both trainings"
@@ -315,13 +313,11 @@ def _best(state_file: Path) -> Path | None:
     return None if named is None else Path(named)
 
 
-def test_metrics_of_the_model_before_are_not_carried_over(
-    llama_folder: Path, tmp_path: Path
-) -> None:
+def test_metrics_of_the_model_before_are_not_carried_over(one_block: Path, tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     rows = small.token_rows(samples=4, length=12)
     given = arguments(first, eval_strategy="epoch")
-    train(str(llama_folder), None, **{**given, "dataset": {"train": rows, "validation": rows}})
+    train(str(one_block), None, **{**given, "dataset": {"train": rows, "validation": rows}})
     of_training = {"all_results.json", "train_results.json", "trainer_state.json"}
     found = {path.name for path in first.iterdir()}
     assert of_training | {"eval_results.json"} <= found

@@ -69,7 +69,7 @@ CASES: dict[str, Case] = {
     "a teacher that does not pair": (
         {
             "recipe": DISTILL.format("targets: [['re:model.layers.0$', 're:model.layers.*']]"),
-            "distill_teacher": lambda: small.llama(num_hidden_layers=3),
+            "distill_teacher": lambda: small.one_block(num_hidden_layers=3),
         },
         InputError,
         ("teacher",),
@@ -252,9 +252,9 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_error_before_the_first_step(name: str, llama_folder: Path, tmp_path: Path) -> None:
+def test_one_error_before_the_first_step(name: str, one_block: Path, tmp_path: Path) -> None:
     changes, error, words = CASES[name]
-    given = {"model": str(llama_folder), "recipe": QUANTIZE, **arguments(tmp_path / "out")}
+    given = {"model": str(one_block), "recipe": QUANTIZE, **arguments(tmp_path / "out")}
     given |= {key: value() if callable(value) else value for key, value in changes.items()}
     with small.counted_forwards() as forwards, pytest.raises(error) as caught:
         train(**given)
@@ -266,21 +266,21 @@ def test_one_error_before_the_first_step(name: str, llama_folder: Path, tmp_path
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
-def test_batches_without_labels_are_one_error(llama_folder: Path, tmp_path: Path) -> None:
+def test_batches_without_labels_are_one_error(one_block: Path, tmp_path: Path) -> None:
     def only_ids(samples: Any) -> dict[str, Any]:
         return {"input_ids": torch.tensor([samples[0]["input_ids"]])}
 
-    given = {"model": str(llama_folder), "recipe": QUANTIZE, **arguments(tmp_path / "out")}
+    given = {"model": str(one_block), "recipe": QUANTIZE, **arguments(tmp_path / "out")}
     with pytest.raises(DatasetError, match=r"no labels.*data_collator") as caught:
         train(**given, data_collator=only_ids)
     assert caught.value.remedy
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_modifier_of_train_is_refused_by_oneshot(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_modifier_of_train_is_refused_by_oneshot(one_block: Path, tmp_path: Path) -> None:
     recipe = "fine_stage: {a_modifiers: {Freezer: {}}}"
     with pytest.raises(RecipeError, match=r"Freezer, in the stage 'fine'.*train") as caught:
-        oneshot(str(llama_folder), recipe, output_dir=tmp_path / "out")
+        oneshot(str(one_block), recipe, output_dir=tmp_path / "out")
     assert "llmcompressor train" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     assert Freezer.run_types == {"train"}
@@ -298,19 +298,19 @@ def _a_file(output: Path) -> None:
 
 @pytest.mark.parametrize("prepare", [_occupied, _a_file])
 def test_an_output_that_is_in_use(
-    prepare: Callable[[Path], None], llama_folder: Path, tmp_path: Path
+    prepare: Callable[[Path], None], one_block: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
     prepare(output)
     before = small.tree(tmp_path)
     with pytest.raises(OutputError, match="out"):
-        train(str(llama_folder), QUANTIZE, **arguments(output))
+        train(str(one_block), QUANTIZE, **arguments(output))
     assert small.tree(tmp_path) == before
 
 
-def test_a_quantized_model_is_not_trained(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_quantized_model_is_not_trained(one_block: Path, tmp_path: Path) -> None:
     first = tmp_path / "first"
-    train(str(llama_folder), QUANTIZE, **arguments(first))
+    train(str(one_block), QUANTIZE, **arguments(first))
     with pytest.raises(CheckpointError, match="quantized"):
         train(str(first), QUANTIZE, **arguments(tmp_path / "second"))
     assert not (tmp_path / "second").exists()
@@ -318,31 +318,31 @@ def test_a_quantized_model_is_not_trained(llama_folder: Path, tmp_path: Path) ->
 
 
 def test_what_has_no_effect_is_said(said: list[str]) -> None:
-    train(small.llama(), None, **arguments(None, num_calibration_samples=3, max_steps=1))
+    train(small.one_block(), None, **arguments(None, num_calibration_samples=3, max_steps=1))
     assert any("num_calibration_samples" in line for line in said)
     assert any("recipe is empty" in line for line in said)
     assert any("bfloat16" in line and "precision='float32'" in line for line in said)
 
 
 def test_a_teacher_that_nothing_learns_from_is_said(said: list[str]) -> None:
-    given = arguments(None, max_steps=1, distill_teacher=small.llama())
-    train(small.llama(), QUANTIZE, **given)
+    given = arguments(None, max_steps=1, distill_teacher=small.one_block())
+    train(small.one_block(), QUANTIZE, **given)
     assert any("Without effect in train: distill_teacher" in line for line in said)
     said.clear()
     recipe = "modifiers: {OutputDistillationModifier: {}}"
-    train(small.llama(), recipe, **given)
+    train(small.one_block(), recipe, **given)
     assert not any("distill_teacher" in line for line in said)
 
 
 @pytest.mark.parametrize("changed", [{}, {"scheme": "W8A8", "learned_scales": True}], ids=str)
 def test_what_servers_would_refuse_is_said_before_the_first_step(
-    llama_folder: Path, tmp_path: Path, said: list[str], changed: dict[str, Any]
+    one_block: Path, tmp_path: Path, said: list[str], changed: dict[str, Any]
 ) -> None:
     fields = {"targets": ["Linear"], "ignore": ["lm_head"], "start": 0}
     two_bits = {"num_bits": 2, "type": "int", "strategy": "tensor"}
     scheme = {"config_groups": {"g": {"targets": ["Linear"], "weights": two_bits}}}
     recipe = {"modifiers": {"QuantizationModifier": {**fields, **(changed or scheme)}}}
-    train(str(llama_folder), recipe, **arguments(tmp_path / "out", logging_steps=1))
+    train(str(one_block), recipe, **arguments(tmp_path / "out", logging_steps=1))
     refused = [place for place, line in enumerate(said) if "would not serve" in line]
     stepped = [place for place, line in enumerate(said) if line.startswith("Step 1:")]
     assert stepped
@@ -353,29 +353,29 @@ def test_what_servers_would_refuse_is_said_before_the_first_step(
 def test_prompts_alone_are_learned_of_a_teacher(tmp_path: Path) -> None:
     rows = [{"input_ids": [3, 4, 5, 6], "labels": [-100] * 4}] * 8
     recipe = "modifiers: {OutputDistillationModifier: {}}"
-    given = arguments(tmp_path / "out", dataset=rows, distill_teacher=small.llama(seed=5))
-    train(small.llama(), recipe, **given)
+    given = arguments(tmp_path / "out", dataset=rows, distill_teacher=small.one_block(seed=5))
+    train(small.one_block(), recipe, **given)
     found = json.loads((tmp_path / "out" / "train_results.json").read_text())
     assert found["train_loss"] > 0
     assert "perplexity" not in found
 
 
-def test_another_recipe_does_not_continue(llama_folder: Path, tmp_path: Path) -> None:
+def test_another_recipe_does_not_continue(one_block: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     given = arguments(output, save_steps=1)
     Breaker.at = 2
     try:
         with pytest.raises(KeyboardInterrupt):
-            train(str(llama_folder), [Freezer(), Breaker()], **given)
+            train(str(one_block), [Freezer(), Breaker()], **given)
     finally:
         Breaker.at = None
     kept = small.tree(tmp_path)
     with pytest.raises(OutputError, match=r"progress of another run: recipe"):
-        train(str(llama_folder), [Breaker()], **given)
+        train(str(one_block), [Breaker()], **given)
     with pytest.raises(OutputError, match=r"training\.learning_rate: 0\.001 then, 0\.5 now"):
-        train(str(llama_folder), [Freezer(), Breaker()], **{**given, "learning_rate": 0.5})
+        train(str(one_block), [Freezer(), Breaker()], **{**given, "learning_rate": 0.5})
     assert {name: kept[name] for name in kept if "lock" not in name} == {
         name: value for name, value in small.tree(tmp_path).items() if "lock" not in name
     }
-    train(str(llama_folder), [Breaker()], resume="never", **given)
+    train(str(one_block), [Breaker()], resume="never", **given)
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 4

@@ -85,9 +85,7 @@ def test_killed_before_the_first_checkpoint(
     assert _kept(output) == whole
 
 
-def test_a_checkpoint_can_be_named(
-    whole: dict[str, str], one_block: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_can_be_named(whole: dict[str, str], one_block: Path, tmp_path: Path) -> None:
     """By the name that it would have in the output, while the training is not done."""
     output = tmp_path / "out"
     _break(one_block, output, 4)

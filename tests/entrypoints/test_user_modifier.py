@@ -83,7 +83,7 @@ class Spoiler(Modifier):
 
     def on_finalize(self, state: State, **kwargs: Any) -> bool:
         with torch.no_grad():
-            state.model.model.layers[1].mlp.up_proj.weight.mul_(1.1)
+            state.model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
         return True
 
 
@@ -166,9 +166,20 @@ def test_without_a_pipeline_that_runs_data_it_is_told_how_to_get_some(
     assert "requires_calibration_data" in said
 
 
-@pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "W8A16_ASYM"])
-@pytest.mark.parametrize("spoils", [False, True])
-@pytest.mark.parametrize("is_raw", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "spoils", "is_raw"),
+    [
+        pytest.param(
+            scheme,
+            spoils,
+            is_raw,
+            marks=[] if is_raw or scheme in ("W4A16", "W8A8") else [pytest.mark.slow],
+        )
+        for scheme in ("W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "W8A16_ASYM")
+        for spoils in (False, True)
+        for is_raw in (False, True)
+    ],
+)
 def test_a_weight_that_is_changed_after_it_was_quantized_is_told(
     scheme: str, spoils: bool, is_raw: bool, tmp_path: Path, log: list[tuple[str, str]]
 ) -> None:
@@ -176,7 +187,7 @@ def test_a_weight_that_is_changed_after_it_was_quantized_is_told(
     recipe = f"modifiers: {{{modifier}: {{targets: Linear, scheme: {scheme}, ignore: [lm_head]}}"
     recipe += ", Spoiler: {}}" if spoils else "}"
     oneshot(
-        small.llama().to(torch.bfloat16),
+        small.one_block(),
         recipe=recipe,
         dataset=None if is_raw else small.token_rows(),
         num_calibration_samples=4,
@@ -184,7 +195,7 @@ def test_a_weight_that_is_changed_after_it_was_quantized_is_told(
     )
     said = [text for _, text in log if "after they were quantized" in text]
     assert len(said) == spoils
-    assert not spoils or "weights of model.layers.1.mlp.up_proj after" in said[0]
+    assert not spoils or "weights of model.layers.0.mlp.up_proj after" in said[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
