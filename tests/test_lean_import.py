@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -38,7 +39,7 @@ EVERYTHING = [
 ]
 # What others' libraries set when they are imported is theirs: they are imported first.
 SETTINGS = """
-import importlib, json, os, sys, warnings
+import gc, importlib, json, os, sys, warnings, weakref
 import torch, torch._dynamo, transformers, compressed_tensors, accelerate, datasets
 from torch._inductor import config as inductor
 
@@ -63,11 +64,24 @@ def settings():
         "save_pretrained": repr(transformers.PreTrainedModel.save_pretrained),
     }
 
-before = settings()
+class Ring:
+    def __init__(self):
+        self.me = self
+
+def is_found(ring):
+    gc.collect()
+    return ring() is None
+
+ring_before, before = Ring(), settings()
+from llmcompressor import oneshot
 for name in json.loads(sys.argv[1]):
     importlib.import_module(name)
-after = settings()
-print(json.dumps([key for key in before if before[key] != after[key]]))
+after, ring_after = settings(), Ring()
+changed = [key for key in before if before[key] != after[key]]
+exempted, searches = gc.get_freeze_count(), gc.isenabled()
+rings = weakref.ref(ring_before), weakref.ref(ring_after)
+del ring_before, ring_after
+print(json.dumps([changed, exempted, searches, *map(is_found, rings)]))
 """
 
 
@@ -117,8 +131,20 @@ def test_light_pages_load_neither_torch_nor_transformers(module: str) -> None:
     assert run(code).split() == ["False", "False"]
 
 
+@functools.cache
+def _after_everything() -> list[object]:
+    """Settings that changed; then what became of the search for cycles, and what it finds."""
+    found: list[object] = json.loads(run(SETTINGS, json.dumps(EVERYTHING)))
+    return found
+
+
 def test_importing_everything_changes_no_setting() -> None:
-    assert json.loads(run(SETTINGS, json.dumps(EVERYTHING))) == []
+    assert _after_everything()[0] == []
+
+
+def test_where_torch_was_imported_before_nothing_is_exempted_from_the_search_for_cycles() -> None:
+    """``tests/test_collecting.py`` has the other case."""
+    assert _after_everything()[1:] == [0, True, True, True]
 
 
 @pytest.mark.parametrize(

@@ -477,9 +477,12 @@ def test_a_loader_with_a_length_is_used_whole():
 
 
 def test_what_fails_in_a_worker_is_told_without_its_traceback():
-    loader = DataLoader(Failing(), batch_size=None, num_workers=1)
+    # One that stays can be told to end; others are waited for in vain, whenever they are collected.
+    loader = DataLoader(Failing(), batch_size=None, num_workers=1, persistent_workers=True)
     with pytest.raises(DatasetError, match="batch 2: OSError: the disk is gone") as caught:
         list(load_calibration(DatasetArguments(dataset=loader)))
+    assert loader._iterator is not None
+    loader._iterator._shutdown_workers()
     assert "\n" not in str(caught.value)
 
 
