@@ -179,7 +179,7 @@ def test_a_configuration_that_differs_by_layer(needs_data: bool, tmp_path: Path)
     torch.manual_seed(0)
     wider = {"head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 0}
     slices = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16}
-    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    kinds: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
     config = Gemma4TextConfig(**SIZES, **wider, **slices, **kinds)
     Gemma4ForCausalLM(config).save_pretrained(tmp_path / "model")
     kind = GPTQModifier if needs_data else QuantizationModifier

@@ -254,7 +254,7 @@ def test_neither_a_folder_nor_a_model_of_the_hub() -> None:
 def test_packed_zero_points_are_measured(tmp_path: Path) -> None:
     """In the releases too in which transformers by itself refuses them."""
     modifier = QuantizationModifier(targets="Linear", scheme="W4A16_ASYM", ignore=["lm_head"])
-    run = {"precision": "float32", "output_dir": tmp_path / "out"}
+    run: dict[str, Any] = {"precision": "float32", "output_dir": tmp_path / "out"}
     made = oneshot(PICO, recipe=modifier, **run)
     sizes = {"dataset": TEXTS, "max_seq_length": 64}
     assert evaluate(tmp_path / "out", **sizes).loss == evaluate(made.eval(), **sizes).loss
