@@ -49,7 +49,6 @@ _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "n_group": 1,
             "topk_group": 1,
             "first_k_dense_replace": 1,
-            "num_hidden_layers": 3,
             "q_lora_rank": 16,
             "kv_lora_rank": 16,
             "qk_rope_head_dim": 8,
@@ -61,11 +60,13 @@ _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 FAMILIES = list(_FAMILIES)
 
 
-def mixture(family: str, **changes: Any) -> Any:
-    """A model of two mixtures with eight experts each; routers have random weights too."""
+def mixture(family: str, *, mixtures: int = 2, **changes: Any) -> Any:
+    """A model of mixtures with eight experts each; routers have random weights too."""
     kind, config, own = _FAMILIES[family]
     torch.manual_seed(0)
-    model = kind(config(**{**COMMON, **own, **changes})).eval().float()
+    layers = mixtures + own.get("first_k_dense_replace", 0)
+    sizes = {**COMMON, **own, "num_hidden_layers": layers, **changes}
+    model = kind(config(**sizes)).eval().float()
     with torch.no_grad():
         for block in blocks(model):
             block.gate.weight.normal_(std=0.5)
