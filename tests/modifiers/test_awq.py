@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import tiny_llama as tiny
 import tiny_mixtures as mixtures
 import torch
 from datasets import Dataset
+from tests.thinned import thinned
 from torch import Tensor
 from torch.nn import Module
 
@@ -185,12 +188,15 @@ def test_a_parent_that_writes_to_its_arguments_returns_the_same_each_time() -> N
         assert error_of(torch.ones(2, 8)) == [0.0, 0.0]
 
 
+@cache
+def plain_run() -> Any:
+    return tiny.run(tiny.llama(), AWQModifier(n_grid=4), rounding())
+
+
 @pytest.mark.parametrize("pipeline", ["independent", "sequential", "basic", "layer_sequential"])
 def test_every_pipeline_gives_the_same_model(pipeline: str) -> None:
-    models = [tiny.llama(), tiny.llama()]
-    tiny.run(models[0], AWQModifier(n_grid=4), rounding())
-    tiny.run(models[1], AWQModifier(n_grid=4), rounding(), pipeline=pipeline)
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
+    found = tiny.run(tiny.llama(), AWQModifier(n_grid=4), rounding(), pipeline=pipeline)
+    for one, other in zip(found.parameters(), plain_run().parameters(), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -215,33 +221,48 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("pipeline", ["independent", "sequential"])
-@pytest.mark.parametrize("stops", STOPS)
-@pytest.mark.parametrize("loss", ["statistics", "output"])
+@cache
+def of_whole_blocks(loss: Any) -> tuple[dict[str, Any], Any]:
+    awq = AWQModifier(loss=loss, n_grid=4)
+    model = tiny.llama(num_key_value_heads=4)
+    tiny.run(model, awq, rounding(), sequential_granularity="block")
+    assert any(record.get("ratio") for record in awq.report().values())
+    return choices(awq, loss), model
+
+
+@pytest.mark.parametrize(
+    ("stops", "loss", "pipeline"),
+    thinned(STOPS, itertools.product(["statistics", "output"], ["independent", "sequential"])),
+)
 def test_stops_within_blocks_give_the_scales_of_whole_blocks(
-    loss: Any, stops: str, pipeline: str
+    stops: str, loss: Any, pipeline: str
 ) -> None:
     """What GPTQ makes of them behind it is another matter: it goes by the stops."""
-    models = [tiny.llama(num_key_value_heads=4) for _ in range(2)]
-    awq = [AWQModifier(loss=loss, n_grid=4) for _ in range(2)]
-    tiny.run(models[0], awq[0], rounding(), sequential_granularity="block")
-    tiny.run(models[1], awq[1], rounding(), pipeline=pipeline, sequential_targets=STOPS[stops])
-    assert any(record.get("ratio") for record in awq[0].report().values())
-    assert choices(awq[1], loss) == choices(awq[0], loss)
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
+    expected, whole = of_whole_blocks(loss)
+    model, awq = tiny.llama(num_key_value_heads=4), AWQModifier(loss=loss, n_grid=4)
+    tiny.run(model, awq, rounding(), pipeline=pipeline, sequential_targets=STOPS[stops])
+    assert choices(awq, loss) == expected
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def of_a_mixture(**where: Any) -> dict[str, Any]:
+    awq = AWQModifier(loss="output", n_grid=4, clip=False)
+    behind = rounding(ignore=["lm_head", "re:.*gate$"])
+    tiny.run(mixtures.mixture("qwen3_moe", num_experts=4), awq, behind, **where)
+    return choices(awq, "output")
+
+
+@cache
+def of_whole_mixtures() -> dict[str, Any]:
+    return of_a_mixture(sequential_granularity="block")
 
 
 @pytest.mark.parametrize("stops", [["re:.*self_attn$"], ["re:.*mlp$"], ["re:.*(gate|self_attn)$"]])
 def test_stops_within_a_mixture_give_the_scales_of_whole_blocks(stops: list[str]) -> None:
-    found = []
-    for where in ({"sequential_granularity": "block"}, {"sequential_targets": stops}):
-        awq = AWQModifier(loss="output", n_grid=4, clip=False)
-        behind = rounding(ignore=["lm_head", "re:.*gate$"])
-        tiny.run(mixtures.mixture("qwen3_moe"), awq, behind, **where)
-        found.append(choices(awq, "output"))
-    assert any(one["ratio"] is not None for one in found[0].values())
-    assert found[0] == found[1]
+    expected = of_whole_mixtures()
+    assert any(one["ratio"] is not None for one in expected.values())
+    assert of_a_mixture(sequential_targets=stops) == expected
 
 
 def test_padding_does_not_count() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,13 @@ LINEARS = [r"re:.*experts\.\d+\..*"]
 IGNORE = ["lm_head", "re:.*gate$"]
 
 
-def reap() -> REAPPruningModifier:
-    return REAPPruningModifier(sparsity=0.5)
+def reap(sparsity: float = 0.5) -> REAPPruningModifier:
+    return REAPPruningModifier(sparsity=sparsity)
+
+
+def one_of_four() -> REAPPruningModifier:
+    """Three are left, of which each token still goes to two."""
+    return reap(0.25)
 
 
 BEHIND: dict[str, Callable[[], list[Modifier]]] = {
@@ -53,6 +58,14 @@ BEHIND: dict[str, Callable[[], list[Modifier]]] = {
         GPTQModifier(config_groups=GROUPS),
     ],
 }
+
+
+def compressed(
+    model: Any, recipe: Sequence[Modifier], folder: Path, *, verify: bool = False
+) -> None:
+    given = str(model) if isinstance(model, Path) else model
+    rows = tiny.batches(number=4)
+    tiny.run(given, *recipe, output_dir=folder, data=rows, verify=verify)
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
@@ -75,12 +88,14 @@ TURNS = [
 @pytest.mark.parametrize(("family", "behind"), TURNS)
 def test_one_recipe_is_as_good_as_two_stages(family: str, behind: str, tmp_path: Path) -> None:
     """To the byte, from folder to folder and in memory."""
-    small.mixture(family).save_pretrained(tmp_path / "model")
-    tiny.run(str(tmp_path / "model"), reap(), output_dir=tmp_path / "pruned")
-    tiny.run(str(tmp_path / "pruned"), *BEHIND[behind](), output_dir=tmp_path / "staged")
-    tiny.run(str(tmp_path / "model"), reap(), *BEHIND[behind](), output_dir=tmp_path / "streamed")
+    small.mixture(family, experts=4).save_pretrained(tmp_path / "model")
+    compressed(tmp_path / "model", [one_of_four()], tmp_path / "pruned")
+    compressed(tmp_path / "pruned", BEHIND[behind](), tmp_path / "staged")
+    compressed(
+        tmp_path / "model", [one_of_four(), *BEHIND[behind]()], tmp_path / "streamed", verify=True
+    )
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    tiny.run(whole, reap(), *BEHIND[behind](), output_dir=tmp_path / "whole")
+    compressed(whole, [one_of_four(), *BEHIND[behind]()], tmp_path / "whole")
     for name in ("streamed", "whole"):
         assert weights_of(tmp_path / name) == weights_of(tmp_path / "staged"), name
         assert settings_of(tmp_path / name) == settings_of(tmp_path / "staged"), name
@@ -94,17 +109,17 @@ IN_FRONT: dict[str, Callable[[], list[Modifier]]] = {
 
 @pytest.mark.parametrize("before", IN_FRONT)
 def test_what_stands_before_it_works_on_all_experts(before: str, tmp_path: Path) -> None:
-    small.mixture("qwen3_moe").save_pretrained(tmp_path / "model")
-    stages = [IN_FRONT[before](), [reap()], BEHIND["gptq"]()]
+    small.mixture("qwen3_moe", experts=4).save_pretrained(tmp_path / "model")
+    stages = [IN_FRONT[before](), [one_of_four()], BEHIND["gptq"]()]
     folder = tmp_path / "model"
     for number, stage in enumerate(stages):
-        folder, given = tmp_path / f"stage-{number}", str(folder)
-        tiny.run(given, *stage, output_dir=folder)
-    recipe = [*IN_FRONT[before](), reap(), *BEHIND["gptq"]()]
-    tiny.run(str(tmp_path / "model"), *recipe, output_dir=tmp_path / "streamed")
+        folder, given = tmp_path / f"stage-{number}", folder
+        compressed(given, stage, folder)
+    recipe = [*IN_FRONT[before](), one_of_four(), *BEHIND["gptq"]()]
+    compressed(tmp_path / "model", recipe, tmp_path / "streamed", verify=True)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    recipe = [*IN_FRONT[before](), reap(), *BEHIND["gptq"]()]
-    tiny.run(whole, *recipe, output_dir=tmp_path / "whole")
+    recipe = [*IN_FRONT[before](), one_of_four(), *BEHIND["gptq"]()]
+    compressed(whole, recipe, tmp_path / "whole")
     for name in ("streamed", "whole"):
         assert weights_of(tmp_path / name) == weights_of(folder), name
 
@@ -154,7 +169,7 @@ def test_experts_with_something_of_their_own_cannot_be_dropped(
     fixed: str, streamed: bool, tmp_path: Path
 ) -> None:
     """Codes, and matrices that stay in the forward; put behind, they do no harm."""
-    model = small.mixture("qwen3_moe", moe_intermediate_size=32)
+    model = small.mixture("qwen3_moe", experts=4, moe_intermediate_size=32)
     model.save_pretrained(tmp_path / "model")
     given, out = (str(tmp_path / "model"), tmp_path / "out") if streamed else (model, None)
     behind = QuantizationModifier(targets=LINEARS, scheme="W8A16")

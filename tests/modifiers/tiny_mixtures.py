@@ -58,14 +58,16 @@ _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 FAMILIES = list(_FAMILIES)
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def mixture(family: str, *, mixtures: int = 2, **changes: Any) -> Any:
-    """A model of mixtures with eight experts each; routers have random weights too."""
+def mixture(family: str, *, mixtures: int = 2, experts: int = EXPERTS, **changes: Any) -> Any:
+    """A model of mixtures of experts; routers have random weights too."""
     kind, config, own = _FAMILIES[family]
     torch.manual_seed(0)
+    counts = {name: experts for name in _COUNTS if name in own}
     layers = mixtures + own.get("first_k_dense_replace", 0)
-    sizes = {**COMMON, **own, "num_hidden_layers": layers, **changes}
+    sizes = {**COMMON, **own, **counts, "num_hidden_layers": layers, **changes}
     model = kind(config(**sizes)).eval().float()
     with torch.no_grad():
         for block in blocks(model):
