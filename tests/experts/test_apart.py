@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import mixtures
 import pytest
 import torch
+from tests.thinned import thinned
 from torch import Tensor, nn
 from transformers.core_model_loading import (
     Concatenate,
@@ -34,6 +36,7 @@ from llmcompressor.observers.tokens import count_tokens, real_tokens
 from llmcompressor.pipelines.mixtures import meant_mixtures
 
 NAMES = {GATE: GATE, UP: UP, DOWN: DOWN}
+SHOWN = ["routed", "all_tokens", "neighbours", "nothing"]
 W = {GATE: "w1", UP: "w3", DOWN: "w2"}
 
 
@@ -54,9 +57,9 @@ def test_outputs_stay(family: str) -> None:
     assert not torch.allclose(mixtures.logits(model), before, atol=1e-3), "experts do not matter"
 
 
-@pytest.mark.parametrize("family", mixtures.FAMILIES)
-@pytest.mark.parametrize("shown", ["routed", "all_tokens", "neighbours", "nothing"])
-@pytest.mark.parametrize("wave", [None, 3])
+@pytest.mark.parametrize(
+    ("family", "shown", "wave"), thinned(mixtures.FAMILIES, itertools.product(SHOWN, [None, 3]))
+)
 def test_what_is_shown_changes_no_output(family: str, shown: Any, wave: int | None) -> None:
     model = mixtures.build(family)
     before = mixtures.logits(model)
@@ -70,9 +73,10 @@ def test_what_is_shown_changes_no_output(family: str, shown: Any, wave: int | No
         assert not [name for name in mixture._modules if "_" in name and name != "act_fn"]
 
 
-@pytest.mark.parametrize("family", mixtures.FAMILIES)
-@pytest.mark.parametrize("shown", ["routed", "all_tokens", "neighbours", "nothing"])
-@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize(
+    ("family", "shown", "done"),
+    thinned(mixtures.FAMILIES, itertools.product(SHOWN, [False, True])),
+)
 def test_an_output_has_the_bits_of_its_own_products(family: str, shown: Any, done: bool) -> None:
     """A run that goes on behind a layer shows it nothing: else it would end with other bytes.
 

@@ -8,6 +8,7 @@ from typing import Any
 import mixtures
 import pytest
 import torch
+from tests.thinned import thinned
 
 from llmcompressor import oneshot
 from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
@@ -38,8 +39,7 @@ def second_layer(recipe: str, layers: int, **arguments: Any) -> dict[str, torch.
     return {name: value for name, value in state.items() if value.is_floating_point()}
 
 
-@pytest.mark.parametrize("propagates", [True, False])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "propagates"), thinned(RECIPES, [True, False]))
 def test_experts_of_the_last_layer_are_what_they_are_with_a_layer_behind_them(
     recipe: str, propagates: bool
 ) -> None:

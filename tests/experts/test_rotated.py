@@ -39,14 +39,14 @@ RECIPES = {
 
 def compressed(model: Any, first: str, output: Path) -> Any:
     recipe = [RECIPES[first](), GPTQModifier(config_groups=GROUPS, ignore=IGNORED)]
-    rows = mixtures.rows()  # no server turns the inputs of experts: it is not written by default
+    rows = mixtures.rows(4)  # no server turns the inputs of experts: it is not written by default
     return oneshot(model=model, recipe=recipe, dataset=rows, output_dir=output, verify=False)
 
 
 @pytest.mark.parametrize("first", RECIPES)
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
 def test_a_model_and_its_folder_give_the_same_file(family: str, first: str, tmp_path: Path) -> None:
-    mixtures.saved(family, tmp_path / "source")
+    mixtures.saved(family, tmp_path / "source", intermediate_size=128, intermediate_size_mlp=128)
     compressed(str(tmp_path / "source"), first, tmp_path / "streamed")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
     compressed(model, first, tmp_path / "in_memory")

@@ -67,7 +67,8 @@ def model_of(folder: Path, *, tied: bool = False) -> Path:
 
 
 def compressed(model: Any, recipe: str, output: Path, **more: Any) -> Any:
-    rows = [{"input_ids": row} for batch in tiny.batches() for row in batch["input_ids"].tolist()]
+    ids = torch.cat([batch["input_ids"] for batch in tiny.batches(number=2)])
+    rows = [{"input_ids": row} for row in ids.tolist()]
     return oneshot(model=model, recipe=RECIPES[recipe](), dataset=rows, output_dir=output, **more)
 
 
@@ -80,7 +81,7 @@ def test_the_files_are_those_of_a_model_in_memory(
     whole = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     # servers that join q, k and v rotate the inputs of all of them: none computes what is meant
     is_served = not recipe.startswith("some readers")
-    compressed(whole, recipe, tmp_path / "whole", verify=is_served)
+    compressed(whole, recipe, tmp_path / "whole", verify=False)
     returned = compressed(str(source), recipe, tmp_path / "streamed", verify=is_served)
     assert not any("whole model is loaded" in line for line in warned)
     for name in ("model.safetensors", "config.json"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -167,13 +168,9 @@ def test_the_inverse_solves_as_the_factor_does(columns: int, batch: int) -> None
     assert torch.allclose(found_CR, expected_CR, atol=1e-11)
 
 
-@pytest.mark.usefixtures("_threads_restored")
-@pytest.mark.parametrize("solver", [FactoredSolver, InverseSolver])
-@pytest.mark.parametrize("greatest", [1e1, 1e4, 1e8])
-def test_products_of_16_bits_are_as_exact_however_large_the_greatest_eigenvalue_is(
-    solver: type, greatest: float
-) -> None:
-    """Of a matrix with no eigenvalue below 1; and the number of threads does not show."""
+@cache
+def widely_spread(greatest: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The factor of a matrix with no eigenvalue below 1, a right side and the solution."""
     generator = torch.Generator().manual_seed(0)
     columns = 600
     turned_CC = torch.linalg.qr(torch.randn(columns, columns, generator=generator).double())[0]
@@ -181,7 +178,17 @@ def test_products_of_16_bits_are_as_exact_however_large_the_greatest_eigenvalue_
     matrix_CC = (turned_CC * values_C) @ turned_CC.T
     right_CR = torch.randn(columns, 700, generator=generator)
     expected_CR = torch.linalg.solve(matrix_CC, right_CR.double()).float()
-    lower_CC = torch.linalg.cholesky(matrix_CC).float()
+    return torch.linalg.cholesky(matrix_CC).float(), right_CR, expected_CR
+
+
+@pytest.mark.usefixtures("_threads_restored")
+@pytest.mark.parametrize("solver", [FactoredSolver, InverseSolver])
+@pytest.mark.parametrize("greatest", [1e1, 1e4, 1e8])
+def test_products_of_16_bits_are_as_exact_however_large_the_greatest_eigenvalue_is(
+    solver: type, greatest: float
+) -> None:
+    """Of a matrix with no eigenvalue below 1; and the number of threads does not show."""
+    lower_CC, right_CR, expected_CR = widely_spread(greatest)
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)

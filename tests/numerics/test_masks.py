@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.thinned import thinned
 
 from llmcompressor.errors import InputError
 from llmcompressor.numerics import masks, selection
@@ -73,9 +74,13 @@ def textbook(weight, name, sparsity):
     return mask.view(weight.shape)
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
-@pytest.mark.parametrize("shape", [(8, 16), (4, 8, 2, 1)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    thinned(
+        itertools.product(STRUCTURES, [(8, 16), (4, 8, 2, 1)]),
+        [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+    ),
+)
 def test_masks_are_those_of_the_textbook(name, shape, dtype):
     # Multiples of 1/8 that are exact in every dtype: many ties, and equal means stay equal.
     weight = (random(*shape) * 8).round().div(8).to(dtype)

@@ -16,6 +16,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from recorders import Recorder, run_pipeline
+from tests.thinned import thinned
 from torch import nn
 
 from llmcompressor.errors import OutputError
@@ -204,8 +205,7 @@ def _assert_same(one: Recorder, other: Recorder) -> None:
             assert all(map(torch.equal, tensors, getattr(other, kind)[module])), module
 
 
-@pytest.mark.parametrize("level", list(Granularity))
-@pytest.mark.parametrize("name", ["llama", "t5", "llava"])
+@pytest.mark.parametrize(("name", "level"), thinned(["llama", "t5", "llava"], Granularity))
 def test_a_tiny_budget_changes_nothing_to_the_bit(
     name: str, level: Granularity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from recorders import Recorder, hooks_left, plain_inputs, run_pipeline, stubs_left
+from tests.thinned import thinned
 from torch.nn import Module
 from torch.utils.data import DataLoader
 
@@ -67,8 +68,7 @@ def _paused_outputs(model: Module, targets: dict[Module, str], batches: list[Any
     return [outputs[index] for index in range(len(batches))]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "level"), thinned(NAMES, LEVELS))
 def test_a_paused_forward_equals_an_ordinary_one_to_the_bit(name: str, level: str) -> None:
     model, batches = tiny.build(name), tiny.ARCHITECTURES[name].batches()
     with calibration_mode(model):  # without a cache, where a model can do without
@@ -82,8 +82,7 @@ def test_a_paused_forward_equals_an_ordinary_one_to_the_bit(name: str, level: st
     assert not stubs_left(model)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "level"), thinned(NAMES, reversed(LEVELS)))
 def test_every_level_sees_the_inputs_of_an_ordinary_forward(name: str, level: str) -> None:
     """As long as nothing is changed: the same tensors at every module, once per batch."""
     architecture = tiny.ARCHITECTURES[name]
@@ -104,8 +103,7 @@ def test_every_level_sees_the_inputs_of_an_ordinary_forward(name: str, level: st
     assert not hooks_left(model)
 
 
-@pytest.mark.parametrize("asymmetric", [True, False])
-@pytest.mark.parametrize("name", WITH_LINEARS)
+@pytest.mark.parametrize(("name", "asymmetric"), thinned(WITH_LINEARS, [True, False]))
 def test_gptq_quantizes_every_targeted_linear(name: str, asymmetric: bool) -> None:
     architecture = tiny.ARCHITECTURES[name]
     model, batches = tiny.build(name), architecture.batches()

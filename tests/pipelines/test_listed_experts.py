@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from pydantic import PrivateAttr
 from recorders import Recorder, hooks_left, plain_inputs, run_pipeline
 from tests.listed_mixtures import AsList
+from tests.thinned import thinned
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
@@ -531,9 +533,13 @@ def test_how_they_are_called_is_found_out_without_weights_too(kind: type[Listed]
     assert found[0].get(LIST) is MANNERS[kind]
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("twin", [False, True])
-@pytest.mark.parametrize("kind", [Scaled, Halved, Overwritten, Deep, OwnOnly, OwnErased])
+@pytest.mark.parametrize(
+    ("kind", "pipeline", "twin"),
+    thinned(
+        [Scaled, Halved, Overwritten, Deep, OwnOnly, OwnErased],
+        itertools.product(PIPELINES, [False, True]),
+    ),
+)
 def test_what_is_called_with_more_than_rows_is_shown_what_the_others_get(
     pipeline: str, twin: bool, kind: type[Listed], warned: list[str]
 ) -> None:
@@ -599,9 +605,13 @@ class Grouped(Patient):
         self._groups = [{self._names[one] for one in group} for group in state.call_order.groups]
 
 
-@pytest.mark.parametrize("pipeline", ["basic", "sequential", "layer_sequential"])
-@pytest.mark.parametrize("every", [True, False])
-@pytest.mark.parametrize("kind", [Listed, Scaled, Overwritten, OwnOnly])
+@pytest.mark.parametrize(
+    ("kind", "pipeline", "every"),
+    thinned(
+        [Listed, Scaled, Overwritten, OwnOnly],
+        itertools.product(["basic", "sequential", "layer_sequential"], [True, False]),
+    ),
+)
 def test_who_shares_an_input_is_known_of_those_that_a_small_forward_misses(
     pipeline: str, every: bool, kind: type[Listed]
 ) -> None:
@@ -663,11 +673,12 @@ def test_one_that_is_ignored_keeps_nothing_from_the_others(
 
 
 PAUSED = ["sequential", "layer_sequential", "independent"]
+POLICIES = ["all_tokens", "rtn", "neighbours"]
 
 
-@pytest.mark.parametrize("policy", ["all_tokens", "rtn", "neighbours"])
-@pytest.mark.parametrize("pipeline", PAUSED)
-@pytest.mark.parametrize("twin", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "pipeline", "twin"), thinned(itertools.product(POLICIES, PAUSED), [False, True])
+)
 def test_starved_ones_are_shown_what_the_policy_says(
     policy: str, pipeline: str, twin: bool, warned: list[str]
 ) -> None:
@@ -708,9 +719,10 @@ def test_starved_ones_are_shown_what_the_policy_says(
     assert not hooks_left(model)
 
 
-@pytest.mark.parametrize("policy", ["all_tokens", "rtn", "neighbours"])
-@pytest.mark.parametrize("pipeline", PAUSED)
-@pytest.mark.parametrize("kind", [Scaled, Halved, Overwritten, OwnOnly, OwnErased])
+@pytest.mark.parametrize(
+    ("policy", "pipeline", "kind"),
+    thinned(itertools.product(POLICIES, PAUSED), [Scaled, Halved, Overwritten, OwnOnly, OwnErased]),
+)
 def test_so_are_starved_ones_that_are_called_with_more_than_rows(
     policy: str, pipeline: str, kind: type[Listed], warned: list[str]
 ) -> None:
@@ -778,8 +790,7 @@ def test_what_nothing_waits_for_has_no_policy(pipeline: str, warned: list[str]) 
     assert "starved_experts='neighbours' has no effect" in said
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("kind", [Listed, Scaled, OwnOnly, Own])
+@pytest.mark.parametrize(("pipeline", "kind"), thinned(PIPELINES, [Listed, Scaled, OwnOnly, Own]))
 def test_but_they_may_be_an_error(pipeline: str, kind: type[Listed]) -> None:
     model = build(kind)
     with pytest.raises(DatasetError, match=rf"1 of {EXPERTS} experts: {LIST}\.2 \(0\)"):

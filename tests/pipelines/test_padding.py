@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import tiny_models as tiny
 import torch
 from recorders import Recorder, run_pipeline
+from tests.thinned import thinned
 from torch import Tensor
 from torch.nn import Module
 from transformers import BartConfig, BartModel
@@ -19,6 +21,7 @@ from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.pipelines.batches import CalibrationBatches
 
 CAUSAL = ["llama", "qwen3", "gemma3", "phi3", "opt"]
+PIPELINES = ["basic", "sequential", "layer_sequential"]
 LENGTH, EXTRA = 8, 5
 
 
@@ -81,10 +84,13 @@ def _gptq(**fields: Any) -> GPTQModifier:
     )
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("pipeline", ["sequential", "layer_sequential"])
-@pytest.mark.parametrize("asymmetric", [False, True])
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(
+    ("name", "asymmetric", "pipeline", "side"),
+    thinned(
+        CAUSAL,
+        itertools.product([False, True], ["sequential", "layer_sequential"], ["right", "left"]),
+    ),
+)
 def test_gptq_writes_the_same_weights(
     name: str, asymmetric: bool, pipeline: str, side: str
 ) -> None:
@@ -100,9 +106,12 @@ def _of_text(name: str, asymmetric: bool, pipeline: str, side: str) -> list[Tens
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [("right", "none"), ("none", "right"), ("right", "right")]
+    ("pipeline", "source", "target"),
+    [
+        *((pipeline, "right", "right") for pipeline in PIPELINES),
+        *thinned(PIPELINES, [("right", "none"), ("none", "right")]),
+    ],
 )
-@pytest.mark.parametrize("pipeline", ["basic", "sequential", "layer_sequential"])
 def test_both_masks_of_an_encoder_decoder_are_respected(
     pipeline: str, source: str, target: str
 ) -> None:
@@ -117,7 +126,7 @@ def _of_pairs(pipeline: str, source: str, target: str) -> list[Tensor]:
     return _calibrated(_build("t5"), _pairs(source, target), modifier, pipeline)
 
 
-@pytest.mark.parametrize("pipeline", ["basic", "sequential", "layer_sequential"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
 def test_in_an_encoder_decoder_each_input_comes_with_the_mask_of_its_half(pipeline: str) -> None:
     """As long as source and target are equally long, shapes would not tell them apart."""
     batches = [
@@ -203,8 +212,7 @@ def test_a_speech_encoder_has_no_padding_and_its_decoder_has() -> None:
             assert all(mask is not None for mask in masks), name
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("pipeline", ["basic", "sequential", "layer_sequential"])
+@pytest.mark.parametrize(("pipeline", "side"), thinned(PIPELINES, ["right", "left"]))
 def test_static_activation_scales_are_the_same(pipeline: str, side: str) -> None:
     scales = []
     for one in ("none", side):

@@ -9,6 +9,7 @@ import pytest
 import tiny_models as tiny
 import torch
 from recorders import Recorder, plain_inputs, run_pipeline
+from tests.thinned import thinned
 from torch import nn
 from torch.nn import Module
 
@@ -38,8 +39,7 @@ def _recorded(
     return model, batches, names, recorder
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "level"), thinned(NAMES, LEVELS))
 def test_references_are_the_inputs_of_the_original_model_to_the_bit(
     name: str, level: Granularity
 ) -> None:
@@ -53,8 +53,7 @@ def test_references_are_the_inputs_of_the_original_model_to_the_bit(
         assert all(map(torch.equal, references, expected[module])), module
 
 
-@pytest.mark.parametrize("twin", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "twin"), thinned(NAMES, [False, True]))
 def test_at_linear_level_inputs_are_those_of_the_finished_model(name: str, twin: bool) -> None:
     """What a Linear gets depends only on those before it, which are compressed already."""
     model, batches, _, recorder = _recorded(name, Granularity.LINEAR, twin=twin)
