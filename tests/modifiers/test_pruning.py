@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from tests.thinned import thinned
 from torch import nn
 
 from llmcompressor.core import Event, EventType, State, callbacks, create_session
@@ -135,9 +137,10 @@ SCHEDULES: list[tuple[str, dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("steps_per_epoch", [None, 4])
-@pytest.mark.parametrize("start", [0, 2])
-@pytest.mark.parametrize(("name", "arguments", "formula"), SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "arguments", "formula", "start", "steps_per_epoch"),
+    thinned(SCHEDULES, itertools.product([0, 2], [None, 4])),
+)
 def test_sparsity_after_each_step_is_the_formula(name, arguments, formula, start, steps_per_epoch):
     unit = steps_per_epoch or 1
     modifier = gradual(
@@ -412,10 +415,13 @@ def test_constant_without_zeros_is_told_of(warned):
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("structure", ["unstructured", "2:4"])
-@pytest.mark.parametrize("cut", [1, 4, 9])
-@pytest.mark.parametrize("start", [0, 4])
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    ("cut", "start", "structure", "together"),
+    thinned(
+        itertools.product([1, 4, 9], [0, 4]),
+        itertools.product(["unstructured", "2:4"], [False, True]),
+    ),
+)
 def test_a_resumed_training_is_the_same_bit_by_bit(structure, cut, start, together):
     """A cut after step 4 falls on the step that reaches the later of the two starts."""
     changes: dict[str, Any] = {

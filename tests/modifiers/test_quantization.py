@@ -53,8 +53,8 @@ def states(given: list[tiny.Batch]) -> dict[str, list[Tensor]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_weight_is_rounded_on_the_scales_of_its_observer(name: str) -> None:
-    before: Any = tiny.llama(torch.bfloat16)
-    model = tiny.run(tiny.llama(torch.bfloat16), nearest(scheme=name))
+    before, model = (tiny.llama(torch.bfloat16, num_hidden_layers=1) for _ in range(2))
+    tiny.run(model, nearest(scheme=name))
     for module_name, module in tiny.linears(model).items():
         weight = before.get_submodule(module_name).weight.detach()
         args = module.quantization_scheme.weights

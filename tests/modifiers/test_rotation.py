@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.thinned import thinned
 from tiny_llama import SIZES, batches, llama, logits, run, traces
 from transformers import (
     Gemma2Config,
@@ -93,8 +94,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", ["hadamard", "random-matrix"])
+@pytest.mark.parametrize(("name", "kind"), thinned(MODELS, ["hadamard", "random-matrix"]))
 def test_outputs_stay(name: str, kind: Any) -> None:
     assert moved(MODELS[name](), SpinQuantModifier(rotations=ALL, transform_type=kind)) < 1e-5
     assert moved(MODELS[name](), QuIPModifier(rotations=["u", "v"], transform_type=kind)) < 1e-5

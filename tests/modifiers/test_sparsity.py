@@ -137,7 +137,7 @@ def test_what_quantizes_afterwards_keeps_the_zeros(
 ) -> None:
     groups = {"all": {"targets": ["Linear"], "weights": {**WEIGHTS, "symmetric": symmetric}}}
     model = tiny.run(
-        tiny.llama(),
+        tiny.llama(num_hidden_layers=1),
         pruner(**PAIRS),
         quantizer(config_groups=groups, ignore=["lm_head"]),
         pipeline=pipeline,
@@ -267,14 +267,14 @@ def test_a_profile_keeps_the_mean(modifier: type) -> None:
 
 def test_a_profile_is_that_of_the_scores_of_each_layer() -> None:
     """Five layers, each with its own number of outliers, against sums over whole score matrices."""
-    model = tiny.llama(num_hidden_layers=5)
+    model, data = tiny.llama(num_hidden_layers=5), tiny.batches(number=2)
     for layer, every in enumerate((64, 16, 32, 8, 48)):
         for name, module in tiny.linears(model).items():
             if f".layers.{layer}." in name:
                 module.weight.data[:, ::every] *= 6
     scores: dict[str, list[Tensor]] = {}
     for name, module in tiny.linears(model).items():
-        reach = tiny.inputs_of(model, name, tiny.batches()).float().norm(dim=0)
+        reach = tiny.inputs_of(model, name, data).float().norm(dim=0)
         score_RC = module.weight.detach().abs() * reach
         scores.setdefault(name.split(".")[2], []).append(score_RC.flatten())
     joined = {layer: torch.cat(parts) for layer, parts in scores.items()}
@@ -293,6 +293,7 @@ def test_a_profile_is_that_of_the_scores_of_each_layer() -> None:
             owl_lmbda=0.05,
             targets="LlamaDecoderLayer",
         ),
+        data=data,
     )
     gone: dict[str, list[Tensor]] = {}
     for name, module in tiny.linears(model).items():

@@ -391,7 +391,17 @@ def test_the_best_model_comes_with_its_modifiers_state(tmp_path, monkeypatch, wa
     assert any("best checkpoint is that of step 3" in each for each in warned)
 
 
-@pytest.mark.parametrize(("step", "accumulated"), [(2, 1), (4, 1), (5, 1), (7, 1), (3, 2), (5, 2)])
+@pytest.mark.parametrize(
+    ("step", "accumulated"),
+    [
+        (2, 1),
+        (4, 1),
+        pytest.param(5, 1, marks=pytest.mark.slow),
+        (7, 1),
+        (3, 2),
+        pytest.param(5, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stream_goes_on_where_it_was(tmp_path, step, accumulated):
     """Four micro-batches in a pass: within the first, at its end, and in later ones."""
     given = {"max_steps": 8, "gradient_accumulation_steps": accumulated, "stream": 7}

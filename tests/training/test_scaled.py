@@ -63,9 +63,16 @@ def trained(cls: type[Trainer], folder: Path, **changed: Any) -> tuple[Watch, li
     return watch, [each["sparsity"] for each in made.state.log_history if "sparsity" in each]
 
 
+@pytest.fixture(scope="module")
+def unscaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Watch, list[float]]:
+    return trained(Trainer, tmp_path_factory.mktemp("plain"))
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_skipped_steps_change_nothing_else(tmp_path: Path, optim: str) -> None:
-    plain, formula = trained(Trainer, tmp_path / "plain")
+def test_skipped_steps_change_nothing_else(
+    tmp_path: Path, optim: str, unscaled: tuple[Watch, list[float]]
+) -> None:
+    plain, formula = unscaled
     tiny.Recorder.seen.clear()
     scaled, logged = trained(ScaledTrainer, tmp_path / "scaled", optim=optim)
     assert all(plain.moved)
