@@ -128,9 +128,10 @@ class Probe:
 
     def _logits(self, plan: Plan) -> Tensor:
         gains = plan.gains()  # of norms that are one by the time that the Linears are made
+        offsets = {norm.module: norm.offset for norm in plan.norms}
 
         def values(module: Module) -> dict[str, Tensor]:
-            return _values(module, plan, gains, wide=self._wide)
+            return _values(module, plan, gains, offsets, wide=self._wide)
 
         with full_float32_products(), _given(self._units, values):
             return logits(self._model)
@@ -324,7 +325,12 @@ def _swapped(changes: Mapping[Module, Mapping[str, Tensor]]) -> Iterator[None]:
 
 
 def _values(
-    module: Module, plan: Plan, gains: Mapping[Module, Tensor | None], *, wide: bool
+    module: Module,
+    plan: Plan,
+    gains: Mapping[Module, Tensor | None],
+    offsets: Mapping[Module, float],
+    *,
+    wide: bool,
 ) -> dict[str, Tensor]:
     """The tensors of ``module`` itself that are others where ``plan`` is done, or in float32."""
     found = {}
@@ -337,8 +343,7 @@ def _values(
                 continue
             if one.dtype.itemsize < _WIDE:
                 found[name] = one.detach().float()
-    for norm in plan.norms:
-        own = found.get("weight", module._parameters.get("weight"))
-        if norm.module is module and own is not None:
-            found["weight"] = torch.full_like(own, 1.0 - norm.offset)
+    own = found.get("weight", module._parameters.get("weight"))
+    if module in offsets and own is not None:
+        found["weight"] = torch.full_like(own, 1.0 - offsets[module])
     return found
