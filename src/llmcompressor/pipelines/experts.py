@@ -56,10 +56,12 @@ class ExpertWatch(HooksMixin):
         args: DatasetArguments,
     ) -> None:
         """Watch those mixtures of ``model`` whose experts modifiers calibrate, in stages."""
+        looked_at = _calibrated(modifiers, state)
         self._names = {
             module: name
             for name, module in model.named_modules()
-            if isinstance(module, LinearExperts) and _is_calibrated(module, modifiers, state)
+            if isinstance(module, LinearExperts)
+            and (looked_at is None or not looked_at.isdisjoint(set(module.modules()) - {module}))
         }
         self._starvation = Starvation.asked_for(args, batches)
         every = args.moe_calibrate_all_experts
@@ -221,16 +223,16 @@ def experts_report(model: Module, names: Iterable[str] | None = None) -> dict[st
     return found
 
 
-def _is_calibrated(mixture: LinearExperts, modifiers: Sequence[Modifier], state: State) -> bool:
-    """Whether a modifier may look at what single experts of a mixture get."""
-    inside = set(mixture.modules()) - {mixture}
+def _calibrated(modifiers: Sequence[Modifier], state: State) -> set[Module] | None:
+    """What modifiers look at in a calibration; ``None`` where it may be anything."""
+    found: set[Module] = set()
     for modifier in modifiers:
-        if not modifier.requires_calibration_data:
-            continue
-        own = modifier.calibrated_modules(state)
-        if modifier.runs_to_end or not own or not inside.isdisjoint(own):
-            return True
-    return False
+        if modifier.requires_calibration_data:
+            own = modifier.calibrated_modules(state)
+            if modifier.runs_to_end or not own:
+                return None
+            found.update(own)
+    return found
 
 
 def wave_of(mixture: LinearExperts, *, every: bool) -> int:

@@ -149,7 +149,8 @@ def cut(model: Module, layer: MoeLayer, kept: Sequence[int]) -> None:
             _replace(layer.experts, name, parameter, 0, kept)
     for module, name, tensor, dimension in _scores(layer):
         _replace(module, name, tensor, dimension, kept)
-    holders = [module for name, module in model.named_modules() if _is_above(name, layer.name)]
+    path = layer.name.split(".")
+    holders = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
     for module in {*holders, *layer.around, *layer.router.modules(), *inside}:
         for name, value in list(vars(module).items()):
             if _is_count(name, value, layer.count) or (
@@ -279,10 +280,6 @@ def _replace(module: Module, name: str, old: Tensor, dimension: int, kept: Seque
         module._parameters[name] = Parameter(new, requires_grad=old.requires_grad)
     else:
         module._buffers[name] = new
-
-
-def _is_above(name: str, inner: str) -> bool:
-    return name == "" or inner.startswith(f"{name}.")
 
 
 def names_of(layers: Sequence[MoeLayer]) -> str:
