@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from llmcompressor import oneshot, plan, verify
+from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
@@ -31,6 +32,10 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
         QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"]),
     ],
     "pruned": lambda: [SparseGPTModifier(sparsity=0.5, ignore=["lm_head"])],
+    "dropped": lambda: [
+        REAPPruningModifier(sparsity=0.5),
+        GPTQModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"]),
+    ],
     "rotated, in two passes": lambda: [
         SpinQuantModifier(rotations=["R1", "R2"]),
         GPTQModifier(targets=["re:.*mlp.*"], scheme="W8A16"),
@@ -39,17 +44,24 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-def _folder(layers: int, folder: Path) -> str:
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=64,
-    )
+QUICK = {"scaled", "pruned", "dropped"}
+
+
+def _folder(recipe: str, layers: int, folder: Path) -> str:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 64,
+    }
+    config: Any = LlamaConfig(**sizes)
+    if recipe == "dropped":
+        experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+        config = Qwen3MoeConfig(**sizes, **experts, head_dim=16)
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return str(folder)
 
 
@@ -66,8 +78,8 @@ def _calls(work: Callable[[], object]) -> Counter[str]:
 def _calls_of_all(recipe: str, layers: int, folder: Path) -> Counter[str]:
     """Those of a plan, of a run over a folder and one in memory, and of verify."""
     data = None if recipe == "rounded" else [{"input_ids": list(range(1, 17))}] * 2
-    source, output, make = _folder(layers, folder / "model"), folder / "output", RECIPES[recipe]
-    model = LlamaForCausalLM.from_pretrained(source)
+    source, output = _folder(recipe, layers, folder / "model"), folder / "output"
+    make, model = RECIPES[recipe], AutoModelForCausalLM.from_pretrained(source)
     found = _calls(lambda: plan(source, make(), data, measure=False))
     found += _calls(lambda: oneshot(source, make(), data, output_dir=output))
     found += _calls(lambda: verify(output, source))
@@ -76,10 +88,7 @@ def _calls_of_all(recipe: str, layers: int, folder: Path) -> Counter[str]:
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        pytest.param(one, marks=[pytest.mark.slow] if one.startswith("ro") else [])
-        for one in RECIPES
-    ],
+    [pytest.param(one, marks=[] if one in QUICK else [pytest.mark.slow]) for one in RECIPES],
 )
 def test_four_times_as_many_layers_take_four_times_as_many_calls(
     recipe: str, tmp_path: Path
