@@ -283,15 +283,10 @@ def test_tokens_are_counted_and_shown(
 
 
 @pytest.fixture(scope="module")
-def nearest(
-    source: tuple[PreTrainedModel, Path], tmp_path_factory: pytest.TempPathFactory
-) -> PreTrainedModel:
+def nearest(source: tuple[PreTrainedModel, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """All experts rounded to nearest."""
     ignore = ["lm_head", "re:.*self_attn.*"]
-    made: PreTrainedModel = compressed(
-        source[1], tmp_path_factory.mktemp("nearest") / "rtn", ignore=ignore
-    )
-    return made
+    return compressed(source[1], tmp_path_factory.mktemp("nearest") / "rtn", ignore=ignore)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +296,7 @@ def test_starved_experts(
     policy: str,
     granularity: str,
     source: tuple[PreTrainedModel, Path],
-    nearest: PreTrainedModel,
+    nearest: Any,
     tmp_path: Path,
     warned: list[str],
 ) -> None:

@@ -63,7 +63,7 @@ BEHIND: dict[str, Callable[[], list[Modifier]]] = {
 def compressed(
     model: Any, recipe: Sequence[Modifier], folder: Path, *, verify: bool = False
 ) -> None:
-    given = str(model) if isinstance(model, Path) else model
+    given: Any = str(model) if isinstance(model, Path) else model
     rows = tiny.batches(number=4)
     tiny.run(given, *recipe, output_dir=folder, data=rows, verify=verify)
 
