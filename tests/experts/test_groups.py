@@ -90,7 +90,9 @@ def test_the_group_of_the_experts_is_the_one_that_is_taken(
 
 
 @pytest.mark.parametrize("order", [["attn", "exp"], ["exp", "attn"]])
-@pytest.mark.parametrize("names", [["a", "b"], ["b", "a"]])
+@pytest.mark.parametrize(
+    "names", [pytest.param(["a", "b"], marks=pytest.mark.slow), ["b", "a"]], ids=str
+)
 def test_the_order_is_that_of_the_file(order: list[str], names: list[str], tmp_path: Path) -> None:
     """Not that of the names: without a pattern that says experts the first group is taken."""
     mixtures.saved("qwen3_moe", tmp_path / "source")

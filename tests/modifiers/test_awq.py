@@ -427,7 +427,7 @@ def test_what_a_mixture_reads_is_scaled(loss: Any, every: bool) -> None:
     """Large channels before router and experts: their weights are rounded better than without."""
     data, errors = tiny.batches(), {}
     for name in ("rounded", "scaled"):
-        model = mixtures.mixture("qwen3_moe")
+        model = mixtures.mixture("qwen3_moe", num_experts=4)
         layers = [layer.post_attention_layernorm for layer in model.model.layers]
         with torch.no_grad():
             for norm in layers:
