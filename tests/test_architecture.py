@@ -303,7 +303,10 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines from ``def`` to the end, the docstring left out."""
     lines = (function.end_lineno or function.lineno) - function.lineno + 1
-    if ast.get_docstring(function, clean=False) is not None:
+    if (
+        isinstance(function.body[0], ast.Expr)
+        and ast.get_docstring(function, clean=False) is not None
+    ):
         docstring = function.body[0]
         lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
     return lines

@@ -44,7 +44,7 @@ RECIPES: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-QUICK = {"scaled", "pruned", "dropped"}
+QUICK = {"scaled", "pruned"}
 
 
 def _folder(recipe: str, layers: int, folder: Path) -> str:
@@ -96,4 +96,6 @@ def test_four_times_as_many_layers_take_four_times_as_many_calls(
     few = _calls_of_all(recipe, FEW, tmp_path / "few")
     many = _calls_of_all(recipe, TIMES * FEW, tmp_path / "many")
     grown = {what: (few[what], count) for what, count in many.items() if count > 400}
+    # patterns are compiled anew where there are more than Python keeps
+    grown = {what: was for what, was in grown.items() if "/re/" not in what}
     assert not {what: was for what, was in grown.items() if was[1] > MOST * was[0]}

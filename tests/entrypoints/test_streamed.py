@@ -159,7 +159,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "recipe"), CASES)
+LIKE_OTHERS = {("llama", one) for one in ("W4A16", "FP8_DYNAMIC", "INT16", "GPTQ", "cache")}
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [pytest.param(*one, marks=[pytest.mark.slow] if one in LIKE_OTHERS else []) for one in CASES],
+)
 def test_the_files_are_those_of_a_run_in_memory(
     name: str,
     recipe: str,

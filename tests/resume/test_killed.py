@@ -44,28 +44,28 @@ def every(recipe: str, quick: AbstractSet[int]) -> Iterator[Any]:
 
 
 BOUNDARIES = [
-    *every("rtn", {1, 3, 5}),
-    *every("gptq", {2, 4, 6}),
-    *every("two", {1, 4, 6, 9}),
+    *every("rtn", {1, 4}),
+    *every("gptq", {2, 5}),
+    *every("two", {4, 9}),
     *at("rtn", {3}, {1}, kind="torn"),
     *at("gptq", {1}, {3}, kind="torn"),
     *at("ragged", {3}),
     *at("one_pass", {3}, {2}, "appended"),
     *at("cache", {3}, {2}, "appended"),
-    *at("sparse", {2, 7}, {4, 5, 9}),
+    *at("sparse", {7}, {2, 4, 5, 9}),
     *at("pruned", {3}, {5}),
     *at("pruned_rounded", {3}, {5, 7}),
     *at("rotated", {3}, {2, 5}),
     *at("rotated_between", {3}, {5, 6, 8}),
     *at("smoothed", {3}, {1, 2, 5}),
-    *at("learned", {2, 6}, {1, 3, 4, 8, 10}),
+    *at("learned", {6}, {1, 2, 3, 4, 8, 10}),
     *at("learned", {3}, kind="torn"),
     *at("learned", set(), {2}, kind="appended"),
     *at("dropped", {6}, {3, 4, 9, 11}),
-    *at("dropped_quantized", {5, 12}, set(range(1, 14))),
+    *at("dropped_quantized", {5}, set(range(1, 14))),
     *at("dropped_rounded", {5}, set(range(1, 10))),
     *at("dropped_pruned", {5}, {3, 9, 12, 15}),
-    *at("starved", {3}, {4}),
+    *at("starved", set(), {3, 4}),
     *at("starved_pruned", {3}, {5, 6}),
     *at("starved_rotated", {3}),
     *at("linear_by_linear", {3}),
@@ -94,7 +94,7 @@ def remembers(job: Job) -> bool:
 
 
 @pytest.mark.parametrize("recipe", ["rtn", "gptq", "two", "learned"])
-@pytest.mark.parametrize("moments", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(
     recipe: str, moments: int, model: Path, tmp_path: Path, expected: Expected
 ) -> None:

@@ -47,7 +47,19 @@ def worse_than_notes(report: VerificationReport) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+OF_EACH_FORMAT = {
+    *("W3A16", "W4A16", "W4A16_ASYM", "W4A8", "W4AFP8", "W8A8", "FP8", "FP8_BLOCK"),
+    *("FP8_DYNAMIC", "NVFP4", "NVFP4A16", "MXFP4", "MXFP8", "MXFP6A16", "UNQUANTIZED"),
+}
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param(one, marks=[] if one in OF_EACH_FORMAT else [pytest.mark.slow])
+        for one in sorted(PRESETS)
+    ],
+)
 def test_every_preset_on_a_llama(preset: str, llama_folder: Path, compressed: Run) -> None:
     folder = compressed(llama_folder, recipe(preset))
     report = verify(folder, llama_folder, serve="vllm", tp=1)
