@@ -148,16 +148,28 @@ class _Best:
         self._idle = 0
 
     def take(self, low_KS: Tensor, high_KS: Tensor, error_KS: Tensor, patience: int) -> bool:
-        """Compare fractions one after another; False once the search has run out of patience."""
+        """Compare fractions one after another; False once the search has run out of patience.
+
+        An accelerator is asked once for all of them, and not waited for after each.
+        """
+        best, after, is_better = (self.low_S, self.high_S, self._error_S), [], []
         for low_S, high_S, error_S in zip(low_KS, high_KS, error_KS, strict=True):
-            better_S = error_S < self._error_S
-            self._idle = 0 if bool(better_S.any()) else self._idle + 1
-            if patience and self._idle >= patience:
-                return False
-            self._error_S = torch.where(better_S, error_S, self._error_S)
-            self.low_S = torch.where(better_S, low_S, self.low_S)
-            self.high_S = torch.where(better_S, high_S, self.high_S)
-        return True
+            better_S = error_S < best[2]
+            best = (
+                torch.where(better_S, low_S, best[0]),
+                torch.where(better_S, high_S, best[1]),
+                torch.where(better_S, error_S, best[2]),
+            )
+            after.append(best)
+            is_better.append(better_S.any())
+        told = enumerate(torch.stack(is_better).tolist()) if patience else ()
+        for number, better in told:
+            self._idle = 0 if better else self._idle + 1
+            if self._idle >= patience:
+                best = after[number]
+                break
+        self.low_S, self.high_S, self._error_S = best
+        return not patience or self._idle < patience
 
 
 def _errors(
@@ -171,7 +183,8 @@ def _errors(
 ) -> Tensor:
     """Sum of weighted errors of each cell [K, S] under each of K ranges, in float32.
 
-    Chunks are small enough to stay in a cache while all K ranges are tried on them.
+    Chunks are small enough to stay in a cache while all K ranges are tried on them, as many at once
+    as make up a chunk.
     """
     scale_KS, zero_KS = rounding.scales(low_KS, high_KS)
     error_KS = torch.zeros_like(scale_KS, dtype=torch.float32)
@@ -181,13 +194,17 @@ def _errors(
         part = values_SN[rows, columns]
         exact = part.float()
         weight = None if importance_PN is None else importance_PN[:, columns].float()
-        for k, error_S in enumerate(error_KS):
-            zero = None if zero_KS is None else zero_KS[k, rows, None]
-            rounded = rounding.grid.fake_quantize(part, scale_KS[k, rows, None], zero)
+        height = max(1, _CHUNK_ELEMENTS // part.numel())
+        for first in range(0, len(error_KS), height):
+            some = slice(first, first + height)
+            scale = scale_KS[some, rows, None]
+            zero = None if zero_KS is None else zero_KS[some, rows, None]
+            every = part.expand(len(scale), *part.shape)
+            rounded = rounding.grid.fake_quantize(every, scale, zero)
             loss = _power_(rounded.to(torch.float32).sub_(exact).abs_(), norm)
             if weight is not None:
-                loss.unflatten(0, (-1, period)).mul_(weight)  # type: ignore[no-untyped-call]
-            error_S[rows] += loss.sum(1)
+                loss.unflatten(1, (-1, period)).mul_(weight)  # type: ignore[no-untyped-call]
+            error_KS[some, rows] += loss.sum(-1)
     return error_KS
 
 
