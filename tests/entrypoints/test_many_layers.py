@@ -20,6 +20,7 @@ from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier
 from llmcompressor.modifiers.transform import AWQModifier, SpinQuantModifier
 
+LOOKED_AT = ("llmcompressor/", "dataclasses.py", "nn/modules/module.py", "pydantic/main.py")
 FEW, TIMES, MOST = 2, 4, 5.5
 RECIPES: dict[str, Callable[[], list[Any]]] = {
     "rounded": lambda: [QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])],
@@ -71,7 +72,8 @@ def _calls(work: Callable[[], object]) -> Counter[str]:
     profile.runcall(work)
     counted: Counter[str] = Counter()
     for entry in profile.getstats():
-        counted[str(entry.code)] += entry.callcount
+        if any(part in str(entry.code) for part in LOOKED_AT):  # else one of many that others call
+            counted[str(entry.code)] += entry.callcount
     return counted
 
 
@@ -96,6 +98,4 @@ def test_four_times_as_many_layers_take_four_times_as_many_calls(
     few = _calls_of_all(recipe, FEW, tmp_path / "few")
     many = _calls_of_all(recipe, TIMES * FEW, tmp_path / "many")
     grown = {what: (few[what], count) for what, count in many.items() if count > 400}
-    # patterns are compiled anew where there are more than Python keeps
-    grown = {what: was for what, was in grown.items() if "/re/" not in what}
     assert not {what: was for what, was in grown.items() if was[1] > MOST * was[0]}

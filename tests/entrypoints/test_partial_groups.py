@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SOLVED = ("int4 with zero points", "int8", "int3", "NVFP4A16")
+SOLVED = ("int4 with zero points", "int3")
 """That both modifiers are shown with; the others with one, if not all cases are asked for."""
 
 

@@ -10,6 +10,7 @@ import pytest
 import small_models as small
 import torch
 from safetensors.torch import load_file
+from tests.thinned import thinned
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -53,8 +54,9 @@ def readable(tensors: dict[str, Tensor], key: str) -> Tensor:
     return tensor.half() * scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
-@pytest.mark.parametrize("modifier", [QuantizationModifier, GPTQModifier])
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    ("name", "modifier"), thinned(ARGUMENTS, [QuantizationModifier, GPTQModifier])
+)
 def test_tiny_weights_in_float16_are_kept_in_memory_and_on_disk(
     name: str, modifier: Any, tmp_path: Path, warned: list[str]
 ) -> None:

@@ -54,7 +54,7 @@ def edit(folder: Path, change: Any) -> None:
     ("family", "groups"),
     [
         ("qwen3_moe", {"attn": ATTENTION, "exp": MLP}),
-        ("deepseek_v3", {"attn": ATTENTION, "exp": MLP}),
+        pytest.param("deepseek_v3", {"attn": ATTENTION, "exp": MLP}, marks=pytest.mark.slow),
         ("mixtral", {"attn": ATTENTION, "exp": MLP}),
         ("deepseek_v3", {"shared": SHARED, "rest": REST}),
         ("qwen3_moe", {"attn": {**ATTENTION, "targets": QKV}, "exp": MLP}),

@@ -340,7 +340,13 @@ def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_kept")
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] if one in ("static", "heads alone") else [])
+        for one in RECIPES
+    ],
+)
 def test_the_files_are_those_of_a_model_in_memory(
     recipe: str, tied: bool, tmp_path: Path, warned: list[str]
 ) -> None:

@@ -8,6 +8,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from tests.thinned import thinned
 
 from llmcompressor.errors import InputError, NonFiniteError
 from llmcompressor.observers import (
@@ -51,9 +52,18 @@ def test_every_observer_sees_activations_of_any_batch_shape(name, split):
     assert a.qparams()[0].shape == (1,)
 
 
-@pytest.mark.parametrize("name", [name for name in OBSERVERS if "imatrix" not in name])
-@pytest.mark.parametrize("args", [TENSOR, QuantizationArgs(num_bits=8, group_size=16)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "args", "dtype"),
+    thinned(
+        [name for name in OBSERVERS if "imatrix" not in name],
+        [
+            (TENSOR, torch.float32),
+            (QuantizationArgs(num_bits=8, group_size=16), torch.bfloat16),
+            (TENSOR, torch.bfloat16),
+            (QuantizationArgs(num_bits=8, group_size=16), torch.float32),
+        ],
+    ),
+)
 def test_batches_of_one_size_may_be_shown_together(name, args, dtype):
     """Each is an observation: moving averages take as many steps as there are batches."""
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     QuantizationStatus,
 )
+from tests.thinned import thinned
 from torch.nn import Linear, Module
 
 from llmcompressor.args import ModelArguments
@@ -120,8 +121,7 @@ def test_the_workspace_of_gptq_is_that_of_its_solver(
 
 
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("rows", [512, 1024, 2048])
-@pytest.mark.parametrize("group", [None, NofM(2, 4)])
+@pytest.mark.parametrize(("rows", "group"), thinned([512, 1024, 2048], [None, NofM(2, 4)]))
 def test_the_workspace_of_sparsegpt_is_that_of_its_solver(rows: int, group: NofM | None) -> None:
     columns = 512
     generator = torch.Generator().manual_seed(0)
@@ -141,8 +141,9 @@ def test_the_workspace_of_sparsegpt_is_that_of_its_solver(rows: int, group: NofM
 
 
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize(("rows", "columns"), [(256, 512), (1024, 512), (512, 1024)])
-@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(
+    ("rows", "columns", "group"), thinned([(256, 512), (1024, 512), (512, 1024)], [32, 128])
+)
 def test_the_workspace_of_clipping_is_that_of_its_solver(
     rows: int, columns: int, group: int
 ) -> None:

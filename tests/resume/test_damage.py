@@ -137,7 +137,9 @@ def own_copy(model: Path, tmp_path: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, remove])
+@pytest.mark.parametrize(
+    "damage", [truncate, pytest.param(flip, marks=SLOW), pytest.param(remove, marks=SLOW)]
+)
 def test_a_damaged_source(
     damage: Callable[[Path], None], model: Path, tmp_path: Path, expected: Expected
 ) -> None:
