@@ -148,28 +148,28 @@ class _Best:
         self._idle = 0
 
     def take(self, low_KS: Tensor, high_KS: Tensor, error_KS: Tensor, patience: int) -> bool:
-        """Compare fractions one after another; False once the search has run out of patience.
-
-        An accelerator is asked once for all of them, and not waited for after each.
-        """
-        best, after, is_better = (self.low_S, self.high_S, self._error_S), [], []
-        for low_S, high_S, error_S in zip(low_KS, high_KS, error_KS, strict=True):
-            better_S = error_S < best[2]
-            best = (
-                torch.where(better_S, low_S, best[0]),
-                torch.where(better_S, high_S, best[1]),
-                torch.where(better_S, error_S, best[2]),
-            )
-            after.append(best)
-            is_better.append(better_S.any())
-        told = enumerate(torch.stack(is_better).tolist()) if patience else ()
-        for number, better in told:
-            self._idle = 0 if better else self._idle + 1
-            if self._idle >= patience:
-                best = after[number]
-                break
-        self.low_S, self.high_S, self._error_S = best
+        """Compare fractions one after another; False once the search has run out of patience."""
+        counted = self._counted(error_KS, patience) if patience else len(error_KS)
+        for low_S, high_S, error_S in zip(
+            low_KS[:counted], high_KS[:counted], error_KS[:counted], strict=True
+        ):
+            better_S = error_S < self._error_S
+            self._error_S = torch.where(better_S, error_S, self._error_S)
+            self.low_S = torch.where(better_S, low_S, self.low_S)
+            self.high_S = torch.where(better_S, high_S, self.high_S)
         return not patience or self._idle < patience
+
+    def _counted(self, error_KS: Tensor, patience: int) -> int:
+        """How many come before patience is over; an accelerator is asked once for all of them."""
+        least_S, improves = self._error_S, []
+        for error_S in error_KS:
+            improves.append((error_S < least_S).any())
+            least_S = torch.fmin(least_S, error_S)  # of a number and NaN the number
+        for number, improved in enumerate(torch.stack(improves).tolist()):
+            self._idle = 0 if improved else self._idle + 1
+            if self._idle >= patience:
+                return number
+        return len(error_KS)
 
 
 def _errors(
