@@ -160,7 +160,16 @@ def test_of_6_bit_floats_it_is_said_that_no_server_reads_them(
     assert "read it with transformers, in bfloat16" in said
 
 
-@pytest.mark.parametrize("scheme", sorted(PRESET_SCHEMES.keys() - UNSERVED - {"UNQUANTIZED"}))
+SERVED = sorted(PRESET_SCHEMES.keys() - UNSERVED - {"UNQUANTIZED"})
+ALIKE = {
+    one for one in SERVED if one.startswith(("W2", "W5", "W6", "W7")) or one in ("INT8", "W8A16")
+}
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(one, marks=[pytest.mark.slow] if one in ALIKE else []) for one in SERVED],
+)
 def test_no_preset_is_warned_of(
     scheme: str, normal: Path, tmp_path: Path, warned: list[str]
 ) -> None:

@@ -159,7 +159,10 @@ CASES = [
 ]
 
 
-LIKE_OTHERS = {("llama", one) for one in ("W4A16", "FP8_DYNAMIC", "INT16", "GPTQ", "cache")}
+LIKE_OTHERS = {
+    *(("llama", one) for one in ("W4A16", "FP8_DYNAMIC", "INT16", "GPTQ", "cache")),
+    ("mixtral", "FP8"),
+}
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,10 @@ def settings_of(folder: Path) -> Any:
 FAMILIES = list(small.FAMILIES)
 # Each recipe on one family, in turn; on the others it takes two seconds each.
 TURNS = [
-    pytest.param(family, behind, marks=[] if number == turn % len(FAMILIES) else [pytest.mark.slow])
+    pytest.param(family, behind, marks=[] if is_quick else [pytest.mark.slow])
     for turn, behind in enumerate(BEHIND)
     for number, family in enumerate(FAMILIES)
+    for is_quick in [number == turn % len(FAMILIES) and turn % 2 == 0]
 ]
 
 

@@ -65,7 +65,7 @@ def parts_of(model: Any) -> list[Part]:
         ((128, 256, 8000), 64),  # logits
         pytest.param((256, 1024, 500), 512, marks=pytest.mark.slow),
         pytest.param((256, 512, 8000), 256, marks=pytest.mark.slow),
-        ((512, 1024, 500), 64),  # the step of a matrix
+        pytest.param((512, 1024, 500), 64, marks=pytest.mark.slow),  # the step of a matrix
     ],
 )
 def test_what_a_step_holds_is_what_was_counted(sizes: tuple[int, int, int], tokens: int) -> None:

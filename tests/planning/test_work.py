@@ -112,7 +112,10 @@ RECIPES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.slow] if one == "routed" else []) for one in RECIPES],
+)
 def test_as_many_products_are_planned_as_linears_make(
     name: str, tmp_path: Path, of_linears: Counter[str]
 ) -> None:
