@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -105,47 +106,42 @@ def _no_housekeeping() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _machine_measured_once() -> Iterator[None]:
-    """Every plan measures what the machine does in a second anew; here it stays the same one."""
-    if "torch" not in sys.modules:  # nothing is planned here
-        yield
-        return
-    from llmcompressor.planning import make, result
+@contextmanager
+def _asked_once(owner: Any, name: str, key: Callable[..., object]) -> Iterator[None]:
+    """A function of a module that is called once for each ``key`` of its arguments."""
+    function, found = getattr(owner, name), dict[object, Any]()
 
-    measure: Callable[..., result.Rates] = make.measure_rates
-    found: dict[tuple[object, ...], result.Rates] = {}
-
-    def measure_once(device: object, dtype: object, folder: Path | None = None) -> result.Rates:
-        if (device, dtype) not in found:
-            found[device, dtype] = measure(device, dtype, folder)
-        return found[device, dtype]
+    def once(*arguments: Any) -> Any:
+        asked = key(*arguments)
+        if asked not in found:
+            found[asked] = function(*arguments)
+        return found[asked]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(make, "measure_rates", measure_once)
+        patched.setattr(owner, name, once)
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _classes_built_once() -> Iterator[None]:
-    """What a class makes of the same names, shapes and settings is asked for by most tests."""
-    if "torch" not in sys.modules:  # nothing is verified here
+def _what_stays_the_same_is_asked_once() -> Iterator[None]:
+    """What the machine does in a second, and what a class makes of the same names and shapes.
+
+    Every plan measures the one anew, and every check of files builds the other.
+    """
+    if "torch" not in sys.modules:  # nothing is planned or checked here
         yield
         return
+    from llmcompressor.planning import make
     from llmcompressor.verification import built
 
-    load: Callable[..., built.Built | None] = built._load
-    found: dict[tuple[object, ...], built.Built | None] = {}
-
-    def load_once(kind: object, settings: Any, headers: Any) -> built.Built | None:
+    def headers_for(kind: object, settings: Any, headers: Any) -> object:
         told = json.dumps(settings.to_dict(), sort_keys=True, default=str)
-        key = (kind, told, tuple(headers.items()))
-        if key not in found:
-            found[key] = load(kind, settings, headers)
-        return found[key]
+        return kind, told, tuple(headers.items())
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(built, "_load", load_once)
+    with (
+        _asked_once(make, "measure_rates", lambda device, dtype, folder=None: (device, dtype)),
+        _asked_once(built, "_load", headers_for),
+    ):
         yield
 
 

@@ -10,22 +10,17 @@ import subprocess
 import sys
 
 import pytest
+from tests.rings import RINGS
 
 from llmcompressor.collecting import quick_imports, without_collecting
 
 # Prints: objects exempted by our import; whether the search is on; whether a cycle that came after
 # the import, and one that was lost before it, are found. That nothing is exempted where torch was
 # imported before, tests/test_lean_import.py shows, which starts such a process for more than that.
-ASK = """
+ASK = (
+    RINGS
+    + """
 import gc, weakref
-
-class Ring:
-    def __init__(self):
-        self.me = self
-
-def is_found(ring):
-    gc.collect()
-    return ring() is None
 
 gone = Ring()
 lost = weakref.ref(gone)
@@ -37,6 +32,7 @@ later = weakref.ref(after)
 del after
 print(frozen, enabled, is_found(later), is_found(lost))
 """
+)
 
 
 @functools.cache

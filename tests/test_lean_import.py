@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.rings import RINGS
 
 EVERYTHING = [
     "llmcompressor.args",
@@ -38,7 +39,9 @@ EVERYTHING = [
     "llmcompressor.verification.check",
 ]
 # What others' libraries set when they are imported is theirs: they are imported first.
-SETTINGS = """
+SETTINGS = (
+    RINGS
+    + """
 import gc, importlib, json, os, sys, warnings, weakref
 import torch, torch._dynamo, transformers, compressed_tensors, accelerate, datasets
 from torch._inductor import config as inductor
@@ -64,14 +67,6 @@ def settings():
         "save_pretrained": repr(transformers.PreTrainedModel.save_pretrained),
     }
 
-class Ring:
-    def __init__(self):
-        self.me = self
-
-def is_found(ring):
-    gc.collect()
-    return ring() is None
-
 ring_before, before = Ring(), settings()
 from llmcompressor import oneshot
 for name in json.loads(sys.argv[1]):
@@ -83,6 +78,7 @@ rings = weakref.ref(ring_before), weakref.ref(ring_after)
 del ring_before, ring_after
 print(json.dumps([changed, exempted, searches, *map(is_found, rings)]))
 """
+)
 
 
 def run(code: str, *arguments: str) -> str:
