@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import small_models as small
 import torch
-from test_read_back import READER, is_of_unknown_attention, read_by_the_package
 from tests.caches import as_read, is_passed_over
+from tests.entrypoints.test_read_back import READER, is_of_unknown_attention, read_by_the_package
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -41,6 +41,7 @@ from llmcompressor.modifiers.rotation.mappings import (
     SPINQUANT_MAPPING_REGISTRY,
     SpinQuantMapping,
 )
+from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.recipe import Recipe
 
 DATA = batches(number=2)
@@ -145,6 +146,100 @@ def test_one_side_of_quip(rotations: Any) -> None:
     model = lively(llama(attention_bias=True))
     assert moved(model, QuIPModifier(rotations=rotations, transform_block_size=16)) < 1e-5
     assert not hasattr(model.lm_head, "v_input")
+
+
+def norms_of(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters of all norms of the stream."""
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[0].endswith("norm")
+    }
+
+
+@pytest.fixture
+def outlying() -> Any:
+    """A model whose norms return some channels large and some small, as their readers expect."""
+    model = lively(llama())
+    sizes = torch.ones(64)
+    sizes[3], sizes[40] = 64.0, 0.125
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for norm, readers in READERS.items():
+                layer.get_submodule(norm).weight *= sizes
+                for reader in readers:
+                    layer.get_submodule(reader).weight /= sizes
+    return model
+
+
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def test_quip_takes_large_channels_out_of_norms(outlying: Any) -> None:
+    """Into the weights that it rotates, by powers of two; the norm of the head stays."""
+    layer, before = outlying.model.layers[0], norms_of(outlying)
+    weights = {name: p.detach().double() for name, p in layer.named_parameters()}
+    assert moved(outlying, QuIPModifier()) < 1e-5
+    for norm, readers in READERS.items():
+        old, new = before[f"model.layers.0.{norm}.weight"], layer.get_submodule(norm).weight
+        taken = old / new
+        assert torch.equal(taken.log2(), taken.log2().round())
+        assert taken[3] >= 16
+        assert taken[40] <= 0.5
+        for reader in readers:
+            scaled = weights[f"{reader}.weight"] * taken.double()
+            rotated = layer.get_submodule(reader).weight.double()
+            # products of rows are what a rotation of the columns keeps
+            torch.testing.assert_close(rotated @ rotated.T, scaled @ scaled.T, rtol=1e-5, atol=1e-5)
+    assert torch.equal(outlying.model.norm.weight, before["model.norm.weight"])
+
+
+@pytest.mark.parametrize("fields", [{"rescale": False}, {"rotations": ["u"]}], ids=str)
+def test_gains_stay_where_no_columns_are_mixed_or_quip_is_told_so(
+    fields: Any, outlying: Any
+) -> None:
+    before = norms_of(outlying)
+    assert moved(outlying, QuIPModifier(**fields)) < 1e-5
+    for name, after in norms_of(outlying).items():
+        assert torch.equal(after, before[name])
+
+
+def test_gains_that_were_smoothed_stay(outlying: Any) -> None:
+    """To rescale them would undo what the modifier before it is for."""
+    other = copy.deepcopy(outlying)
+    run(other, SmoothQuantModifier(), data=DATA)
+    smoothed = norms_of(other)
+    assert moved(outlying, SmoothQuantModifier(), QuIPModifier()) < 1e-5
+    for name, after in norms_of(outlying).items():
+        assert torch.equal(after, smoothed[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_of_norms_are_rescaled_too(dtype: torch.dtype) -> None:
+    """A channel that is nothing but a large bias is a large channel; one that is zero stays."""
+    model = built(PhiConfig, PhiForCausalLM).to(dtype)
+    norm = model.model.layers[0].input_layernorm
+    norm.weight.data[3:6] = torch.tensor([0.0, 0.0, 32.0])
+    norm.bias.data[3:6] = torch.tensor([0.0, 32.0, 0.0])
+    before = norms_of(model)
+    assert moved(model, QuIPModifier()) < (1e-5 if dtype == torch.float32 else 0.05)
+    weight, bias = (before[f"model.layers.0.input_layernorm.{name}"] for name in ("weight", "bias"))
+    assert norm.weight[3:5].tolist() == [0, 0]
+    assert norm.bias[3:4].tolist() == [0]
+    assert max(norm.bias[4:5].tolist() + norm.weight[5:6].tolist()) <= 8
+    taken = weight[6:] / norm.weight[6:]
+    assert torch.equal(norm.bias[6:] * taken, bias[6:])
+
+
+def test_quip_rescales_a_norm_that_adds_one() -> None:
+    model = MODELS["gemma"]()
+    norm = model.model.layers[0].input_layernorm
+    norm.weight.data[3] = 63.0
+    assert moved(model, QuIPModifier()) < 1e-5
+    assert norm.weight[3:4].tolist() in ([7], [15])
 
 
 def test_one_matrix_for_each_module() -> None:

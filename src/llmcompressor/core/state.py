@@ -146,6 +146,7 @@ class State:
             arguments, and whether it quantizes their queries too.
         turned: modules whose inputs or outputs a modifier is going to rotate in the forward → what
             the modifier is called.
+        smoothed: norms whose gain a modifier is going to divide by scales of its own.
         call_order: which modules a forward calls when, and which of them get the same tensor
             (``llmcompressor.modeling.call_order.CallOrder``).
         activation_budget: bytes of activations that may wait in main memory; ``None`` for what
@@ -184,6 +185,7 @@ class State:
     quantizers: dict[Any, Any] = field(default_factory=dict)
     cached: dict[Any, tuple[Any, bool]] = field(default_factory=dict)
     turned: dict[Any, str] = field(default_factory=dict)
+    smoothed: set[Any] = field(default_factory=set)
     call_order: Any = None
     activation_budget: int | None = None
     use_loss_mask: bool = False

@@ -23,7 +23,7 @@ from llmcompressor.modeling.proof import Prover
 from llmcompressor.modeling.structure import BlockProbe, Link, Outcome
 from llmcompressor.names import named_modules
 
-__all__ = ["find_sets", "listed_names"]
+__all__ = ["find_sets", "listed_names", "norm_sets"]
 
 _QKV = ("re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$")
 _GATE_UP = ("re:.*gate_proj$", "re:.*up_proj$")
@@ -100,6 +100,15 @@ def find_sets(
     if not found:
         found = list(_structure(model, probes, norms_only=norms_only, mixtures=mixtures))
     return [one for one in found if one.is_norm or not norms_only]
+
+
+def norm_sets(model: Module) -> list[SmoothSet]:
+    """All sets that begin with a norm, by the structure of the blocks alone.
+
+    Args:
+        model: its weights may be on the meta device.
+    """
+    return list(_structure(model, probes_of(model), norms_only=True, mixtures=True))
 
 
 def _listed_sets(

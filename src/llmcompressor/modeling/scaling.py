@@ -29,6 +29,7 @@ __all__ = [
     "multiply_inputs",
     "norm_offset",
     "swapped",
+    "write_values",
 ]
 
 _OFFSETS = (0.0, 1.0)
@@ -98,15 +99,16 @@ def multiplied_inputs(module: Module, scale_C: Tensor) -> dict[str, Tensor]:
 
 def divide_outputs(module: Module, scale_C: Tensor, offset: float = 0.0) -> None:
     """:func:`divided_outputs`, written into the module."""
-    _write(module, divided_outputs(module, scale_C, offset))
+    write_values(module, divided_outputs(module, scale_C, offset))
 
 
 def multiply_inputs(module: Module, scale_C: Tensor) -> None:
     """:func:`multiplied_inputs`, written into the module."""
-    _write(module, multiplied_inputs(module, scale_C))
+    write_values(module, multiplied_inputs(module, scale_C))
 
 
-def _write(module: Module, values: Mapping[str, Tensor]) -> None:
+def write_values(module: Module, values: Mapping[str, Tensor]) -> None:
+    """Give parameters of a module other values, by name, in the dtype that each has."""
     for name, value in values.items():
         parameter = module._parameters[name]
         assert parameter is not None

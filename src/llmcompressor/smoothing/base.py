@@ -203,6 +203,7 @@ class SmoothingMixin(Modifier):
                 f"{type(self).__name__} {what}.",
                 "Name what is to be smoothed in its mappings, or leave it out of the recipe.",
             )
+        state.smoothed.update(one.smooth for one in self._sets if one.is_norm)
         self._tell(model)
         return True
 

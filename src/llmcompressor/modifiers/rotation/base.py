@@ -98,6 +98,8 @@ class RotationModifier(Modifier):
     _tried: bool = PrivateAttr(False)
     _is_done: bool = PrivateAttr(False)
     _rotated: set[Module] = PrivateAttr(default_factory=set)
+    _smoothed: set[str] = PrivateAttr(default_factory=set)
+    """Norms that earlier modifiers smooth."""
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -130,6 +132,7 @@ class RotationModifier(Modifier):
         """Find the parts of the model and make every matrix; nothing is changed if one is not."""
         model = state.model
         self._check_raw(model)
+        self._smoothed = {name for name, one in named_modules(model) if one in state.smoothed}
         self._plan = self.make_plan(model)
         self._check_online(state, self._plan)
         if is_loaded(model):
@@ -381,6 +384,7 @@ class RotationModifier(Modifier):
             common = math.gcd(size, *(width for width in widths if width >= size))
             fields["transform_block_size"] = common
         other = type(self)(**fields)
+        other._smoothed = self._smoothed
         other._plan = other.make_plan(small)
         return other, other._plan
 

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from compressed_tensors.transform import TransformArgs, TransformLocation, Trans
 from torch import Tensor
 from torch.nn import Linear, Module
 
+from llmcompressor.modeling.scaling import write_values
+from llmcompressor.modifiers.rotation.norms import Norm
 from llmcompressor.modifiers.rotation.online import (
     Attached,
     add_schemes,
@@ -20,7 +22,6 @@ from llmcompressor.modifiers.rotation.online import (
     share,
     stored_weight,
 )
-from llmcompressor.modifiers.rotation.stream import Norm
 from llmcompressor.numerics.rotation import Rotation, rotated_bias, rotated_weight
 
 __all__ = ["Fusion", "Online", "Plan"]
@@ -33,7 +34,7 @@ class Fusion:
     """What is multiplied into one weight.
 
     Attributes:
-        norm: the norm before it, whose gain it takes over.
+        norm: the norm before it, of whose gain it takes over what the norm says.
         inputs: rotations of its input, in the order in which they act.
         outputs: rotations of its output.
     """
@@ -71,7 +72,7 @@ class Plan:
     Attributes:
         precision: in which weights are multiplied.
         fusions: weight's module → what is multiplied into it.
-        norms: norms whose gain is taken over by the Linears behind them.
+        norms: norms whose gain, or a part of it, is taken over by the Linears behind them.
         online: what stays in the forward.
         schemes: how all of it is written in ``transform_config``.
         standing: what :meth:`stand_by` has put into the model.
@@ -88,6 +89,13 @@ class Plan:
         """What is multiplied into the weight of ``module``, to be added to."""
         return self.fusions.setdefault(module, Fusion())
 
+    def take_over(self, norms: Iterable[Norm]) -> None:
+        """Have what reads norms take over their gains."""
+        for norm in norms:
+            self.norms.append(norm)
+            for module in norm.readers:
+                self.of(module).norm = norm
+
     @torch.no_grad()
     def fuse(self, modules: Collection[Module] | None = None) -> None:
         """Multiply everything into the weights.
@@ -95,17 +103,13 @@ class Plan:
         Args:
             modules: only into those of these; a norm among them stands with all that read it.
         """
+        norms = [one for one in self.norms if modules is None or one.module in modules]
+        gains = {norm.module: norm.gain() for norm in norms}
         for module, fusion in self.fusions.items():
-            if modules is not None and module not in modules:
-                continue
-            for name, value in self.rotated(module, fusion).items():
-                parameter = module._parameters[name]
-                assert parameter is not None
-                parameter.data.copy_(value)
-        for norm in self.norms:
-            weight = norm.module._parameters.get("weight")
-            if weight is not None and (modules is None or norm.module in modules):
-                weight.data.fill_(1.0 - norm.offset)
+            if modules is None or module in modules:
+                write_values(module, self.rotated(module, fusion, gains=gains))
+        for norm in norms:
+            write_values(norm.module, norm.without(gains[norm.module]))
 
     def rotated(
         self,
@@ -151,7 +155,7 @@ class Plan:
         return found
 
     def gains(self) -> dict[Module, Tensor | None]:
-        """What each norm that is loaded multiplies by."""
+        """What is taken over of each norm that is loaded."""
         weights = [(norm, norm.module._parameters.get("weight")) for norm in self.norms]
         return {
             norm.module: norm.gain()
@@ -227,10 +231,14 @@ class Plan:
             add_schemes(model, self.schemes)
 
     def only(self, modules: Collection[Module]) -> Plan:
-        """What of it is done to some modules, in a plan where each module stands for itself."""
+        """What of it is done to some modules, but for gains, where each stands for itself."""
         return Plan(
             self.precision,
-            {module: one for module, one in self.fusions.items() if module in modules},
+            {
+                module: replace(one, norm=None)
+                for module, one in self.fusions.items()
+                if module in modules
+            },
             [],
             [one for one in self.online if one.module in modules],
             self.schemes,

@@ -23,6 +23,7 @@ from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.flow import probe_inputs
+from llmcompressor.modifiers.rotation.norms import Norm
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.numerics.precision import full_float32_products
 
@@ -128,10 +129,10 @@ class Probe:
 
     def _logits(self, plan: Plan) -> Tensor:
         gains = plan.gains()  # of norms that are one by the time that the Linears are made
-        offsets = {norm.module: norm.offset for norm in plan.norms}
+        norms = {norm.module: norm for norm in plan.norms}
 
         def values(module: Module) -> dict[str, Tensor]:
-            return _values(module, plan, gains, offsets, wide=self._wide)
+            return _values(module, plan, gains, norms, wide=self._wide)
 
         with full_float32_products(), _given(self._units, values):
             return logits(self._model)
@@ -328,7 +329,7 @@ def _values(
     module: Module,
     plan: Plan,
     gains: Mapping[Module, Tensor | None],
-    offsets: Mapping[Module, float],
+    norms: Mapping[Module, Norm],
     *,
     wide: bool,
 ) -> dict[str, Tensor]:
@@ -343,7 +344,11 @@ def _values(
                 continue
             if one.dtype.itemsize < _WIDE:
                 found[name] = one.detach().float()
-    own = found.get("weight", module._parameters.get("weight"))
-    if module in offsets and own is not None:
-        found["weight"] = torch.full_like(own, 1.0 - offsets[module])
+    norm = norms.get(module)
+    if norm is not None:
+        gain_C = gains[module] if module in gains else norm.gain()
+        for name, value_C in norm.without(gain_C).items():
+            own = found.get(name, module._parameters[name])
+            assert own is not None
+            found[name] = value_C.to(own.dtype)
     return found

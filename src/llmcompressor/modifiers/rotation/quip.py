@@ -15,7 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
-from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
+from compressed_tensors.transform import (
+    TransformArgs,
+    TransformConfig,
+    TransformLocation,
+    TransformScheme,
+)
 from pydantic import Field, field_validator
 from torch.nn import Linear, Module
 
@@ -30,6 +35,7 @@ from llmcompressor.modeling.matching import (
 )
 from llmcompressor.modifiers.rotation.base import RotationModifier, TransformType
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
+from llmcompressor.modifiers.rotation.norms import norms_before
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.modifiers.rotation.targets import short_targets
 from llmcompressor.schemes.assign import is_router
@@ -46,6 +52,9 @@ class QuIPModifier(RotationModifier):
         targets: which modules.
         ignore: which of these not.
         randomize: modules that servers join (q, k and v; gate and up) have a matrix in common.
+        rescale: move what is large in the gains of norms into the weights behind them before
+            these are rotated (:mod:`llmcompressor.numerics.rescaling`); norms that an earlier
+            modifier of the recipe smooths keep theirs.
 
     Example::
 
@@ -58,6 +67,7 @@ class QuIPModifier(RotationModifier):
     transform_type: TransformType = "random-hadamard"
     targets: str | list[str] = "Linear"
     ignore: str | list[str] = Field(default="lm_head")
+    rescale: bool = True
 
     @field_validator("rotations", mode="before")
     @classmethod
@@ -109,7 +119,11 @@ class QuIPModifier(RotationModifier):
                 sets.setdefault(first if rotation == "v" else name, []).append(name)
             for number, names in enumerate(sets.values()):
                 schemes[f"{rotation}_{number}"] = self._scheme(rotation, names, [])
-        return plan_of_config(self, model, TransformConfig(config_groups=schemes))
+        plan = plan_of_config(self, model, TransformConfig(config_groups=schemes))
+        if self.rescale and "v" in self.rotations:
+            turned = {one.module for one in plan.online if one.location is TransformLocation.INPUT}
+            plan.take_over(norms_before(model, turned, self._smoothed))
+        return plan
 
     @staticmethod
     def _others(

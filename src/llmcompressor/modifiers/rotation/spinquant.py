@@ -151,7 +151,7 @@ class SpinQuantModifier(RotationModifier):
         if self.transform_config is not None:
             plan = plan_of_config(self, model, self.transform_config)
             stream = self._find_stream(model)
-            self._fold(plan, stream)
+            plan.take_over(stream.norms.values())
             return plan
         self._learnable = {}
         return self._plan_of(model, self.rotations)
@@ -238,16 +238,9 @@ class SpinQuantModifier(RotationModifier):
             )
         return self._stream
 
-    @staticmethod
-    def _fold(plan: Plan, stream: Stream) -> None:
-        for norm in stream.norms.values():
-            plan.norms.append(norm)
-            for module in norm.readers:
-                plan.of(module).norm = norm
-
     def _plan_r1(self, plan: Plan, model: Any) -> None:
         stream = self._find_stream(model)
-        self._fold(plan, stream)
+        plan.take_over(stream.norms.values())
         order = self.block_of(stream.width, "the residual stream (R1)")
         rotation = self.rotation("R1", order, "the residual stream (R1)")
         self._learnable[f"R1/{order}"] = order

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.errors import TargetError
@@ -31,33 +30,14 @@ from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modeling.scaling import norm_offset, swapped
 from llmcompressor.modeling.settings import text_config
 from llmcompressor.modifiers.rotation.mappings import SAY_PARTS, NormMapping, SpinQuantMapping
+from llmcompressor.modifiers.rotation.norms import Norm
 from llmcompressor.modifiers.rotation.parts import ATTENTION_WRITERS, MLP_WRITERS
 from llmcompressor.names import named_modules
 
-__all__ = ["Norm", "Stream", "find_stream", "unseen_linears"]
+__all__ = ["Stream", "find_stream", "unseen_linears"]
 
 _EXPERT_READERS = ("gate_proj", "up_proj", "w1", "w3", "gate_up_proj")
 _NORM_CHECK = 4
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A norm of the stream.
-
-    Attributes:
-        module: the norm.
-        offset: what it adds to its weight: 0, or 1 as in Gemma.
-        readers: the modules that read its output, by name.
-    """
-
-    module: Module
-    offset: float
-    readers: dict[Module, str]
-
-    def gain(self) -> Tensor | None:
-        """What the norm multiplies by, float64 ``[C]``; ``None`` for one that does not."""
-        weight_C = self.module._parameters.get("weight")
-        return None if weight_C is None else weight_C.detach().double() + self.offset
 
 
 @dataclass

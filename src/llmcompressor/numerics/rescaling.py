@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Channels rescaled before a rotation mixes them.
+
+Once a rotation V has made entries alike in size, rounding the weight :math:`W D V` and its inputs
+:math:`x D^{-1} V` costs in proportion to the sizes of both. With diagonal D, column j of the
+weight of norm :math:`w_j` and channel j of the inputs of mean square :math:`h_j` these are
+
+.. math:: \| W D \|_F^2 = \sum_j w_j^2 d_j^2, \qquad E \| x D^{-1} \|^2 = \sum_j h_j / d_j^2
+
+whose product is least, :math:`(\sum_j w_j \sqrt{h_j})^2`, where all terms of one sum are to those
+of the other alike: :math:`d_j^4 = h_j / w_j^2`, and any multiple of d (Chee et al., *QuIP*,
+arXiv:2307.13304, the rescaling of its incoherence processing). Without D a channel that is large
+and is read by small weights is mixed with all others, and they get its share of the error.
+
+Legend: C channels, R rows of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["column_squares", "rescaling"]
+
+
+def column_squares(weights: Iterable[Tensor]) -> Tensor:
+    """Sum of the squares of each column over several weights.
+
+    Args:
+        weights: at least one, each ``[R_i, C]``, any floating dtype.
+
+    Returns:
+        float64 ``[C]``.
+
+    >>> column_squares([torch.tensor([[1.0, -3.0]]), torch.tensor([[2.0, 0.0]])])
+    tensor([5., 9.], dtype=torch.float64)
+    """
+    norms = (torch.linalg.vector_norm(one.detach(), dim=0, dtype=torch.float64) for one in weights)
+    return torch.stack([norm_C.square() for norm_C in norms]).sum(0)
+
+
+def rescaling(square_C: Tensor, column_square_C: Tensor) -> Tensor:
+    """What columns are multiplied, and channels divided, by: powers of two, so that no bit is lost.
+
+    Args:
+        square_C: mean squares of the channels, ``[C]``, h in the module's equation.
+        column_square_C: squares of the columns' norms, ``[C]``, as :func:`column_squares` gives
+            them.
+
+    Returns:
+        float64 ``[C]``; 1 for most channels where all ask for about the same, and for those that
+        are zero, or are read by zeros alone.
+
+    >>> rescaling(torch.tensor([1.0, 1.0, 4096.0, 0.0]), torch.tensor([1.0, 1.0, 2**-12, 1.0]))
+    tensor([ 1.,  1., 64.,  1.], dtype=torch.float64)
+    """
+    fourth_C = square_C.double() / column_square_C.double()
+    counts_C = fourth_C.isfinite() & (fourth_C > 0)
+    exponent_C = torch.where(counts_C, fourth_C, 1.0).log2() / 4
+    if not bool(counts_C.any()):
+        return torch.ones_like(exponent_C)
+    exponent_C = exponent_C - exponent_C[counts_C].median()
+    return torch.where(counts_C, exponent_C.round(), 0.0).exp2()
