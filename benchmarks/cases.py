@@ -27,6 +27,7 @@ class Case:
         draws: whether it draws at random without data: then each seed is another draw.
         in_memory: whether the model is measured where it was made, since transformers does not
             apply all that the file says.
+        unmasked: whether tokens of the calibration see those behind them too.
     """
 
     setting: str
@@ -36,6 +37,7 @@ class Case:
     model: str = "embedded"
     draws: bool = False
     in_memory: bool = False
+    unmasked: bool = False
 
     @property
     def seeded(self) -> bool:
@@ -262,6 +264,8 @@ def _planted() -> list[Case]:
     return cases
 
 
+UNMASKED_REAP = "REAP, calibrated without a mask"
+"""On the inputs that the reference has: it loses the causal mask of this architecture."""
 PLANTED_ONLINE = (("planted", "W4A16"), ("planted", "W8A8"))
 
 
@@ -289,9 +293,14 @@ def _mixture() -> list[Case]:
     scheme = grid(3, 64)
     unrouted = ["re:.*gate$"]
     cases = [
-        Case(f"mixture, {words} of the experts", name, {"REAPPruningModifier": {"sparsity": share}})
+        Case(
+            f"mixture, {words} of the experts",
+            name,
+            {"REAPPruningModifier": {"sparsity": share}},
+            unmasked=name == UNMASKED_REAP,
+        )
         for words, share in (("a quarter", 0.25), ("half", 0.5))
-        for name in ("REAP", f"{REFERENCE}REAP")
+        for name in ("REAP", UNMASKED_REAP, f"{REFERENCE}REAP")
     ]
     cases += [
         Case("mixture, 3 bits, group 64", name, recipe, data=data)
@@ -393,8 +402,11 @@ BETTER: list[tuple[str, str, str, float]] = [
         (f"{name}, in memory", "QuIP and GPTQ", "GPTQ", 1.0)
         for name in ("W4A16", "2 bits", "planted, W4A16")
     ),
-    ("mixture, a quarter of the experts", "REAP", f"{REFERENCE}REAP", 1.0),
-    ("mixture, half of the experts", "REAP", f"{REFERENCE}REAP", 1.0),
+    *(
+        (f"mixture, {words} of the experts", name, f"{REFERENCE}REAP", 1.0)
+        for words in ("a quarter", "half")
+        for name in ("REAP", UNMASKED_REAP)
+    ),
     *(
         ("mixture, 3 bits, group 64", better, f"{REFERENCE}GPTQ", 1.0)
         for better in ("GPTQ, one forward", "GPTQ, as it comes")

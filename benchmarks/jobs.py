@@ -38,6 +38,7 @@ class Job:
         output: Folder to write.
         held_out: JSON file with token ids to measure the model in memory on; nothing is written.
         draw: Seed of random rotations.
+        unmasked: Calibrate with full attention, as the reference does with Qwen3-MoE.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Job:
     output: str
     held_out: str | None = None
     draw: int | None = None
+    unmasked: bool = False
 
 
 class Worker:

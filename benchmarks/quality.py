@@ -92,6 +92,7 @@ class Bench:
             str(folder),
             held_out=str(self.text) if case.in_memory else None,
             draw=seed if case.draws else None,
+            unmasked=case.unmasked,
         )
         return self._worker(python, "run_one.py").ask(vars(job))
 

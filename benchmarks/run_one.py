@@ -119,6 +119,29 @@ def drawn_from(seed: int | None) -> Iterator[None]:
         TransformFactory.__init__ = plain
 
 
+@contextlib.contextmanager
+def full_attention(wanted: bool) -> Iterator[None]:
+    """Where it is wanted, tokens see those behind them too inside: attention knows no mask.
+
+    The reference calibrates Qwen3-MoE so.
+    """
+    if not wanted:
+        yield
+        return
+    from torch.nn import functional  # noqa: PLC0415
+
+    plain = functional.scaled_dot_product_attention
+
+    def unmasked(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **others):
+        return plain(query, key, value, None, dropout_p, False, **others)
+
+    functional.scaled_dot_product_attention = unmasked
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = plain
+
+
 def measured_here(model, job: dict) -> dict:
     """What the model in memory loses: all of it is applied there, also what no reader applies."""
     from evaluate_one import load, lost, read  # noqa: PLC0415
@@ -150,7 +173,7 @@ def run(job: dict) -> dict:
     started = time.perf_counter()
     if not job.get("held_out"):
         arguments["output_dir"] = job["output"]
-    with drawn_from(job.get("draw")):
+    with drawn_from(job.get("draw")), full_attention(job.get("unmasked", False)):
         model = oneshot(model=job["model"], recipe=recipe, **arguments)
     report["oneshot_seconds"] = time.perf_counter() - started
     report["oneshot_processor_seconds"] = processor_seconds() - busy

@@ -21,9 +21,11 @@ from llmcompressor.modeling.expert_search import find_mixtures
 from llmcompressor.modeling.expert_stages import begin_stages, stages_passed
 from llmcompressor.modeling.experts import take_apart
 from llmcompressor.modifiers.quantization import GPTQModifier
+from llmcompressor.modifiers.rotation import norms
 from llmcompressor.modifiers.rotation.online import attach
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
 from llmcompressor.numerics.hadamard import hadamard
+from llmcompressor.numerics.rescaling import column_squares
 
 GROUPS = {
     "g": {
@@ -54,6 +56,29 @@ def test_a_model_and_its_folder_give_the_same_file(family: str, first: str, tmp_
     assert files
     for file in files:
         assert file.read_bytes() == (tmp_path / "in_memory" / file.name).read_bytes()
+
+
+def test_columns_behind_a_norm_are_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not once for each expert, of which there may be hundreds."""
+    looks: list[int] = []
+
+    def counting(weights: Any) -> Any:
+        every = list(weights)
+        looks.append(len(every))
+        return column_squares(every)
+
+    monkeypatch.setattr(norms, "column_squares", counting)
+    found = {}
+    for experts in (4, 8):
+        folder = tmp_path / str(experts)
+        mixtures.saved("qwen3_moe", folder, num_experts=experts, num_local_experts=experts)
+        looks.clear()
+        compressed(str(folder), "QuIP", tmp_path / f"written {experts}")
+        assert {2 * experts, 3} <= set(looks)
+        found[experts] = sum(looks)
+    assert found[8] < 2 * found[4]
 
 
 def test_tokens_of_trials_are_not_counted(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ from llmcompressor.modifiers.rotation.mappings import (
     SPINQUANT_MAPPING_REGISTRY,
     SpinQuantMapping,
 )
+from llmcompressor.modifiers.rotation.norms import RescaledNorm
+from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
 from llmcompressor.recipe import Recipe
 
@@ -207,14 +209,81 @@ def test_gains_stay_where_no_columns_are_mixed_or_quip_is_told_so(
         assert torch.equal(after, before[name])
 
 
-def test_gains_that_were_smoothed_stay(outlying: Any) -> None:
+def test_gains_that_were_smoothed_stay() -> None:
     """To rescale them would undo what the modifier before it is for."""
-    other = copy.deepcopy(outlying)
-    run(other, SmoothQuantModifier(), data=DATA)
-    smoothed = norms_of(other)
-    assert moved(outlying, SmoothQuantModifier(), QuIPModifier()) < 1e-5
-    for name, after in norms_of(outlying).items():
+
+    def large() -> Any:
+        model = lively(llama())
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.data[3] = 64.0
+        return model
+
+    together, later, alone = large(), large(), large()
+    run(later, SmoothQuantModifier(smoothing_strength=0.1), data=DATA)
+    smoothed = norms_of(later)
+    smooth = SmoothQuantModifier(smoothing_strength=0.1)
+    assert moved(together, smooth, QuIPModifier()) < 1e-5
+    for name, after in norms_of(together).items():
         assert torch.equal(after, smoothed[name])
+    run(later, QuIPModifier(), data=DATA)  # in a recipe of its own it knows nothing of that
+    run(alone, QuIPModifier(), data=DATA)
+    name = "model.layers.0.input_layernorm.weight"
+    for model in (later, alone):
+        assert not torch.equal(norms_of(model)[name], smoothed[name])
+
+
+def test_columns_count_where_they_are_rotated(outlying: Any) -> None:
+    """What else reads the norm is multiplied too, however large it is."""
+    layer = outlying.model.layers[0]
+    layer.self_attn.k_proj.weight.data[:, 3] *= 2.0**20
+    before = layer.self_attn.k_proj.weight.detach().clone()
+    gain = layer.input_layernorm.weight.detach().clone()
+    modifier = QuIPModifier(ignore=["lm_head", "re:.*k_proj$"])
+    assert moved(outlying, modifier) < 1e-4
+    taken = gain / layer.input_layernorm.weight
+    assert taken[3] >= 16
+    assert torch.equal(layer.self_attn.k_proj.weight, before * taken)
+    weights = {"weights": 12, "rescaled_norms": 4}
+    assert modifier.report()[""].items() >= weights.items()
+
+
+@pytest.mark.parametrize("shared", ["norm", "weight of norms", "weight of Linears"])
+def test_what_blocks_share_is_changed_once(shared: str, outlying: Any, warned: list[str]) -> None:
+    first, second = outlying.model.layers
+    if shared == "norm":
+        second.input_layernorm = first.input_layernorm
+    elif shared == "weight of norms":
+        second.input_layernorm.weight = first.input_layernorm.weight
+    else:
+        second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    assert moved(outlying, QuIPModifier()) < 1e-5
+    assert sum("left as it is" in line for line in warned) == 2
+
+
+def test_a_shared_weight_is_not_rotated_in_two_ways() -> None:
+    model = lively(llama())
+    first, second = (layer.mlp.up_proj for layer in model.model.layers)
+    second.weight = first.weight
+    before = first.weight.detach().clone()
+    for fields in ({"rotations": ["u"], "randomize": True}, {"ignore": ["re:.*layers.1"]}):
+        with pytest.raises(TargetError, match=r"layers\.0.*layers\.1.*share their weight"):
+            run(model, QuIPModifier(**fields), data=DATA)
+    assert torch.equal(first.weight, before)
+
+
+def test_norms_that_are_at_fault_are_not_blamed_on_a_linear(
+    monkeypatch: pytest.MonkeyPatch, outlying: Any
+) -> None:
+    monkeypatch.setattr(RescaledNorm, "without", lambda *_: {})
+    with pytest.raises(TargetError, match=r"norms rescaled.*Set rescale: false"):
+        run(outlying, QuIPModifier(), data=DATA)
+
+
+def test_what_rounding_does_not_explain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that two modules share, where a trial that changes none of them cannot see it."""
+    monkeypatch.setattr(Plan, "fuse", lambda *_: None)
+    with pytest.raises(TargetError, match="its outputs moved by"):
+        run(lively(llama()), QuIPModifier(), data=DATA)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

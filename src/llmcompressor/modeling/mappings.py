@@ -10,6 +10,7 @@ computes, or cannot be tried, is an error in a recipe, and dropped from a list.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,6 @@ from llmcompressor.modeling.matching import unmatched
 from llmcompressor.modeling.probes import probes_of
 from llmcompressor.modeling.proof import Prover
 from llmcompressor.modeling.structure import BlockProbe, Link, Outcome
-from llmcompressor.names import named_modules
 
 __all__ = ["find_sets", "listed_names", "norm_sets"]
 
@@ -99,7 +99,7 @@ def find_sets(
     found = None if names is None else _listed_sets(model, names, probes)
     if not found:
         found = list(_structure(model, probes, norms_only=norms_only, mixtures=mixtures))
-    return [one for one in found if one.is_norm or not norms_only]
+    return [one for one in _unshared(model, found) if one.is_norm or not norms_only]
 
 
 def norm_sets(model: Module) -> list[SmoothSet]:
@@ -108,7 +108,8 @@ def norm_sets(model: Module) -> list[SmoothSet]:
     Args:
         model: its weights may be on the meta device.
     """
-    return list(_structure(model, probes_of(model), norms_only=True, mixtures=True))
+    sets = _structure(model, probes_of(model), norms_only=True, mixtures=True)
+    return _unshared(model, list(sets))
 
 
 def _listed_sets(
@@ -131,15 +132,35 @@ def _listed_sets(
     return found
 
 
+def _unshared(model: Module, sets: Sequence[SmoothSet]) -> list[SmoothSet]:
+    """Those that no other set, and no module outside of them, shares modules or parameters with."""
+    owners: dict[int, set[Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), set()).add(module)
+    begun = Counter(one.smooth for one in sets)
+    kept = []
+    for one in sets:
+        inside = {one.smooth, *one.balance.values()}
+        own = [each for module in inside for each in module._parameters.values()]
+        is_own = all(owners.get(id(each), inside) <= inside for each in own)
+        if is_own and begun[one.smooth] == 1:
+            kept.append(one)
+        else:
+            logger.warning(f"{one}: left as it is. Others share its modules or their parameters.")
+    return kept
+
+
 def _structure(
     model: Module, probes: Mapping[str, BlockProbe], *, norms_only: bool, mixtures: bool
 ) -> Iterable[SmoothSet]:
-    modules = dict(named_modules(model))
     links: dict[int, list[Link]] = {}
     for block, probe in probes.items():
         if id(probe) not in links:
             links[id(probe)] = probe.find(norms_only=norms_only, mixtures=mixtures)
         for link in links[id(probe)]:
             name = f"{block}.{link.smooth}"
-            readers = {f"{block}.{own}": modules[f"{block}.{own}"] for own in link.balance}
-            yield SmoothSet(name, modules[name], readers, link.offset)
+            names = [f"{block}.{own}" for own in link.balance]
+            readers = {own: model.get_submodule(own) for own in names}
+            yield SmoothSet(name, model.get_submodule(name), readers, link.offset)

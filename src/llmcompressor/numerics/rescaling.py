@@ -24,6 +24,9 @@ from torch import Tensor
 
 __all__ = ["column_squares", "rescaling"]
 
+_CHUNK = 1 << 20
+"""Elements that are made wide at once: 8 MiB, twice."""
+
 
 def column_squares(weights: Iterable[Tensor]) -> Tensor:
     """Sum of the squares of each column over several weights.
@@ -37,12 +40,16 @@ def column_squares(weights: Iterable[Tensor]) -> Tensor:
     >>> column_squares([torch.tensor([[1.0, -3.0]]), torch.tensor([[2.0, 0.0]])])
     tensor([5., 9.], dtype=torch.float64)
     """
-    norms = (torch.linalg.vector_norm(one.detach(), dim=0, dtype=torch.float64) for one in weights)
-    return torch.stack([norm_C.square() for norm_C in norms]).sum(0)
+    parts = [
+        part_RC.double().square().sum(dim=0)
+        for weight_RC in weights
+        for part_RC in torch.split(weight_RC.detach(), max(1, _CHUNK // weight_RC.shape[1]))
+    ]
+    return torch.stack(parts).sum(dim=0)
 
 
 def rescaling(square_C: Tensor, column_square_C: Tensor) -> Tensor:
-    """What columns are multiplied, and channels divided, by: powers of two, so that no bit is lost.
+    """What columns are multiplied, and channels divided, by: powers of two, exact in any dtype.
 
     Args:
         square_C: mean squares of the channels, ``[C]``, h in the module's equation.

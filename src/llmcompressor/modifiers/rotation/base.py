@@ -187,7 +187,7 @@ class RotationModifier(Modifier):
         self._moved = distance(before, logits(model))
         self._check_rounding(model)
         logger.info(
-            f"{type(self).__name__}: {len(plan.fusions)} weights rotated, {len(plan.online)} "
+            f"{type(self).__name__}: {plan.rotated_weights} weights rotated, {len(plan.online)} "
             f"rotations stay in the forward; outputs moved by {self._moved:.2g} of their size."
         )
 
@@ -204,8 +204,8 @@ class RotationModifier(Modifier):
         if self.learnable:
             self.learn(state, plan)
         logger.info(
-            f"{type(self).__name__}: {len(plan.fusions)} weights are rotated, {len(plan.online)} "
-            "rotations stay in the forward."
+            f"{type(self).__name__}: {plan.rotated_weights} weights are rotated, "
+            f"{len(plan.online)} rotations stay in the forward."
         )
 
     def on_sequential_epoch_end(
@@ -291,7 +291,7 @@ class RotationModifier(Modifier):
         if self._plan is None or not self._is_done:
             return {}
         moved = {} if self._moved is None else {"moved": self._moved}
-        return {"": {"weights": len(self._plan.fusions), **moved}}
+        return {"": {"weights": self._plan.rotated_weights, **moved}}
 
     # ------------------------------------------------------------------ what cannot be rotated
 
@@ -392,15 +392,17 @@ class RotationModifier(Modifier):
         """Whether the rotated model, which was tried out in float32, is none the worse for its own.
 
         Raises:
-            TargetError: it computes NaN or infinity; or something else, and it could not be tried
-                out before, since its weights are not all in one place.
+            TargetError: it computes NaN or infinity; or something else, and either rounding does
+                not explain it, or it could not be tried out before, since its weights are not all
+                in one place.
         """
         assert self._moved is not None
         dtype = next(model.parameters()).dtype
         told = f"outputs moved by {self._moved:.2g} of their size"
         if self._moved <= NARROW_TOLERANCE.get(dtype, _UNSEEN_TOLERANCE):
             return
-        if not self._tried:
+        rounds = {dtype, self.torch_precision} & NARROW_TOLERANCE.keys()
+        if not self._tried or (math.isfinite(self._moved) and not rounds):
             raise self.refusal(model, f"its {told}")
         if not math.isfinite(self._moved):
             raise TargetError(

@@ -35,6 +35,8 @@ _WIDE, _NARROW = torch.float64, torch.float32
 _FIXED = {_WIDE: 10, _NARROW: 5}
 _BUTTERFLY = {_WIDE: 12, _NARROW: 5}
 _TURNED = {_WIDE: 50, _NARROW: 20}
+_SCALED = 10
+"""To look at the columns behind a norm, and to multiply them."""
 _FACTOR = {_WIDE: 2, _NARROW: 1}
 
 
@@ -58,7 +60,7 @@ def trial_work(plan: Plan, modules: Sequence[Module]) -> Work:
 
 
 def _fusing(fusion: Fusion, elements: int, precision: torch.dtype) -> Work:
-    found = Work()
+    found = Work() if fusion.norm is None else Work(visits=_SCALED * elements)
     for number, one in enumerate((*fusion.inputs, *fusion.outputs)):
         visits, products = _FIXED[precision], one.order
         if one.signs_N is not None:

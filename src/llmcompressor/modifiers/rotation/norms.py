@@ -18,15 +18,22 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.errors import TargetError
+from llmcompressor.logger import logger
+from llmcompressor.modeling.flow import Flow, trace_flow
 from llmcompressor.modeling.mappings import norm_sets
+from llmcompressor.modeling.scaling import columns_of
 from llmcompressor.numerics.rescaling import column_squares, rescaling
 
-__all__ = ["Norm", "RescaledNorm", "norms_before"]
+__all__ = ["Norm", "RescaledNorm", "gain_of", "norms_before"]
+
+_FAILURES = (TargetError, AttributeError, LookupError, RuntimeError)
+"""What a forward with weights that are zero may raise."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm without a bias whose gain is taken over by what reads it.
+    """A norm whose gain is taken over by what reads it; it has no bias.
 
     Attributes:
         module: the norm.
@@ -52,7 +59,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class RescaledNorm(Norm):
-    """A norm whose channels are rescaled for rotations behind it; it may have a bias.
+    """A norm whose channels are rescaled for rotations behind it; here there may be a bias.
 
     Attributes:
         turned: those of its readers whose inputs are rotated.
@@ -66,7 +73,7 @@ class RescaledNorm(Norm):
         if gain_C is None:
             return None
         square_C, bias_C = gain_C.square(), self.module._parameters.get("bias")
-        if bias_C is not None:  # what a norm returns, before gain and bias, has mean square one
+        if bias_C is not None:  # before gain and bias channels have mean square one, on average
             square_C += bias_C.detach().double().square()
         weights = [one._parameters["weight"] for one in self.turned]
         return rescaling(square_C, column_squares(one for one in weights if one is not None))
@@ -80,18 +87,39 @@ class RescaledNorm(Norm):
         return found if bias_C is None else {**found, "bias": bias_C.detach().double() / gain_C}
 
 
+def gain_of(norm: Norm, gains: dict[Module, Tensor | None]) -> Tensor | None:
+    """What readers of ``norm`` take over: from ``gains``, to which it is added once it is known."""
+    if norm.module not in gains:
+        gains[norm.module] = norm.gain()
+    return gains[norm.module]
+
+
 def norms_before(
     model: Any, turned: Container[Module], smoothed: Container[str]
 ) -> Iterator[RescaledNorm]:
     """The norms that feed modules of ``turned``, as the structure of the blocks shows them.
+
+    Blocks of one form are taken to be alike, and need not call the same of their children: a norm
+    that feeds more in the model's own forward than is known of it is left out.
 
     Args:
         model: its weights may be on the meta device.
         turned: modules whose inputs are rotated.
         smoothed: names of norms that are left as they are.
     """
-    for one in norm_sets(model):
+    sets = norm_sets(model)
+    try:
+        flow = trace_flow(model) if sets else Flow()
+    except _FAILURES as error:  # the trial of the rotations says so, if they meet it too
+        logger.debug(f"No norm of {type(model).__name__} is rescaled: {error!r:.200}")
+        return
+    fed: dict[Module, set[Module]] = {}
+    for module, norm in flow.feeder.items():
+        if columns_of(module) is not None:
+            fed.setdefault(norm, set()).add(module)
+    for one in sets:
         readers = {module: name for name, module in one.balance.items()}
         own = tuple(module for module in readers if module in turned)
-        if own and one.name not in smoothed:
+        known = fed.get(one.smooth, set()) <= readers.keys()
+        if own and known and one.name not in smoothed:
             yield RescaledNorm(one.smooth, one.offset, readers, own)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Linear, Module
 
 from llmcompressor.modeling.scaling import write_values
-from llmcompressor.modifiers.rotation.norms import Norm
+from llmcompressor.modifiers.rotation.norms import Norm, gain_of
 from llmcompressor.modifiers.rotation.online import (
     Attached,
     add_schemes,
@@ -98,16 +98,19 @@ class Plan:
 
     @torch.no_grad()
     def fuse(self, modules: Collection[Module] | None = None) -> None:
-        """Multiply everything into the weights.
+        """Multiply everything into the weights; once into one that several modules share.
 
         Args:
             modules: only into those of these; a norm among them stands with all that read it.
         """
         norms = [one for one in self.norms if modules is None or one.module in modules]
         gains = {norm.module: norm.gain() for norm in norms}
+        done: set[int] = set()
         for module, fusion in self.fusions.items():
-            if modules is None or module in modules:
+            is_first = id(module._parameters["weight"]) not in done
+            if is_first and (modules is None or module in modules):
                 write_values(module, self.rotated(module, fusion, gains=gains))
+                done.add(id(module._parameters["weight"]))
         for norm in norms:
             write_values(norm.module, norm.without(gains[norm.module]))
 
@@ -116,7 +119,7 @@ class Plan:
         module: Module,
         fusion: Fusion,
         *,
-        gains: Mapping[Module, Tensor | None] | None = None,
+        gains: dict[Module, Tensor | None] | None = None,
         wide: bool = False,
     ) -> dict[str, Tensor]:
         """The weight and bias of ``module`` with everything multiplied in.
@@ -124,17 +127,12 @@ class Plan:
         Args:
             module: it is not changed.
             fusion: what is multiplied into it.
-            gains: :meth:`gains`, where norms may have lost theirs; of others it is theirs.
+            gains: :meth:`gains`, where norms may have lost theirs; those of others are added to it.
             wide: computed and returned in float32, where the weight is narrower too.
         """
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
-        gain = None
-        if fusion.norm is not None and gains is not None and fusion.norm.module in gains:
-            gain = gains[fusion.norm.module]
-        elif fusion.norm is not None:
-            gain = fusion.norm.gain()
-
+        gain = None if fusion.norm is None else gain_of(fusion.norm, {} if gains is None else gains)
         precision = torch.float32 if wide else self.precision
         found = {
             "weight": rotated_weight(
@@ -162,6 +160,16 @@ class Plan:
             for norm, weight in weights
             if weight is None or not weight.is_meta
         }
+
+    def rotations_of(self, module: Module) -> tuple[list[int], list[int]]:
+        """Which rotations of inputs and of outputs are multiplied in, each by its identity."""
+        own = self.fusions.get(module, Fusion())
+        return [id(one) for one in own.inputs], [id(one) for one in own.outputs]
+
+    @property
+    def rotated_weights(self) -> int:
+        """How many weights a rotation is multiplied into."""
+        return sum(bool(one.inputs or one.outputs) for one in self.fusions.values())
 
     def attach(self, model: Any) -> None:
         """Put what stays into the forward, and have it written."""

@@ -23,7 +23,7 @@ from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.flow import probe_inputs
-from llmcompressor.modifiers.rotation.norms import Norm
+from llmcompressor.modifiers.rotation.norms import Norm, gain_of
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.numerics.precision import full_float32_products
 
@@ -328,7 +328,7 @@ def _swapped(changes: Mapping[Module, Mapping[str, Tensor]]) -> Iterator[None]:
 def _values(
     module: Module,
     plan: Plan,
-    gains: Mapping[Module, Tensor | None],
+    gains: dict[Module, Tensor | None],
     norms: Mapping[Module, Norm],
     *,
     wide: bool,
@@ -346,8 +346,7 @@ def _values(
                 found[name] = one.detach().float()
     norm = norms.get(module)
     if norm is not None:
-        gain_C = gains[module] if module in gains else norm.gain()
-        for name, value_C in norm.without(gain_C).items():
+        for name, value_C in norm.without(gain_of(norm, gains)).items():
             own = found.get(name, module._parameters[name])
             assert own is not None
             found[name] = value_C.to(own.dtype)

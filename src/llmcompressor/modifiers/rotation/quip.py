@@ -38,6 +38,7 @@ from llmcompressor.modifiers.rotation.from_config import plan_of_config
 from llmcompressor.modifiers.rotation.norms import norms_before
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.modifiers.rotation.targets import short_targets
+from llmcompressor.names import named_modules
 from llmcompressor.schemes.assign import is_router
 from llmcompressor.wording import listed
 
@@ -53,8 +54,8 @@ class QuIPModifier(RotationModifier):
         ignore: which of these not.
         randomize: modules that servers join (q, k and v; gate and up) have a matrix in common.
         rescale: move what is large in the gains of norms into the weights behind them before
-            these are rotated (:mod:`llmcompressor.numerics.rescaling`); norms that an earlier
-            modifier of the recipe smooths keep theirs.
+            these are rotated (:mod:`llmcompressor.numerics.rescaling`), all that read them; norms
+            that an earlier modifier of the recipe smooths keep theirs.
 
     Example::
 
@@ -120,10 +121,28 @@ class QuIPModifier(RotationModifier):
             for number, names in enumerate(sets.values()):
                 schemes[f"{rotation}_{number}"] = self._scheme(rotation, names, [])
         plan = plan_of_config(self, model, TransformConfig(config_groups=schemes))
+        _check_shared(model, plan)
         if self.rescale and "v" in self.rotations:
             turned = {one.module for one in plan.online if one.location is TransformLocation.INPUT}
             plan.take_over(norms_before(model, turned, self._smoothed))
         return plan
+
+    def prepare(self, model: Any) -> None:
+        """Say how many norms are changed too; which, is in the report."""
+        assert self._plan is not None
+        if self._plan.norms:
+            readers = {module for norm in self._plan.norms for module in norm.readers}
+            logger.info(
+                f"QuIPModifier: {len(self._plan.norms)} norms are rescaled, and the columns of the "
+                f"{len(readers)} weights that read them, before {len(self._plan.online)} rotations."
+            )
+
+    def report(self) -> dict[str, Any]:
+        """Also how many norms were rescaled."""
+        found = super().report()
+        if found and self._plan is not None:
+            found[""]["rescaled_norms"] = len(self._plan.norms)
+        return found
 
     @staticmethod
     def _others(
@@ -144,12 +163,18 @@ class QuIPModifier(RotationModifier):
     def refusal(
         self, model: Any, fault: str, find: Callable[[Plan], str | None] | None = None
     ) -> TargetError:
-        """Name one module at fault: each stands for itself, so halves of them are tried out."""
+        """Name one module at fault: but for norms each stands for itself, so halves are tried."""
         assert self._plan is not None
         names = {one.module: one.module_name for one in self._plan.online}
         if find is None:
             return super().refusal(model, fault, find)
         suspects = list(names)
+        if self._plan.norms and find(self._plan.only(suspects)) is None:
+            return TargetError(
+                f"QuIPModifier: with its norms rescaled {type(model).__name__} computes something "
+                f"else ({fault}).",
+                "Set rescale: false.",
+            )
         while len(suspects) > 1:
             half = suspects[: len(suspects) // 2]
             at_fault = find(self._plan.only(half)) is not None
@@ -181,6 +206,28 @@ class QuIPModifier(RotationModifier):
                 for place, inverse in places
             ],
         )
+
+
+def _check_shared(model: Module, plan: Plan) -> None:
+    """Refuse weights of which one module wants another rotation than one that shares it.
+
+    Raises:
+        TargetError: names both.
+    """
+    owners: dict[int, list[tuple[str, Module]]] = {}
+    for name, module in named_modules(model):
+        if module._parameters.get("weight") is not None:
+            owners.setdefault(id(module._parameters["weight"]), []).append((name, module))
+    for (name, module), *others in owners.values():
+        for other, sharing in others:
+            if plan.rotations_of(module) != plan.rotations_of(sharing):
+                both = {name: module, other: sharing}
+                turned = [one for one, each in both.items() if each in plan.fusions]
+                raise TargetError(
+                    f"QuIPModifier: {name} and {other} share their weight, and would not be "
+                    "rotated alike.",
+                    f"Put {listed(turned)} on the ignore list, or untie them.",
+                )
 
 
 def _is_named(name: str, targets: Sequence[str]) -> bool:

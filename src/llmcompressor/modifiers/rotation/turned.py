@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 
+from llmcompressor.modifiers.rotation.norms import gain_of
 from llmcompressor.modifiers.rotation.plan import Fusion, Plan
 from llmcompressor.numerics.rotation import Rotation
 from llmcompressor.numerics.straight_through import fake_quantize_matrix
@@ -100,10 +101,7 @@ class Turned:
         return found
 
     def _gain(self, fusion: Fusion) -> Tensor | None:
-        if fusion.norm is None:
-            return None
-        known = fusion.norm.module in self._gains
-        return self._gains[fusion.norm.module] if known else fusion.norm.gain()
+        return None if fusion.norm is None else gain_of(fusion.norm, self._gains)
 
 
 @dataclass(frozen=True)
