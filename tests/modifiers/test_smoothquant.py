@@ -223,6 +223,22 @@ def test_before_a_rotation_in_the_forward_it_changes_nothing() -> None:
     assert far(model, reference, tiny.batches()) < 1e-10
 
 
+@pytest.mark.parametrize("shared", ["norm", "weight"])
+def test_a_norm_that_two_blocks_share_stays(shared: str, warned: list[str]) -> None:
+    model = tiny.llama()
+    first, second = model.model.layers
+    if shared == "norm":
+        second.input_layernorm = first.input_layernorm
+    else:
+        second.input_layernorm.weight = first.input_layernorm.weight
+    before = first.input_layernorm.weight.detach().clone()
+    reference = tiny.logits(model, tiny.batches())
+    tiny.run(model, SmoothQuantModifier())
+    assert far(model, reference, tiny.batches()) < 1e-10
+    assert torch.equal(first.input_layernorm.weight, before)
+    assert any("left as it is" in line for line in warned)
+
+
 def test_what_no_rotation_touches_is_smoothed_behind_it(warned: list[str]) -> None:
     """R4 rotates the input of down_proj alone; a mapping that names it is refused."""
     model = tiny.llama()

@@ -135,7 +135,10 @@ def _listed_sets(
 def _unshared(model: Module, sets: Sequence[SmoothSet]) -> list[SmoothSet]:
     """Those that no other set, and no module outside of them, shares modules or parameters with."""
     owners: dict[int, set[Module]] = {}
+    holders: dict[Module, set[Module]] = {}
     for module in model.modules():
+        for part in filter(None, module._modules.values()):
+            holders.setdefault(part, set()).add(module)
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(id(parameter), set()).add(module)
@@ -145,7 +148,8 @@ def _unshared(model: Module, sets: Sequence[SmoothSet]) -> list[SmoothSet]:
         inside = {one.smooth, *one.balance.values()}
         own = [each for module in inside for each in module._parameters.values()]
         is_own = all(owners.get(id(each), inside) <= inside for each in own)
-        if is_own and begun[one.smooth] == 1:
+        is_held_once = all(len(holders.get(module, ())) <= 1 for module in inside)
+        if is_own and is_held_once and begun[one.smooth] == 1:
             kept.append(one)
         else:
             logger.warning(f"{one}: left as it is. Others share its modules or their parameters.")
