@@ -128,7 +128,7 @@ class QuIPModifier(RotationModifier):
         return plan
 
     def prepare(self, model: Any) -> None:
-        """Say how many norms are changed too; which, is in the report."""
+        """Say how many norms are changed too."""
         assert self._plan is not None
         if self._plan.norms:
             readers = {module for norm in self._plan.norms for module in norm.readers}
