@@ -323,7 +323,7 @@ CASES = [
         "an output_dir of links in a circle",
         lambda place: {"output_dir": circle(place)},
         OutputError,
-        ("output_dir", "no path", "loop"),
+        ("output_dir", "no path", "link"),
     ),
     Case(
         "an output_dir that is too long",

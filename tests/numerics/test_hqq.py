@@ -76,8 +76,13 @@ def test_it_is_the_textbook_loop(values: Tensor, grid: Grid, search: HalfQuadrat
     for s, cell in enumerate(values.tolist()):
         zero = 0 if zero_S is None else int(zero_S[s])
         wanted, wanted_zero = textbook(cell, float(scale_S[s]), zero, grid, search)
-        assert float(found_S[s]) == pytest.approx(wanted, rel=1e-4)
-        assert wanted_zero == (0 if found_zero_S is None else int(found_zero_S[s]))
+        least = error_of(cell, wanted, wanted_zero, grid, search.norm)
+        found, found_zero = float(found_S[s]), 0 if found_zero_S is None else int(found_zero_S[s])
+        assert error_of(cell, found, found_zero, grid, search.norm) == pytest.approx(
+            least, rel=1e-4
+        )
+        if search.norm < 1:  # at 1 many scales have one error: which is least is rounding's choice
+            assert (found, found_zero) == (pytest.approx(wanted, rel=1e-4), wanted_zero)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -80,5 +80,6 @@ def test_the_level_of_the_log_comes_back() -> None:
 
 def test_where_and_how_exactly() -> None:
     kind = get_main_device().type
-    assert kind == (torch.accelerator.current_accelerator() or torch.device("cpu")).type
+    there = torch.accelerator.current_accelerator(check_available=True)
+    assert kind == (there or torch.device("cpu")).type
     assert get_high_precision() == (torch.float32 if kind == "mps" else torch.float64)
