@@ -23,11 +23,12 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from llmcompressor.checkpoint.blueprint import Blueprint, meta_parameter, quiet_loading
-from llmcompressor.checkpoint.finite import first_nonfinite, is_finite
 from llmcompressor.checkpoint.layout import LoadedName
 from llmcompressor.checkpoint.reading import TensorReader
 from llmcompressor.checkpoint.ties import same_values, settle_ties
 from llmcompressor.errors import CheckpointError, NonFiniteError
+from llmcompressor.modeling.finite_weights import first_nonfinite
+from llmcompressor.numerics.finite import is_finite
 from llmcompressor.progress import progress
 
 __all__ = ["REST", "BlockWeights"]

@@ -12,7 +12,6 @@ from torch.nn import Module
 
 from llmcompressor.checkpoint.dispatched import is_dispatched, is_offloaded, take_back
 from llmcompressor.checkpoint.experts import close_dense, open_experts
-from llmcompressor.checkpoint.finite import first_nonfinite
 from llmcompressor.checkpoint.load import (
     check_unadapted,
     check_unoffloaded,
@@ -39,6 +38,7 @@ from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.alignment import align
+from llmcompressor.modeling.finite_weights import first_nonfinite
 from llmcompressor.modeling.flat_pieces import in_pieces
 from llmcompressor.pipelines import PIPELINES
 from llmcompressor.pipelines.attention_trial import try_attention

@@ -23,8 +23,10 @@ from torch.nn import Module
 from llmcompressor.modeling.flat_pieces import change_piece, cut, gathered, is_flat, joined
 
 __all__ = [
+    "is_in_parts",
     "is_spread_as",
     "local",
+    "on_any",
     "spread_as",
     "together",
     "was_loaded_spread",
@@ -43,10 +45,31 @@ def was_loaded_spread(model: Any) -> bool:
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
+def is_in_parts(tensor: Any) -> bool:
+    """Whether it is a ``DTensor``."""
+    return hasattr(tensor, "full_tensor")
+
+
+def on_any(marked: Tensor, spread: Any) -> Tensor:
+    """What is marked on any of the processes that have a part of ``spread``.
+
+    Args:
+        marked: bool [N], of this process.
+        spread: a ``DTensor``.
+
+    Returns:
+        bool [N], alike on all of them.
+    """
+    counts = marked.to(local(spread).device, torch.int32)
+    for dimension in range(spread.device_mesh.ndim):
+        torch.distributed.all_reduce(counts, group=spread.device_mesh.get_group(dimension))
+    return counts > 0
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor put together from all processes, or itself; nobody may write to it."""
-    if hasattr(tensor, "full_tensor"):
-        return tensor.full_tensor()  # type: ignore[no-any-return]  # a DTensor
+    if is_in_parts(tensor):
+        return tensor.full_tensor()  # type: ignore[no-any-return,attr-defined]  # a DTensor
     return gathered(tensor) if is_flat(tensor) else tensor
 
 
@@ -78,14 +101,14 @@ def local(tensor: Any) -> Tensor:
     """The part of this process, which shares memory with the tensor, or itself."""
     if is_flat(tensor):
         return tensor.ds_tensor.data  # type: ignore[no-any-return]  # DeepSpeed has no types
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+    return tensor.to_local() if is_in_parts(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def spread_as(values: Tensor, parameter: Any) -> Tensor:
     """``values``, which every process has whole, where the parameter is and spread as it is."""
     if is_flat(parameter):
         return cut(values, parameter)
-    if not hasattr(parameter, "full_tensor"):
+    if not is_in_parts(parameter):
         return values.to(parameter.device)
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  # see above
 
@@ -103,7 +126,7 @@ def is_spread_as(part: Tensor, parameter: Any) -> bool:
     mine = local(parameter) if is_flat(parameter) else parameter
     if part.device != mine.device or (is_flat(parameter) and part.shape != mine.shape):
         return False
-    return hasattr(part, "full_tensor") == hasattr(mine, "full_tensor")
+    return is_in_parts(part) == is_in_parts(mine)
 
 
 def together(part: Tensor, parameter: Any) -> Tensor:

@@ -18,6 +18,7 @@ from llmcompressor.core.events import Event
 from llmcompressor.core.state import State
 from llmcompressor.errors import LifecycleError, NonFiniteError, RecipeError, TargetError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.finite_weights import nonfinite
 from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets, is_expert
 from llmcompressor.modeling.matching import check_targets
 from llmcompressor.modeling.quantized_mark import mark_quantized
@@ -363,13 +364,18 @@ class QuantizationMixin(Modifier):
             )
 
     def _check_finite(self) -> None:
-        for module, name in self._names.items():
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, Tensor) and not is_finite(weight):
-                raise NonFiniteError(
-                    f"The weight of {name} holds NaN or infinity. Nothing can be made of it: "
-                    "check the checkpoint, or put the module on the ignore list."
-                )
+        weights = {
+            name: weight
+            for module, name in self._names.items()
+            if isinstance(weight := getattr(module, "weight", None), Tensor)
+        }
+        bad = nonfinite(weights)
+        if bad:
+            first = next(name for name in weights if name in bad)
+            raise NonFiniteError(
+                f"The weight of {first} holds NaN or infinity. Nothing can be made of it: "
+                "check the checkpoint, or put the module on the ignore list."
+            )
 
     def _find_fused(self, modules: Mapping[str, Module]) -> None:
         """Which parts of a module that servers fuse (q, k, v; gate, up) need one global scale."""

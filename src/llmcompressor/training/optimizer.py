@@ -11,6 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn import Module, Parameter
 
 from llmcompressor.errors import ArgumentError
+from llmcompressor.modeling.spread import is_in_parts
 
 __all__ = ["bare_optimizer", "parameter_ids", "train_new_parameters", "without_new_parameters"]
 
@@ -86,7 +87,7 @@ def without_new_parameters(model: Module, before: Set[int]) -> Iterator[None]:
 
 
 def _is_spread(group: dict[str, Any]) -> bool:
-    return any(hasattr(parameter, "full_tensor") for parameter in group["params"])  # a DTensor
+    return any(is_in_parts(parameter) for parameter in group["params"])
 
 
 def _add_to_stand_in(optimizer: Any, new: list[Parameter]) -> None:
