@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,6 @@ from llmcompressor import oneshot, verify
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.rotation import QuIPModifier, SpinQuantModifier
 
-pytestmark = pytest.mark.slow
-
 # The part between the marks is what docs/modifiers/spinquant.md shows.
 READER = """
 import json, sys, torch
@@ -29,6 +29,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 # begin
+from compressed_tensors.quantization import is_cached_attention_module
 from compressed_tensors.transform import TransformConfig, TransformFactory
 from safetensors.torch import load_file
 
@@ -42,12 +43,16 @@ def with_rotations(folder):
     for name, scheme in TransformConfig(**written).config_groups.items():
         # what stays in the forward; the rest is in the weights already
         scheme.apply = [one for one in scheme.apply if one.is_online()]
+        if not any(is_cached_attention_module(module) for module in model.modules()):
+            of_states = ("q_attn", "k_cache")
+            scheme.apply = [one for one in scheme.apply if one.location not in of_states]
         TransformFactory.from_scheme(scheme, name=name).apply_to_model(model)
     own = dict(model.named_parameters(remove_duplicate=False))
     for file in Path(folder).glob("*.safetensors"):
         for key, value in load_file(file).items():
             if key.endswith(("_input.weight", "_output.weight", "_attn.weight", "_cache.weight")):
-                own[key].data.copy_(value)
+                if key in own:
+                    own[key].data.copy_(value)
     return model
 # end
 
@@ -113,14 +118,54 @@ ONLINE: dict[str, tuple[list[Any], dict[str, Any]]] = {
 }
 
 
+QUICK = ["stream", "all-int8", "quip-int8"]
+REFUSED = {"quip-blocks"}
+"""No server applies rotations to what Linears with a bias read."""
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """Those that always run, and those of the whole suite alone."""
+    return [pytest.param(one, marks=[] if one in QUICK else [pytest.mark.slow]) for one in names]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What was made of some cases: a folder, and by case the logits.
+
+    They are those of the returned model, of a reader with rotations, of one without.
+    """
+
+    place: Path
+    logits: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    def config_of(self, name: str) -> Any:
+        return json.loads((self.place / "outputs" / name / "config.json").read_text())
+
+
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Case → logits of the returned model, of a reader with rotations, of one without."""
-    place = tmp_path_factory.mktemp("rotated")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    return read_back(QUICK, tmp_path_factory.mktemp("few"))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    names = [name for name in (*FUSED, *ONLINE) if name not in QUICK]
+    return read_back(names, tmp_path_factory.mktemp("others"))
+
+
+@pytest.fixture
+def read(name: str, request: pytest.FixtureRequest) -> Read:
+    found: Read = request.getfixturevalue("few" if name in QUICK else "others")
+    return found
+
+
+def read_back(names: Iterable[str], place: Path) -> Read:
+    """Compress, and have all be read by one process."""
     data: Any = batches(number=1)
     ids, expected = data[0]["input_ids"], {}
     loader = DataLoader(data, batch_size=None)
-    for name, (recipe, changes) in {**FUSED, **ONLINE}.items():
+    for name in names:
+        recipe, changes = {**FUSED, **ONLINE}[name]
         source = place / "sources" / name
         lively(llama(tie_word_embeddings=True, **changes)).save_pretrained(source)
         model = oneshot(
@@ -128,6 +173,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Tens
             recipe=recipe,
             output_dir=place / "outputs" / name,
             dataset=loader if name == "attention" else None,
+            verify=name not in REFUSED,
         )
         with torch.no_grad():
             expected[name] = model(ids).logits
@@ -135,57 +181,69 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Tens
     arguments = [str(place / one) for one in ("outputs", "ids.pt", "found.pt")]
     subprocess.run([sys.executable, "-W", "ignore", "-c", READER, *arguments], check=True)
     found = torch.load(place / "found.pt")
-    read_back = {name: (expected[name], *found[name]) for name in expected}
-    read_back["place"] = (place,)  # type: ignore[assignment]  # for the tests of files
-    return read_back
+    return Read(place, {name: (expected[name], *found[name]) for name in expected})
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_transformers_alone_reads_what_is_in_the_weights(name: str, read: Any) -> None:
-    expected, _, alone = read[name]
+@pytest.mark.parametrize("name", cases(FUSED))
+def test_transformers_alone_reads_what_is_in_the_weights(name: str, read: Read) -> None:
+    expected, _, alone = read.logits[name]
     assert torch.equal(alone, expected)
 
 
-@pytest.mark.parametrize("name", ONLINE)
-def test_readers_that_apply_transforms_agree(name: str, read: Any) -> None:
-    expected, rotated, alone = read[name]
+@pytest.mark.parametrize("name", cases(ONLINE))
+def test_readers_that_apply_transforms_agree(name: str, read: Read) -> None:
+    expected, rotated, alone = read.logits[name]
     assert torch.equal(rotated, expected)
     if name != "attention":  # q and k turned alike are the same to each other
         assert not torch.allclose(alone, expected, atol=0.1)
 
 
-def config_of(read: Any, name: str) -> Any:
-    return json.loads((read["place"][0] / "outputs" / name / "config.json").read_text())
+def groups_of(found: Read, name: str) -> dict[str, Any]:
+    groups: dict[str, Any] = found.config_of(name)["quantization_config"]["transform_config"]
+    return dict(groups["config_groups"])
 
 
-def test_only_what_stays_in_the_forward_needs_a_config(read: Any) -> None:
-    assert "quantization_config" not in config_of(read, "stream")
-    alone = config_of(read, "all")["quantization_config"]
-    assert set(alone["transform_config"]["config_groups"]) == set(ALL)
-    assert alone["ignore"] == ["re:.*"]
-    assert config_of(read, "stream")["tie_word_embeddings"] is False
-    assert config_of(read, "attention")["tie_word_embeddings"] is True
+def test_what_is_in_the_weights_needs_no_config(few: Read) -> None:
+    assert "quantization_config" not in few.config_of("stream")
+    assert few.config_of("stream")["tie_word_embeddings"] is False
+    assert set(groups_of(few, "all-int8")) == set(ALL)
 
 
-def test_a_matrix_is_stored_once(read: Any) -> None:
-    def stored(name: str) -> list[str]:
-        file = read["place"][0] / "outputs" / name / "model.safetensors"
-        with safe_open(file, "pt") as opened:
-            return [key for key in opened.keys() if "_input" in key]  # noqa: SIM118 - no mapping
-
-    assert stored("all") == ["model.layers.0.mlp.down_proj.R4_input.weight"]
-    assert len(stored("apart")) == 2
-    assert len(stored("quip-int8")) == 2  # one per size
+@pytest.mark.slow
+def test_only_what_stays_in_the_forward_needs_a_config(others: Read) -> None:
+    assert set(groups_of(others, "all")) == set(ALL)
+    assert others.config_of("all")["quantization_config"]["ignore"] == ["re:.*"]
+    assert others.config_of("attention")["tie_word_embeddings"] is True
 
 
-def test_types_are_those_that_readers_make(read: Any) -> None:
-    def types(name: str) -> dict[str, str]:
-        groups = config_of(read, name)["quantization_config"]["transform_config"]["config_groups"]
-        return {key: group["type"] for key, group in groups.items()}
+def stored_inputs(found: Read, name: str) -> list[str]:
+    file = found.place / "outputs" / name / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        return [key for key in opened.keys() if "_input" in key]  # noqa: SIM118 - no mapping
 
-    assert set(types("all").values()) == {"hadamard"}
-    assert types("odd-size") == {"R4": "random-hadamard"}  # 160 = 8 * 20 is not Sylvester's
-    assert types("all-int4") == {
+
+def test_a_matrix_is_stored_once(few: Read) -> None:
+    assert stored_inputs(few, "all-int8") == ["model.layers.0.mlp.down_proj.R4_input.weight"]
+    assert len(stored_inputs(few, "quip-int8")) == 2  # one per size
+
+
+@pytest.mark.slow
+def test_matrices_that_differ_are_stored_each(others: Read) -> None:
+    assert len(stored_inputs(others, "apart")) == 2
+
+
+def types_of(found: Read, name: str) -> dict[str, str]:
+    return {key: group["type"] for key, group in groups_of(found, name).items()}
+
+
+def test_types_are_those_that_readers_make(few: Read) -> None:
+    assert set(types_of(few, "all-int8").values()) == {"hadamard"}
+
+
+@pytest.mark.slow
+def test_what_is_not_sylvesters_is_called_random(others: Read) -> None:
+    assert types_of(others, "odd-size") == {"R4": "random-hadamard"}  # 160 = 8 * 20
+    assert types_of(others, "all-int4") == {
         "R1": "random-matrix",
         "R2": "random-matrix",
         "R3": "random-hadamard",
@@ -193,15 +251,20 @@ def test_types_are_those_that_readers_make(read: Any) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["stream-int4", "odd-size", "apart", "quip-int8"])
-def test_servers_take_it(name: str, read: Any) -> None:
-    report = verify(read["place"][0] / "outputs" / name, serve="vllm", tp=1)
-    assert [one for one in report.findings if one.severity.name == "ERROR"] == []
+def errors_of(found: Read, name: str) -> set[str]:
+    report = verify(found.place / "outputs" / name, serve="vllm", tp=1)
+    return {one.rule for one in report.findings if one.severity.name == "ERROR"}
 
 
-def test_rotations_of_cached_keys_are_told_of(read: Any) -> None:
-    report = verify(read["place"][0] / "outputs" / "attention", serve="vllm", tp=1)
-    assert {one.rule for one in report.findings if one.severity.name == "ERROR"} == {"S73"}
+@pytest.mark.parametrize("name", cases(["stream-int4", "odd-size", "apart", "quip-int8"]))
+def test_servers_take_it(name: str, read: Read) -> None:
+    assert errors_of(read, name) == set()
+
+
+@pytest.mark.slow
+def test_what_they_do_not_take_is_told_of(others: Read) -> None:
+    assert errors_of(others, "attention") == {"S73"}  # rotations of cached keys
+    assert errors_of(others, "quip-blocks") == {"S75"}  # of the inputs of Linears with a bias
 
 
 def test_the_page_shows_the_reader() -> None:
