@@ -7,7 +7,7 @@ import functools
 import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -292,6 +292,10 @@ class RotationModifier(Modifier):
             return {}
         moved = {} if self._moved is None else {"moved": self._moved}
         return {"": {"weights": self._plan.rotated_weights, **moved}}
+
+    def report_of(self, names: Container[str]) -> dict[str, Any]:
+        """The whole one, which is of no module."""
+        return self.report() if "" in names else {}
 
     # ------------------------------------------------------------------ what cannot be rotated
 
