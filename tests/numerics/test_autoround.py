@@ -48,6 +48,12 @@ def through(values: Tensor, rounded: Tensor) -> Tensor:
     return values + (rounded - values).detach()
 
 
+def limited(x: Tensor, grid: Grid) -> Tensor:
+    """Clamped; the ends of the range are within it, about which releases of torch disagree."""
+    inside = (x >= grid.qmin) & (x <= grid.qmax)
+    return torch.where(inside, x, x.detach().clamp(grid.qmin, grid.qmax))
+
+
 def textbook(start: Start, rounding: Rounding) -> Tensor:
     """The formula of the module's page, for autograd."""
     grid = start.grid
@@ -69,8 +75,8 @@ def textbook(start: Start, rounding: Rounding) -> Tensor:
     free_RC = wide_RC + rounding.offset_RC * spacing_RC
     if grid.kind == "int":
         level_RC = through(free_RC, free_RC.round())
-        return scale_RC * ((level_RC + zero_RC).clamp(grid.qmin, grid.qmax) - zero_RC)
-    limited_RC = free_RC.clamp(grid.qmin, grid.qmax)
+        return scale_RC * (limited(level_RC + zero_RC, grid) - zero_RC)
+    limited_RC = limited(free_RC, grid)
     return scale_RC * through(limited_RC, grid.round(limited_RC.detach()))
 
 
