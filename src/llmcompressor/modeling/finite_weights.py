@@ -37,13 +37,12 @@ def first_nonfinite(
         for name in names
         for own, parameter in model.get_submodule(name).named_parameters(recurse=False)
     }
-    bad = nonfinite(every)
-    return next((name for name in every if name in bad), None)
+    return next(iter(nonfinite(every)), None)
 
 
 @torch.no_grad()
-def nonfinite(named: Mapping[str, Tensor]) -> set[str]:
-    """The names of those weights that hold NaN or infinity.
+def nonfinite(named: Mapping[str, Tensor]) -> list[str]:
+    """The names of those weights that hold NaN or infinity, in their order.
 
     Args:
         named: weights of any shape, dtype and device. Where they are spread over processes, all
@@ -64,7 +63,8 @@ def nonfinite(named: Mapping[str, Tensor]) -> set[str]:
     for name, weight in named.items():
         if is_flat(weight):
             look((name, gathered(weight)))
-    return bad | _elsewhere(named, bad)
+    bad |= _elsewhere(named, bad)
+    return [name for name in named if name in bad]
 
 
 def _elsewhere(named: Mapping[str, Tensor], bad: Collection[str]) -> set[str]:

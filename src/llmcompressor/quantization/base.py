@@ -371,9 +371,8 @@ class QuantizationMixin(Modifier):
         }
         bad = nonfinite(weights)
         if bad:
-            first = next(name for name in weights if name in bad)
             raise NonFiniteError(
-                f"The weight of {first} holds NaN or infinity. Nothing can be made of it: "
+                f"The weight of {bad[0]} holds NaN or infinity. Nothing can be made of it: "
                 "check the checkpoint, or put the module on the ignore list."
             )
 

@@ -62,4 +62,4 @@ def _late_parameters(model: Module) -> Iterator[Tensor]:
 def _zeros(matrix: Tensor) -> int:
     count = ((whole(matrix) if is_flat(matrix) else matrix) == 0).sum()
     # A sharded tensor's sum is spread over the processes.
-    return int(count.full_tensor() if hasattr(count, "full_tensor") else count)
+    return int(whole(count))
