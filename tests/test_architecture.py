@@ -41,6 +41,7 @@ FLOORS = {
     "modeling": 2,
     "datasets": 2,
     "observers": 3,
+    "modifiers.declared": 3,
     "modifiers.modifier": 3,
     "modifiers.factory": 3,
     "modifiers.outlined": 3,
@@ -65,6 +66,7 @@ FLOORS = {
 }
 # The base class and what finds its subclasses are one room.
 ROOM_OF = {
+    "modifiers.declared": "modifiers.modifier",
     "modifiers.factory": "modifiers.modifier",
     "modifiers.outlined": "modifiers.modifier",
     "modifiers.recorded": "modifiers.modifier",

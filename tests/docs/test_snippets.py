@@ -338,7 +338,8 @@ def test_metadata_keys_are_those_of_the_grammar() -> None:
 def test_declarations_are_those_of_the_base_class() -> None:
     rows = table_rows(DOCS / "architecture.md", "## What a modifier declares")
     told = {row[0] for row in rows}
-    assert all(hasattr(Modifier, name) for name in told)
+    for name in told:
+        inspect.getattr_static(Modifier, name)
     source = inspect.getsource(Modifier)
     section = source.split("# ---- what pipelines read")[1].split("# ---- phases")[0]
     read = set(re.findall(r"def (\w+)\(self", section))

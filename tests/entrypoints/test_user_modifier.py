@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from llmcompressor import active_session, create_session, oneshot
 from llmcompressor.core import Event, State
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
 
 
@@ -52,6 +52,20 @@ class TokenCounter(Undeclared):
     """The same, and says that it needs data."""
 
     requires_calibration_data: ClassVar[bool] = True
+
+
+class FieldCounter(Undeclared):
+    """Says so by a field, as in the reference, and notes its phases itself."""
+
+    requires_calibration_data: bool = True
+
+    def on_calibration_start(self, state: State, event: Event, **kwargs: Any) -> None:
+        super().on_calibration_start(state, event, **kwargs)
+        self.started_ = True
+
+    def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
+        super().on_calibration_end(state, event, **kwargs)
+        self.ended_ = True
 
 
 class EarlyCounter(Undeclared):
@@ -121,6 +135,7 @@ BY_DATA = ("sequential", "basic", "layer_sequential")
     ("name", "pipeline"),
     [
         *(("TokenCounter", each) for each in ("independent", *BY_DATA)),
+        *(("FieldCounter", each) for each in ("independent", *BY_DATA)),
         *(("EarlyCounter", each) for each in ("independent", *BY_DATA)),
         *(("Undeclared", each) for each in BY_DATA),
     ],
@@ -138,6 +153,18 @@ def test_its_hooks_see_every_calibration_token_once(name: str, pipeline: str) ->
     assert TokenCounter.counts == {f"model.layers.{n}.mlp.down_proj": 5 * 12 for n in (0, 1)}
     assert TokenCounter.events == ["start", "end"]
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_its_hooks_see_every_token_beside_ours() -> None:
+    gptq = GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
+    oneshot(
+        model=small.llama(),
+        recipe=[FieldCounter(), gptq],
+        dataset=small.token_rows(samples=5, length=12),
+        num_calibration_samples=5,
+    )
+    assert TokenCounter.counts == {f"model.layers.{n}.mlp.down_proj": 5 * 12 for n in (0, 1)}
+    assert TokenCounter.events == ["start", "end"]
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -188,15 +188,31 @@ def test_reasons_of_a_subclass_come_through():
         Strict(sparsity=0)
 
 
+def test_flags_of_earlier_releases_may_be_set():
+    pruner = Pruner()
+    pruner.initialize(State())
+    pruner.started_ = True
+    assert pruner.started
+    assert pruner.phase is Phase.STARTED
+    pruner.started_ = True
+    pruner.ended_ = True
+    assert pruner.passed_phases == ("created", "initialized", "started", "ended")
+    pruner.ended_ = False
+    assert not pruner.ended
+    assert pruner.started_
+    pruner.finalize(State())
+    assert pruner.finalized_
+
+
 @pytest.mark.parametrize("flag", ["initialized", "started", "ended", "finalized"])
 def test_phase_is_no_field(flag):
     pruner = Pruner()
     for name in (flag, f"{flag}_"):
         with pytest.raises(RecipeError, match=name):
             Pruner(**{name: True})
-        with pytest.raises(AttributeError):
-            setattr(pruner, name, True)
         assert getattr(pruner, name) is False
+    with pytest.raises(AttributeError):
+        setattr(pruner, flag, True)
     with pytest.raises(RecipeError, match="_passed"):
         Pruner(_passed=(Phase.FINALIZED,))
     pruner.initialize(State())

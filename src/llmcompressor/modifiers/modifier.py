@@ -33,6 +33,7 @@ from llmcompressor.errors import (
 )
 from llmcompressor.modeling.adapters import MERGE, adapters_of
 from llmcompressor.modeling.hooks import HooksMixin
+from llmcompressor.modifiers.declared import declared
 from llmcompressor.wording import listed
 
 if TYPE_CHECKING:
@@ -236,6 +237,19 @@ class PlannedModule:
     has_group: bool = True
 
 
+def _flag(phase: Phase) -> property:
+    """Whether a modifier was in a phase; to set it is to enter or to forget it."""
+
+    def read(modifier: Modifier) -> bool:
+        return phase in modifier._passed
+
+    def write(modifier: Modifier, entered: bool) -> None:
+        left = tuple(one for one in modifier._passed if one is not phase)
+        modifier._passed = (*left, phase) if entered else left
+
+    return property(read, write, doc=f"The same as ``{phase.value}``.")
+
+
 class Modifier(HooksMixin):
     """A technique that changes a model: its fields are its arguments in a recipe.
 
@@ -243,10 +257,10 @@ class Modifier(HooksMixin):
     has use for. The lifecycle calls :meth:`initialize`, :meth:`update_event` and
     :meth:`finalize`; these keep track of the phase and call the ``on_…`` methods.
 
-    What a pipeline has to know about a modifier is declared here, as class data or properties:
-    ``requires_calibration_data``, ``finest_granularity``, ``takes_whole_blocks``,
-    ``propagates_error``, ``twin_streams``, ``surveys_first``, ``must_precede`` and
-    :meth:`calibrated_modules`.
+    What a pipeline has to know about a modifier is declared here, as class data or properties;
+    a subclass may have fields in the place of properties: ``requires_calibration_data``,
+    ``finest_granularity``, ``takes_whole_blocks``, ``propagates_error``, ``twin_streams``,
+    ``surveys_first``, ``must_precede`` and :meth:`calibrated_modules`.
 
     Attributes:
         index: the place in the recipe, if it is given there.
@@ -270,7 +284,7 @@ class Modifier(HooksMixin):
             piece of one has to be the weight itself, and that no adapters may stand beside them.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ignored_types=(declared,))
 
     propagates_error: ClassVar[bool] = True
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot", "train"})
@@ -373,7 +387,7 @@ class Modifier(HooksMixin):
 
     # ---- what pipelines read
 
-    @property
+    @declared
     def requires_calibration_data(self) -> bool:
         """Whether calibration data has to run through the model."""
         return self._is_given_data
@@ -385,7 +399,7 @@ class Modifier(HooksMixin):
         """
         self._is_given_data = True
 
-    @property
+    @declared
     def learns_first(self) -> bool:
         """Whether it takes the calibration batches itself, when its pass begins.
 
@@ -394,17 +408,17 @@ class Modifier(HooksMixin):
         """
         return False
 
-    @property
+    @declared
     def collects(self) -> bool:
         """Whether a pipeline has to run data through the model for it."""
         return self.requires_calibration_data and not self.learns_first
 
-    @property
+    @declared
     def finest_granularity(self) -> Granularity:
         """The smallest part of a model that this modifier can work on at a time."""
         return Granularity.BLOCK
 
-    @property
+    @declared
     def takes_whole_blocks(self) -> bool:
         """Whether it works on the model's own blocks, whatever else the user names as stops.
 
@@ -416,7 +430,7 @@ class Modifier(HooksMixin):
         """Modules within which no pass may stop: they are stopped at as wholes, if at all."""
         return ()
 
-    @property
+    @declared
     def twin_streams(self) -> bool:
         """Whether inputs of the original model are wanted beside those of the compressed one."""
         return False
@@ -425,12 +439,12 @@ class Modifier(HooksMixin):
         """Whether it knows what to do with the module ``name``, which no batch reached."""
         return False
 
-    @property
+    @declared
     def observing_steps(self) -> int:
         """How many optimizer steps of a training it only observes, from its start on."""
         return 0
 
-    @property
+    @declared
     def runs_to_end(self) -> bool:
         """Whether it watches modules beyond those it calibrates, to the end of the forward."""
         return False
@@ -452,17 +466,17 @@ class Modifier(HooksMixin):
         """
         return False
 
-    @property
+    @declared
     def means_unservable(self) -> bool:
         """Whether its fields say that it asks for what no server takes, and means it."""
         return False
 
-    @property
+    @declared
     def devices(self) -> Mapping[str, str]:
         """Field → the device that it names, and that the machine has to have."""
         return {}
 
-    @property
+    @declared
     def writes(self) -> Mapping[str, str]:
         """Field → the file that it names, and that is written beside the output."""
         return {}
@@ -474,17 +488,17 @@ class Modifier(HooksMixin):
         """
         del model
 
-    @property
+    @declared
     def works_by_block(self) -> bool:
         """Whether :meth:`finish` completes single blocks, so that others need not be loaded."""
         return False
 
-    @property
+    @declared
     def surveys_first(self) -> bool:
         """Whether it looks at all data once, changing nothing, before the pass it works in."""
         return False
 
-    @property
+    @declared
     def changes_at_once(self) -> bool:
         """Whether passes go on from a module with what was made of it.
 
@@ -492,7 +506,7 @@ class Modifier(HooksMixin):
         """
         return True
 
-    @property
+    @declared
     def changes_structure(self) -> bool:
         """Whether it has an :meth:`outline`: parts of the model will be gone."""
         return type(self).outline is not Modifier.outline
@@ -665,25 +679,11 @@ class Modifier(HooksMixin):
         """Whether it was finalized."""
         return Phase.FINALIZED in self._passed
 
-    @property
-    def initialized_(self) -> bool:
-        """The same as ``initialized``."""
-        return self.initialized
-
-    @property
-    def started_(self) -> bool:
-        """The same as ``started``."""
-        return self.started
-
-    @property
-    def ended_(self) -> bool:
-        """The same as ``ended``."""
-        return self.ended
-
-    @property
-    def finalized_(self) -> bool:
-        """The same as ``finalized``."""
-        return self.finalized
+    # Code for earlier releases also sets these where a phase begins. Properties, not fields.
+    initialized_ = _flag(Phase.INITIALIZED)  # type: ignore[pydantic-field]
+    started_ = _flag(Phase.STARTED)  # type: ignore[pydantic-field]
+    ended_ = _flag(Phase.ENDED)  # type: ignore[pydantic-field]
+    finalized_ = _flag(Phase.FINALIZED)  # type: ignore[pydantic-field]
 
     # ---- what the lifecycle calls
 
