@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_llama as tiny
 import torch
+from compressed_tensors.quantization import preset_name_to_scheme
 from tests.caches import cache_of
 from torch import Tensor
 
@@ -130,6 +131,31 @@ def test_outputs_with_a_static_scale_are_calibrated() -> None:
     module = model.model.layers[0].mlp.up_proj
     assert float(module.output_scale) > 0
     assert torch.equal(module.weight, tiny.llama().model.layers[0].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize("kind", [QuantizationModifier, GPTQModifier])
+def test_fields_that_are_changed_before_a_run_count(kind: type[Any]) -> None:
+    scheme = preset_name_to_scheme("W8A16", ["Linear"])
+    by_part = kind(config_groups={"g": scheme})
+    by_part.config_groups["g"].weights.num_bits = 4
+    by_part.ignore.append("lm_head")
+    by_field = kind(targets="Linear", scheme="W8A16")
+    by_field.scheme, by_field.ignore = "W4A16", ["lm_head"]
+    for modifier in (by_part, by_field):
+        model = tiny.llama()
+        tiny.run(model, modifier, data=tiny.batches())
+        assert model.model.layers[0].mlp.up_proj.quantization_scheme.weights.num_bits == 4
+        assert not hasattr(model.lm_head, "quantization_scheme")
+
+
+def test_a_changed_field_decides_whether_data_is_needed() -> None:
+    modifier = nearest(scheme="W8A16")
+    assert not modifier.requires_calibration_data
+    modifier.scheme = "FP8"
+    assert modifier.requires_calibration_data
+    modifier.scheme = "FP7"
+    with pytest.raises(InputError, match="FP7"):
+        _ = modifier.requires_calibration_data
 
 
 def test_the_quantized_model_is_close_to_the_original() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -108,6 +109,7 @@ class QuantizationMixin(Modifier):
     allow_unmatched: bool = False
 
     _resolved: ResolvedSchemes | None = PrivateAttr(None)
+    _resolved_from: dict[str, Any] = PrivateAttr(default_factory=dict)
     _schemes: dict[Module, QuantizationScheme] = PrivateAttr(default_factory=dict)
     _names: dict[Module, str] = PrivateAttr(default_factory=dict)
     _was_left: bool = PrivateAttr(False)
@@ -131,24 +133,31 @@ class QuantizationMixin(Modifier):
     def resolve_quantization_config(self) -> ResolvedSchemes:
         """The schemes that the fields ask for, independent of any model.
 
+        Fields may have been changed since they were last asked, or parts of what they hold.
+
         Raises:
             RecipeError: the fields contradict each other, or one of them is wrong.
         """
-        if self._resolved is None:
-            self._resolved = resolve_schemes(
-                config_groups=self.config_groups,
-                targets=self.targets,
-                ignore=self.ignore,
-                scheme=self.scheme,
-                kv_cache_scheme=self.kv_cache_scheme,
-                weight_observer=self.weight_observer,
-                input_observer=self.input_observer,
-                output_observer=self.output_observer,
-                observer=self.observer,
-                bypass_divisibility_checks=self.bypass_divisibility_checks,
-                allow_unmatched=self.allow_unmatched,
-            )
+        if self._resolved is None or self.__dict__ != self._resolved_from:
+            self._resolved = self._resolve()
+            self._resolved_from = copy.deepcopy(self.__dict__)
+            self._observers_known = False
         return self._resolved
+
+    def _resolve(self) -> ResolvedSchemes:
+        return resolve_schemes(
+            config_groups=self.config_groups,
+            targets=self.targets,
+            ignore=self.ignore,
+            scheme=self.scheme,
+            kv_cache_scheme=self.kv_cache_scheme,
+            weight_observer=self.weight_observer,
+            input_observer=self.input_observer,
+            output_observer=self.output_observer,
+            observer=self.observer,
+            bypass_divisibility_checks=self.bypass_divisibility_checks,
+            allow_unmatched=self.allow_unmatched,
+        )
 
     def _with_observers(self) -> ResolvedSchemes:
         """The schemes; their observers are looked up, which others may add until a run begins."""
@@ -189,7 +198,9 @@ class QuantizationMixin(Modifier):
 
     def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
         """Whether a scheme that quantizes something reaches it."""
-        found = self.resolve_quantization_config().lookup.of(name, module)
+        # asked of every module: what a run was told of its fields holds
+        resolved = self._resolved or self.resolve_quantization_config()
+        found = resolved.lookup.of(name, module)
         return found is not None and not is_empty(found)
 
     @property

@@ -154,19 +154,17 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
         """What happened, by module name."""
         return dict(self._records)
 
-    def resolve_quantization_config(self) -> ResolvedSchemes:
+    def _resolve(self) -> ResolvedSchemes:
         """The schemes, with the activation order that was decided in their arguments.
 
         Raises:
             RecipeError: the recipe and a scheme ask for different orders.
         """
-        if self._resolved is None:
-            resolved = super().resolve_quantization_config()
-            for scheme in resolved.groups.values():
-                if scheme.weights is not None:
-                    scheme.weights.actorder = self._order_of(scheme.weights.actorder)
-        assert self._resolved is not None
-        return self._resolved
+        resolved = super()._resolve()
+        for scheme in resolved.groups.values():
+            if scheme.weights is not None:
+                scheme.weights.actorder = self._order_of(scheme.weights.actorder)
+        return resolved
 
     def _order_of(self, asked: Any) -> Any:
         """A scheme's own order wins over the default, not over one that the recipe gives."""
