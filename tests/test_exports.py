@@ -80,7 +80,11 @@ PUBLIC = {
     "llmcompressor.modifiers": ["Modifier", "ModifierFactory"],
     "llmcompressor.modifiers.autoround": ["AutoRoundModifier"],
     "llmcompressor.modifiers.awq": ["AWQMapping", "AWQModifier", "AWQ_MAPPING_REGISTRY"],
-    "llmcompressor.modifiers.awq.mappings": ["AWQMapping", "AWQ_MAPPING_REGISTRY"],
+    "llmcompressor.modifiers.awq.mappings": [
+        "AWQMapping",
+        "AWQ_MAPPING_REGISTRY",
+        "default_mappings",
+    ],
     "llmcompressor.modifiers.distillation": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.distillation.output": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.gptq": ["GPTQModifier"],
@@ -134,7 +138,11 @@ PUBLIC = {
         "SmoothQuantMapping",
         "SmoothQuantModifier",
     ],
-    "llmcompressor.modifiers.smoothquant.utils": ["MAPPINGS_REGISTRY"],
+    "llmcompressor.modifiers.smoothquant.utils": [
+        "DEFAULT_SMOOTHQUANT_MAPPINGS",
+        "MAPPINGS_REGISTRY",
+        "get_layer_mappings_from_architecture",
+    ],
     "llmcompressor.modifiers.sparsity": ["SparseGPTModifier", "WandaPruningModifier"],
     "llmcompressor.modifiers.transform": [
         "AWQMapping",
@@ -146,7 +154,11 @@ PUBLIC = {
     ],
     "llmcompressor.modifiers.transform.awq": ["AWQMapping", "AWQModifier", "AWQ_MAPPING_REGISTRY"],
     "llmcompressor.modifiers.transform.awq.base": ["AWQModifier"],
-    "llmcompressor.modifiers.transform.awq.mappings": ["AWQMapping", "AWQ_MAPPING_REGISTRY"],
+    "llmcompressor.modifiers.transform.awq.mappings": [
+        "AWQMapping",
+        "AWQ_MAPPING_REGISTRY",
+        "default_mappings",
+    ],
     "llmcompressor.modifiers.transform.quip": ["QuIPModifier"],
     "llmcompressor.modifiers.transform.quip.base": ["QuIPModifier"],
     "llmcompressor.modifiers.transform.smoothquant": ["SmoothQuantMapping", "SmoothQuantModifier"],
@@ -154,7 +166,11 @@ PUBLIC = {
         "SmoothQuantMapping",
         "SmoothQuantModifier",
     ],
-    "llmcompressor.modifiers.transform.smoothquant.utils": ["MAPPINGS_REGISTRY"],
+    "llmcompressor.modifiers.transform.smoothquant.utils": [
+        "DEFAULT_SMOOTHQUANT_MAPPINGS",
+        "MAPPINGS_REGISTRY",
+        "get_layer_mappings_from_architecture",
+    ],
     "llmcompressor.modifiers.transform.spinquant": [
         "NormMapping",
         "SpinQuantMapping",

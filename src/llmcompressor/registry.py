@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar
 
 from llmcompressor.collecting import quick_imports
 from llmcompressor.errors import InputError, did_you_mean
 
-__all__ = ["Table", "fold", "lazy_page", "resolve"]
+__all__ = ["Additions", "Table", "fold", "lazy_page", "resolve"]
+
+V = TypeVar("V")
 
 
 def fold(name: str) -> str:
@@ -94,3 +96,48 @@ class Table(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+class Additions(MutableMapping[str, V]):
+    """What users add under a name, beside what is known of names and can be read as well.
+
+    To read what is known changes nothing; to add it under its own name adds nothing.
+
+    Args:
+        known: by name; made when it is read, so that nobody changes it for others.
+
+    >>> table = Additions({"a": lambda: [1]})
+    >>> table["b"] = [*table["a"], 2]
+    >>> sorted(table), table["b"], table.added("a"), table.added("b")
+    (['a', 'b'], [1, 2], None, [1, 2])
+    """
+
+    def __init__(self, known: Mapping[str, Callable[[], V]]) -> None:
+        self._known = known
+        self._added: dict[str, V] = {}
+
+    def added(self, name: str) -> V | None:
+        """What a user has added under ``name``."""
+        return self._added.get(name)
+
+    def __getitem__(self, name: str) -> V:
+        return self._added[name] if name in self._added else self._known[name]()
+
+    def __setitem__(self, name: str, value: V) -> None:
+        self._added.pop(name, None)
+        if name not in self._known or value != self._known[name]():
+            self._added[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self._known:
+            del self._added[name]
+        self._added.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._known, **self._added})
+
+    def __len__(self) -> int:
+        return len({**self._known, **self._added})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self)})"

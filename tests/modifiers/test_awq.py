@@ -27,6 +27,8 @@ from llmcompressor.modifiers.awq.parents import ParentRuns
 from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQ_MAPPING_REGISTRY, AWQMapping, AWQModifier
+from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+from llmcompressor.modifiers.transform.smoothquant.utils import MAPPINGS_REGISTRY
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.presets import PRESETS
 
@@ -405,6 +407,41 @@ def test_registered_mappings_are_those_of_a_recipe(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(AWQ_MAPPING_REGISTRY, "OtherForCausalLM", [mapping])
     monkeypatch.delitem(AWQ_MAPPING_REGISTRY, "LlamaForCausalLM")
     tiny.run(tiny.llama(), AWQModifier(), rounding())
+
+
+def test_known_mappings_can_be_read_and_reading_changes_nothing() -> None:
+    known = AWQ_MAPPING_REGISTRY["LlamaForCausalLM"]
+    assert [one.smooth_layer for one in known[:2]] == ["re:.*input_layernorm$", "re:.*v_proj$"]
+    known.pop()
+    again = AWQ_MAPPING_REGISTRY["LlamaForCausalLM"]
+    assert len(again) == len(known) + 1
+    AWQ_MAPPING_REGISTRY["LlamaForCausalLM"] = again
+    assert AWQ_MAPPING_REGISTRY.added("LlamaForCausalLM") is None
+    assert "Gemma3ForConditionalGeneration" in list(AWQ_MAPPING_REGISTRY)
+    assert "NoSuchModel" not in AWQ_MAPPING_REGISTRY
+    with pytest.raises(KeyError, match="NoSuchModel"):
+        AWQ_MAPPING_REGISTRY["NoSuchModel"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_known_mappings_of_mixtures_hold(family: str) -> None:
+    model = mixtures.mixture(family)
+    name = type(model).__name__
+    known = AWQ_MAPPING_REGISTRY[name]
+    quantizer = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"])
+    tiny.run(model, AWQModifier(mappings=known), quantizer.model_copy(deep=True))
+    smoother = SmoothQuantModifier(mappings=MAPPINGS_REGISTRY[name])
+    tiny.run(mixtures.mixture(family), smoother, quantizer)
+
+
+def test_mappings_made_of_known_ones_are_those_of_the_model() -> None:
+    known = AWQ_MAPPING_REGISTRY["LlamaForCausalLM"]
+    own = [AWQMapping(one.smooth_layer, one.balance_layers) for one in known]
+    given, found = (tiny.llama(num_key_value_heads=4) for _ in range(2))
+    tiny.run(given, AWQModifier(mappings=own), rounding())
+    tiny.run(found, AWQModifier(), rounding())
+    for name, weight in found.state_dict().items():
+        assert torch.equal(weight, given.state_dict()[name]), name
 
 
 def test_values_of_grouped_heads_alone_are_refused_with_the_reason() -> None:

@@ -23,7 +23,7 @@ from llmcompressor.modeling.probes import probes_of
 from llmcompressor.modeling.proof import Prover
 from llmcompressor.modeling.structure import BlockProbe, Link, Outcome
 
-__all__ = ["find_sets", "listed_names", "norm_sets"]
+__all__ = ["LISTED", "find_sets", "listed_names", "norm_sets"]
 
 _QKV = ("re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$")
 _GATE_UP = ("re:.*gate_proj$", "re:.*up_proj$")
@@ -52,7 +52,7 @@ _PHI: tuple[Names, ...] = (
     ("re:.*post_attention_layernorm$", ("re:.*gate_up_proj$",)),
     ("re:.*gate_up_proj$", ("re:.*down_proj$",)),
 )
-_LISTED: dict[str, tuple[Names, ...]] = {
+LISTED: dict[str, tuple[Names, ...]] = {
     **dict.fromkeys(
         (
             "GraniteForCausalLM",
@@ -68,11 +68,12 @@ _LISTED: dict[str, tuple[Names, ...]] = {
     **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM"), _COHERE),
     **dict.fromkeys(("Phi3ForCausalLM", "Phi3VForCausalLM"), _PHI),
 }
+"""Names of what is smoothed together, by the name of the model's class."""
 
 
 def listed_names(model: Module) -> tuple[Names, ...] | None:
     """The names that the model's architecture is listed with, or ``None``."""
-    return _LISTED.get(type(model).__name__)
+    return LISTED.get(type(model).__name__)
 
 
 def find_sets(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -22,6 +23,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.mapped_places import Names, SmoothSet
+from llmcompressor.modeling.written_mappings import WRITTEN
 from llmcompressor.modifiers.awq.effort import VISITS, effort_of, run_products, running
 from llmcompressor.modifiers.awq.parents import ParentRuns, parent_of
 from llmcompressor.modifiers.factory import ModifierFactory
@@ -48,11 +50,12 @@ from llmcompressor.quantization.parameters import (
     weight_amax,
     weight_of,
 )
+from llmcompressor.registry import Additions
 from llmcompressor.schemes.bridge import needs_global_scale, partition_of
 from llmcompressor.smoothing.base import SmoothingMixin
 from llmcompressor.smoothing.quantized import quantized_before
 
-__all__ = ["AWQ_MAPPING_REGISTRY", "AWQMapping", "AWQModifier"]
+__all__ = ["AWQ_MAPPING_REGISTRY", "AWQMapping", "AWQModifier", "default_mappings"]
 
 _FINE_BITS = 8
 """Bits from which there is nothing to gain by clipping."""
@@ -84,12 +87,21 @@ class AWQMapping:
             )
 
 
-AWQ_MAPPING_REGISTRY: dict[str, list[AWQMapping]] = {}
-"""Mappings that users add for a model's class, by its name; others are found from the model."""
+def _written(names: Sequence[Names]) -> list[AWQMapping]:
+    return [AWQMapping(smooth, list(balance)) for smooth, balance in names]
+
+
+default_mappings = _written(WRITTEN["LlamaForCausalLM"])
+"""Those of Llama and of what is built as it is."""
+AWQ_MAPPING_REGISTRY: Additions[list[AWQMapping]] = Additions(
+    {name: partial(_written, names) for name, names in WRITTEN.items()}
+)
+"""Mappings that users add for a model's class, by its name. Those of known classes can be read;
+unless some are added, they are found from the model."""
 
 
 def _registered(model: Module) -> list[AWQMapping] | None:
-    return AWQ_MAPPING_REGISTRY.get(type(model).__name__)
+    return AWQ_MAPPING_REGISTRY.added(type(model).__name__)
 
 
 class _Moments:

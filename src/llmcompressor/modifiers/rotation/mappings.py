@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from llmcompressor.registry import Additions
+
 __all__ = [
     "NORM_MAPPING_REGISTRY",
     "SAY_PARTS",
@@ -70,7 +72,35 @@ class NormMapping(_Mapping):
         return [value] if isinstance(value, str) else value
 
 
-SPINQUANT_MAPPING_REGISTRY: dict[str, SpinQuantMapping] = {}
-"""The parts of models that users add by class name; those of others are found."""
-NORM_MAPPING_REGISTRY: dict[str, list[NormMapping]] = {}
+def _llama() -> SpinQuantMapping:
+    return SpinQuantMapping(
+        embedding="re:.*embed_tokens$",
+        attn="re:.*self_attn$",
+        attn_q="re:.*q_proj$",
+        attn_k="re:.*k_proj$",
+        attn_v="re:.*v_proj$",
+        attn_o="re:.*o_proj$",
+        mlp_in=["re:.*up_proj$", "re:.*gate_proj$"],
+        mlp_out=["re:.*down_proj$"],
+        lm_head="lm_head",
+    )
+
+
+def _norms_of_llama() -> list[NormMapping]:
+    qkv = ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"]
+    return [
+        NormMapping(norm="re:.*input_layernorm$", linears=qkv),
+        NormMapping(
+            norm="re:.*post_attention_layernorm$", linears=["re:.*up_proj$", "re:.*gate_proj$"]
+        ),
+        NormMapping(norm="model.norm", linears=["lm_head"]),
+    ]
+
+
+SPINQUANT_MAPPING_REGISTRY: Additions[SpinQuantMapping] = Additions({"LlamaForCausalLM": _llama})
+"""The parts of models that users add by class name. Llama's can be read; unless some are added,
+they are found."""
+NORM_MAPPING_REGISTRY: Additions[list[NormMapping]] = Additions(
+    {"LlamaForCausalLM": _norms_of_llama}
+)
 """Likewise, which norm feeds which Linears."""

@@ -212,11 +212,11 @@ class SpinQuantModifier(RotationModifier):
 
     def _parts(self, model: Any) -> SpinQuantMapping | None:
         """What the recipe says of the parts of ``model``, or what is registered for its class."""
-        return self.mappings or SPINQUANT_MAPPING_REGISTRY.get(type(model).__name__)
+        return self.mappings or SPINQUANT_MAPPING_REGISTRY.added(type(model).__name__)
 
     def _norms(self, model: Any) -> list[NormMapping] | None:
         """Likewise, of its norms."""
-        return self.norm_mappings or NORM_MAPPING_REGISTRY.get(type(model).__name__)
+        return self.norm_mappings or NORM_MAPPING_REGISTRY.added(type(model).__name__)
 
     def registered(self, model: Any) -> Any:
         """The parts of the model, and what its norms feed."""

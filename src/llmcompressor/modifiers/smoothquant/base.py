@@ -7,6 +7,7 @@ Xiao et al., arXiv:2211.10438; see :mod:`llmcompressor.numerics.smoothing` for t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.mapped_places import Names, SmoothSet
+from llmcompressor.modeling.written_mappings import WRITTEN, norms_of
 from llmcompressor.numerics.smoothing import (
     column_range,
     log_equalization_scales,
@@ -26,13 +28,16 @@ from llmcompressor.numerics.smoothing import (
 )
 from llmcompressor.observers.tokens import per_batch
 from llmcompressor.quantization.parameters import weight_of
+from llmcompressor.registry import Additions
 from llmcompressor.smoothing.base import SmoothingMixin
 
 __all__ = [
+    "DEFAULT_SMOOTHQUANT_MAPPINGS",
     "MAPPINGS_REGISTRY",
     "LogarithmicEqualizationModifier",
     "SmoothQuantMapping",
     "SmoothQuantModifier",
+    "get_layer_mappings_from_architecture",
 ]
 
 _FORM = "Write each as [[targets of the Linears], target of the norm]."
@@ -50,9 +55,32 @@ class SmoothQuantMapping:
     smooth_layer: str
     balance_layers: list[str]
 
+    @property
+    def smooth_layers(self) -> str:
+        """The same as ``smooth_layer``."""
+        return self.smooth_layer
 
-MAPPINGS_REGISTRY: dict[str, Sequence[Any]] = {}
-"""Mappings that users add for a model's class, by its name; others are found from the model."""
+
+def _written(names: Sequence[Names]) -> list[SmoothQuantMapping]:
+    return [SmoothQuantMapping(smooth, list(balance)) for smooth, balance in norms_of(names)]
+
+
+DEFAULT_SMOOTHQUANT_MAPPINGS = _written(WRITTEN["LlamaForCausalLM"])
+"""Those of Llama and of what is built as it is."""
+MAPPINGS_REGISTRY: Additions[Sequence[Any]] = Additions(
+    {name: partial(_written, names) for name, names in WRITTEN.items()}
+)
+"""Mappings that users add for a model's class, by its name. Those of known classes can be read;
+unless some are added, they are found from the model."""
+
+
+def get_layer_mappings_from_architecture(architecture: str) -> Sequence[Any]:
+    """The mappings that a class of models is known with, or those of Llama.
+
+    Args:
+        architecture: the name of the class, for instance ``"Qwen3ForCausalLM"``.
+    """
+    return MAPPINGS_REGISTRY.get(architecture, DEFAULT_SMOOTHQUANT_MAPPINGS)
 
 
 class _Extremes:
@@ -147,8 +175,9 @@ class SmoothQuantModifier(SmoothingMixin):
     def named(self, model: Module) -> Sequence[Names] | None:
         """The mappings as smooth target and targets of its readers."""
         mappings = self.mappings
-        if mappings is None and type(model).__name__ in MAPPINGS_REGISTRY:
-            mappings = [_read_mapping(one) for one in MAPPINGS_REGISTRY[type(model).__name__]]
+        added = MAPPINGS_REGISTRY.added(type(model).__name__)
+        if mappings is None and added is not None:
+            mappings = [_read_mapping(one) for one in added]
         if mappings is None:
             return None
         return [(smooth, tuple(balance)) for balance, smooth in mappings]

@@ -1,6 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other path of what :mod:`llmcompressor.modifiers.smoothquant.base` has."""
 
-from llmcompressor.modifiers.smoothquant.base import MAPPINGS_REGISTRY
+from llmcompressor.modifiers.smoothquant.base import (
+    DEFAULT_SMOOTHQUANT_MAPPINGS,
+    MAPPINGS_REGISTRY,
+    get_layer_mappings_from_architecture,
+)
 
-__all__ = ["MAPPINGS_REGISTRY"]
+__all__ = [
+    "DEFAULT_SMOOTHQUANT_MAPPINGS",
+    "MAPPINGS_REGISTRY",
+    "get_layer_mappings_from_architecture",
+]

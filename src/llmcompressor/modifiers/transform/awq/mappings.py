@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other path of what :mod:`llmcompressor.modifiers.awq.base` has."""
 
-from llmcompressor.modifiers.awq.base import AWQ_MAPPING_REGISTRY, AWQMapping
+from llmcompressor.modifiers.awq.base import AWQ_MAPPING_REGISTRY, AWQMapping, default_mappings
 
-__all__ = ["AWQ_MAPPING_REGISTRY", "AWQMapping"]
+__all__ = ["AWQ_MAPPING_REGISTRY", "AWQMapping", "default_mappings"]
