@@ -60,6 +60,13 @@ def test_a_recipe_is_its_own_instance(recipe):
     assert Recipe.create_instance(recipe) is recipe
 
 
+def test_a_recipe_and_its_mapping_are_made_of_each_other(recipe):
+    mapping = recipe.to_dict()
+    assert list(mapping) == ["shape_stage", "cut_train_stage"]
+    for make in (Recipe.from_dict, Recipe.model_validate, Recipe.create_instance):
+        assert make(mapping) == recipe
+
+
 @pytest.mark.parametrize("extension", ["yaml", "json", "md", "txt"])
 @pytest.mark.parametrize("as_text", [True, False])
 def test_every_form_gives_an_equal_recipe(tmp_path, recipe, extension, as_text):

@@ -109,6 +109,7 @@ modifiers = st.builds(
 @given(st.lists(modifiers, max_size=4), st.sampled_from([None, "oneshot", "a_1", "x"]))
 def test_what_is_saved_loads_back_equal(items, name):
     recipe = Recipe.from_modifiers(items, name)
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
     again, _ = round_trip(recipe)
     for mine, theirs in zip(recipe.modifiers, again.modifiers, strict=True):
         assert repr(mine.value) == repr(theirs.value)

@@ -25,7 +25,7 @@ from llmcompressor.recipe.stages import (
     select_stage,
     stage_name,
 )
-from llmcompressor.recipe.writing import modifier_fields, to_yaml
+from llmcompressor.recipe.writing import modifier_fields, to_mapping, to_yaml
 
 __all__ = ["Recipe", "RecipeInput", "earlier_stages"]
 
@@ -150,6 +150,19 @@ class Recipe:
     def from_dict(cls, recipe: Mapping[str, Any], recipe_args: RecipeArgs = None) -> Recipe:
         """A recipe from a mapping, as its YAML would be read."""
         return cls.create_instance(recipe, recipe_args=recipe_args)
+
+    @classmethod
+    def model_validate(cls, obj: RecipeInput) -> Recipe:
+        """The same as :meth:`create_instance`, under the name that pydantic's models have."""
+        return cls.create_instance(obj)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as a mapping of plain types, from which :meth:`from_dict` makes an equal one.
+
+        >>> Recipe.create_instance("modifiers: {HQQModifier: {scheme: W4A16}}").to_dict().keys()
+        dict_keys(['default_stage'])
+        """
+        return to_mapping(self._stages)
 
     def yaml(
         self,

@@ -61,16 +61,21 @@ def to_yaml(stages: Iterable[Stage]) -> str:
     Args:
         stages: with names of their own.
     """
-    mapping = _escaped(to_mapping(stages))
     text: str = yaml.dump(
-        mapping, Dumper=_RecipeDumper, width=WIDTH, sort_keys=False, allow_unicode=True
+        to_mapping(stages), Dumper=_RecipeDumper, width=WIDTH, sort_keys=False, allow_unicode=True
     )
     return text
 
 
 def to_mapping(stages: Iterable[Stage]) -> dict[str, Any]:
-    """``{NAME_stage: {run_type?, GROUP_modifiers: {CLASS: fields}}}`` of plain types."""
-    return {f"{stage.name}_stage": _stage_mapping(stage) for stage in stages}
+    """``{NAME_stage: {run_type?, GROUP_modifiers: {CLASS: fields}}}`` of plain types.
+
+    As a recipe's document holds it: texts that look like expressions are those of themselves.
+    """
+    mapping: dict[str, Any] = _escaped(
+        {f"{stage.name}_stage": _stage_mapping(stage) for stage in stages}
+    )
+    return mapping
 
 
 def modifier_fields(modifier: Modifier) -> dict[str, Any]:
