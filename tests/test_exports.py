@@ -21,6 +21,7 @@ PUBLIC = {
         "configure_logger",
         "create_session",
         "evaluate",
+        "logger",
         "model_free_ptq",
         "oneshot",
         "plan",
@@ -28,6 +29,7 @@ PUBLIC = {
         "run_stages",
         "train",
         "verify",
+        "version",
     ],
     "llmcompressor.args": [
         "DataTrainingArguments",

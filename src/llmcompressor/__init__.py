@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompressor.collecting import quick_imports
 
 if TYPE_CHECKING:
+    from llmcompressor import logger
     from llmcompressor.core.session_functions import (
         active_session,
         callbacks,
@@ -42,6 +43,7 @@ __all__ = [
     "configure_logger",
     "create_session",
     "evaluate",
+    "logger",
     "model_free_ptq",
     "oneshot",
     "plan",
@@ -49,9 +51,13 @@ __all__ = [
     "run_stages",
     "train",
     "verify",
+    "version",
 ]
 
 __version__ = "0.1.0"
+
+# Bound after the module of that name, which else would take the text's place when it is imported.
+from llmcompressor.version import version
 
 _HOMES = {
     "LoggerConfig": "llmcompressor.logger",
@@ -72,6 +78,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "logger":  # the module, which answers for the logger in it
+        return importlib.import_module("llmcompressor.logger")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with quick_imports():

@@ -3,6 +3,9 @@
 
 Importing the package changes nothing: loguru's default sink stays as it is until an entrypoint
 or the user calls :func:`configure_logger`.
+
+The module answers for its logger: ``from llmcompressor import logger; logger.info("...")`` works,
+as does ``from llmcompressor.logger import logger``.
 """
 
 from __future__ import annotations
@@ -11,59 +14,111 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from loguru import logger
 
-__all__ = ["LoggerConfig", "configure_logger", "logged_to", "logger"]
+__all__ = [
+    "LoggerConfig",
+    "configure_distributed_logger",
+    "configure_logger",
+    "logged_to",
+    "logger",
+]
 
 _FILE_VARIABLE = "LLM_COMPRESSOR_LOG_FILE"
+_FILE_LEVEL_VARIABLE = "LLM_COMPRESSOR_LOG_FILE_LEVEL"
+_DEFAULT_FILE = "llmcompressor.log"
 _FILES: list[str] = []
 """Where :func:`configure_logger` has the log written to."""
 
 _LINE = "<level>{level: <7}</level> {message}"
 _FILE_LINE = "{time:YYYY-MM-DD HH:mm:ss.SSS} {level: <8} {name}:{line} {message}"
+_METRIC = "METRIC"
+_METRIC_SEVERITY = 38  # between WARNING and ERROR
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoggerConfig:
     """What is logged, and where.
 
     Attributes:
         disabled: log nothing at all.
         console_log_level: least level on standard error; ``None`` for no console.
-        log_file: also write everything from ``log_file_level`` on to this file.
-        log_file_level: least level in the file.
+        log_file: also write the log to this file, one JSON object a line.
+        log_file_level: least level in the file, by default ``"INFO"``; without a file, that of
+            ``llmcompressor.log``.
+        metrics_disabled: leave out what is logged at the level ``"METRIC"``.
+        rank: which of several processes this is, written before each line of the console.
     """
 
     disabled: bool = False
     console_log_level: str | None = "INFO"
     log_file: str | Path | None = None
-    log_file_level: str = "DEBUG"
+    log_file_level: str | None = None
+    metrics_disabled: bool = False
+    rank: int | None = None
 
 
-def configure_logger(config: LoggerConfig | None = None) -> None:
+def configure_logger(
+    logger_config: LoggerConfig | None = None, *, config: LoggerConfig | None = None
+) -> None:
     """Send this package's log to the console and, if asked, to a file.
 
-    The environment variables ``LLM_COMPRESSOR_LOG_LEVEL``, ``LLM_COMPRESSOR_LOG_FILE`` and
-    ``LLM_COMPRESSOR_LOG_DISABLED`` override the fields of ``config``.
+    The environment variables ``LLM_COMPRESSOR_LOG_LEVEL``, ``LLM_COMPRESSOR_LOG_FILE``,
+    ``LLM_COMPRESSOR_LOG_FILE_LEVEL`` and ``LLM_COMPRESSOR_LOG_DISABLED`` override the fields of
+    the configuration. The file of the environment is that of a run: lines of text, by default
+    from ``"DEBUG"`` on.
+
+    Args:
+        logger_config: what is logged, and where.
+        config: another name of it.
     """
-    config = config or LoggerConfig()
-    disabled = os.environ.get("LLM_COMPRESSOR_LOG_DISABLED", "").lower() in {"1", "true"}
-    if config.disabled or disabled:
+    given = logger_config or config or LoggerConfig()
+    disabled = os.environ.get("LLM_COMPRESSOR_LOG_DISABLED", "").lower()
+    if disabled in {"1", "true"} if disabled else given.disabled:
         logger.disable("llmcompressor")
         return
     logger.enable("llmcompressor")
     logger.remove()
     _FILES.clear()
-    level = os.environ.get("LLM_COMPRESSOR_LOG_LEVEL") or config.console_log_level
+    _know_metrics()
+
+    def wanted(record: Any) -> bool:
+        return not given.metrics_disabled or record["level"].name != _METRIC
+
+    level = os.environ.get("LLM_COMPRESSOR_LOG_LEVEL") or given.console_log_level
     if level:
-        logger.add(sys.stderr, level=level.upper(), format=_LINE)
-    file = os.environ.get(_FILE_VARIABLE) or config.log_file
-    if file:
-        logger.add(str(file), level=config.log_file_level.upper(), format=_FILE_LINE)
-        _FILES.append(str(file))
+        line = _LINE if given.rank is None else f"[Rank {given.rank}] {_LINE}"
+        logger.add(sys.stderr, level=level.upper(), format=line, filter=wanted)
+    file_level = os.environ.get(_FILE_LEVEL_VARIABLE) or given.log_file_level
+    if file := os.environ.get(_FILE_VARIABLE):
+        logger.add(file, level=(file_level or "DEBUG").upper(), format=_FILE_LINE, filter=wanted)
+        _FILES.append(file)
+    elif given.log_file or file_level:
+        file = str(given.log_file or _DEFAULT_FILE)
+        logger.add(file, level=(file_level or "INFO").upper(), serialize=True, filter=wanted)
+        _FILES.append(file)
+
+
+def configure_distributed_logger(
+    logger_config: LoggerConfig | None = None, *, config: LoggerConfig | None = None
+) -> None:
+    """:func:`configure_logger` with the rank of this process of ``torch.distributed``."""
+    import torch.distributed  # noqa: PLC0415  # who logs need not load torch
+
+    given = logger_config or config or LoggerConfig()
+    configure_logger(replace(given, rank=torch.distributed.get_rank()))
+
+
+def _know_metrics() -> None:
+    """Have loguru know the level that metrics are logged at."""
+    try:
+        logger.level(_METRIC)
+    except ValueError:
+        logger.level(_METRIC, no=_METRIC_SEVERITY, color="<yellow>")
 
 
 @contextmanager
@@ -71,14 +126,22 @@ def logged_to(file: str | Path | None) -> Iterator[None]:
     """Also write everything that is logged to a file while the body runs.
 
     Args:
-        file: which; the environment variable ``LLM_COMPRESSOR_LOG_FILE`` overrides it.
+        file: which; the environment variable ``LLM_COMPRESSOR_LOG_FILE`` overrides it. What is
+            not below ``LLM_COMPRESSOR_LOG_FILE_LEVEL`` is written, by default ``"DEBUG"``.
     """
     place = os.environ.get(_FILE_VARIABLE) or file
     if place is None or str(place) in _FILES:
         yield
         return
-    sink = logger.add(str(place), level="DEBUG", format=_FILE_LINE)
+    level = (os.environ.get(_FILE_LEVEL_VARIABLE) or "DEBUG").upper()
+    sink = logger.add(str(place), level=level, format=_FILE_LINE)
     try:
         yield
     finally:
         logger.remove(sink)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or not hasattr(logger, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(logger, name)
