@@ -188,8 +188,9 @@ PUBLIC = {
         "NormMapping",
     ],
     "llmcompressor.modifiers.utils.hooks": ["HooksMixin"],
-    "llmcompressor.observers": ["Observer"],
+    "llmcompressor.observers": ["MovingAverageMSEObserver", "Observer", "flatten_for_calibration"],
     "llmcompressor.observers.base": ["MinMaxTuple", "Observer", "QParamsDict"],
+    "llmcompressor.observers.helpers": ["flatten_for_calibration"],
     "llmcompressor.recipe": ["Recipe"],
     "llmcompressor.training": ["SessionManagerMixIn", "Trainer"],
     "llmcompressor.transformers": [
@@ -356,6 +357,7 @@ ALIASES = {
     "llmcompressor.modifiers.transform.spinquant.norm_mappings:NormMapping": (
         "llmcompressor.modifiers.rotation:NormMapping"
     ),
+    "llmcompressor.observers:MovingAverageMSEObserver": "llmcompressor.observers:MSEObserver",
     "llmcompressor.observers:Observer": "llmcompressor.observers.base:Observer",
     "llmcompressor.transformers:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
     "llmcompressor.transformers:SparseAutoModelForCausalLM": "transformers:AutoModelForCausalLM",

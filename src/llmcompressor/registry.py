@@ -85,8 +85,12 @@ class Table(Mapping[str, str]):
                 return resolve(path)
         raise InputError(
             f"There is no {self.kind} named {name!r}.",
-            did_you_mean(name, [*self._entries, *self._added]),
+            did_you_mean(name, self.names()),
         )
+
+    def names(self) -> list[str]:
+        """All that :meth:`load` knows, what was added included."""
+        return [*self._entries, *self._added]
 
     def __getitem__(self, name: str) -> str:
         return self._entries[name]

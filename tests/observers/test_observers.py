@@ -15,6 +15,7 @@ from llmcompressor.observers import (
     MemorylessMinMaxObserver,
     NVFP4ExpandedMSEObserver,
     Observer,
+    flatten_for_calibration,
     fused_global_scale,
 )
 from llmcompressor.observers.base import OBSERVERS
@@ -129,6 +130,8 @@ def test_unknown_options_are_refused_with_a_suggestion():
         ("mse", {"patience": -1}),
         ("memoryless_mse", {"grid": 0}),
         ("imatrix_mse", {"norm": float("inf")}),
+        ("memoryless_mse", {"expand": 0.9}),
+        ("nvfp4_expanded_imatrix", {"expand": 0.5}),
         ("histogram", {"method": "guess"}),
         ("percentile", {"percentile": 0}),
     ],
@@ -419,3 +422,89 @@ def test_a_saved_observer_goes_on_where_it_was(name, dtype, tmp_path):
     for one, other in zip((*a.range(), *a.qparams()), (*b.range(), *b.qparams()), strict=True):
         assert one.dtype is other.dtype
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_what_a_call_gives_leads_on_to_parameters_by_name(name):
+    observer = make(name, "weight", INT4)
+    observer.importance = torch.ones(32)
+    found = observer(WEIGHT)
+    scale, zero = found
+    assert isinstance(found, tuple)
+    by_name = found.get_qparams()
+    assert torch.equal(by_name["scale"], scale)
+    assert torch.equal(by_name["zero_point"], zero)
+    assert by_name["global_scale"] is None
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_the_range_goes_by_the_names_of_its_ends(name):
+    observer = make(name, "weight", INT4)
+    observer.importance = torch.ones(32)
+    assert not observer.has_statistics
+    assert not hasattr(observer, "min_vals")
+    with pytest.raises(InputError, match="has not seen any value"):
+        observer.get_statistics()
+    minimum, maximum = observer.observe(WEIGHT).range()
+    assert observer.has_statistics
+    assert torch.equal(observer.min_vals, minimum)
+    assert torch.equal(observer.max_vals, maximum)
+    assert observer.get_statistics().keys() == {"min_vals", "max_vals"}
+    assert observer.is_weight_obs
+    observer.reset()
+    assert not observer.has_statistics
+
+
+def test_the_registry_tells_its_names_those_of_others_too():
+    @Observer.register("told")
+    class Told(MemorylessMinMaxObserver):
+        pass
+
+    names = Observer.registered_names()
+    assert {"minmax", "memoryless_minmax", "told"} <= set(names)
+    assert all(make(name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape"),
+    [
+        ({"strategy": "tensor"}, (1,)),
+        ({"strategy": "channel"}, (1,)),
+        ({"strategy": "group", "group_size": 16}, (2,)),
+    ],
+)
+def test_a_weight_of_one_dimension_is_a_row(fields, shape):
+    args = QuantizationArgs(num_bits=8, **fields)
+    row = WEIGHT[0]
+    scale, zero = make("minmax", "weight", args)(row)
+    assert scale.shape == zero.shape == shape
+    assert torch.equal(scale, make("minmax", "weight", args)(row[None])[0].reshape(shape))
+
+
+def test_dimensions_that_do_not_do_are_refused():
+    blocks = QuantizationArgs(num_bits=8, strategy="block", block_structure=[4, 4])
+    with pytest.raises(InputError, match="cannot be cut into blocks"):
+        make("minmax", "weight", blocks)(WEIGHT[0])
+    with pytest.raises(InputError, match="batch, heads, tokens, head_dim"):
+        make("minmax", "k")(WEIGHT[0])
+    assert make("minmax")(torch.tensor(2.0))[0].shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "shape"),
+    [
+        ("weight", {"strategy": "tensor"}, (1, 1, 128)),
+        ("weight", {"strategy": "channel"}, (1, 4, 1, 32)),
+        ("weight", {"strategy": "group", "group_size": 16}, (1, 4, 2, 16)),
+        ("weight", {"strategy": "block", "block_structure": [2, 8]}, (1, 2, 4, 16)),
+        ("input", {"strategy": "tensor"}, (4, 1, 32)),
+        ("input", {"strategy": "tensor_group", "group_size": 16}, (4, 2, 16)),
+    ],
+)
+def test_a_tensor_can_be_laid_out_by_scale(base, fields, shape):
+    args = QuantizationArgs(num_bits=8, **fields)
+    flat = flatten_for_calibration(WEIGHT, base, args)
+    assert flat.shape == shape
+    assert torch.equal(
+        flat.amax(dim=(0, -1)), make("static_minmax", base, args).observe(WEIGHT).max_vals
+    )

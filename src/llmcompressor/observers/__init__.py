@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from llmcompressor.observers.base import Observer, ObserverOptions, fused_global_scale
+from llmcompressor.observers.canonical import flatten_for_calibration
 from llmcompressor.observers.histogram import (
     EntropyObserver,
     HistogramObserver,
@@ -17,6 +18,7 @@ from llmcompressor.observers.min_max import (
 )
 from llmcompressor.observers.mse import (
     MemorylessMSEObserver,
+    MovingAverageMSEObserver,
     MSEObserver,
     NVFP4ExpandedMSEObserver,
 )
@@ -29,11 +31,13 @@ __all__ = [
     "MemorylessMSEObserver",
     "MemorylessMinMaxObserver",
     "MinMaxObserver",
+    "MovingAverageMSEObserver",
     "NVFP4ExpandedIMatrixObserver",
     "NVFP4ExpandedMSEObserver",
     "Observer",
     "ObserverOptions",
     "PercentileObserver",
     "StaticMinMaxObserver",
+    "flatten_for_calibration",
     "fused_global_scale",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Self, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, TypeVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -41,6 +41,7 @@ __all__ = [
     "ObserverOptions",
     "QParamsDict",
     "RangeObserver",
+    "ScaleAndZeroPoint",
     "fused_global_scale",
 ]
 
@@ -79,6 +80,26 @@ class QParamsDict(TypedDict, total=False):
     global_scale: Tensor | None
 
 
+class ScaleAndZeroPoint(tuple[Tensor, Tensor]):
+    """What an observer gives of a tensor that it is shown.
+
+    Beside that a way back to the observer, so that ``observer(x).get_qparams()`` works too.
+    """
+
+    observer: Observer
+
+    @classmethod
+    def of(cls, observer: Observer) -> Self:
+        """The :meth:`Observer.qparams` of what was observed until now."""
+        found = cls(observer.qparams())
+        found.observer = observer
+        return found
+
+    def get_qparams(self) -> QParamsDict:
+        """:meth:`Observer.get_qparams` of the observer."""
+        return self.observer.get_qparams()
+
+
 class ObserverOptions(BaseModel):
     """The ``observer_kwargs`` that an observer understands; by itself none."""
 
@@ -98,6 +119,9 @@ class Observer(ABC):
     Options: ClassVar[type[ObserverOptions]] = ObserverOptions
     uses_importance: ClassVar[bool] = False
     """Whether errors are weighted by :attr:`importance`, which needs calibration data."""
+
+    _stats_attrs: tuple[str, ...] | list[str] = ("min_vals", "max_vals")
+    """Names of what :meth:`get_statistics` gives."""
 
     importance: Tensor | None = None
     """Mean square of each input feature [C], or a multiple of it; set by who collects it."""
@@ -122,6 +146,11 @@ class Observer(ABC):
         return observer
 
     @classmethod
+    def registered_names(cls) -> list[str]:
+        """What :meth:`load_from_registry` knows."""
+        return OBSERVERS.names()
+
+    @classmethod
     def register(
         cls, name: str, alias: str | Iterable[str] = ()
     ) -> Callable[[ObserverClass], ObserverClass]:
@@ -141,10 +170,45 @@ class Observer(ABC):
 
         return add
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor) -> ScaleAndZeroPoint:
         """Observe ``x``, then :meth:`qparams`."""
         self.observe(x)
-        return self.qparams()
+        return ScaleAndZeroPoint.of(self)
+
+    if TYPE_CHECKING:
+        min_vals: Tensor
+        max_vals: Tensor
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            """``min_vals`` and ``max_vals``, the :meth:`range`; absent until there is one.
+
+            A subclass may set them itself.
+            """
+            if name in ("min_vals", "max_vals") and vars(self).get("observations"):
+                minimum, maximum = self.range()
+                return minimum if name == "min_vals" else maximum
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether anything has been observed."""
+        return all(hasattr(self, name) for name in self._stats_attrs)
+
+    @property
+    def is_weight_obs(self) -> bool:
+        """Whether a weight is observed."""
+        return self.base_name == "weight"
+
+    def get_statistics(self) -> dict[str, Tensor]:
+        """What was accumulated, by name: least and greatest value per scale.
+
+        Raises:
+            InputError: nothing has been observed.
+        """
+        if not self.has_statistics:
+            raise self._nothing_seen()
+        return {name: getattr(self, name) for name in self._stats_attrs}
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> Self:
@@ -279,11 +343,14 @@ class Observer(ABC):
             InputError: nothing has been observed.
         """
         if self.observations == 0:
-            raise InputError(
-                f"The observer of the {self.base_name} has not seen any value.",
-                "Check that the module is reached by the calibration data.",
-            )
+            raise self._nothing_seen()
         return self._range()
+
+    def _nothing_seen(self) -> InputError:
+        return InputError(
+            f"The observer of the {self.base_name} has not seen any value.",
+            "Check that the module is reached by the calibration data.",
+        )
 
     @torch.no_grad()
     def qparams(

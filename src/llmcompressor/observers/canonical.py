@@ -28,7 +28,15 @@ from llmcompressor.numerics.partition import Partition
 from llmcompressor.numerics.scales import parameter_dtype
 from llmcompressor.schemes.bridge import partition_of
 
-__all__ = ["ACTIVATIONS", "ATTENTION_STATES", "Canonical", "Range", "canonical"]
+__all__ = [
+    "ACTIVATIONS",
+    "ATTENTION_STATES",
+    "Canonical",
+    "Range",
+    "canonical",
+    "flatten_for_calibration",
+    "laid_out",
+]
 
 ACTIVATIONS = frozenset({"input", "output"})
 ATTENTION_STATES = frozenset({"q", "k", "v"})
@@ -95,8 +103,8 @@ def canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
     """Bring a tensor into its canonical shape.
 
     Args:
-        x: weight [R, C], or with more dimensions, which are joined to C; activation [..., C];
-            or attention states [batch, heads, tokens, head_dim].
+        x: weight [R, C], or with more dimensions, which are joined to C, or [C]; activation
+            [..., C]; or attention states [batch, heads, tokens, head_dim].
         base_name: ``"weight"``, ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``.
         args: how it will be quantized.
 
@@ -105,15 +113,54 @@ def canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
     """
     x = x.to(parameter_dtype(x.dtype))
     if base_name == "weight":
-        matrix, partition = x.flatten(1), partition_of(args)
-        shape = partition.shape(*matrix.shape)
-        return Canonical(matrix, partition, shape, bool(args.symmetric))
+        return _weight(x, args)
     if base_name in ACTIVATIONS:
-        return _activation(x.reshape(-1, x.shape[-1]), base_name, args)
+        return _activation(x.reshape(-1, x.shape[-1] if x.ndim else 1), base_name, args)
     if base_name in ATTENTION_STATES:
+        if x.ndim < 2:
+            raise InputError(
+                f"States of attention have several dimensions, but those of {base_name} {x.ndim}.",
+                "Give them as [batch, heads, tokens, head_dim].",
+            )
         return _attention_states(x.transpose(0, 1).flatten(1), base_name, args)
     known = {"weight", *ACTIVATIONS, *ATTENTION_STATES}
     raise InputError(f"There is no tensor named {base_name!r}.", did_you_mean(base_name, known))
+
+
+def flatten_for_calibration(value: Tensor, base_name: str, args: QuantizationArgs) -> Tensor:
+    """A tensor as ``[observations, *scale, elements]``: what each scale stands for, side by side.
+
+    Args:
+        value: what is quantized, see :func:`canonical`.
+        base_name: which tensor it is.
+        args: how it will be quantized.
+
+    Raises:
+        InputError: the strategy does not apply to such a tensor.
+    """
+    return laid_out(canonical(value, base_name, args), base_name)
+
+
+def laid_out(observed: Canonical, base_name: str) -> Tensor:
+    """``[observations, *scale, elements]``: an observation for each token, else one."""
+    if base_name in ACTIVATIONS:
+        return observed.matrix.reshape(len(observed.matrix), observed.scale_shape[-1], -1)
+    return observed.values.reshape(1, *observed.scale_shape, -1)
+
+
+def _weight(x: Tensor, args: QuantizationArgs) -> Canonical:
+    partition = partition_of(args)
+    if x.ndim > 1:
+        matrix = x.flatten(1)
+        return Canonical(matrix, partition, partition.shape(*matrix.shape), bool(args.symmetric))
+    if args.strategy == QuantizationStrategy.BLOCK:
+        raise InputError(
+            "A weight of one dimension cannot be cut into blocks.", "Use tensor, channel or group."
+        )
+    row = x.reshape(1, -1)
+    # one row: its scales have no dimension for rows
+    shape = partition.shape(*row.shape)
+    return Canonical(row, partition, shape[1:] or shape, bool(args.symmetric))
 
 
 def _activation(matrix: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:

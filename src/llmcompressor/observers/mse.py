@@ -17,6 +17,7 @@ from llmcompressor.schemes.bridge import grid_of, scale_dtype_of, scale_format_o
 __all__ = [
     "MSEObserver",
     "MemorylessMSEObserver",
+    "MovingAverageMSEObserver",
     "NVFP4ExpandedMSEObserver",
     "SearchOptions",
 ]
@@ -33,14 +34,14 @@ class SearchOptions(ObserverOptions):
         patience: give up after so many steps without any improvement; 0 for never.
         grid: steps for the whole way to zero.
         norm: exponent of the error.
-        expand: start from the extremes times this.
+        expand: start from the extremes times this, which is not below 1: values would be cut.
     """
 
     maxshrink: float = Field(default=0.2, ge=0, le=1)
     patience: int = Field(default=5, ge=0)
     grid: int = Field(default=100, gt=0)
     norm: float = Field(default=2.4, gt=0, allow_inf_nan=False)
-    expand: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    expand: float = Field(default=1.0, ge=1, allow_inf_nan=False)
 
 
 class AveragedSearchOptions(SearchOptions, AverageOptions):
@@ -57,7 +58,7 @@ class ExpandedSearchOptions(SearchOptions):
     maxshrink: float = Field(default=1 - _LEAST / _EXPANDED, ge=0, le=1)
     patience: int = Field(default=1000, ge=0)
     grid: int = Field(default=200, gt=0)
-    expand: float = Field(default=_EXPANDED, gt=0, allow_inf_nan=False)
+    expand: float = Field(default=_EXPANDED, ge=1, allow_inf_nan=False)
     scale_selection: Literal["mse"] = "mse"
 
 
@@ -106,6 +107,10 @@ class MSEObserver(MemorylessMSEObserver):
     def combine_peers(self, own: Range, other: Range, share: float) -> Range:
         """The mean, weighted by the number of observations."""
         return average(own, other, share)
+
+
+MovingAverageMSEObserver = MSEObserver
+"""Another name of it."""
 
 
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):

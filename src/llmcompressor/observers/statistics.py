@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llmcompressor.errors import InputError
 from llmcompressor.observers.base import Observer, union
-from llmcompressor.observers.canonical import ACTIVATIONS, Canonical, Range
+from llmcompressor.observers.canonical import Canonical, Range, laid_out
 
 __all__ = ["StatisticsObserver", "completed", "keeps_statistics"]
 
@@ -47,21 +47,7 @@ class _Attributes:
 
     _act_sync_dict: Mapping[str, Any] = {}
     """Attribute → how those of several processes become one; by default the wider range."""
-    _stats_attrs: tuple[str, ...] | list[str] = ("min_vals", "max_vals")
-
-    @property
-    def has_statistics(self) -> bool:
-        """Whether anything has been observed."""
-        return all(hasattr(self, name) for name in self._stats_attrs)
-
-    @property
-    def is_weight_obs(self) -> bool:
-        """Whether a weight is observed."""
-        return bool(self.base_name == "weight")  # type: ignore[attr-defined]
-
-    def get_statistics(self) -> dict[str, Tensor]:
-        """What was accumulated, by attribute."""
-        return {name: getattr(self, name) for name in self._stats_attrs}
+    _stats_attrs: tuple[str, ...] | list[str]
 
     def delete_statistics(self, check_fused: bool = True) -> None:
         """Forget it."""
@@ -75,12 +61,14 @@ class StatisticsObserver(Observer):
 
     if TYPE_CHECKING:
         _act_sync_dict: Mapping[str, Any]
-        _stats_attrs: list[str]
-        min_vals: Tensor
-        max_vals: Tensor
         update_statistics_from_observed: Callable[[Tensor], None]
-        get_statistics: Callable[[], dict[str, Tensor]]
         delete_statistics: Callable[[], None]
+
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            """Nothing but what the class has set: what it has not yet is absent."""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     _scale_shape: tuple[int, ...] = ()
 
@@ -100,13 +88,7 @@ class StatisticsObserver(Observer):
 
     def _update(self, observed: Canonical) -> None:
         self._scale_shape = observed.scale_shape
-        self.update_statistics_from_observed(self._laid_out(observed))
-
-    def _laid_out(self, observed: Canonical) -> Tensor:
-        if self.base_name in ACTIVATIONS:
-            tokens = observed.matrix.shape[0]
-            return observed.matrix.reshape(tokens, observed.scale_shape[-1], -1)
-        return observed.values.reshape(1, *observed.scale_shape, -1)
+        self.update_statistics_from_observed(laid_out(observed, self.base_name))
 
     def _measured(self, observed: Canonical) -> Range:
         return observed.extremes
