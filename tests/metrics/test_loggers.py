@@ -242,6 +242,24 @@ def test_wrappers_reach_every_logger():
         manager.add_logger(print)
 
 
+def test_a_manager_logs_by_itself_too():
+    sink = Sink()
+    assert all(use_all(LoggerManager([sink], log_python=False)))
+    assert [each.tag for each in sink.entries] == ["hyperparams", "loss", "losses", "note"]
+    assert sink.entries[1].step == 3
+
+
+@pytest.mark.parametrize(
+    ("logger", "module"), [(WANDBLogger, "wandb"), (TensorBoardLogger, "tensorboard")]
+)
+def test_a_logger_says_whether_its_package_is_there(logger, module, monkeypatch):
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr("llmcompressor.metrics.loggers.find_spec", lambda _: None)
+    assert not logger.available()
+    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    assert logger.available()
+
+
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error", "critical"])
 def test_system_levels(level):
     sink = Sink()

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -201,6 +203,11 @@ class TensorBoardLogger(BaseLogger):
             writer = module.SummaryWriter(log_dir=None if log_path is None else str(log_path))
         self.writer = writer
 
+    @staticmethod
+    def available() -> bool:
+        """Whether TensorBoard is installed."""
+        return _installed("tensorboard")
+
     def write(self, entry: Entry) -> bool:
         """Write the entry as a scalar, as scalars with the tag before their names, or as text."""
         when = {"global_step": entry.step, "walltime": entry.wall_time}
@@ -241,6 +248,11 @@ class WANDBLogger(BaseLogger):
         self._own_run = init_kwargs is not None or self.wandb.run is None
         if self._own_run:
             self.wandb.init(**(init_kwargs or {}))
+
+    @staticmethod
+    def available() -> bool:
+        """Whether wandb is installed."""
+        return _installed("wandb")
 
     def write(self, entry: Entry) -> bool:
         """Log the entry; several values get the tag before their names."""
@@ -328,6 +340,10 @@ def _tensorboard_logger(given: Any, name: str) -> TensorBoardLogger:
 
 def _all_numbers(values: Mapping[str, Any]) -> bool:
     return all(isinstance(value, Real) for value in values.values())
+
+
+def _installed(module: str) -> bool:
+    return module in sys.modules or find_spec(module) is not None
 
 
 def _optional(module: str, extra: str) -> Any:

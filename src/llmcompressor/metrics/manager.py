@@ -130,6 +130,22 @@ class LoggerManager:
         """
         return round(epoch * steps_per_epoch)
 
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> bool:
+        """:meth:`MetricLogging.log_hyperparams`."""
+        return self.metric.log_hyperparams(*args, **kwargs)
+
+    def log_scalar(self, *args: Any, **kwargs: Any) -> bool:
+        """:meth:`MetricLogging.log_scalar`."""
+        return self.metric.log_scalar(*args, **kwargs)
+
+    def log_scalars(self, *args: Any, **kwargs: Any) -> bool:
+        """:meth:`MetricLogging.log_scalars`."""
+        return self.metric.log_scalars(*args, **kwargs)
+
+    def log_string(self, *args: Any, **kwargs: Any) -> bool:
+        """:meth:`SystemLogging.log_string`."""
+        return self.system.log_string(*args, **kwargs)
+
     def save(self, file_path: str, **kwargs: Any) -> bool:
         """Keep a file with every log; true if any of the loggers did."""
         return any([each.save(file_path, **kwargs) for each in self._loggers])
