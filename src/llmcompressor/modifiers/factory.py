@@ -53,11 +53,21 @@ class ModifierFactory:
     """
 
     @classmethod
-    def create(cls, name: str, *, group: str | None = None, **fields: Any) -> Modifier:
+    def create(
+        cls,
+        type_: str,
+        allow_registered: bool = True,
+        allow_experimental: bool = True,
+        *,
+        group: str | None = None,
+        **fields: Any,
+    ) -> Modifier:
         """Make a modifier.
 
         Args:
-            name: the name of its class, or a dotted path to it.
+            type_: the name of its class, or a dotted path to it.
+            allow_registered: whether a class that was registered under the name is meant by it.
+            allow_experimental: nothing; no modifier is experimental.
             group: the recipe's group that it stands in.
             **fields: its arguments.
 
@@ -67,11 +77,17 @@ class ModifierFactory:
         Raises:
             RecipeError: there is no such class, or it does not take such fields.
         """
-        return cls._concrete(name)(**cls._grouped(fields, group))
+        del allow_experimental
+        found = cls._concrete(type_, allow_registered)
+        return found(**cls._grouped(fields, group))
+
+    @staticmethod
+    def refresh() -> None:
+        """Nothing: a name is looked for when it is asked for, among all that is imported then."""
 
     @classmethod
     def create_all(cls, name: str, *, group: str | None = None, **fields: Any) -> list[Modifier]:
-        """The modifiers that an entry of a recipe stands for; arguments as for :meth:`create`."""
+        """The modifiers that the entry ``name`` of a recipe stands for, as by :meth:`create`."""
         return cls._concrete(name).from_fields(**cls._grouped(fields, group))
 
     @staticmethod
@@ -79,8 +95,8 @@ class ModifierFactory:
         return fields if group is None else {**fields, "group": group}
 
     @classmethod
-    def _concrete(cls, name: str) -> type[Modifier]:
-        found = cls.find(name)
+    def _concrete(cls, name: str, allow_registered: bool = True) -> type[Modifier]:
+        found = cls.find(name, allow_registered)
         if inspect.isabstract(found):
             lacking = ", ".join(sorted(found.__abstractmethods__))
             raise RecipeError(
@@ -90,13 +106,17 @@ class ModifierFactory:
         return found
 
     @classmethod
-    def find(cls, name: str) -> type[Modifier]:
+    def find(cls, name: str, allow_registered: bool = True) -> type[Modifier]:
         """The class called ``name``.
+
+        Args:
+            name: the name of a class, or a dotted path to it.
+            allow_registered: whether those that were registered count.
 
         Raises:
             RecipeError: there is none; the message suggests the nearest ones.
         """
-        if name in _registered:
+        if allow_registered and name in _registered:
             return _registered[name]
         if name in _BUILTIN:
             found: type[Modifier] = _BUILTIN.load(name)
