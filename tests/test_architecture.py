@@ -60,6 +60,8 @@ FLOORS = {
     "training": 7,
     "entrypoints": 8,
     "transformers": 9,
+    "pytorch": 9,
+    "typing": 9,
     "cli": 9,
     "version": 9,
     "__main__": 9,

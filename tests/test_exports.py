@@ -21,6 +21,8 @@ PUBLIC = {
         "configure_logger",
         "create_session",
         "evaluate",
+        "finalize",
+        "initialize",
         "logger",
         "model_free_ptq",
         "oneshot",
@@ -46,22 +48,28 @@ PUBLIC = {
         "EventType",
         "Hardware",
         "LifecycleCallbacks",
+        "ModelParameterizedLayer",
         "ModifiedState",
         "State",
         "active_session",
         "callbacks",
         "create_session",
+        "finalize",
+        "initialize",
         "reset_session",
     ],
     "llmcompressor.core.events": ["Event", "EventType"],
     "llmcompressor.core.events.event": ["Event", "EventType"],
     "llmcompressor.core.lifecycle": ["CompressionLifecycle"],
+    "llmcompressor.core.model_layer": ["ModelParameterizedLayer"],
     "llmcompressor.core.session": ["CompressionSession"],
     "llmcompressor.core.session_functions": [
         "LifecycleCallbacks",
         "active_session",
         "callbacks",
         "create_session",
+        "finalize",
+        "initialize",
         "reset_session",
     ],
     "llmcompressor.core.state": ["Data", "Hardware", "ModifiedState", "State"],
@@ -76,10 +84,15 @@ PUBLIC = {
         "TensorBoardLogger",
         "WANDBLogger",
     ],
-    "llmcompressor.modeling": ["prepare_for_calibration", "replace_modules_for_calibration"],
+    "llmcompressor.modeling": [
+        "center_embeddings",
+        "fuse_norm_linears",
+        "prepare_for_calibration",
+        "replace_modules_for_calibration",
+    ],
     "llmcompressor.modeling.moe.context": ["moe_calibration_context"],
     "llmcompressor.modeling.moe.linearize": ["linearize_moe", "load_quantizable_moe"],
-    "llmcompressor.modifiers": ["Modifier", "ModifierFactory"],
+    "llmcompressor.modifiers": ["Modifier", "ModifierFactory", "ModifierInterface"],
     "llmcompressor.modifiers.autoround": ["AutoRoundModifier"],
     "llmcompressor.modifiers.awq": ["AWQMapping", "AWQModifier", "AWQ_MAPPING_REGISTRY"],
     "llmcompressor.modifiers.awq.mappings": [
@@ -91,6 +104,7 @@ PUBLIC = {
     "llmcompressor.modifiers.distillation.output": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.gptq": ["GPTQModifier"],
     "llmcompressor.modifiers.hqq": ["HQQModifier"],
+    "llmcompressor.modifiers.interface": ["ModifierInterface"],
     "llmcompressor.modifiers.logarithmic_equalization": ["LogarithmicEqualizationModifier"],
     "llmcompressor.modifiers.logarithmic_equalization.base": ["LogarithmicEqualizationModifier"],
     "llmcompressor.modifiers.modifier": ["Modifier"],
@@ -191,18 +205,34 @@ PUBLIC = {
     "llmcompressor.observers": ["MovingAverageMSEObserver", "Observer", "flatten_for_calibration"],
     "llmcompressor.observers.base": ["MinMaxTuple", "Observer", "QParamsDict"],
     "llmcompressor.observers.helpers": ["flatten_for_calibration"],
-    "llmcompressor.recipe": ["Recipe"],
+    "llmcompressor.pipelines": ["CalibrationPipeline"],
+    "llmcompressor.pytorch.utils": [
+        "ModuleSparsificationInfo",
+        "tensor_sparsity",
+        "tensors_to_device",
+    ],
+    "llmcompressor.pytorch.utils.helpers": ["tensor_sparsity", "tensors_to_device"],
+    "llmcompressor.pytorch.utils.sparsification": ["ModuleSparsificationInfo"],
+    "llmcompressor.recipe": ["Recipe", "RecipeArgsInput", "RecipeInput", "RecipeStageInput"],
     "llmcompressor.training": ["SessionManagerMixIn", "Trainer"],
     "llmcompressor.transformers": [
         "DataTrainingArguments",
+        "DatasetArguments",
+        "ModelArguments",
+        "RecipeArguments",
+        "SparseAutoModelForCausalLM",
         "TextGenerationDataset",
+        "Trainer",
         "TrainingArguments",
         "apply",
         "oneshot",
         "train",
     ],
     "llmcompressor.transformers.compression.compressed_tensors_utils": ["modify_save_pretrained"],
-    "llmcompressor.transformers.compression.helpers": ["calculate_offload_device_map"],
+    "llmcompressor.transformers.compression.helpers": [
+        "calculate_offload_device_map",
+        "custom_offload_device_map",
+    ],
     "llmcompressor.transformers.data": [
         "C4Dataset",
         "CNNDailyMailDataset",
@@ -217,11 +247,59 @@ PUBLIC = {
         "WikiTextDataset",
     ],
     "llmcompressor.transformers.data.base": ["TextGenerationDataset"],
+    "llmcompressor.transformers.finetune.data": [
+        "C4Dataset",
+        "CNNDailyMailDataset",
+        "EvolCodeAlpacaDataset",
+        "Flickr30K",
+        "GSM8KDataset",
+        "OpenPlatypusDataset",
+        "PeoplesSpeech",
+        "PerfectBlendDataset",
+        "TextGenerationDataset",
+        "UltraChatDataset",
+        "WikiTextDataset",
+    ],
+    "llmcompressor.transformers.finetune.data.base": ["TextGenerationDataset"],
+    "llmcompressor.transformers.finetune.data.data_args": [
+        "DataTrainingArguments",
+        "DatasetArguments",
+    ],
+    "llmcompressor.transformers.finetune.model_args": ["ModelArguments"],
     "llmcompressor.transformers.finetune.session_mixin": ["SessionManagerMixIn"],
+    "llmcompressor.transformers.finetune.text_generation": ["apply", "oneshot", "train"],
     "llmcompressor.transformers.finetune.trainer": ["Trainer"],
-    "llmcompressor.transformers.sparsification": ["modify_save_pretrained"],
+    "llmcompressor.transformers.finetune.training_args": ["TrainingArguments"],
+    "llmcompressor.transformers.sparsification": [
+        "SparseAutoModelForCausalLM",
+        "modify_save_pretrained",
+    ],
+    "llmcompressor.transformers.sparsification.compressed_tensors_utils": [
+        "modify_save_pretrained",
+    ],
+    "llmcompressor.transformers.sparsification.sparse_model": ["SparseAutoModelForCausalLM"],
     "llmcompressor.transformers.tracing": ["TraceableLlavaForConditionalGeneration"],
-    "llmcompressor.utils": ["dispatch_for_generation", "load_context"],
+    "llmcompressor.transformers.utils": ["is_model_ct_quantized_from_path"],
+    "llmcompressor.transformers.utils.helpers": ["is_model_ct_quantized_from_path"],
+    "llmcompressor.typing": ["DatasetType", "NamedModules", "Processor"],
+    "llmcompressor.utils": [
+        "DisableQuantization",
+        "calculate_offload_device_map",
+        "calibration_forward_context",
+        "custom_offload_device_map",
+        "disable_cache",
+        "dispatch_for_generation",
+        "eval_context",
+        "get_embeddings",
+        "get_high_precision",
+        "get_main_device",
+        "load_context",
+        "patch_transformers_logger_level",
+        "skip_weights_download",
+        "skip_weights_initialize",
+        "targets_embeddings",
+        "untie_word_embeddings",
+    ],
     "llmcompressor.utils.dev": [
         "dispatch_for_generation",
         "get_high_precision",
@@ -231,6 +309,17 @@ PUBLIC = {
         "skip_weights_download",
         "skip_weights_initialize",
     ],
+    "llmcompressor.utils.helpers": [
+        "DisableQuantization",
+        "calibration_forward_context",
+        "disable_cache",
+        "eval_context",
+        "get_embeddings",
+        "targets_embeddings",
+        "untie_word_embeddings",
+    ],
+    "llmcompressor.utils.pytorch": ["get_no_split_params"],
+    "llmcompressor.utils.pytorch.module": ["get_no_split_params"],
     "llmcompressor.version": ["__version__", "__version_tuple__", "version", "version_tuple"],
 }
 # Old path → where the thing lives. Both must give the same object.
@@ -238,10 +327,9 @@ ALIASES = {
     "llmcompressor:callbacks": "llmcompressor.core.session_functions:LifecycleCallbacks",
     "llmcompressor.args:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
     "llmcompressor.datasets.utils:get_rank_partition": "llmcompressor.datasets:get_rank_partition",
-    "llmcompressor.modeling.moe.linearize:load_quantizable_moe": (
-        "llmcompressor.utils:load_context"
-    ),
+    "llmcompressor.modeling.moe.linearize:load_quantizable_moe": "llmcompressor.utils:load_context",
     "llmcompressor.modifiers.awq.mappings:AWQMapping": "llmcompressor.modifiers.awq:AWQMapping",
+    "llmcompressor.modifiers.interface:ModifierInterface": "llmcompressor.modifiers:Modifier",
     "llmcompressor.modifiers.logarithmic_equalization:LogarithmicEqualizationModifier": (
         "llmcompressor.modifiers.smoothquant:LogarithmicEqualizationModifier"
     ),
@@ -359,11 +447,15 @@ ALIASES = {
     ),
     "llmcompressor.observers:MovingAverageMSEObserver": "llmcompressor.observers:MSEObserver",
     "llmcompressor.observers:Observer": "llmcompressor.observers.base:Observer",
+    "llmcompressor.pytorch.utils:tensor_sparsity": "llmcompressor.utils.tensors:tensor_sparsity",
+    "llmcompressor.recipe:RecipeArgsInput": "llmcompressor.recipe.arguments:RecipeArgs",
     "llmcompressor.transformers:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
+    "llmcompressor.transformers:ModelArguments": "llmcompressor.args:ModelArguments",
     "llmcompressor.transformers:SparseAutoModelForCausalLM": "transformers:AutoModelForCausalLM",
     "llmcompressor.transformers:TextGenerationDataset": (
         "llmcompressor.datasets:TextGenerationDataset"
     ),
+    "llmcompressor.transformers:Trainer": "llmcompressor.training:Trainer",
     "llmcompressor.transformers:TrainingArguments": "llmcompressor.args:TrainingArguments",
     "llmcompressor.transformers:apply": "llmcompressor:run_stages",
     "llmcompressor.transformers:oneshot": "llmcompressor:oneshot",
@@ -373,6 +465,9 @@ ALIASES = {
     ),
     "llmcompressor.transformers.compression.helpers:calculate_offload_device_map": (
         "llmcompressor.utils:calculate_offload_device_map"
+    ),
+    "llmcompressor.transformers.compression.helpers:custom_offload_device_map": (
+        "llmcompressor.utils:custom_offload_device_map"
     ),
     "llmcompressor.transformers.data:C4Dataset": "llmcompressor.datasets.named.plain:C4",
     "llmcompressor.transformers.data:CNNDailyMailDataset": (
@@ -404,21 +499,49 @@ ALIASES = {
     "llmcompressor.transformers.data.base:TextGenerationDataset": (
         "llmcompressor.datasets:TextGenerationDataset"
     ),
+    "llmcompressor.transformers.finetune.data:TextGenerationDataset": (
+        "llmcompressor.datasets:TextGenerationDataset"
+    ),
+    "llmcompressor.transformers.finetune.data.base:TextGenerationDataset": (
+        "llmcompressor.datasets:TextGenerationDataset"
+    ),
+    "llmcompressor.transformers.finetune.data.data_args:DataTrainingArguments": (
+        "llmcompressor.args:DatasetArguments"
+    ),
+    "llmcompressor.transformers.finetune.model_args:ModelArguments": (
+        "llmcompressor.args:ModelArguments"
+    ),
     "llmcompressor.transformers.finetune.session_mixin:SessionManagerMixIn": (
         "llmcompressor.training:SessionManagerMixIn"
     ),
+    "llmcompressor.transformers.finetune.text_generation:apply": "llmcompressor:run_stages",
+    "llmcompressor.transformers.finetune.text_generation:oneshot": "llmcompressor:oneshot",
+    "llmcompressor.transformers.finetune.text_generation:train": "llmcompressor:train",
     "llmcompressor.transformers.finetune.trainer:Trainer": "llmcompressor.training:Trainer",
+    "llmcompressor.transformers.finetune.training_args:TrainingArguments": (
+        "llmcompressor.args:TrainingArguments"
+    ),
     "llmcompressor.transformers.sparsification:modify_save_pretrained": (
         "llmcompressor.checkpoint.save:modify_save_pretrained"
+    ),
+    "llmcompressor.transformers.sparsification.compressed_tensors_utils:modify_save_pretrained": (
+        "llmcompressor.checkpoint.save:modify_save_pretrained"
+    ),
+    "llmcompressor.transformers.sparsification.sparse_model:SparseAutoModelForCausalLM": (
+        "transformers:AutoModelForCausalLM"
     ),
     "llmcompressor.transformers.tracing:TraceableLlavaForConditionalGeneration": (
         "transformers:LlavaForConditionalGeneration"
     ),
+    "llmcompressor.utils:get_main_device": "llmcompressor.utils.devices:best_device",
+    "llmcompressor.utils:skip_weights_download": "llmcompressor.utils.dev:skip_weights_download",
     "llmcompressor.utils.dev:dispatch_for_generation": (
         "llmcompressor.utils:dispatch_for_generation"
     ),
     "llmcompressor.utils.dev:get_main_device": "llmcompressor.utils.devices:best_device",
     "llmcompressor.utils.dev:load_context": "llmcompressor.utils:load_context",
+    "llmcompressor.utils.helpers:disable_cache": "llmcompressor.modeling.inputs:without_cache",
+    "llmcompressor.utils.helpers:get_embeddings": "llmcompressor.modeling.embeddings:embeddings",
     "llmcompressor.version:__version__": "llmcompressor:__version__",
     "llmcompressor.version:version": "llmcompressor:__version__",
 }

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         active_session,
         callbacks,
         create_session,
+        finalize,
+        initialize,
         reset_session,
     )
     from llmcompressor.entrypoints.evaluate import evaluate
@@ -43,6 +45,8 @@ __all__ = [
     "configure_logger",
     "create_session",
     "evaluate",
+    "finalize",
+    "initialize",
     "logger",
     "model_free_ptq",
     "oneshot",
@@ -67,6 +71,8 @@ _HOMES = {
     "configure_logger": "llmcompressor.logger",
     "create_session": "llmcompressor.core.session_functions",
     "evaluate": "llmcompressor.entrypoints.evaluate",
+    "finalize": "llmcompressor.core.session_functions",
+    "initialize": "llmcompressor.core.session_functions",
     "model_free_ptq": "llmcompressor.entrypoints.model_free",
     "oneshot": "llmcompressor.entrypoints.oneshot",
     "plan": "llmcompressor.entrypoints.plan",

@@ -18,6 +18,8 @@ from llmcompressor.core import (
     active_session,
     callbacks,
     create_session,
+    finalize,
+    initialize,
     reset_session,
 )
 from llmcompressor.errors import InputError
@@ -283,3 +285,14 @@ def test_log_on_change_waits_for_the_optimizer():
                 callbacks.optim_post_step()
             callbacks.batch_end()
     assert seen == [0, 1]
+
+
+def test_the_active_session_begins_and_ends_by_functions_too() -> None:
+    model = nn.Linear(2, 2)
+    with create_session() as session:
+        assert initialize(recipe=Halver(), model=model).model is model
+        assert callbacks.batch_start() is not None
+        assert callbacks.loss_calculated(loss=4.0).loss == 2.0
+        assert session.lifecycle.initialized_
+        assert isinstance(finalize(), ModifiedState)
+        assert session.lifecycle.finalized

@@ -103,7 +103,7 @@ def test_an_empty_name_is_not_ignored(ignore):
 
 
 def test_public_names():
-    assert modifiers.__all__ == ["Modifier", "ModifierFactory"]
+    assert modifiers.__all__ == ["Modifier", "ModifierFactory", "ModifierInterface"]
     assert all(hasattr(modifiers, name) for name in modifiers.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Modifer'"):
         modifiers.Modifer  # noqa: B018
@@ -495,6 +495,13 @@ def test_registered_classes_come_first(monkeypatch):
     assert ModifierFactory.register(Pruner) is Pruner
     assert type(ModifierFactory.create("Spy")) is Pruner
     assert type(ModifierFactory.create("Pruner")) is Pruner
+    assert type(ModifierFactory.create(type_="Pruner", allow_registered=True)) is Pruner
+    assert type(ModifierFactory.create("Spy", True, False)) is Pruner
+    ModifierFactory.register("Named", Pruner)
+    with pytest.raises(RecipeError, match="no modifier named 'Named'"):
+        ModifierFactory.create("Named", False, False)
+    ModifierFactory.refresh()
+    assert type(ModifierFactory.create("Spy", True, False)) is Pruner
     for wrong in (int, "Pruner", Pruner()):
         with pytest.raises(ValueError, match="not a subclass of Modifier"):
             ModifierFactory.register("Wrong", wrong)

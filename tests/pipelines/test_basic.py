@@ -14,7 +14,7 @@ from llmcompressor.core.session_functions import create_session
 from llmcompressor.errors import DatasetError
 from llmcompressor.modeling.inputs import model_inputs
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.pipelines import PIPELINES, infer_pipeline
+from llmcompressor.pipelines import PIPELINES, CalibrationPipeline, infer_pipeline
 from llmcompressor.pipelines.model_runs import calibration_mode, small_batch
 
 PIPELINES_WITH_DATA = ["basic", "sequential", "layer_sequential", "independent"]
@@ -153,6 +153,34 @@ def test_a_recipe_that_needs_data_is_sequential_and_another_is_free_of_data() ->
     assert infer_pipeline([free]) == "datafree"
     assert infer_pipeline([free, Recorder()]) == "sequential"
     assert infer_pipeline([]) == "datafree"
+
+
+def test_a_pipeline_is_made_of_what_modifiers_need_or_the_user_names(
+    log: list[tuple[str, str]],
+) -> None:
+    kinds = {name: PIPELINES.load(name) for name in ("datafree", "sequential", "independent")}
+    assert type(CalibrationPipeline.from_modifiers([])) is kinds["datafree"]
+    assert type(CalibrationPipeline.from_modifiers([Recorder()])) is kinds["sequential"]
+    assert type(CalibrationPipeline.from_modifiers([], "independent")) is kinds["independent"]
+    assert type(CalibrationPipeline.from_modifiers([], "data-free")) is kinds["datafree"]
+    assert not log
+    assert type(CalibrationPipeline.from_modifiers([], "Sequential")) is kinds["sequential"]
+    assert [level for level, _ in log] == ["WARNING"]
+
+
+def test_a_pipeline_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PIPELINES, "_added", {})
+
+    @CalibrationPipeline.register("own")
+    class Own(CalibrationPipeline):
+        @staticmethod
+        def __call__(model: Any, dataloader: Any, dataset_args: Any) -> None:
+            model.append(dataset_args)
+
+    seen: list[str] = []
+    CalibrationPipeline.load_from_registry("own")(seen, None, "arguments")
+    assert seen == ["arguments"]
+    assert isinstance(CalibrationPipeline.from_modifiers([], "own"), Own)
 
 
 # ---------------------------------------------------------------------- what the model is run on

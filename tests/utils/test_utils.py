@@ -16,9 +16,11 @@ from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.utils import (
     calculate_offload_device_map,
+    custom_offload_device_map,
     dispatch_for_generation,
     load_context,
 )
+from llmcompressor.utils.loading import is_model_ct_quantized_from_path
 
 PROJECTION = "model.layers.0.self_attn.q_proj.weight"
 TINY = LlamaConfig(
@@ -120,3 +122,35 @@ def test_a_model_that_fits_goes_to_the_device_whole(folder: Path) -> None:
     assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
     device_map = calculate_offload_device_map(str(folder), reserve_for_hessians=True)
     assert set(device_map.values()) == {0}
+
+
+@pytest.mark.filterwarnings("ignore:Current model requires")  # of accelerate, on small limits
+def test_a_limit_of_each_accelerator_needs_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named in bytes or in words; what is left lies with the processor."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    name = str(folder)
+    assert custom_offload_device_map(name, "1GB", num_gpus=2) == {"": 0}
+    # The embedding takes 1 KiB, and room is kept for one layer of 4 KiB that is to visit.
+    cut = custom_offload_device_map(name, "5KB", model_cls=LlamaForCausalLM)
+    assert cut["model.embed_tokens"] == 0
+    assert cut["model.layers.0"] == "cpu"
+    assert custom_offload_device_map(name, 5000, torch_dtype=torch.float32) == {"": "cpu"}
+    assert set(custom_offload_device_map(name, 5000, num_gpus=9).values()) >= {0, 1}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_without_an_accelerator_a_limit_changes_nothing(folder: Path) -> None:
+    assert custom_offload_device_map(str(folder), "1GB", num_gpus=2) == {"": "cpu"}
+
+
+def test_a_checkpoint_says_whether_it_is_quantized(folder: Path, tmp_path: Path) -> None:
+    oneshot(
+        model=str(folder),
+        recipe=QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"]),
+        output_dir=tmp_path / "small",
+    )
+    assert is_model_ct_quantized_from_path(str(tmp_path / "small"))
+    assert not is_model_ct_quantized_from_path(str(folder))

@@ -14,12 +14,15 @@ from llmcompressor.registry import lazy_page
 if TYPE_CHECKING:
     from llmcompressor.core.events.event import Event, EventType
     from llmcompressor.core.lifecycle import CompressionLifecycle
+    from llmcompressor.core.model_layer import ModelParameterizedLayer
     from llmcompressor.core.session import CompressionSession
     from llmcompressor.core.session_functions import (
         LifecycleCallbacks,
         active_session,
         callbacks,
         create_session,
+        finalize,
+        initialize,
         reset_session,
     )
     from llmcompressor.core.state import Data, Hardware, ModifiedState, State
@@ -32,11 +35,14 @@ __all__ = [
     "EventType",
     "Hardware",
     "LifecycleCallbacks",
+    "ModelParameterizedLayer",
     "ModifiedState",
     "State",
     "active_session",
     "callbacks",
     "create_session",
+    "finalize",
+    "initialize",
     "reset_session",
 ]
 
@@ -48,11 +54,14 @@ _HOMES = {
     "EventType": ".events.event",
     "Hardware": ".state",
     "LifecycleCallbacks": ".session_functions",
+    "ModelParameterizedLayer": ".model_layer",
     "ModifiedState": ".state",
     "State": ".state",
     "active_session": ".session_functions",
     "callbacks": ".session_functions",
     "create_session": ".session_functions",
+    "finalize": ".session_functions",
+    "initialize": ".session_functions",
     "reset_session": ".session_functions",
 }
 

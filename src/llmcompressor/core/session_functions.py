@@ -21,7 +21,9 @@ __all__ = [
     "active_session",
     "callbacks",
     "create_session",
+    "finalize",
     "free_session",
+    "initialize",
     "reset_session",
     "session_of_run",
 ]
@@ -118,6 +120,16 @@ def _alone() -> Iterator[None]:
 def reset_session() -> None:
     """Finalize what is still active in the active session and make it as new."""
     active_session().reset()
+
+
+def initialize(*args: Any, **kwargs: Any) -> ModifiedState:
+    """:meth:`.CompressionSession.initialize` of the active session."""
+    return active_session().initialize(*args, **kwargs)
+
+
+def finalize(**kwargs: Any) -> ModifiedState:
+    """:meth:`.CompressionSession.finalize` of the active session."""
+    return active_session().finalize(**kwargs)
 
 
 class LifecycleCallbacks:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from llmcompressor.registry import lazy_page
 
 if TYPE_CHECKING:
+    from llmcompressor.modeling.fuse import center_embeddings, fuse_norm_linears
     from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets
     from llmcompressor.modeling.matching import (
         check_targets,
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "center_embeddings",
     "check_targets",
     "expert_sets",
+    "fuse_norm_linears",
     "fused_partners",
     "fused_sets",
     "match_modules_set",
@@ -34,6 +37,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    **dict.fromkeys(("center_embeddings", "fuse_norm_linears"), ".fuse"),
     **dict.fromkeys(("expert_sets", "fused_partners", "fused_sets"), ".fused"),
     **dict.fromkeys(
         ("check_targets", "match_modules_set", "match_named_modules", "matches", "unmatched"),

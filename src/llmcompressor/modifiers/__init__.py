@@ -9,10 +9,15 @@ from llmcompressor.registry import lazy_page
 
 if TYPE_CHECKING:
     from llmcompressor.modifiers.factory import ModifierFactory
+    from llmcompressor.modifiers.interface import ModifierInterface
     from llmcompressor.modifiers.modifier import Modifier
 
-__all__ = ["Modifier", "ModifierFactory"]
+__all__ = ["Modifier", "ModifierFactory", "ModifierInterface"]
 
-_HOMES = {"Modifier": ".modifier", "ModifierFactory": ".factory"}
+_HOMES = {
+    "Modifier": ".modifier",
+    "ModifierFactory": ".factory",
+    "ModifierInterface": ".interface",
+}
 
 __getattr__, __dir__ = lazy_page(globals(), _HOMES)

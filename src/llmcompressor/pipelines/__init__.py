@@ -5,6 +5,6 @@ A pipeline reads what modifiers declare and fires events; it knows no modifier b
 no mathematics.
 """
 
-from llmcompressor.pipelines.registry import PIPELINES, infer_pipeline
+from llmcompressor.pipelines.registry import PIPELINES, CalibrationPipeline, infer_pipeline
 
-__all__ = ["PIPELINES", "infer_pipeline"]
+__all__ = ["PIPELINES", "CalibrationPipeline", "infer_pipeline"]

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+from torch.nn import Module
+
+from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.registry import Table
+from llmcompressor.registry import Table, fold
 
-__all__ = ["PIPELINES", "infer_pipeline"]
+_Class = TypeVar("_Class", bound=type)
+
+__all__ = ["PIPELINES", "CalibrationPipeline", "infer_pipeline"]
 
 PIPELINES = Table(
     "pipeline",
@@ -27,3 +34,42 @@ def infer_pipeline(modifiers: Sequence[Modifier]) -> str:
     """``"sequential"`` if data has to run through for any of ``modifiers``, else ``"datafree"``."""
     collects = any(modifier.collects for modifier in modifiers)
     return "sequential" if collects else "datafree"
+
+
+class CalibrationPipeline(ABC):
+    """What a pipeline of one's own may derive from, and the pipelines by name."""
+
+    @abstractmethod
+    def __call__(self, model: Module, dataloader: Any, dataset_args: Any) -> None:
+        """Carry calibration data through a model, for the modifiers of the active session."""
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[_Class], _Class]:
+        """Class decorator: make a pipeline known as ``name``."""
+
+        def add(pipeline: _Class) -> _Class:
+            PIPELINES.add(name, pipeline)
+            return pipeline
+
+        return add
+
+    @classmethod
+    def load_from_registry(cls, name: str) -> Callable[..., None]:
+        """A pipeline of the kind called ``name``.
+
+        Raises:
+            InputError: there is none.
+        """
+        pipeline: Callable[..., None] = PIPELINES.load(name)()
+        return pipeline
+
+    @classmethod
+    def from_modifiers(
+        cls, modifiers: Sequence[Modifier], user: str | None = None
+    ) -> Callable[..., None]:
+        """The pipeline that modifiers need, or the one that the user names."""
+        inferred = infer_pipeline(modifiers)
+        named = fold(user or inferred).replace("data_free", "datafree")
+        if named not in (inferred, "independent"):
+            logger.warning("The pipeline is {}; these modifiers would run in {}.", user, inferred)
+        return cls.load_from_registry(user or inferred)

@@ -8,10 +8,21 @@ from typing import TYPE_CHECKING
 from llmcompressor.registry import lazy_page
 
 if TYPE_CHECKING:
-    from llmcompressor.recipe.recipe import Recipe
+    from llmcompressor.recipe.arguments import RecipeArgs as RecipeArgsInput
+    from llmcompressor.recipe.recipe import Recipe, RecipeInput
     from llmcompressor.recipe.stages import Stage
 
-__all__ = ["Recipe", "Stage"]
+    RecipeStageInput = str
+
+__all__ = ["Recipe", "RecipeArgsInput", "RecipeInput", "RecipeStageInput", "Stage"]
+
+_HOMES = {
+    "Recipe": ".recipe",
+    "RecipeArgsInput": "llmcompressor.recipe.arguments:RecipeArgs",
+    "RecipeInput": ".recipe",
+    "RecipeStageInput": "builtins:str",
+    "Stage": ".stages",
+}
 
 # On demand, so that the expressions can be used without loading the modifiers.
-__getattr__, __dir__ = lazy_page(globals(), {"Recipe": ".recipe", "Stage": ".stages"})
+__getattr__, __dir__ = lazy_page(globals(), _HOMES)

@@ -7,8 +7,12 @@ from llmcompressor.registry import lazy_page
 
 __all__ = [
     "DataTrainingArguments",
+    "DatasetArguments",
+    "ModelArguments",
+    "RecipeArguments",
     "SparseAutoModelForCausalLM",
     "TextGenerationDataset",
+    "Trainer",
     "TrainingArguments",
     "apply",
     "oneshot",
@@ -17,8 +21,12 @@ __all__ = [
 
 _HOMES = {
     "DataTrainingArguments": "llmcompressor.args:DatasetArguments",
+    "DatasetArguments": "llmcompressor.args:DatasetArguments",
+    "ModelArguments": "llmcompressor.args:ModelArguments",
+    "RecipeArguments": "llmcompressor.args:RecipeArguments",
     "SparseAutoModelForCausalLM": "transformers:AutoModelForCausalLM",
     "TextGenerationDataset": "llmcompressor.datasets:TextGenerationDataset",
+    "Trainer": "llmcompressor.training:Trainer",
     "TrainingArguments": "llmcompressor.args:TrainingArguments",
     "apply": "llmcompressor.entrypoints.stages:run_stages",
     "oneshot": "llmcompressor.entrypoints.oneshot:oneshot",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,13 +13,19 @@ from accelerate import (
     init_empty_weights,
 )
 from accelerate.hooks import remove_hook_from_submodules
+from accelerate.utils import convert_file_size_to_int
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmcompressor.device_memory import free_device_memory, give_back_device_memory
 from llmcompressor.logger import logger
 
-__all__ = ["best_device", "calculate_offload_device_map", "dispatch_for_generation"]
+__all__ = [
+    "best_device",
+    "calculate_offload_device_map",
+    "custom_offload_device_map",
+    "dispatch_for_generation",
+]
 
 # What generating needs beside the weights: the cache, the activations and the allocator's slack.
 _SHARE_FOR_WEIGHTS = 0.8
@@ -106,20 +113,62 @@ def calculate_offload_device_map(
     available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if not available:
         return {"": "cpu"}
-    config = AutoConfig.from_pretrained(model_stub, **model_kwargs)
-    with init_empty_weights():
-        model = model_cls.from_config(config, dtype=torch_dtype)
+    model = _hollow(model_stub, torch_dtype, model_cls, model_kwargs)
     reserved = _gram_bytes(model) if reserve_for_hessians else 0
-    memory: dict[int | str, int | str] = {
+    memory = {
         index: max(0, int(_SHARE_FOR_WEIGHTS * free_device_memory(index)) - reserved)
         for index in range(min(num_gpus, available))
     }
-    memory["cpu"] = _bytes_of(model)
-    return dict(
-        infer_auto_device_map(
-            model, max_memory=memory, no_split_module_classes=sorted(model._no_split_modules or ())
+    return _spread(model, memory)
+
+
+def custom_offload_device_map(
+    model_stub: str,
+    max_memory_per_gpu: str | int,
+    num_gpus: int = 1,
+    model_cls: Any = AutoModelForCausalLM,
+    **model_kwargs: Any,
+) -> dict[str, int | str]:
+    """A ``device_map`` for ``from_pretrained`` with a limit to what lies on each accelerator.
+
+    Args:
+        model_stub: name or folder of the model.
+        max_memory_per_gpu: bytes, or a text such as ``"10GB"``.
+        num_gpus: how many accelerators to use.
+        model_cls: the class that will load the weights.
+        **model_kwargs: for reading the configuration; of them ``dtype``, or ``torch_dtype``, is
+            that in which the weights will be loaded, by default the checkpoint's.
+
+    Returns:
+        Name of a module → index of an accelerator, or ``"cpu"`` for what is left.
+    """
+    limit = convert_file_size_to_int(max_memory_per_gpu)
+    available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if not available:
+        return {"": "cpu"}
+    dtype = model_kwargs.pop("torch_dtype", "auto")
+    dtype = model_kwargs.pop("dtype", dtype)
+    model = _hollow(model_stub, dtype, model_cls, model_kwargs)
+    return _spread(model, dict.fromkeys(range(min(num_gpus, available)), limit))
+
+
+def _hollow(stub: str, dtype: Any, model_cls: Any, given: dict[str, Any]) -> PreTrainedModel:
+    """A model without weights; a dtype of ``"auto"`` is the one that its configuration names."""
+    config = AutoConfig.from_pretrained(stub, **given)
+    make = getattr(model_cls, "from_config", None) or model_cls._from_config
+    trust = {key: given[key] for key in ("trust_remote_code",) if key in given}
+    with init_empty_weights():
+        model: PreTrainedModel = make(
+            config, dtype=config.dtype if dtype in ("auto", None) else dtype, **trust
         )
-    )
+    return model
+
+
+def _spread(model: PreTrainedModel, memory: Mapping[int, int]) -> dict[str, int | str]:
+    limits: dict[int | str, int | str] = dict(memory.items())
+    limits["cpu"] = _bytes_of(model)
+    whole = sorted(model._no_split_modules or ())
+    return dict(infer_auto_device_map(model, max_memory=limits, no_split_module_classes=whole))
 
 
 def _bytes_of(model: nn.Module) -> int:

@@ -18,7 +18,7 @@ from transformers import (
 
 from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 
-__all__ = ["load_context"]
+__all__ = ["is_model_ct_quantized_from_path", "load_context"]
 
 # What scripts ask for so that weights wait outside the accelerator: here that is the default.
 _OFFLOADED = frozenset({"auto_offload", "auto", "cpu"})
@@ -68,6 +68,15 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
             del model_cls.from_pretrained
         else:
             model_cls.from_pretrained = found
+
+
+def is_model_ct_quantized_from_path(path: str) -> bool:
+    """Whether a checkpoint is quantized in the format of compressed-tensors.
+
+    Args:
+        path: name or folder of the model; only its configuration is read.
+    """
+    return _settings(path, {}).get("quant_method") == "compressed-tensors"
 
 
 def _for_compression(given: dict[str, Any]) -> dict[str, Any]:

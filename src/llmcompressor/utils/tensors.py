@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How sparse tensors and modules are, and tensors in collections moved."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from llmcompressor.errors import InputError
+from llmcompressor.modeling.spread import whole
+
+__all__ = ["ModuleSparsificationInfo", "tensor_sparsity", "tensors_to_device"]
+
+
+def tensors_to_device(tensors: Any, device: str | torch.device) -> Any:
+    """A tensor, or a collection of them, on a device.
+
+    Args:
+        tensors: a tensor; or a mapping, a tuple or another iterable of such.
+        device: where to.
+
+    Returns:
+        The same form, in a dictionary, a tuple or a list.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    if isinstance(tensors, Tensor):
+        return tensors.to(device)
+    if isinstance(tensors, Mapping):
+        moved = {key: tensors_to_device(value, device) for key, value in tensors.items()}
+        return OrderedDict(moved) if isinstance(tensors, OrderedDict) else moved
+    if isinstance(tensors, Iterable) and not isinstance(tensors, str):
+        values = [tensors_to_device(value, device) for value in tensors]
+        return tuple(values) if isinstance(tensors, tuple) else values
+    raise InputError(
+        f"{type(tensors).__name__} is neither a tensor nor a collection of tensors.",
+        "Give tensors.",
+    )
+
+
+@torch.no_grad()
+def tensor_sparsity(tens: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
+    """The share of zeros in a tensor.
+
+    Args:
+        tens: the tensor.
+        dim: the dimensions that the shares are told apart by; by default one share of all.
+
+    Returns:
+        A share, or the shares in the order of ``dim``, float32.
+
+    Raises:
+        InputError: the tensor has no such dimension, or one is named twice.
+    """
+    zeros = whole(tens) == 0
+    if dim is None:
+        return zeros.sum() / zeros.numel()
+    kept = [dim] if isinstance(dim, int) else list(dim)
+    places = [one % tens.ndim if -tens.ndim <= one < tens.ndim else None for one in kept]
+    if None in places or len(set(places)) < len(places):
+        raise InputError(
+            f"dim is {dim!r}, but the tensor has shape {tuple(tens.shape)}.",
+            f"Name dimensions below {tens.ndim}, each once.",
+        )
+    order = [place for place in places if place is not None]
+    rest = [place for place in range(tens.ndim) if place not in order]
+    shape = [tens.shape[place] for place in order]
+    return zeros.permute(*order, *rest).reshape(*shape, -1).float().mean(dim=-1)
+
+
+class ModuleSparsificationInfo:
+    """How many parameters of a module there are, how many are zero, and how many quantized.
+
+    Args:
+        module: what is looked at.
+        state_dict: its values, where the module does not hold them itself.
+    """
+
+    def __init__(self, module: Module, state_dict: Mapping[str, Tensor] | None = None) -> None:
+        self.module = module
+        own = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        self.trainable_params: dict[str, Tensor] = dict(own if state_dict is None else state_dict)
+
+    @property
+    def params_total(self) -> int:
+        """Elements of the parameters that can be trained."""
+        return sum(one.numel() for one in self.trainable_params.values())
+
+    @cached_property
+    def params_sparse(self) -> int:
+        """How many of them are zero."""
+        return sum(int((whole(one) == 0).sum()) for one in self.trainable_params.values())
+
+    @property
+    def params_sparse_percent(self) -> float:
+        """The same in percent."""
+        return _percent(self.params_sparse, self.params_total)
+
+    @property
+    def params_quantized(self) -> int:
+        """Elements of the parameters of modules whose weight has a scheme."""
+        return sum(
+            math.prod(one.shape)
+            for module in self.module.modules()
+            if getattr(getattr(module, "quantization_scheme", None), "weights", None) is not None
+            for one in (getattr(module, "weight", None), getattr(module, "bias", None))
+            if isinstance(one, Tensor)
+        )
+
+    @property
+    def params_quantized_percent(self) -> float:
+        """The same in percent of the parameters that can be trained."""
+        return _percent(self.params_quantized, self.params_total)
+
+    def __str__(self) -> str:
+        summary = {
+            "total": self.params_total,
+            "sparse": self.params_sparse,
+            "sparsity_percent": self.params_sparse_percent,
+            "quantized": self.params_quantized,
+            "quantized_percent": self.params_quantized_percent,
+        }
+        return json.dumps({"params_summary": summary})
+
+
+def _percent(part: int, of: int) -> float:
+    return 100.0 * part / max(of, 1)
