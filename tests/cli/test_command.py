@@ -92,12 +92,13 @@ def test_the_help_of_a_negated_flag_says_what_giving_it_does(arguments: type) ->
     helps = {one.default: one.help for one in found}  # Annotated options keep their name there
     for field in dataclasses.fields(arguments):
         if field.default is True:
-            off, on = field.metadata["off"], field.metadata["help"]
+            on = field.metadata["help"]
+            off = on.off
             assert helps[f"--no-{field.name.replace('_', '-')}"] == off
             assert off.endswith(".")
             assert off != on or on == "No effect."
         else:
-            assert field.metadata["off"] is None
+            assert field.metadata["help"].off is None
 
 
 def test_a_stage_is_written_to_a_folder_of_its_own(oneshot: Entrypoint) -> None:

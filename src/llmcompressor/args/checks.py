@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds that stand on a field: what a value may be, checked when the dataclass is made.
+"""Bounds that stand on a field: what a value may be, checked whenever the field is set.
 
 A check takes the field's name and value, raises :class:`~llmcompressor.errors.ArgumentError`,
 and returns the value to store (its canonical spelling, where there are several).
+
+transformers' ``HfArgumentParser`` hands all metadata of a field to argparse, which knows ``help``
+and not ``check``: so the help is the one entry there is, and knows the rest (:class:`About`). Of a
+union with ``str`` it takes one of the first two members for the type of what is typed: so one that
+holds more than texts begins with ``Text | str``, of which it may take either.
 """
 
 from __future__ import annotations
@@ -14,15 +19,18 @@ import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from math import inf
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, NewType, SupportsIndex, TypeAlias
 
 from llmcompressor.errors import ArgumentError, did_you_mean
 
 __all__ = [
+    "About",
     "Check",
+    "Checked",
+    "Named",
+    "Text",
     "about",
     "anything",
-    "apply_checks",
     "boolean",
     "integer",
     "mapping",
@@ -38,31 +46,57 @@ __all__ = [
 
 Check = Callable[[str, Any], Any]
 
+Text = NewType("Text", str)
+"""A text, where a field holds other things too."""
+
+if TYPE_CHECKING:
+    Named: TypeAlias = Any
+else:
+    Named: TypeAlias = Text | str | Any
+"""The name or path of a thing, or the thing itself."""
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:E\+?\d{1,2})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _A_SIZE = "a whole number of bytes, or a size such as '8GiB'"
 
 
+class About(str):
+    """The help of a field, which knows more of it.
+
+    Attributes:
+        check: what a value may be.
+        off: what giving ``--no-field`` does, for a field that is true by default.
+    """
+
+    __slots__ = ("check", "off")
+
+    check: Check
+    off: str | None
+
+
 def about(help_text: str, check: Check, *, off: str | None = None) -> dict[str, Any]:
-    """The metadata of a field: its help (the command line shows it) and its check.
+    """The metadata of a field: its help (the command line shows it), which knows its check.
 
     Args:
         help_text: what the field is.
         check: what it may be.
         off: what giving ``--no-field`` does, for a field that is true by default.
     """
-    return {"help": help_text, "check": check, "off": off}
+    found = About(help_text)
+    found.check, found.off = check, off
+    return {"help": found}
 
 
-def apply_checks(arguments: Any) -> None:
-    """Run each field's check and store what it returns; for ``__post_init__``."""
-    for field in dataclasses.fields(arguments):
-        check: Check | None = field.metadata.get("check")
-        if check is None:
-            continue
-        value = getattr(arguments, field.name)
-        checked = check(field.name, value)
-        if checked is not value:
-            object.__setattr__(arguments, field.name, checked)  # the dataclasses are frozen
+class Checked:
+    """Base of dataclasses whose fields are checked when they are made and whenever one is set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known: Mapping[str, dataclasses.Field[Any]] = getattr(self, "__dataclass_fields__", {})
+        if name in known:
+            found = known[name].metadata.get("help")
+            value = found.check(name, value) if isinstance(found, About) else value
+        elif not name.startswith("_") and not hasattr(type(self), name):
+            raise ArgumentError(f"There is no argument named {name!r}.", did_you_mean(name, known))
+        super().__setattr__(name, value)
 
 
 def reject(name: str, value: Any, expected: str) -> ArgumentError:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmcompressor.args.checks import (
+    Checked,
+    Named,
+    Text,
     about,
-    apply_checks,
     boolean,
     integer,
     mapping,
@@ -101,11 +103,11 @@ def _function(name: str, value: Any) -> str | Callable[..., Any]:
     return value
 
 
-@dataclass(frozen=True)
-class DatasetArguments:
+@dataclass
+class DatasetArguments(Checked):
     """Which data calibrates (or trains) the model, and how the model is run over it."""
 
-    dataset: Any = field(
+    dataset: Named = field(
         default=None,
         metadata=about(
             "The data: a registered name, a name on the hub, a path, or the data itself.",
@@ -121,12 +123,12 @@ class DatasetArguments:
             "A file (json, jsonl, csv, parquet, txt) or a folder of them.", optional(path)
         ),
     )
-    splits: str | list[str] | dict[str, str] | None = field(
+    splits: Text | str | list[str] | dict[str, str] | None = field(
         default=None,
-        metadata=about("The split to use, for instance train[:5%].", optional(_splits)),
+        metadata=about("The split to use, for instance train[:512].", optional(_splits)),
     )
     batch_size: int = field(default=1, metadata=about("Samples in a batch.", integer(1)))
-    data_collator: str | Callable[..., Any] = field(
+    data_collator: Text | str | Callable[..., Any] = field(
         default="truncation",
         metadata=about(
             "How samples become a batch: truncation (cut to the shortest), padding, or a function.",
@@ -242,7 +244,7 @@ class DatasetArguments:
         default=True, metadata=about("No effect.", boolean, off="No effect.")
     )
     sequential_prefetch: bool = field(default=False, metadata=about("No effect.", boolean))
-    preprocessing_func: str | Callable[..., Any] | None = field(
+    preprocessing_func: Text | str | Callable[..., Any] | None = field(
         default=None,
         metadata=about(
             "A function from a row to a row, or path/file.py:function.", optional(_function)
@@ -289,6 +291,3 @@ class DatasetArguments:
             "Decides the order of the data and everything random.", integer(0, 2**63 - 1)
         ),
     )
-
-    def __post_init__(self) -> None:
-        apply_checks(self)

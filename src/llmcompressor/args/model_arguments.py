@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmcompressor.args.checks import (
+    Checked,
+    Named,
+    Text,
     about,
     anything,
-    apply_checks,
     boolean,
     one_of,
     optional,
@@ -21,6 +23,11 @@ from llmcompressor.args.checks import (
 from llmcompressor.errors import ArgumentError
 
 __all__ = ["ModelArguments"]
+
+if TYPE_CHECKING:
+    _Token: TypeAlias = str | bool | None
+else:  # with None in it, HfArgumentParser would make no type of it
+    _Token: TypeAlias = Text | str | bool
 
 _PRECISIONS = {
     "auto": "auto",
@@ -55,28 +62,30 @@ def _device(name: str, value: Any) -> str:
 
 
 def _token(name: str, value: Any) -> bool | str:
-    """A token, or whether to use the stored one."""
+    """A token, or whether to use the stored one; as a text, too."""
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.strip().lower(), value)
     return value if isinstance(value, bool) else string(name, value)
 
 
-@dataclass(frozen=True)
-class ModelArguments:
+@dataclass
+class ModelArguments(Checked):
     """Which model is compressed, in which precision it is loaded, and how it is saved.
 
     ``tokenizer`` is only another spelling of ``processor``: what is given there is moved to
     ``processor``, and giving both is an error.
     """
 
-    model: Any = field(
+    model: Named = field(
         metadata=about("The model: a path, a name on the hub, or a loaded model.", _model)
     )
     config_name: str | None = field(
         default=None, metadata=about("A configuration other than the model's own.", optional(path))
     )
-    tokenizer: Any = field(
+    tokenizer: Named = field(
         default=None, metadata=about("The tokenizer: its path, name or object.", anything)
     )
-    processor: Any = field(
+    processor: Named = field(
         default=None, metadata=about("The processor: its path, name or object.", anything)
     )
     precision: str = field(
@@ -125,11 +134,11 @@ class ModelArguments:
             "Where models from the hub are kept; not given: the hub's own cache.", optional(path)
         ),
     )
-    use_auth_token: bool | str | None = field(
+    use_auth_token: _Token = field(
         default=None,
         metadata=about("A hub token, or True for the stored one.", optional(_token)),
     )
-    distill_teacher: Any = field(
+    distill_teacher: Named = field(
         default=None,
         metadata=about(
             "The teacher for distillation in train: a path, a name on the hub, or a model.",
@@ -138,7 +147,6 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
-        apply_checks(self)
         if self.tokenizer is None:
             return
         if self.processor is not None:
@@ -146,5 +154,4 @@ class ModelArguments:
                 "The arguments 'tokenizer' and 'processor' mean the same, and both were given.",
                 "Give only one of them.",
             )
-        object.__setattr__(self, "processor", self.tokenizer)
-        object.__setattr__(self, "tokenizer", None)
+        self.processor, self.tokenizer = self.tokenizer, None

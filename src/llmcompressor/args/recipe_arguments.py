@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmcompressor.args.checks import about, apply_checks, boolean, optional, reject, string
+from llmcompressor.args.checks import Checked, Named, about, boolean, optional, reject, string
 
 __all__ = ["RecipeArguments"]
 
@@ -32,15 +32,16 @@ def _recipe_args(name: str, value: Any) -> dict[str, Any] | list[str]:
     return list(several)
 
 
-@dataclass(frozen=True)
-class RecipeArguments:
+@dataclass
+class RecipeArguments(Checked):
     """Which recipe is applied, with which arguments, and which of its stages."""
 
-    recipe: Any = field(
+    recipe: Named = field(
         default=None,
         metadata=about("The recipe: a path, its text, a Recipe, or modifiers.", optional(_recipe)),
     )
-    recipe_args: dict[str, Any] | list[str] | None = field(
+    # HfArgumentParser takes what stands before None
+    recipe_args: list[str] | None | str | dict[str, Any] = field(  # noqa: RUF036
         default=None,
         metadata=about(
             "Values that override the recipe's own arguments, as key=value.", optional(_recipe_args)
@@ -52,6 +53,3 @@ class RecipeArguments:
     stage: str | None = field(
         default=None, metadata=about("Run only this stage of the recipe.", optional(string))
     )
-
-    def __post_init__(self) -> None:
-        apply_checks(self)

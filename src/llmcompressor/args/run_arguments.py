@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmcompressor.args.checks import about, apply_checks, boolean, one_of, optional, reject, size
+from llmcompressor.args.checks import Checked, Named, about, boolean, one_of, optional, reject, size
 from llmcompressor.errors import ArgumentError
 
 __all__ = ["RESUME", "RunArguments"]
@@ -62,11 +62,11 @@ def _pairs(name: str, value: str) -> list[tuple[str, str]]:
     return [(device.strip(), limit.strip()) for device, _, limit in parts]
 
 
-@dataclass(frozen=True)
-class RunArguments:
+@dataclass
+class RunArguments(Checked):
     """How a run uses the machine, and what happens when it is repeated."""
 
-    max_memory: Any = field(
+    max_memory: Named = field(
         default=None,
         metadata=about(
             "The most memory to use: a size such as 40GiB for the host, or by device, "
@@ -94,6 +94,3 @@ class RunArguments:
         default=False,
         metadata=about("Make and show the plan of the run; compress and write nothing.", boolean),
     )
-
-    def __post_init__(self) -> None:
-        apply_checks(self)

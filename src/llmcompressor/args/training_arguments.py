@@ -119,7 +119,7 @@ def _check_reports(names: Any) -> None:
 class TrainingArguments(transformers.TrainingArguments):
     """Everything transformers' trainer takes, and how stages of a recipe are run.
 
-    Unlike the other argument classes it is not frozen: the trainer writes to it.
+    What is set later is not checked: the trainer writes to it.
     """
 
     output_dir: str | None = field(

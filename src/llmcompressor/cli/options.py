@@ -9,7 +9,7 @@ of the call, so that a default stands in one place only. By what a field can hol
 ``bool``               ``--name``, or ``--no-name`` where it is true by default
 ``int``, ``float``     a number; ``none`` where the field may be ``None`` and by default is not
 a list                 repeated, or in one value with commas; ``re:`` patterns keep theirs
-a list or a dict       repeated as it is
+a text, list or dict   repeated as it is; one alone is a text, where a list is not named first
 a dict                 ``key=value``, repeated; the value as JSON if it is JSON
 anything else          a text
 =====================  =========================================================================
@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
+
+from llmcompressor.args.checks import About
 
 __all__ = ["call_arguments", "output_place", "pairs", "parameters_of"]
 
@@ -127,7 +129,7 @@ def _kind(hint: Any, default: Any) -> _Kind:
     if plain & {int, float} and str not in plain:
         return _number(int if int in plain else float, says_none)
     if plain & {list, dict}:
-        return _several(plain)
+        return _several(plain, listed=get_origin(members[0]) is list)
     return _Kind(str, _text_or_none if says_none else _as_is)
 
 
@@ -139,12 +141,12 @@ def _number(number: type, says_none: bool) -> _Kind:
     )
 
 
-def _several(plain: set[Any]) -> _Kind:
+def _several(plain: set[Any], *, listed: bool) -> _Kind:
     if list not in plain:
         return _Kind(list[str], pairs, "<key=value>")
     if dict not in plain:
         return _Kind(list[str], _split, "<str,...>")
-    return _Kind(list[str], _one_or_many if str in plain else _as_is)
+    return _Kind(list[str], _as_is if listed else _one_or_many)
 
 
 def _spelling(name: str, typed: Any, default: Any) -> str:
@@ -157,8 +159,9 @@ def _dashed(name: str) -> str:
 
 
 def _help(field: dataclasses.Field[Any], kind: _Kind) -> str:
-    turns_off = kind.typed is bool and field.default is True
-    text = str(field.metadata.get("off" if turns_off else "help") or "")
+    text = field.metadata.get("help") or ""
+    if kind.typed is bool and field.default is True and isinstance(text, About):
+        text = text.off or ""
     if kind.typed is bool or field.default in (None, dataclasses.MISSING):
         return text
     return f"{text} (default: {field.default})"

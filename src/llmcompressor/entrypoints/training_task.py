@@ -160,7 +160,7 @@ class Training(Task):
                     "that a training could have been broken off in.",
                     "Name the checkpoint's folder.",
                 )
-            object.__setattr__(self.run_args, "resume", "must")
+            self.run_args.resume = "must"
             return None
         if not isinstance(given, str | os.PathLike) or not os.fspath(given):
             raise ArgumentError(
