@@ -9,6 +9,7 @@ from llmcompressor.args import (
     DatasetArguments,
     ModelArguments,
     RecipeArguments,
+    parse_args,
     parse_arguments,
 )
 from llmcompressor.args.parsing import OLD_NAMES
@@ -141,3 +142,18 @@ def test_training_arguments_extend_transformers(tmp_path):
     assert dataset.seed == training.seed == 5
     assert training.learning_rate == 1e-3
     assert not training.place_model_on_device
+
+
+def test_the_arguments_of_a_script_come_by_what_they_are_about():
+    model, data, recipe, output = parse_args(
+        model="m", tokenizer="t", batch_size=2, recipe_args=["bits=4", "eq=a=b"], output_dir="o"
+    )
+    assert (model.model, model.processor, data.batch_size, output) == ("m", "t", 2, "o")
+    assert recipe.recipe_args == {"bits": "4", "eq": "a=b"}
+    assert parse_args(model="m")[3] is None
+    assert parse_args(model="m", recipe_args={"bits": 4})[2].recipe_args == {"bits": 4}
+
+
+def test_a_script_learns_of_an_argument_that_there_is_not():
+    with pytest.raises(ArgumentError, match="Did you mean output_dir"):
+        parse_args(model="m", outputdir="o")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompressor.args.dataset_arguments import DatasetArguments
 from llmcompressor.args.model_arguments import ModelArguments
-from llmcompressor.args.parsing import parse_arguments
+from llmcompressor.args.parsing import parse_args, parse_arguments
 from llmcompressor.args.recipe_arguments import RecipeArguments
 from llmcompressor.args.run_arguments import RunArguments
 
@@ -26,6 +26,7 @@ __all__ = [
     "RecipeArguments",
     "RunArguments",
     "TrainingArguments",
+    "parse_args",
     "parse_arguments",
 ]
 

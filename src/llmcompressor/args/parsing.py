@@ -7,10 +7,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from llmcompressor.args.dataset_arguments import DatasetArguments
+from llmcompressor.args.model_arguments import ModelArguments
+from llmcompressor.args.recipe_arguments import RecipeArguments
 from llmcompressor.args.renamed import RENAMED, name_among
 from llmcompressor.errors import ArgumentError, did_you_mean
 
-__all__ = ["OLD_NAMES", "parse_arguments"]
+__all__ = ["OLD_NAMES", "parse_args", "parse_arguments"]
 
 
 class _OldName(NamedTuple):
@@ -72,6 +75,25 @@ def parse_arguments(
         _check_required(cls, own)
         made.append(cls(**own))
     return tuple(made)
+
+
+def parse_args(
+    **kwargs: Any,
+) -> tuple[ModelArguments, DatasetArguments, RecipeArguments, Any]:
+    """The arguments of a script by what they are about, and ``output_dir`` as it was given.
+
+    ``recipe_args`` come back as a dict; the values of ``"key=value"`` strings as texts.
+
+    Raises:
+        ArgumentError: as :func:`parse_arguments`.
+    """
+    output_dir = kwargs.pop("output_dir", None)
+    classes = (ModelArguments, DatasetArguments, RecipeArguments)
+    model, dataset, recipe = parse_arguments(kwargs, *classes, also_known=("output_dir",))
+    if isinstance(recipe.recipe_args, list):
+        pairs = (pair.partition("=") for pair in recipe.recipe_args)
+        recipe.recipe_args = {key.strip(): value.strip() for key, _, value in pairs}
+    return model, dataset, recipe, output_dir
 
 
 def _field_names(cls: type) -> set[str]:
