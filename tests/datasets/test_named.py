@@ -242,6 +242,23 @@ def test_a_third_party_registers_its_own(texts, monkeypatch, hub):
         TextGenerationDataset.load_from_registry("shoutin", dataset_args=DatasetArguments())
 
 
+def test_a_third_party_sets_arguments_of_its_own(texts, monkeypatch, hub):
+    monkeypatch.setattr(table, "_registered", {})
+    seen = []
+
+    @TextGenerationDataset.register("elsewhere")
+    class Elsewhere(TextGenerationDataset):
+        def __init__(self, dataset_args, split=None, processor=None):
+            seen.append(dataset_args.dataset)
+            dataset_args.dataset, dataset_args.text_column = "some/one", "none"
+            super().__init__(dataset_args, split, processor)
+
+    hub.rows = [{"text": "abc"}]
+    assert texts("elsewhere") == ["abc"]
+    assert hub.asked[0][0] == "some/one"
+    assert set(seen) == {"elsewhere"}
+
+
 class TestMedia:
     def test_images_get_a_question_and_their_captions(self, hub):
         class Processor:

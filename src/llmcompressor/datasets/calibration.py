@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -214,6 +215,6 @@ def _template(
     if source.owner is None:
         return None
     split = split_for(role, args.splits)
-    owner = source.owner(dataset_args=args, split=split, processor=processor)
+    owner = source.owner(dataset_args=replace(args), split=split, processor=processor)
     template: Callable[[Row], Mapping[str, Any]] = owner.dataset_template
     return template

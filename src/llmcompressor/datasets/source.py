@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ class Source:
         name: what it is called in messages.
         rows: its rows.
         owner: the class of a registered data set, which knows how its rows become text; a
-            subclass of :class:`~llmcompressor.datasets.generation.TextGenerationDataset`.
+            subclass of :class:`~llmcompressor.datasets.generation.TextGenerationDataset`. It is
+            given arguments of its own, which it may set.
     """
 
     name: str
@@ -175,7 +176,7 @@ def _open_named(args: DatasetArguments, split: str | None, processor: Any) -> So
         rows = _local(args, kind, split, owner=owner)
         return Source(f"The data {args.dataset_path}", rows, owner)
     if owner is not None:
-        opened = owner(dataset_args=args, split=split, processor=processor)
+        opened = owner(dataset_args=replace(args), split=split, processor=processor)
         return Source(f"The data set {name}", rows_of(opened.load_dataset(), opened.rest), owner)
     if os.path.exists(os.path.expanduser(name)):
         return Source(f"The data {name}", _local(args, None, split, name))
@@ -237,7 +238,7 @@ def _as_owner_calls_it(
     """
     if owner is None or (split is None and ("train" in splits or len(splits) == 1)):
         return split
-    own: str | None = owner(dataset_args=args, split=split).split
+    own: str | None = owner(dataset_args=replace(args), split=split).split
     if split is not None and all(part.name in splits for part in parse_split(split)):
         return split
     if own is None or any(part.name not in splits for part in parse_split(own)):
