@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmcompressor import Oneshot, active_session, create_session, oneshot, verify
-from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments
+from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.entrypoints import streamed
 from llmcompressor.errors import DatasetError, OutputError, RecipeError, TargetError
 from llmcompressor.logger import logger
@@ -524,16 +524,22 @@ def test_the_class_does_what_the_function_does(tmp_path: Path) -> None:
     assert small.tree(tmp_path / "class") == small.tree(tmp_path / "function")
 
 
-def test_every_argument_of_the_three_classes_is_taken() -> None:
+def test_every_argument_of_the_four_classes_is_taken_and_shown() -> None:
     direct = {"output_dir", "log_dir"}
     defaults = {
         field.name: getattr(parsed, field.name)
-        for parsed in (ModelArguments(model="m"), DatasetArguments(), RecipeArguments())
+        for parsed in (
+            ModelArguments(model="m"),
+            DatasetArguments(),
+            RecipeArguments(),
+            RunArguments(),
+        )
         for field in dataclasses.fields(parsed)
     }
     run = Oneshot(**defaults)
     assert (run.model_args.model, run.recipe.modifiers) == ("m", [])
-    assert set(inspect.signature(oneshot).parameters) - {"arguments"} <= defaults.keys() | direct
+    shown = set(inspect.signature(oneshot).parameters) - {"arguments"}
+    assert shown == defaults.keys() | direct
 
 
 def test_overwrite_replaces_a_checkpoint(tmp_path: Path) -> None:

@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from llmcompressor.args import RunArguments, parse_arguments
+from llmcompressor.args import (
+    DatasetArguments,
+    ModelArguments,
+    RecipeArguments,
+    RunArguments,
+    parse_arguments,
+)
 from llmcompressor.core.session_functions import free_session
 from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import Job
+from llmcompressor.entrypoints.signature import with_arguments_of
 from llmcompressor.entrypoints.streamed import run_streamed, streamable
 from llmcompressor.errors import ArgumentError
 from llmcompressor.logger import logged_to, logger
@@ -23,9 +30,11 @@ from llmcompressor.numerics.precision import full_float32_products
 
 __all__ = ["Oneshot", "oneshot"]
 
+_CLASSES = (ModelArguments, RecipeArguments, DatasetArguments, RunArguments)
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
+@with_arguments_of(*_CLASSES)
 def oneshot(
     model: Any,
     recipe: Any = None,
@@ -85,6 +94,7 @@ class Oneshot(Job):
         model: what the run returned; ``None`` before.
     """
 
+    @with_arguments_of(*_CLASSES)
     def __init__(
         self,
         output_dir: str | Path | None = None,

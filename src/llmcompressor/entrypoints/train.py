@@ -6,12 +6,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from llmcompressor.args import (
+    DatasetArguments,
+    ModelArguments,
+    RecipeArguments,
+    RunArguments,
+    TrainingArguments,
+)
+from llmcompressor.entrypoints.signature import with_arguments_of
 from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import Training
 
 __all__ = ["train"]
 
 
+@with_arguments_of(
+    ModelArguments, RecipeArguments, DatasetArguments, TrainingArguments, RunArguments
+)
 def train(
     model: Any,
     recipe: Any = None,
