@@ -25,11 +25,19 @@ if TYPE_CHECKING:
     )
     from llmcompressor.datasets.generation import TextGenerationDataset
     from llmcompressor.datasets.sampling import get_rank_partition
+    from llmcompressor.datasets.scripts import (
+        format_calibration_data,
+        get_calibration_dataloader,
+        get_processed_dataset,
+    )
     from llmcompressor.datasets.source import Source, open_source
 
 __all__ = [
     "Source",
     "TextGenerationDataset",
+    "format_calibration_data",
+    "get_calibration_dataloader",
+    "get_processed_dataset",
     "get_rank_partition",
     "load_calibration",
     "load_training",
@@ -40,6 +48,9 @@ __all__ = [
 _HOMES = {
     "Source": ".source",
     "TextGenerationDataset": ".generation",
+    "format_calibration_data": ".scripts",
+    "get_calibration_dataloader": ".scripts",
+    "get_processed_dataset": ".scripts",
     "get_rank_partition": ".sampling",
     "load_calibration": ".calibration",
     "load_training": ".calibration",

@@ -23,7 +23,7 @@ from llmcompressor.datasets.streamed import StreamedSamples
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
-__all__ = ["load_calibration", "load_training", "make_collator"]
+__all__ = ["load_calibration", "load_training", "make_collator", "template_of"]
 
 _LARGE_BATCH = 16
 
@@ -84,7 +84,7 @@ def load_calibration(
             args=args,
             processor=processor,
             name=source.name,
-            template=_template(args, source, processor, "calibration"),
+            template=template_of(args, source, processor, "calibration"),
             model_input_names=model_input_names,
             main_inputs=MAIN_INPUTS.union(main_inputs),
             vocab_size=vocab_size,
@@ -143,7 +143,7 @@ def load_training(
         args=args,
         processor=processor,
         name=source.name,
-        template=_template(args, source, processor, "train"),
+        template=template_of(args, source, processor, "train"),
         model_input_names=model_input_names,
         main_inputs=MAIN_INPUTS.union(main_inputs),
         vocab_size=vocab_size,
@@ -208,7 +208,7 @@ def _warn_of_unread(args: DatasetArguments) -> None:
         )
 
 
-def _template(
+def template_of(
     args: DatasetArguments, source: Source, processor: Any, role: str
 ) -> Callable[[Row], Mapping[str, Any]] | None:
     """How a registered data set makes text of its rows."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmcompressor.datasets.samples import SEQUENCES, Sample, cut, pad
 
-__all__ = ["PaddingCollator", "TruncationCollator"]
+__all__ = ["DataCollatorWithTruncation", "PaddingCollator", "TruncationCollator"]
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,37 @@ class TruncationCollator:
     def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """A batch; token tensors are long ``[batch, tokens]``."""
         batch = _joined(samples)
-        for name in _sequences(samples):
-            shortest = min(len(sample[name]) for sample in samples)
-            length = shortest if self.max_length is None else min(shortest, self.max_length)
-            batch[name] = _tensor([cut(sample, name, length) for sample in samples])
+        for name, rows in _cut(samples, self.max_length).items():
+            batch[name] = _tensor(rows)
+        return batch
+
+
+class DataCollatorWithTruncation:
+    """The same for a script's own ``DataLoader``: what is no sequence is stacked, texts left out.
+
+    Args:
+        max_seq_length: tokens at most.
+    """
+
+    def __init__(self, max_seq_length: int | None = None) -> None:
+        self.max_seq_length = max_seq_length
+
+    def __call__(
+        self, features: Sequence[Mapping[str, Any]], return_tensors: str = "pt"
+    ) -> dict[str, Any]:
+        """A batch; the features stay as they are."""
+        from transformers import default_data_collator  # noqa: PLC0415  # calibration needs none
+
+        rows = [
+            {name: _listed(value) if name in SEQUENCES else value for name, value in one.items()}
+            for one in features
+        ]
+        columns = _cut(rows, self.max_seq_length)
+        rows = [
+            row | {name: column[number] for name, column in columns.items()}
+            for number, row in enumerate(rows)
+        ]
+        batch: dict[str, Any] = default_data_collator(rows, return_tensors)
         return batch
 
 
@@ -59,6 +86,20 @@ class PaddingCollator:
                 ]
             )
         return batch
+
+
+def _cut(samples: Sequence[Sample], max_length: int | None) -> dict[str, list[list[int]]]:
+    """The sequences of a batch, each cut to its shortest and to ``max_length``."""
+    cut_rows = {}
+    for name in _sequences(samples):
+        shortest = min(len(sample[name]) for sample in samples)
+        length = shortest if max_length is None else min(shortest, max_length)
+        cut_rows[name] = [cut(sample, name, length) for sample in samples]
+    return cut_rows
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _tensor(rows: list[list[int]]) -> Tensor:

@@ -4,16 +4,27 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from llmcompressor.datasets.rows import Rows
 from llmcompressor.errors import DatasetError
+from llmcompressor.logger import logger
 
-__all__ = ["draw_order", "get_rank_partition", "partition", "same_everywhere", "share", "world"]
+__all__ = [
+    "LengthAwareSampler",
+    "draw_order",
+    "get_rank_partition",
+    "partition",
+    "same_everywhere",
+    "share",
+    "world",
+]
 
 
 def world() -> tuple[int, int]:
@@ -52,6 +63,41 @@ def get_rank_partition(split: str, num_samples: int) -> str:
         )
     start, stop = partition(num_samples, *world())
     return f"{split}[{start}:{stop}]"
+
+
+class LengthAwareSampler(Sampler[int]):
+    """Rows of tokens by their numbers, the longest first, so that those of a batch are alike.
+
+    For a script's own ``DataLoader``; a run of ours takes rows as ``draw_order`` has them.
+
+    Args:
+        data_source: a ``Dataset`` with ``input_ids`` or ``decoder_input_ids``; without them its
+            rows come in their own order.
+        num_samples: how many; the shortest are left out.
+        batch_size: of no effect on the order.
+    """
+
+    def __init__(
+        self, data_source: Any, num_samples: int | None = None, batch_size: int = 1
+    ) -> None:
+        self.data_source = data_source
+        self.batch_size = batch_size
+        size = len(data_source)
+        self.num_samples = min(num_samples or size, size)
+        names = ("input_ids", "decoder_input_ids")
+        tokens = next((name for name in names if name in data_source.column_names), None)
+        self.order = list(range(size))
+        if tokens is None:
+            logger.warning("The data has no column input_ids: its rows are taken in order.")
+        else:
+            lengths = [len(row) for row in data_source[tokens]]
+            self.order.sort(key=lambda number: -lengths[number])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order[: self.num_samples])
+
+    def __len__(self) -> int:
+        return self.num_samples
 
 
 def draw_order(size: int, *, shuffle: bool, seed: int) -> Tensor:

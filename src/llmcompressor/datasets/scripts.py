@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts call that make calibration batches themselves, before a run or without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from llmcompressor.args import DatasetArguments
+from llmcompressor.datasets.calibration import load_calibration, template_of
+from llmcompressor.datasets.prepare import Preparation, prepare_samples
+from llmcompressor.datasets.source import is_loader, open_source
+from llmcompressor.errors import DatasetError
+from llmcompressor.logger import logger
+from llmcompressor.registry import resolve
+
+__all__ = ["format_calibration_data", "get_calibration_dataloader", "get_processed_dataset"]
+
+_PREPARING = (
+    "concatenate_data",
+    "dataset_config_name",
+    "dataset_path",
+    "pad_to_max_length",
+    "preprocessing_func",
+    "remove_columns",
+    "splits",
+    "streaming",
+)
+"""Arguments that are of no use where data is there and tokenized."""
+
+
+def get_calibration_dataloader(
+    dataset_args: DatasetArguments, processor: Any = None
+) -> DataLoader[Any] | None:
+    """The batches that ``oneshot`` would calibrate with, as far as the model has no say.
+
+    Args:
+        dataset_args: the data, how it is prepared and how much of it is taken.
+        processor: the tokenizer or processor; tokenized data needs none.
+
+    Returns:
+        A loader; the one that was given, if the data is one; ``None`` without data.
+
+    Raises:
+        DatasetError: for data that cannot be used.
+    """
+    if is_loader(dataset_args.dataset):
+        given: DataLoader[Any] = dataset_args.dataset
+        return given
+    return load_calibration(dataset_args, processor=processor)
+
+
+def get_processed_dataset(dataset_args: DatasetArguments, processor: Any = None) -> Any:
+    """All of the data, tokenized.
+
+    Args:
+        dataset_args: the data, and how it is prepared.
+        processor: the tokenizer or processor.
+
+    Returns:
+        A ``datasets.Dataset``; the one that was given, if it is tokenized; ``None`` without data.
+
+    Raises:
+        DatasetError: for data that cannot be used, and for a ``DataLoader``.
+    """
+    data = dataset_args.dataset
+    if is_loader(data):
+        raise DatasetError(
+            "The dataset is a DataLoader, which makes batches itself.", "Pass the data set itself."
+        )
+    names = getattr(data, "column_names", None)
+    if isinstance(names, list) and "input_ids" in names:
+        return data
+    source = open_source(dataset_args, processor=processor)
+    if source is None:
+        logger.info("No calibration data was given.")
+        return None
+    preparation = Preparation(
+        args=dataset_args,
+        processor=processor,
+        name=source.name,
+        template=template_of(dataset_args, source, processor, "calibration"),
+    )
+    samples = prepare_samples(
+        source.rows, preparation, wanted=None, shuffle=False, seed=dataset_args.seed
+    )
+    return resolve("llmcompressor.datasets.hub:dataset_of")(samples)
+
+
+def format_calibration_data(
+    args: DatasetArguments, tokenized_dataset: Any, processor: Any = None
+) -> DataLoader[Any]:
+    """Batches of tokenized data: as many samples as wanted, in the order of the seed.
+
+    Args:
+        args: how many samples are taken, in which order, and how they become a batch; what says
+            where data is and how it is prepared is not read.
+        tokenized_dataset: rows with ``input_ids``.
+        processor: says what to pad with.
+
+    Raises:
+        DatasetError: for data that cannot be used.
+    """
+    plain = DatasetArguments()
+    done = {name: getattr(plain, name) for name in _PREPARING}
+    own = replace(args, **{**done, "dataset": tokenized_dataset})
+    loader = load_calibration(own, processor=processor)
+    assert loader is not None
+    return loader
