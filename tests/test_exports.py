@@ -39,6 +39,7 @@ PUBLIC = {
         "ModelArguments",
         "RecipeArguments",
         "TrainingArguments",
+        "parse_args",
     ],
     "llmcompressor.core": [
         "CompressionLifecycle",
@@ -73,8 +74,22 @@ PUBLIC = {
         "reset_session",
     ],
     "llmcompressor.core.state": ["Data", "Hardware", "ModifiedState", "State"],
-    "llmcompressor.datasets": ["TextGenerationDataset", "get_rank_partition"],
-    "llmcompressor.datasets.utils": ["get_rank_partition"],
+    "llmcompressor.datasets": [
+        "TextGenerationDataset",
+        "format_calibration_data",
+        "get_calibration_dataloader",
+        "get_processed_dataset",
+        "get_rank_partition",
+    ],
+    "llmcompressor.datasets.utils": [
+        "DataCollatorWithTruncation",
+        "LengthAwareSampler",
+        "format_calibration_data",
+        "get_calibration_dataloader",
+        "get_processed_dataset",
+        "get_rank_partition",
+    ],
+    "llmcompressor.entrypoints": ["Oneshot", "model_free_ptq", "oneshot", "train"],
     "llmcompressor.metrics": [
         "BaseLogger",
         "LambdaLogger",
@@ -326,7 +341,20 @@ PUBLIC = {
 ALIASES = {
     "llmcompressor:callbacks": "llmcompressor.core.session_functions:LifecycleCallbacks",
     "llmcompressor.args:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
+    "llmcompressor.datasets.utils:format_calibration_data": (
+        "llmcompressor.datasets:format_calibration_data"
+    ),
+    "llmcompressor.datasets.utils:get_calibration_dataloader": (
+        "llmcompressor.datasets:get_calibration_dataloader"
+    ),
+    "llmcompressor.datasets.utils:get_processed_dataset": (
+        "llmcompressor.datasets:get_processed_dataset"
+    ),
     "llmcompressor.datasets.utils:get_rank_partition": "llmcompressor.datasets:get_rank_partition",
+    "llmcompressor.entrypoints:Oneshot": "llmcompressor:Oneshot",
+    "llmcompressor.entrypoints:model_free_ptq": "llmcompressor:model_free_ptq",
+    "llmcompressor.entrypoints:oneshot": "llmcompressor:oneshot",
+    "llmcompressor.entrypoints:train": "llmcompressor:train",
     "llmcompressor.modeling.moe.linearize:load_quantizable_moe": "llmcompressor.utils:load_context",
     "llmcompressor.modifiers.awq.mappings:AWQMapping": "llmcompressor.modifiers.awq:AWQMapping",
     "llmcompressor.modifiers.interface:ModifierInterface": "llmcompressor.modifiers:Modifier",

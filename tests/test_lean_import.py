@@ -114,6 +114,7 @@ print(*sorted({name.split(".")[0] for name in sys.modules}))
         "llmcompressor.cli.app",
         "llmcompressor.core",
         "llmcompressor.core.events",
+        "llmcompressor.entrypoints",
         "llmcompressor.errors",
         "llmcompressor.logger",
         "llmcompressor.modifiers",
@@ -133,6 +134,20 @@ def _after_everything() -> list[object]:
     """Settings that changed; then what became of the search for cycles, and what it finds."""
     found: list[object] = json.loads(run(SETTINGS, json.dumps(EVERYTHING)))
     return found
+
+
+def test_a_function_is_not_hidden_by_its_module_whatever_is_imported_first() -> None:
+    code = """
+import llmcompressor.entrypoints.oneshot, llmcompressor.entrypoints.train
+from llmcompressor.entrypoints.oneshot import run_in_memory
+from llmcompressor.entrypoints import Oneshot, model_free_ptq, oneshot, streamed, train
+import llmcompressor
+assert oneshot is llmcompressor.oneshot and train is llmcompressor.train
+from llmcompressor.entrypoints import oneshot as again
+assert again is oneshot
+print(type(streamed).__name__, sorted(llmcompressor.entrypoints.__all__))
+"""
+    assert run(code) == "module ['Oneshot', 'model_free_ptq', 'oneshot', 'train']\n"
 
 
 def test_importing_everything_changes_no_setting() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from llmcompressor import oneshot
 from llmcompressor.checkpoint.block_weights import BlockWeights
 from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.core import active_session
-from llmcompressor.entrypoints import oneshot as module
 from llmcompressor.entrypoints.limits import Limits
 from llmcompressor.errors import ArgumentError
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
@@ -144,7 +144,7 @@ def both_ways(
     )
     assert len(calls) > 1, "it was to be streamed"
     calls.clear()
-    monkeypatch.setattr(module, "streamable", lambda job: None)
+    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable", lambda job: None)
     oneshot(model=str(folder), recipe=RECIPES[recipe](), output_dir=tmp_path / "memory", **given)
     assert not calls, "it was to be in memory"
     return tmp_path / "streamed", tmp_path / "memory", streamed

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmcompressor import oneshot, plan
 from llmcompressor.checkpoint import block_stream
-from llmcompressor.entrypoints import oneshot as oneshot_module
 from llmcompressor.entrypoints.verify import verify
 from llmcompressor.errors import DatasetError, TargetError
 from llmcompressor.logger import logger
@@ -145,7 +145,7 @@ def test_streamed_is_as_in_memory(
 ) -> None:
     mixtures.saved(family, tmp_path / "source")
     compressed(tmp_path / "source", tmp_path / "streamed", gptq=True)
-    monkeypatch.setattr(oneshot_module, "streamable", lambda job: None)
+    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable", lambda job: None)
     compressed(tmp_path / "source", tmp_path / "memory", gptq=True)
     for file in sorted((tmp_path / "streamed").iterdir()):
         assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
@@ -166,7 +166,7 @@ def test_scales_of_a_mixture_are_written_as_in_memory(
         oneshot(model=str(tmp_path / "source"), output_dir=output, **given)
 
     scaled(tmp_path / "streamed")
-    monkeypatch.setattr(oneshot_module, "streamable", lambda job: None)
+    monkeypatch.setattr(sys.modules[oneshot.__module__], "streamable", lambda job: None)
     scaled(tmp_path / "memory")
     for file in sorted((tmp_path / "streamed").iterdir()):
         assert file.read_bytes() == (tmp_path / "memory" / file.name).read_bytes(), file.name
