@@ -22,6 +22,8 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
     _workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _workers))
 
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the first run of each warns of it
+
 multiprocessing.set_forkserver_preload(["tests.forked_from"])
 
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmcompressor import Oneshot, active_session, create_session, oneshot, verify
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.entrypoints import streamed
-from llmcompressor.errors import DatasetError, OutputError, RecipeError, TargetError
+from llmcompressor.errors import DatasetError, InputError, OutputError, RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
@@ -522,6 +522,56 @@ def test_the_class_does_what_the_function_does(tmp_path: Path) -> None:
     assert made is run.model
     oneshot(model=small.llama(), output_dir=tmp_path / "function", **arguments)
     assert small.tree(tmp_path / "class") == small.tree(tmp_path / "function")
+
+
+def test_a_run_has_the_processor_that_was_given_or_the_models_own(short_pico: Path) -> None:
+    given = object()
+    assert Oneshot(model="m", tokenizer=given).processor is given
+    assert Oneshot(model=small.llama()).processor is None
+    own = Oneshot(model=short_pico).processor
+    assert own("import os") == AutoTokenizer.from_pretrained(short_pico)("import os")
+
+
+def test_what_a_subclass_makes_of_the_processor_prepares_the_data(short_pico: Path) -> None:
+    class Watched:
+        def __init__(self, tokenizer: Any) -> None:
+            self.tokenizer, self.seen = tokenizer, list[str]()
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            self.seen.append(text)
+            return self.tokenizer(text, **options)
+
+    class Own(Oneshot):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.processor = Watched(self.processor)
+
+    run = Own(model=short_pico, recipe=ONE_LINEAR, dataset=TEXTS, max_seq_length=8)
+    run()
+    assert sorted(run.processor.seen) == sorted(TEXTS)
+
+
+def test_a_step_of_a_subclass_that_no_run_takes_is_refused() -> None:
+    class Own(Oneshot):
+        def apply_recipe_modifiers(
+            self, calibration_dataloader: Any, recipe_stage: str | None = None
+        ) -> None: ...
+
+    with pytest.raises(InputError, match=r"Own has a method apply_recipe_modifiers.*__call__"):
+        Own(model="m")
+
+
+@pytest.mark.parametrize("given", [None, "true"])
+def test_tokenizers_start_no_threads_unless_the_user_says_so(
+    given: str | None, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    if given:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", given)
+    for _ in range(2):
+        Oneshot(model="m", recipe=DYNAMIC)
+    assert os.environ["TOKENIZERS_PARALLELISM"] == (given or "false")
+    assert len([line for line in warned if "TOKENIZERS_PARALLELISM" in line]) == (not given)
 
 
 def test_every_argument_of_the_four_classes_is_taken_and_shown() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -24,13 +25,14 @@ from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.signature import with_arguments_of
 from llmcompressor.entrypoints.streamed import run_streamed, streamable
-from llmcompressor.errors import ArgumentError
+from llmcompressor.errors import ArgumentError, InputError
 from llmcompressor.logger import logged_to, logger
 from llmcompressor.numerics.precision import full_float32_products
 
 __all__ = ["Oneshot", "oneshot"]
 
 _CLASSES = (ModelArguments, RecipeArguments, DatasetArguments, RunArguments)
+_TOKENIZERS = "TOKENIZERS_PARALLELISM"
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
@@ -90,6 +92,8 @@ def oneshot(
 class Oneshot(Job):
     """One run of :func:`oneshot`.
 
+    A script that made its data itself may look at :attr:`processor`, and set it, before the run.
+
     Attributes:
         model: what the run returned; ``None`` before.
     """
@@ -104,6 +108,8 @@ class Oneshot(Job):
         self._given = {"output_dir": output_dir, "log_dir": log_dir, **arguments}
         super().__init__(output_dir, log_dir, **arguments)
         self.model: Any = None
+        _check_steps(type(self))
+        _quieten_tokenizers()
 
     def __call__(self) -> Any:
         """Load, calibrate, compress, and save; or only make the plan of it."""
@@ -124,6 +130,30 @@ class Oneshot(Job):
             else:
                 self.model = run_in_memory(self, source)
             return self.model
+
+
+def _check_steps(cls: type) -> None:
+    """Refuse a subclass with a step of its own that no run takes.
+
+    Raises:
+        InputError: says what to do.
+    """
+    if hasattr(cls, "apply_recipe_modifiers"):
+        raise InputError(
+            f"{cls.__name__} has a method apply_recipe_modifiers, which no run would call: blocks "
+            "are loaded, compressed and written one after another.",
+            "Do before and after super().__call__() what it does, or write a modifier.",
+        )
+
+
+def _quieten_tokenizers() -> None:
+    """Have tokenizers start no threads, which processes that are forked later cannot use."""
+    if _TOKENIZERS not in os.environ:
+        os.environ[_TOKENIZERS] = "false"
+        logger.warning(
+            f"{_TOKENIZERS} is set to false: tokenizers' threads do not go with processes that a "
+            "DataLoader forks. Set it, to true or false, and nothing is said."
+        )
 
 
 def _planned(given: Mapping[str, Any]) -> Any:

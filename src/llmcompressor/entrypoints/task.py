@@ -205,13 +205,19 @@ class Task:
 
     def load_processor(self) -> Any:
         """The tokenizer or processor, if the data or the output needs one."""
+        wants = self.model_args.processor is not None or self._wants_processor(self.place)
+        return self.processor if wants else None
+
+    @cached_property
+    def processor(self) -> Any:
+        """The tokenizer or processor that was given, else the model's own, read when asked for.
+
+        ``None`` if the model has none. What is set here is used in its place.
+        """
         args = self.model_args
-        place = self.place
-        if args.processor is None and not self._wants_processor(place):
-            return None
         found = load_processor(
             args.processor,
-            place,
+            self.place,
             trust_remote_code=args.trust_remote_code_model,
             revision=args.model_revision,
             cache_dir=args.cache_dir,
