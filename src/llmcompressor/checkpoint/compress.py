@@ -44,7 +44,7 @@ from llmcompressor.numerics.partition import dequantize_matrix, fake_quantize_ma
 from llmcompressor.numerics.recoding import needs_recoding, recoded
 from llmcompressor.numerics.scales import effective_scale
 from llmcompressor.schemes.assign import weight_of
-from llmcompressor.schemes.attention import takes_cache
+from llmcompressor.schemes.attention import source_layer, takes_cache
 from llmcompressor.schemes.bridge import grid_of, partition_of, scale_dtype_of
 from llmcompressor.schemes.checks import holds_ragged
 from llmcompressor.schemes.formats import PACKED_ZEROS, misfit
@@ -199,7 +199,7 @@ def quantized_module(
         _check_groups(name, module, scheme, chosen)
         copy = scheme.model_copy(update={"format": chosen.value})
         return QuantizedModule(name, module, copy)
-    if takes_cache(module):
+    if takes_cache(module) or source_layer(module) is not None:
         copy = scheme.model_copy(update={"format": CompressionFormat.dense.value})
         return QuantizedModule(name, module, copy, True, has_group)
     logger.warning(

@@ -51,6 +51,7 @@ from llmcompressor.quantization.parameters import (
     weight_range,
     weight_span,
 )
+from llmcompressor.quantization.shared_caches import SharedCaches
 from llmcompressor.quantization.taking_over import Quantizer, are_alike, taken_from
 from llmcompressor.quantization.untying import untie_what_is_meant
 from llmcompressor.schemes.assign import is_empty
@@ -120,6 +121,7 @@ class QuantizationMixin(Modifier):
     _global_scales: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
     _ranges: dict[Module, Range] = PrivateAttr(default_factory=dict)
     _attention: dict[Module, str] = PrivateAttr(default_factory=dict)
+    _shared: SharedCaches = PrivateAttr(default_factory=SharedCaches)
     _observers_known: bool = PrivateAttr(False)
     _observers: ActivationObservers | None = PrivateAttr(None)
 
@@ -276,7 +278,10 @@ class QuantizationMixin(Modifier):
         self._find_fused(modules)
         for name, scheme in schemes.items():  # last: an error above leaves the model untouched
             modules[name].quantization_scheme = scheme
-        state.cached |= {module: self._attention_args(module) for module in self._attention}
+        states = {module: self._attention_args(module) for module in self._attention}
+        state.cached |= states
+        self._shared = SharedCaches(model, {one: args for one, (args, _) in states.items()})
+        names |= self._shared.names
         self._take(taken)
         state.quantizers.update(dict.fromkeys((*own, *self._attention), self))
         return True
@@ -569,15 +574,17 @@ class QuantizationMixin(Modifier):
                 alike[key] = planned_linear(module, scheme)
             tensors = alike[key]
             plans.append(PlannedModule(names[module], module, scheme, tensors))
+        of_attention = {}
         for module, name in self._attention.items():
             args, queries = self._attention_args(module)
             own = getattr(module, "quantization_scheme", None) if queries else None
             scheme = own if own is not None else cache_scheme(args)
             tensors = planned_attention(state.model, module, scheme, queries=queries)
+            of_attention[module] = tensors
             plans.append(
                 PlannedModule(name, module, scheme, tensors, is_attention=True, has_group=queries)
             )
-        return plans
+        return [*plans, *self._shared.planned(of_attention)]
 
     def finish(self, state: State, modules: Iterable[Module], *, written: bool = False) -> None:
         """Round what was not rounded, and leave those of ``modules`` quantized that are ours."""
@@ -608,6 +615,8 @@ class QuantizationMixin(Modifier):
             args, queries = self._attention_args(module)
             scheme = getattr(module, "quantization_scheme", None) if queries else None
             attach_attention(module, args, self._observers.parameters(module), scheme)
+        self._shared.keep(wanted)
+        self._shared.attach(wanted, lambda source: self.adopt(state, [source]), state.keeper)
         self._observers.forget(wanted)
         self._finished |= wanted
 
@@ -621,13 +630,13 @@ class QuantizationMixin(Modifier):
             scheme = getattr(module, "quantization_scheme", None) if queries else None
             attach_attention(module, args, {}, scheme)
         self._finished |= wanted
+        self._shared.mark(wanted, lambda source: self.adopt(state, [source]))
 
     def on_calibration_end(self, state: State, event: Event, **kwargs: Any) -> None:
         """Finish every module that was not finished with its block."""
         self.remove_hooks()
-        left = [
-            module for module in (*self._schemes, *self._attention) if module not in self._finished
-        ]
+        every = (*self._schemes, *self._attention, *self._shared.names)
+        left = [module for module in every if module not in self._finished]
         with progress(len(left), "Quantizing") as advance:
             for module in left:
                 advance(0, note=self._names[module])

@@ -174,10 +174,13 @@ class TrainableMixin(QuantizationMixin):
             args, queries = self._attention_args(module)
             scheme = getattr(module, "quantization_scheme", None) if queries else None
             attach_attention(module, args, static[module], scheme)
+        self._shared.keep(self._attention)
+        self._shared.attach(self._shared.names, lambda source: self.adopt(state, [source]))
+        every = (*self._schemes, *self._attention, *self._shared.names)
         if in_pieces(state.model):
-            for module in (*self._schemes, *self._attention):
+            for module in every:
                 as_buffers(module)
-        self._finished |= {*self._schemes, *self._attention}
+        self._finished.update(every)
         logger.info(f"{type(self).__name__}: {len(self._schemes)} modules quantized.")
 
     # ------------------------------------------------------------------ checkpoints and figures

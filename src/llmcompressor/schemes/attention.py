@@ -16,6 +16,7 @@ __all__ = [
     "CACHED_ATTENTION",
     "cache_argument",
     "is_cached_attention",
+    "source_layer",
     "takes_cache",
     "updates_cache",
 ]
@@ -82,6 +83,23 @@ def is_cached_attention(module: Module) -> bool:
     """
     kind: Any = type(module)  # hashable, whatever it is a class of
     return updates_cache(module) and not _names_of(kind) & _HALVES
+
+
+def source_layer(module: Module) -> int | None:
+    """The layer whose keys and values attention reads, where it makes none of its own.
+
+    It is what transformers' attention says of itself, or the last layer of the same type before
+    those at the end that share, by its configuration.
+    """
+    if not getattr(module, "is_kv_shared_layer", False) or takes_cache(module):
+        return None
+    told = getattr(module, "kv_shared_layer_index", None)
+    if isinstance(told, int):
+        return told
+    config, own = getattr(module, "config", None), _layer_type(module)
+    layers = getattr(config, "num_hidden_layers", 0) - getattr(config, "num_kv_shared_layers", 0)
+    types = list(getattr(config, "layer_types", None) or ())[: max(layers, 0)]
+    return max((index for index, one in enumerate(types) if one == own), default=None)
 
 
 def _layer_type(module: Module) -> str | None:
