@@ -273,3 +273,32 @@ def test_a_head_may_have_another_name() -> None:
     assert not found(small("rwkv.embeddings", "rwkv.blocks", head="head", **config))
     lacking = found(small("rwkv.embeddings", "rwkv.blocks", **config))
     assert lacking == {("S70", "lm_head", ERROR)}
+
+
+def test_layers_that_share_keys_and_values_need_the_scales_of_those_that_make_them() -> None:
+    sample = llama(num_kv_shared_layers=1, layer_types=["full_attention"] * 2)
+    sample.settings["kv_cache_scheme"] = CACHE
+    for own in ("k_proj", "v_proj"):
+        sample.drop(f"model.layers.1.self_attn.{own}")
+    for own in ("k_scale", "v_scale"):
+        name = f"model.layers.0.self_attn.{own}"
+        sample.tensors[name] = torch.tensor([0.5], dtype=torch.bfloat16)
+
+    def said() -> set[tuple[str, str]]:
+        report = check_serving(
+            sample.config,
+            {
+                name: TensorInfo(DTYPES[tensor.dtype], tuple(tensor.shape))
+                for name, tensor in sample.tensors.items()
+            },
+            tensors=sample.tensors.__getitem__,
+        )
+        return {(one.rule, one.module) for one in report if one.rule == "S54"}
+
+    assert said() == {("S54", "model.layers.1.self_attn")}
+    for own in ("k_scale", "v_scale"):
+        scale = sample.tensors[f"model.layers.0.self_attn.{own}"]
+        sample.tensors[f"model.layers.1.self_attn.{own}"] = scale.clone()
+    assert not said()
+    sample.tensors["model.layers.1.self_attn.v_scale"] *= 2
+    assert said() == {("S54", "model.layers.1.self_attn.v_scale")}

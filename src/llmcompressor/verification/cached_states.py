@@ -56,6 +56,7 @@ def passed_over(
         config: the content of ``config.json``.
         names: of the tensors in the file.
         stored_scales: what is to be rounded has scales in the file; else all that has a cache.
+            Attention that reads the cache of another may have scales too, and makes no states.
 
     Returns:
         Paths in the class; none where it cannot be built.
@@ -65,7 +66,7 @@ def passed_over(
     return [
         path
         for path, module in modules
-        if (path in scaled if stored_scales else _has_cache(module))
+        if (path in scaled and _makes_states(module) if stored_scales else _has_cache(module))
         and not is_cached_attention_module(module)
     ]
 
@@ -81,7 +82,11 @@ def _of_class(config: Mapping[str, Any]) -> tuple[Callable[[str], str], list[tup
 def _has_cache(module: Module) -> bool:
     """Whether its form is that of attention that keeps keys and values, whatever it calls them."""
     is_attention = "attention" in type(module).__name__.lower()
-    return is_attention and any(hasattr(module, one) for one in _PROJECTIONS) and _updates(module)
+    return is_attention and _makes_states(module) and _updates(module)
+
+
+def _makes_states(module: Module) -> bool:
+    return any(hasattr(module, one) for one in _PROJECTIONS)
 
 
 def _updates(module: Module) -> bool:

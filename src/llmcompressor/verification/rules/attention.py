@@ -144,6 +144,7 @@ def scales_are_there(view: View) -> Iterator[Problem]:
             )
     if view.tensors is None:
         return
+    yield from _other_than_read(view)
     for name in view.headers:
         own = name.rpartition(".")[2]
         if not (_SCALES.fullmatch(own) and own.endswith("_scale")):
@@ -166,6 +167,23 @@ def _has_scale(view: View, path: str, own: str) -> bool:
     base = own[0]
     places = (f"{path}.{own}", f"{path}.{base}_proj.{own}", f"{path}.qkv_proj.{own}")
     return any(place in view.headers for place in (*places, f"{path}.attn.{own}"))
+
+
+def _other_than_read(view: View) -> Iterator[Problem]:
+    """Scales of layers that share keys and values, beside those of the layers that make them."""
+    assert view.tensors is not None
+    for path, source in view.sharing.items():
+        for own in ("k_scale", "v_scale"):
+            name, other = f"{path}.{own}", f"{source}.{own}"
+            if not {name, other} <= view.headers.keys():
+                continue
+            if not torch.equal(view.tensors(name).reshape(-1), view.tensors(other).reshape(-1)):
+                yield Problem(
+                    name,
+                    f"The keys and values that it reads are those of {source}, whose {own} is "
+                    "another one.",
+                    "Store the same for both.",
+                )
 
 
 def latent_attention(view: View) -> Iterator[Problem]:

@@ -473,13 +473,38 @@ class View:
 
     @cached_property
     def attentions(self) -> list[str]:
-        """Paths of the modules that hold keys and values."""
+        """Paths of the modules that hold keys and values, or read those of an earlier layer."""
         parents = {
             entry.parent
             for entry in self.matrices
             if entry.last in ("k_proj", "qkv_proj") and not _TOWER.match(entry.name)
         }
-        return sorted(path for path in parents if not self._is_linear_attention(path))
+        own = sorted(path for path in parents if not self._is_linear_attention(path))
+        return sorted({*own, *self.sharing})
+
+    @cached_property
+    def sharing(self) -> dict[str, str]:
+        """Attention that reads the keys and values of an earlier layer → that one's attention.
+
+        The layers at the end share: each reads those of the last before them of its own type.
+        """
+        count, shared = self.size("num_hidden_layers"), self.size("num_kv_shared_layers")
+        types = self.text.get("layer_types")
+        if not count or not shared or not isinstance(types, list) or len(types) < count:
+            return {}
+        first, found = count - shared, dict[str, str]()
+        for entry in self.matrices:
+            layer = _LAYER.match(entry.name)
+            if entry.last != "q_proj" or layer is None or _TOWER.match(entry.name):
+                continue
+            index = int(layer[1])
+            if not first <= index < count:
+                continue
+            alike = [one for one in range(first) if types[one] == types[index]]
+            if alike:
+                start, end = layer.span(1)
+                found[entry.parent] = f"{entry.parent[:start]}{alike[-1]}{entry.parent[end:]}"
+        return found
 
     def _is_linear_attention(self, path: str) -> bool:
         """Whether the configuration says that a layer keeps one state, not keys and values."""
