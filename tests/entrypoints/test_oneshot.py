@@ -12,6 +12,7 @@ import pickle
 import random
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmcompressor import Oneshot, active_session, create_session, oneshot, verify
+from llmcompressor import Oneshot, active_session, create_session, oneshot, plan, verify
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
 from llmcompressor.entrypoints import streamed
 from llmcompressor.errors import DatasetError, InputError, OutputError, RecipeError, TargetError
@@ -690,6 +691,45 @@ def test_under_autocast_a_model_is_compressed_as_without(
         load_file(tmp_path / name / "model.safetensors") for name in ("plain", "inside")
     )
     assert all(torch.equal(plain[name], inside[name]) for name in plain)
+
+
+@pytest.fixture
+def bfloat16_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("before", "loaded"),
+    [
+        ("", True),
+        ("AWQModifier: {duo_scaling: false}", False),
+        ("SmoothQuantModifier: {}", True),
+        ("SpinQuantModifier: {rotations: [R1, R2]}", False),
+    ],
+)
+def test_another_default_dtype_changes_nothing(
+    before: str, loaded: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Neither what is found on random values nor the dtype that anything is kept in."""
+    folder = tmp_path / "model"
+    small.llama().bfloat16().save_pretrained(folder)
+    static = "QuantizationModifier: {targets: Linear, scheme: FP8, input_observer: histogram}"
+    recipe = f"modifiers: [{f'{{{before}}}, ' if before else ''}{{{static}}}]"
+
+    def run(name: str) -> Any:
+        model = read(folder) if loaded else str(folder)
+        plan(model, recipe, small.token_rows(), measure=False)
+        return tiny(model=model, recipe=recipe, output_dir=tmp_path / name)
+
+    run("plain")
+    request.getfixturevalue("bfloat16_by_default")
+    model = run("inside")
+    assert torch.get_default_dtype() is torch.bfloat16
+    assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
+    plain, inside = (tmp_path / name / "model.safetensors" for name in ("plain", "inside"))
+    assert plain.read_bytes() == inside.read_bytes()
 
 
 KEEPING = "ConstantPruningModifier: {targets: Linear}"

@@ -140,6 +140,20 @@ def test_mixed_precision_ends_with_the_training(tmp_path: Path) -> None:
     torch.testing.assert_close(small.logits(reloaded), small.logits(model), rtol=0, atol=1e-5)
 
 
+def test_another_default_dtype_changes_no_training(tmp_path: Path) -> None:
+    static = "modifiers: {QuantizationModifier: {targets: Linear, scheme: FP8, ignore: [lm_head]}}"
+    train(small.one_block(), static, **arguments(tmp_path / "plain"))
+    model = small.one_block()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        train(model, static, **arguments(tmp_path / "inside"))
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    plain, inside = (tmp_path / name / "model.safetensors" for name in ("plain", "inside"))
+    assert plain.read_bytes() == inside.read_bytes()
+
+
 def test_a_modifier_of_a_users_sees_the_model_the_device_and_the_optimizer() -> None:
     model = small.one_block()
     with create_session() as session:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmcompressor.numerics.precision import full_float32_products
+from llmcompressor.numerics.precision import float32_by_default, full_float32_products
 
 BACKENDS: Any = torch.backends
 
@@ -90,3 +90,20 @@ def test_an_error_inside_puts_it_back() -> None:
     with pytest.raises(RuntimeError, match="inside"), full_float32_products():
         raise RuntimeError("inside")
     assert found() == before
+
+
+def test_new_tensors_are_float32_inside_and_as_before_afterwards() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        first, second = float32_by_default(), float32_by_default()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert torch.zeros(1).dtype is torch.float32, "another run is still at work"
+        second.__exit__(None, None, None)
+        assert torch.zeros(1).dtype is torch.bfloat16
+        with pytest.raises(KeyError), float32_by_default():
+            raise KeyError
+        assert torch.zeros(1).dtype is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)

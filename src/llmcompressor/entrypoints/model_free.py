@@ -43,6 +43,7 @@ from llmcompressor.modeling.matching import (
     unmatched,
 )
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.numerics.precision import float32_by_default
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.assign import is_empty
 from llmcompressor.schemes.resolve import ResolvedSchemes
@@ -132,6 +133,7 @@ def model_free_ptq(
     return job.output_dir
 
 
+@float32_by_default()
 def _quantize(
     job: Job, source: SourceInfo, fields: dict[str, Any], resolved: ResolvedSchemes
 ) -> None:

@@ -27,7 +27,7 @@ from llmcompressor.entrypoints.signature import with_arguments_of
 from llmcompressor.entrypoints.streamed import run_streamed, streamable
 from llmcompressor.errors import ArgumentError, InputError
 from llmcompressor.logger import logged_to, logger
-from llmcompressor.numerics.precision import full_float32_products
+from llmcompressor.numerics.precision import float32_by_default, full_float32_products
 
 __all__ = ["Oneshot", "oneshot"]
 
@@ -121,6 +121,7 @@ class Oneshot(Job):
             free_session(),
             _left_inference_mode(model),
             _left_autocast(),
+            float32_by_default(),
             full_float32_products(),
         ):
             source = self.open_data()

@@ -22,6 +22,7 @@ from llmcompressor.errors import InputError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.numerics.precision import float32_by_default
 from llmcompressor.pipelines.batches import CalibrationBatches
 from llmcompressor.pipelines.passes import BY_BLOCK
 from llmcompressor.planning.make import RECIPE, Request, make_plan, problem_of
@@ -106,6 +107,7 @@ def _deployment(
     return Deployment(serve, (tp,) if isinstance(tp, int) else tuple(tp), gpu)
 
 
+@float32_by_default()
 def _plan(arguments: Mapping[str, Any], deployment: Deployment | None, *, measure: bool) -> Plan:
     job = _Draft(**arguments)
     with without_collecting():

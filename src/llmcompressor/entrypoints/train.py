@@ -16,6 +16,7 @@ from llmcompressor.args import (
 from llmcompressor.entrypoints.signature import with_arguments_of
 from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import Training
+from llmcompressor.numerics.precision import float32_by_default
 
 __all__ = ["train"]
 
@@ -86,4 +87,5 @@ def train(
         rest = {name: value for name, value in given.items() if name not in staged}
         place = "./output" if output_dir is None else output_dir
         return run_stages(output_dir=place, loggers=loggers, **rest)
-    return run_training(Training(output_dir, loggers, **given))
+    with float32_by_default():
+        return run_training(Training(output_dir, loggers, **given))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float32 products with all of float32's digits, whatever a process allows for speed."""
+"""Float32 with all of its digits, whatever a process allows for speed or takes by default."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["full_float32_products"]
+__all__ = ["float32_by_default", "full_float32_products"]
 
 _FULL, _INHERITED = "ieee", "none"
 
@@ -81,3 +81,44 @@ def full_float32_products() -> Iterator[None]:
         yield
     finally:
         _SETTINGS.leave()
+
+
+class _Default:
+    """The dtype that tensors had before the first of those who are within."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._within = 0
+        self._before = torch.float32
+
+    def enter(self) -> None:
+        with self._lock:
+            self._within += 1
+            if self._within == 1:
+                self._before = torch.get_default_dtype()
+                torch.set_default_dtype(torch.float32)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._within -= 1
+            if self._within == 0:
+                torch.set_default_dtype(self._before)
+
+
+_DEFAULT = _Default()
+
+
+@contextlib.contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Have new tensors be float32 inside, unless they are told otherwise; as before afterwards.
+
+    Scripts that load a model set another default for the process
+    (``torch.set_default_dtype(torch.bfloat16)``) and leave it so. Sums would be kept in it, and
+    what is tried out on random values to see how a model is built would be lost in rounding. A
+    model has the dtype that its configuration or its weights say.
+    """
+    _DEFAULT.enter()
+    try:
+        yield
+    finally:
+        _DEFAULT.leave()
