@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from llmcompressor.checkpoint import workspace
 from llmcompressor.checkpoint.staging import OnExisting, check_output_dir, staged
 from llmcompressor.checkpoint.workspace import is_being_published, opened
 from llmcompressor.errors import OutputError
@@ -87,3 +89,11 @@ def test_what_was_left_beside_an_output_is_told(tmp_path: Path) -> None:
     with staged(target, on_existing=OnExisting.REPLACE):
         pass
     assert not left.exists()
+
+
+def test_a_system_without_file_locks_is_told_when_a_run_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with pytest.raises(ImportError, match=r"fcntl, which this system has not.* Linux and macOS"):
+        runpy.run_path(str(workspace.__file__))

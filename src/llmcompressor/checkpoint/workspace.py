@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -33,6 +32,14 @@ from llmcompressor.checkpoint.write_errors import creating, disk_errors
 from llmcompressor.errors import InputError, OutputError
 from llmcompressor.logger import logger
 from llmcompressor.wording import listed
+
+try:
+    import fcntl
+except ImportError as error:
+    raise ImportError(
+        "A run locks the folder that it writes to with Python's fcntl, which this system has not: "
+        "llmcompressor runs on Linux and macOS."
+    ) from error
 
 __all__ = [
     "Workspace",
