@@ -13,6 +13,7 @@ import small_models as small
 import torch
 from torch.utils.data import DataLoader
 from training_cases import QUANTIZE, Breaker, Freezer, WeightHalver, arguments
+from transformers import LlamaForSequenceClassification
 
 from llmcompressor import oneshot, train
 from llmcompressor.errors import (
@@ -379,3 +380,19 @@ def test_another_recipe_does_not_continue(one_block: Path, tmp_path: Path) -> No
     }
     train(str(one_block), [Breaker()], resume="never", **given)
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 4
+
+
+def test_a_model_of_which_nothing_learns_is_refused(tmp_path: Path) -> None:
+    model = small.one_block().requires_grad_(False)
+    with pytest.raises(ArgumentError, match=r"No parameter .* takes a gradient.*requires_grad_"):
+        train(model, QUANTIZE, **arguments(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    assert not any(hasattr(one, "quantization_scheme") for one in model.modules())
+
+
+def test_a_classifier_of_texts_is_not_trained_on_their_tokens(tmp_path: Path) -> None:
+    config = small.one_block().config
+    config.num_labels, config.pad_token_id = 3, 0
+    with pytest.raises(ArgumentError, match="one label for each text"):
+        train(LlamaForSequenceClassification(config), QUANTIZE, **arguments(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_can_train",
     "check_experts",
+    "check_trainable",
     "check_trainer",
     "warn_of_other_epochs",
     "warn_of_schedules",
@@ -35,6 +36,9 @@ _NOT_THE_WEIGHT = {
     "zero_quantized_nontrainable_weights": 0,
     "mics_shard_size": 0,
 }
+
+
+_PER_TOKEN = ("labels", "input_ids")
 
 
 def check_can_train(modifiers: Iterable[Modifier]) -> None:
@@ -93,6 +97,7 @@ def check_trainer(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
     args = trainer.args
     _check_spread(trainer, modifiers)
     _check_adapters(trainer.model)
+    _check_labels(trainer)
     if args.auto_find_batch_size:
         raise ArgumentError(
             "auto_find_batch_size starts the training over, and a recipe's modifiers cannot.",
@@ -125,6 +130,35 @@ def _check_spread(trainer: Trainer, modifiers: Sequence[Modifier]) -> None:
         )
     if trainer.is_deepspeed_enabled:
         _check_pieces(trainer, modifiers)
+
+
+def check_trainable(model: Module) -> None:
+    """Refuse a model of which nothing learns, once the modifiers have added what they learn.
+
+    Raises:
+        ArgumentError: no parameter takes a gradient.
+    """
+    if not any(one.requires_grad for one in model.parameters()):
+        raise ArgumentError(
+            "No parameter of the model takes a gradient (requires_grad): nothing can be trained.",
+            "Unfreeze what is to be trained (model.requires_grad_(True)), or use oneshot.",
+        )
+
+
+def _check_labels(trainer: Any) -> None:
+    """Refuse to train a classifier of whole texts on a label for each token."""
+    if getattr(trainer.model, "loss_type", None) != "ForSequenceClassification":
+        return
+    data = trainer.train_dataset
+    row = data[0] if hasattr(data, "__getitem__") and len(data) else {}
+    labels, tokens = (row.get(name) if isinstance(row, Mapping) else None for name in _PER_TOKEN)
+    if isinstance(labels, Sequence) and isinstance(tokens, Sequence) and len(labels) == len(tokens):
+        raise ArgumentError(
+            f"{type(trainer.model).__name__} takes one label for each text, and the labels of the "
+            "data are its tokens.",
+            "Give rows with one label each to a Trainer with SessionManagerMixIn; train makes a "
+            "label of each token, for language models.",
+        )
 
 
 def _check_adapters(model: Any) -> None:

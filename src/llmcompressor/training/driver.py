@@ -23,6 +23,7 @@ from llmcompressor.training.checkpoints import SESSION_FILE, read_session, step_
 from llmcompressor.training.checks import (
     check_can_train,
     check_experts,
+    check_trainable,
     warn_of_other_epochs,
     warn_of_schedules,
 )
@@ -130,6 +131,7 @@ class SessionDriver:
                 f"A modifier has replaced state.{what}, and the trainer goes on with its own.",
                 f"Change the {what} in place, or give train the other one.",
             )
+        check_trainable(model)
         if self._max_steps is not None:
             modifiers = session.lifecycle.recipe.modifiers
             warn_of_schedules(modifiers, self._max_steps, self._steps_per_epoch)
