@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from llmcompressor.checkpoint.parts import levels_of
 from llmcompressor.logger import logger
 from llmcompressor.modeling.settings import setting, text_config
 
@@ -49,29 +50,36 @@ def checkpoint_config(
         model: the model; its configuration is only read.
         source: the folder of the original model. Its ``config.json`` is the base, so that keys
             which transformers does not know, or leaves out because they are defaults, survive.
+            Where the model is a part of it, its settings are written in their place there.
         tied: whether input and output embeddings are one tensor in the output; ``None`` if the
             model has no pair of them.
         quantization: the ``quantization_config``, or ``None``.
     """
     original = _read(source)
-    if original is None:
-        config: dict[str, Any] = json.loads(model.config.to_json_string())
-    else:
-        config = copy.deepcopy(original)
-        _patch_changes(config, model.config, original)
+    config: dict[str, Any] = copy.deepcopy(original or json.loads(model.config.to_json_string()))
+    levels = levels_of(config, model.config)
+    own = levels[-1]
+    if original:
+        _patch_changes(own, model.config, copy.deepcopy(own))
+    if len(levels) == 1:  # a part is written into the whole, which stays of its own class
         _patch_class(config, model)
-    if model.config.model_type:  # no class of this name is known otherwise
-        config.setdefault("architectures", [type(model).__name__])
-    for holder in (config, config.get("text_config")):
-        if isinstance(holder, dict):
-            for key in _QUANTIZATION_KEYS:
-                holder.pop(key, None)
-    _patch_dtype(config, str(model.dtype).removeprefix("torch."))
+    _drop_quantization([*levels, own.get("text_config")])
+    _patch_dtype(levels, str(model.dtype).removeprefix("torch."))
     if tied is not None:
-        _patch_tie(config, model.config, tied=tied)
+        _patch_tie(levels, model.config, tied=tied)
     if quantization is not None:
-        config["quantization_config"] = dict(quantization)
+        for level in (levels[0], own):
+            # a class that reads its own part alone finds it nowhere else
+            level["quantization_config"] = dict(quantization)
     return config
+
+
+def _drop_quantization(levels: Iterable[Any]) -> None:
+    """What is said of another quantization than the one that is written."""
+    for level in levels:
+        if isinstance(level, dict):
+            for key in _QUANTIZATION_KEYS:
+                level.pop(key, None)
 
 
 def json_text(content: Mapping[str, Any]) -> str:
@@ -178,10 +186,16 @@ def _patch_class(config: dict[str, Any], model: PreTrainedModel) -> None:
     if known and own is not None and own not in known and hasattr(transformers, own):
         logger.info(f"config.json: architectures becomes {own} (was {', '.join(known)}).")
         config["architectures"] = [own]
+    if model.config.model_type:  # no class of this name is known otherwise
+        config.setdefault("architectures", [type(model).__name__])
 
 
-def _patch_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Write the dtype where the file has one, at every level that says the same as the top."""
+def _patch_dtype(levels: Sequence[dict[str, Any]], dtype: str) -> None:
+    """Write the dtype where the file has one, at every level that says the same as the top.
+
+    Those that lead to a part say what the part has, if they say anything.
+    """
+    config = levels[0]
     keys = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
     before = config.get(keys[0])
     for key in keys:
@@ -191,10 +205,14 @@ def _patch_dtype(config: dict[str, Any], dtype: str) -> None:
             for key in _DTYPE_KEYS:
                 if before is not None and value.get(key) == before:
                     value[key] = dtype
+    for level in levels[1:]:
+        level.update({key: dtype for key in _DTYPE_KEYS if key in level})
 
 
-def _patch_tie(config: dict[str, Any], current: PretrainedConfig, *, tied: bool) -> None:
+def _patch_tie(levels: Sequence[dict[str, Any]], current: PretrainedConfig, *, tied: bool) -> None:
     """Say ``tie_word_embeddings`` where readers look: at the top and, if there is one, in text."""
-    config["tie_word_embeddings"] = tied
-    if text_config(current) is not current and isinstance(config.get("text_config"), dict):
-        config["text_config"]["tie_word_embeddings"] = tied
+    for level in levels:
+        level["tie_word_embeddings"] = tied
+    own = levels[-1]
+    if text_config(current) is not current and isinstance(own.get("text_config"), dict):
+        own["text_config"]["tie_word_embeddings"] = tied

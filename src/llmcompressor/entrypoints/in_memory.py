@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.dispatched import is_dispatched, is_offloaded, take_back
 from llmcompressor.checkpoint.experts import close_dense, open_experts
@@ -20,6 +21,7 @@ from llmcompressor.checkpoint.load import (
     parse_precision,
     untie_embeddings,
 )
+from llmcompressor.checkpoint.parts import keep_prefix
 from llmcompressor.checkpoint.prediction import module_kinds
 from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
 from llmcompressor.checkpoint.workspace import reserved
@@ -165,6 +167,8 @@ def _given_model(task: Task, given: Any) -> Module:
     elif was_offloaded:  # it may lie on several devices, and nothing moves its inputs now
         _placed(model.to("cpu"), None)
     align(model)
+    if isinstance(model, PreTrainedModel):
+        keep_prefix(model)
     return given
 
 
