@@ -43,6 +43,7 @@ __all__ = [
     "merges_weights",
     "owned_by_model",
     "sources_of_plain",
+    "split_names",
     "stacked_names",
     "stacks_tensors",
     "stored_as",
@@ -303,6 +304,17 @@ def sources_of_plain(
         for name in checkpoint_layout(model, stand_ins, compressed)
         if name.endswith(".weight") and name not in apart
     ]
+
+
+def split_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Tensor of a checkpoint → the model's that it is split into, or merged with others to."""
+    transforms = _transforms(model, reverse=True)
+    found: dict[str, list[str]] = {}
+    for name in model.state_dict():
+        target, pattern = transforms.name(name, convert=True)
+        if pattern is not None:
+            found.setdefault(target, []).append(name)
+    return found
 
 
 def merges_experts(model: PreTrainedModel) -> bool:

@@ -8,12 +8,15 @@ substrings of its own class names, and never looks at classes in ``ignore``. A c
 written only in a form that both read alike: every quantized module matches the targets of its own
 group and of no other, every other module matches none or is ignored by its exact name. Where
 the recipe's own targets do not have this property, exact module names are written instead.
+
+A module may have several names: that in memory, that in the checkpoint, and those of other classes
+that transformers reads it with. Wherever one is written all are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +36,7 @@ from transformers import PreTrainedModel
 from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.expert_groups import dense_experts, expert_stacks, found_for_experts
 from llmcompressor.checkpoint.layout import checkpoint_names, sources_of_plain
+from llmcompressor.checkpoint.other_names import other_names
 from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.fused import is_expert
@@ -51,6 +55,7 @@ class _Candidate:
     Attributes:
         name: name in the module tree.
         stored: name in the checkpoint.
+        others: names that other classes have for it which read the checkpoint.
         served: a name as vLLM may have it: like ``stored``, possibly behind other prefixes.
         classes: class names that compressed-tensors compares.
         served_class: the class of vLLM that stands for it; empty if only names reach it.
@@ -59,10 +64,16 @@ class _Candidate:
 
     name: str
     stored: str
+    others: tuple[str, ...]
     served: str
     classes: frozenset[str]
     served_class: str
     group: int | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that is written where it is meant by name."""
+        return tuple(dict.fromkeys((self.name, self.stored, *self.others)))
 
 
 @dataclass
@@ -95,8 +106,9 @@ def build_quantization_config(
         return _transforms_alone(transform)
     groups = _group([entry for entry in quantized if not entry.is_attention])
     attention = _group([entry for entry in quantized if entry.is_attention and entry.has_group])
-    candidates = _candidates(model, groups)
-    ignore = [*_ignore(model, candidates, quantized), *extra_ignore]
+    others = other_names(model)
+    candidates = _candidates(model, groups, others)
+    ignore = [*_ignore(model, candidates, quantized, others), *extra_ignore]
     _choose_targets(groups, candidates, ignore)
     for group in attention:
         group.targets = _attention_targets(model, group)
@@ -204,7 +216,9 @@ def _of_experts(groups: Sequence[_Group]) -> set[int]:
     }
 
 
-def _candidates(model: PreTrainedModel, groups: Sequence[_Group]) -> list[_Candidate]:
+def _candidates(
+    model: PreTrainedModel, groups: Sequence[_Group], others: Mapping[str, tuple[str, ...]]
+) -> list[_Candidate]:
     group_of = {entry.name: index for index, group in enumerate(groups) for entry in group.members}
     modules = {
         name: module
@@ -224,6 +238,7 @@ def _candidates(model: PreTrainedModel, groups: Sequence[_Group]) -> list[_Candi
         _Candidate(
             name=name,
             stored=stored[name],
+            others=others.get(stored[name], ()),
             served=_served_name(stored[name]) if is_wrapped else stored[name],
             classes=classes[type(module)],
             served_class="" if module is head else _served_class(module),
@@ -273,9 +288,9 @@ class _Targets:
         self._lower = [target.lower() for target in self._exact]
         self._served: dict[str, bool] = {}
 
-    def written_for(self, item: _Candidate) -> bool:
-        """Whether transformers takes the module to be meant."""
-        return self.means(item.name) or not self._exact.isdisjoint(item.classes)
+    def written_for(self, item: _Candidate, name: str) -> bool:
+        """Whether transformers takes the module to be meant, by the name that a class gives it."""
+        return self.means(name) or not self._exact.isdisjoint(item.classes)
 
     def served_for(self, item: _Candidate) -> bool:
         """Whether vLLM does."""
@@ -300,10 +315,10 @@ def _choose_targets(
     groups: Sequence[_Group], candidates: Sequence[_Candidate], ignore: Sequence[str]
 ) -> None:
     """Keep the recipe's targets if every reader understands them alike, else write names."""
-    stored = {item.name: item.stored for item in candidates}
+    names = {item.name: item.names for item in candidates}
     for group in groups:
-        # a module that is meant by name may have another one in the checkpoint
-        others = (stored[target] for target in group.targets if target in stored)
+        # a module that is meant by name may have other ones in the checkpoint and elsewhere
+        others = (name for target in group.targets for name in names.get(target, ()))
         group.targets = list(dict.fromkeys([*group.targets, *others]))
         more = (*_head_targets(group, candidates), *_expert_targets(group))
         group.targets = list(dict.fromkeys([*group.targets, *more]))
@@ -312,11 +327,8 @@ def _choose_targets(
     logger.info("Readers would resolve the recipe's targets differently; module names are written.")
     by_name = {item.name: item for item in candidates}
     for group in groups:
-        names = []
-        for entry in group.members:
-            item = by_name[entry.name]
-            names += [item.name, item.stored]
-        group.targets = list(dict.fromkeys([*names, *_head_targets(group, candidates)]))
+        own = [name for entry in group.members for name in by_name[entry.name].names]
+        group.targets = list(dict.fromkeys([*own, *_head_targets(group, candidates)]))
 
 
 def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
@@ -349,10 +361,13 @@ def _is_unambiguous(
         wanted = set() if item.group is None else {item.group}
         if is_ignored and item.group is not None:
             return False
-        for reads in (_Targets.written_for, _Targets.served_for):
-            hits = {index for index, targets in enumerate(every) if reads(targets, item)}
-            if hits != wanted and not (is_ignored and not wanted):
-                return False
+        if is_ignored:
+            continue
+        readings = [[own.served_for(item) for own in every]]
+        for name in (item.name, *item.others):
+            readings.append([own.written_for(item, name) for own in every])
+        if any({index for index, hit in enumerate(hits) if hit} != wanted for hits in readings):
+            return False
     return True
 
 
@@ -360,12 +375,14 @@ def _ignore(
     model: PreTrainedModel,
     candidates: Sequence[_Candidate],
     quantized: Sequence[QuantizedModule],
+    others: Mapping[str, tuple[str, ...]],
 ) -> list[str]:
     """Exact names of unquantized modules whose class is that of a quantized one.
 
     Both the name in the module tree (which transformers compares) and the name in the checkpoint
-    (which vLLM compares) are listed where they differ. So are names that only the checkpoint has,
-    where one tensor is what several modules have here. Routers count as Linear.
+    (which vLLM compares) are listed where they differ, and those of other classes. So are names
+    that only the checkpoint has, where one tensor is what several modules have here. Routers
+    count as Linear.
     """
     quantized_names = {entry.name for entry in quantized}
     # attention whose cache alone is quantized has no group, so nothing must be kept out of it
@@ -389,7 +406,7 @@ def _ignore(
     names = [
         entry
         for name in plain
-        for entry in dict.fromkeys((name, stored[name]))
+        for entry in dict.fromkeys((name, stored[name], *others.get(stored[name], ())))
         if entry == name or entry not in taken
     ]
     stacks = expert_stacks(model, quantized_names) if "Linear" in types else []

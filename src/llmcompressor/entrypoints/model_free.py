@@ -71,9 +71,10 @@ def model_free_ptq(
 ) -> Path:
     """Round the weights of a checkpoint to nearest, from its files alone.
 
-    No model class is looked for and no code of the checkpoint is run: ``config.json`` is carried
+    No model class is needed and no code of the checkpoint is run: ``config.json`` is carried
     over, and what a tensor is is read from its name and shape. So it works for architectures
-    that nothing installed here knows, and it cannot do what needs a forward: calibrate.
+    that nothing installed here knows, and it cannot do what needs a forward: calibrate. If
+    transformers has the class, its names of modules are written beside the file's.
 
     Args:
         model_stub: the checkpoint: a folder with safetensors, or an id on the hub.

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What classes that read a checkpoint call its modules, where they are not the class in memory.
+
+transformers looks for targets, and for what is ignored, among the names of the class that it
+builds. That may be the class of the language model alone (``AutoModelForCausalLM`` of Qwen 3.5), of
+the whole that a model is a part of, or the one of ``config.json`` where no class was asked for
+what the checkpoint holds. They are built without data, and asked for their names.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from llmcompressor.checkpoint.layout import checkpoint_names, loaded_names, split_names
+from llmcompressor.checkpoint.parts import levels_of
+from llmcompressor.logger import logger
+from llmcompressor.names import named_modules
+
+__all__ = ["other_names"]
+
+_NOT_READ = {"quantization_config", "compression_config"}
+
+
+def other_names(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """Name of a module in the checkpoint → names that other classes have for it.
+
+    Names that the model, or the checkpoint, has for any module are not among them.
+    """
+    classes = list(_classes(model))
+    if not classes:
+        return {}
+    own = [name for name, _ in named_modules(model, remove_duplicate=False)]
+    stored = checkpoint_names(model, own)
+    known = {*stored.values()}
+    found: dict[str, dict[str, None]] = {}
+    for kind, settings in classes:
+        built = _built(kind, settings)
+        if built is not None:
+            for name, others in _names(built, known):
+                found.setdefault(name, {}).update(dict.fromkeys(others))
+    taken = {*own, *known}
+    return {
+        name: tuple(other for other in others if other not in taken)
+        for name, others in found.items()
+    }
+
+
+def _names(built: PreTrainedModel, known: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Names in the checkpoint, each with those of the modules that get their weight from it."""
+    state = built.state_dict()
+    weights = loaded_names(built, [f"{name}.weight" for name in known], state)
+    split = split_names(built)
+    for name, loaded in weights.items():
+        places = dict.fromkeys([loaded.target, *split.get(name, ())])
+        yield (
+            name.removesuffix(".weight"),
+            [one.removesuffix(".weight") for one in places if one.endswith(".weight")],
+        )
+
+
+def _classes(model: PreTrainedModel) -> Iterator[tuple[Any, Any]]:
+    """Classes that read the checkpoint, each with its configuration."""
+    settings, named = _read(model)
+    if settings is None:
+        return
+    kinds = [getattr(transformers, str(name), None) for name in named[:1]]
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    text = mapping.get(type(settings), None)
+    parts = getattr(settings, "sub_configs", None) or {}
+    if getattr(text, "config_class", None) is not parts.get("text_config", ...):
+        text = None  # as transformers' auto classes have it, which give such a class the part
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind is not text:
+            yield from () if isinstance(model, kind) else [(kind, settings)]
+    if text is not None and not isinstance(model, text):
+        yield text, settings.get_text_config()
+
+
+def _read(model: PreTrainedModel) -> tuple[Any, list[str]]:
+    """The configuration that the checkpoint will have, and the classes that it will name.
+
+    That of the model, unless it is the file's of which the model is a part, or is made of.
+    """
+    place = model.config.name_or_path
+    file = Path(place) / "config.json" if place else None
+    content: Any = None
+    if file is not None and file.is_file():
+        content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, Mapping):
+        content = {}
+    is_part = len(levels_of(dict(content), model.config)) > 1
+    if model.config.model_type and not is_part:
+        return model.config, []  # it is written with a class of its own
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return None, []
+    try:
+        plain = {key: value for key, value in content.items() if key not in _NOT_READ}
+        return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(plain)), content.get(
+            "architectures"
+        ) or []
+    except Exception as error:  # what a class refuses may be of any kind
+        logger.debug(f"config.json is not read for other names of modules: {error!r:.200}")
+        return None, []
+
+
+def _built(kind: Any, settings: Any) -> PreTrainedModel | None:
+    try:
+        with torch.device("meta"):
+            found: PreTrainedModel = kind._from_config(copy.deepcopy(settings))
+    except Exception as error:  # a class of any kind
+        logger.debug(f"{kind.__name__} is not asked for names of modules: {error!r:.200}")
+        return None
+    return found

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes that have other names for a checkpoint's modules than the one it was written from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoints as tiny
+import torch
+import transformers as hf
+from test_parts import assert_reads_as, config_of, logits, qwen
+
+from llmcompressor import model_free_ptq, oneshot
+from llmcompressor.checkpoint.other_names import other_names
+from llmcompressor.checkpoint.source import inspect_source
+from llmcompressor.checkpoint.tree_model import build_tree
+from llmcompressor.modifiers.quantization import QuantizationModifier
+
+
+def llava(folder: Path) -> Path:
+    """A vision-language model whose names in the file are not those of its class."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "model_type": "llama", "vocab_size": 96, "num_key_value_heads": 2}
+    sight = {**sizes, "model_type": "clip_vision_model", "image_size": 16, "patch_size": 4}
+    config = hf.LlavaConfig(
+        text_config={**text, "hidden_size": 32, "intermediate_size": 64},
+        vision_config={**sight, "hidden_size": 16, "intermediate_size": 32},
+        image_token_index=4,
+    )
+    hf.LlavaForConditionalGeneration(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def assert_nothing_is_torn(folder: Path, model: Any, quantized: set[str]) -> None:
+    """By the names of a class, what holds codes is meant and not ignored, and nothing else is."""
+    settings = config_of(folder)["quantization_config"]
+
+    def meant(name: str, entries: list[str]) -> bool:
+        patterns = [entry[3:] for entry in entries if entry.startswith("re:")]
+        return name in entries or any(re.match(one, name) for one in patterns)
+
+    targets = [one for group in settings["config_groups"].values() for one in group["targets"]]
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            is_meant = "Linear" in targets or meant(name, targets)
+            is_meant = is_meant and not meant(name, settings["ignore"])
+            assert is_meant == (name in quantized), name
+
+
+@pytest.mark.parametrize("targets", [["Linear"], ["names"], [r"re:model\.language_model\..*mlp.*"]])
+def test_the_class_of_the_text_alone_finds_what_is_plain_and_what_is_not(
+    targets: list[str], tmp_path: Path
+) -> None:
+    source = qwen(tmp_path / "source")
+    names = [
+        f"model.language_model.layers.{layer}.mlp.{own}"
+        for layer in (0, 1)
+        for own in ("gate_proj", "up_proj", "down_proj")
+    ]
+    recipe = QuantizationModifier(
+        targets=names if targets == ["names"] else targets,
+        scheme="FP8_DYNAMIC",
+        ignore=["re:.*lm_head", "re:.*visual.*", "re:.*linear_attn.*", "re:.*self_attn.*"],
+    )
+    model = oneshot(model=str(source), recipe=recipe, output_dir=tmp_path / "out")
+    text = hf.AutoModelForCausalLM.from_pretrained(source)
+    own = {name.replace(".language_model", "") for name in names}
+    assert_nothing_is_torn(tmp_path / "out", text, own)
+    whole = hf.Qwen3_5ForConditionalGeneration.from_pretrained(source)
+    assert_nothing_is_torn(tmp_path / "out", whole, {*names})
+    for kind in (hf.AutoModelForCausalLM, hf.Qwen3_5ForConditionalGeneration):
+        assert_reads_as(tmp_path / "out", kind, logits(model))
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A16"])
+def test_files_alone_are_quantized_for_the_names_of_their_class(
+    scheme: str, tmp_path: Path
+) -> None:
+    source = llava(tmp_path / "source")
+    ignore = ["re:.*lm_head", "re:vision_tower.*", "re:.*multi_modal_projector.*"]
+    model_free_ptq(source, tmp_path / "out", scheme=scheme, ignore=ignore)
+    kind = hf.LlavaForConditionalGeneration
+    model = kind.from_pretrained(source, dtype=torch.bfloat16)
+    quantized = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".language_model." in name
+    }
+    assert_nothing_is_torn(tmp_path / "out", model, quantized)
+    read, info = kind.from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    state = model.state_dict()
+    for name, tensor in read.state_dict().items():
+        if "vision_tower" in name or "projector" in name:
+            torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
+
+
+def test_a_plain_model_has_no_other_names(tmp_path: Path) -> None:
+    model = tiny.llama()
+    assert other_names(model) == {}
+    model.save_pretrained(tmp_path)
+    source = inspect_source(tmp_path)
+    tree = build_tree(source, source.tensors).model
+    assert not any(other_names(tree).values())
+
+
+def test_of_classes_that_are_not_known_there_are_no_other_names(tmp_path: Path) -> None:
+    folder = llava(tmp_path)
+    source = inspect_source(folder)
+    tree = build_tree(source, source.tensors).model
+    name = "vision_tower.encoder.layers.0.mlp.fc1"
+    assert other_names(tree)[name] == (f"model.{name}",)
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace('"llava"', '"llava_of_tomorrow"'))
+    assert other_names(tree) == {}
