@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import transformers as hf
 from test_parts import assert_reads_as, config_of, logits, qwen
 
-from llmcompressor import model_free_ptq, oneshot
+from llmcompressor import model_free_ptq, oneshot, verify
 from llmcompressor.checkpoint.other_names import other_names
 from llmcompressor.checkpoint.source import inspect_source
 from llmcompressor.checkpoint.tree_model import build_tree
@@ -100,6 +101,23 @@ def test_files_alone_are_quantized_for_the_names_of_their_class(
     for name, tensor in read.state_dict().items():
         if "vision_tower" in name or "projector" in name:
             torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
+
+
+def test_what_is_ignored_by_the_file_s_name_alone_is_told_with_the_name_to_ignore(
+    tmp_path: Path,
+) -> None:
+    ignore = ["re:.*lm_head", "re:vision_tower.*", "re:.*multi_modal_projector.*"]
+    source, folder = llava(tmp_path / "source"), tmp_path / "out"
+    model_free_ptq(source, folder, scheme="FP8_DYNAMIC", ignore=ignore)
+    assert verify(folder).ok
+    own = "model.vision_tower.encoder.layers.0.mlp.fc1"
+    config = config_of(folder)
+    config["quantization_config"]["ignore"].remove(own)
+    (folder / "config.json").write_text(json.dumps(config))
+    found = [one for one in verify(folder).findings if one.rule == "T4"]
+    assert [(one.module, one.remedy) for one in found] == [
+        (own.removeprefix("model."), f"Add {own} to ignore.")
+    ]
 
 
 def test_a_plain_model_has_no_other_names(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "refusal",
     "renamed_names",
     "stored_names",
+    "text_class",
 ]
 
 _FROM_FILES = frozenset(
@@ -188,6 +189,26 @@ def class_of_type(config: Mapping[str, Any]) -> str:
         if type(settings) in mapping:
             return str(mapping[type(settings)].__name__)
     return ""
+
+
+def text_class(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The ``config.json`` of the class that ``AutoModelForCausalLM`` makes of a larger model.
+
+    ``None`` where that is the class which the configuration names, or one that takes it whole.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  # loads much
+
+    settings, text = configuration(config, _FROM_FILES), config.get("text_config")
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    if type(settings) not in mapping or not isinstance(text, Mapping):
+        return None
+    kind = mapping[type(settings)]
+    if kind.config_class is not settings.sub_configs.get("text_config"):
+        return None
+    name = kind.__name__
+    if name in class_names(config):
+        return None
+    return {**text, "model_type": kind.config_class.model_type, "architectures": [name]}
 
 
 def bare_model(config: Mapping[str, Any]) -> Any:

@@ -29,6 +29,6 @@ def class_model(config: Mapping[str, Any]) -> Any:
     return _of(text)
 
 
-@lru_cache(maxsize=2)  # the check before a run asks once for each server
+@lru_cache(maxsize=4)  # the check before a run asks once for each server, and for the text alone
 def _of(config: str) -> Any:
     return bare_model(json.loads(config))

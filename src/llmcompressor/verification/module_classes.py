@@ -252,7 +252,7 @@ def _class_of(config: Mapping[str, Any]) -> _Class | None:
     return None if model is None else _asked(model)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _asked(model: Any) -> _Class:
     kinds = {name: _kind(module) for name, module in model.named_modules()}
     kept = {name: _kept(model, getattr(torch, name)) for name in ("float16", "bfloat16")}

@@ -6,11 +6,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from llmcompressor.verification.built import text_class
 from llmcompressor.verification.conversions import stacks_quantized
 from llmcompressor.verification.expected import expected_tensors, is_stored_so, misfits
 from llmcompressor.verification.facts import Severity
 from llmcompressor.verification.layout import Entry
-from llmcompressor.verification.module_classes import led_astray, takes_experts
+from llmcompressor.verification.module_classes import (
+    Own,
+    led_astray,
+    modules_by_class,
+    takes_experts,
+)
+from llmcompressor.verification.resolve import Choice
 from llmcompressor.verification.rules.base import Problem, Rule, View, joined
 from llmcompressor.verification.rules.config import raw_groups, where
 from llmcompressor.verification.rules.tensors import KNOWN
@@ -76,6 +83,40 @@ def nothing_is_random(view: View) -> Iterator[Problem]:
             continue  # T6 speaks of experts, T5 of what is not found
         if group.scheme.weights is not None:
             yield from _other_codes(view, entry, group)
+    for entry, choice, own, reader in _by_text_class(view):
+        if choice.group is not None and not entry.is_quantized and _has_codes(choice.group):
+            yield Problem(
+                entry.name,
+                f"{reader} looks for its codes ({choice.group.name}), and the file holds a plain "
+                "weight.",
+                f"Add {own} to ignore.",
+            )
+
+
+def _has_codes(group: Group) -> bool:
+    return group.scheme.weights is not None and group.scheme.format != "dense"
+
+
+def _by_text_class(view: View) -> Iterator[tuple[Entry, Choice, str, str]]:
+    """What becomes of modules in the class of the text alone, if that is what many load.
+
+    The module, what the class makes of it, the class's name for it, and who reads it so. What
+    becomes the same of it in the class that ``config.json`` names is left out.
+    """
+    config = text_class(view.config) if view.groups else None
+    modules = modules_by_class(config) if config is not None else None
+    if config is None or modules is None:
+        return
+    reader = f"{config['architectures'][0]}, which AutoModelForCausalLM makes of it,"
+    for entry in view.matrices:
+        own = () if entry.is_expert or view.is_draft(entry.name) else modules(entry.name)
+        choice = view.resolver.transformers(entry, own) if own else None
+        if choice is not None and choice.group != view.choice(entry, "transformers").group:
+            yield entry, choice, _names(own), reader
+
+
+def _names(own: Iterable[Own]) -> str:
+    return joined(name for name, _ in own)
 
 
 def _other_codes(view: View, entry: Entry, group: Group) -> Iterator[Problem]:
@@ -116,14 +157,17 @@ def _plain_instead(view: View) -> Iterator[Problem]:
         if entry.is_quantized or entry.is_expert or view.is_draft(entry.name):
             continue
         group = view.choice(entry, "transformers").group
-        if group is None or group.scheme.weights is None or group.scheme.format == "dense":
+        if group is None or not _has_codes(group):
             continue
         if entry.kind == "gate" and not view.own_modules(entry):
             continue  # often of a class of its own, which the target Linear does not reach
+        own = view.own_modules(entry)
+        # what is ignored by the name of the file alone is not ignored there
+        is_renamed = entry.name not in (name for name, _ in own) and bool(own)
         yield Problem(
             entry.name,
             f"transformers looks for its codes ({group.name}), and the file holds a plain weight.",
-            "Add it to ignore.",
+            f"Add {_names(own) if is_renamed else 'it'} to ignore.",
         )
 
 
@@ -155,6 +199,14 @@ def selection_is_the_same(view: View) -> Iterator[Problem]:
                 entry.name,
                 f"It is quantized, and transformers {why}: its weight is random there.",
                 "Give it a target in one group, and take it off ignore.",
+            )
+    for entry, choice, own, reader in _by_text_class(view):
+        if entry.is_quantized:
+            why = "ignores" if choice.ignored else "finds no target, or another one, for"
+            yield Problem(
+                entry.name,
+                f"It is quantized, and {reader} {why} {own}: its weight is random there.",
+                f"Give {own} the target that the module has, and take it off ignore.",
             )
     yield from _astray(view)
 
