@@ -38,6 +38,7 @@ __all__ = [
     "LoadedName",
     "checkpoint_layout",
     "checkpoint_names",
+    "forget_dequantizing",
     "loaded_names",
     "merges_experts",
     "merges_weights",
@@ -152,6 +153,35 @@ def _transforms(model: PreTrainedModel, *, reverse: bool) -> _Transforms:
         [entry for entry in found if isinstance(entry, WeightConverter)],
         reverse,
     )
+
+
+def forget_dequantizing(model: Any) -> None:
+    """Have a model that was dequantized as it was loaded written as what it is now.
+
+    transformers keeps what it did to each tensor and does the reverse when the model is saved, so
+    what is not compressed would be quantized again as the files were, and nothing would say so.
+
+    Args:
+        model: any; only one of transformers' that is not quantized any more is changed.
+    """
+    found = getattr(model, "_weight_conversions", None) or ()
+    is_dequantized = getattr(model, "hf_quantizer", None) is None and any(map(_dequantizes, found))
+    if not is_dequantized:
+        return
+    prefixes = [_patterns(entry) for entry in found if isinstance(entry, PrefixChange)]
+    model._weight_conversions = [
+        entry
+        for entry in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(entry, PrefixChange) or _patterns(entry) in prefixes
+    ]
+
+
+def _dequantizes(transform: Any) -> bool:
+    return any(hasattr(one, "hf_quantizer") for one in getattr(transform, "operations", ()))
+
+
+def _patterns(transform: Any) -> tuple[list[str], list[str]]:
+    return list(transform.source_patterns), list(transform.target_patterns)
 
 
 def stacks_tensors(kind: str) -> bool:

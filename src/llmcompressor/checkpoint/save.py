@@ -34,7 +34,7 @@ from llmcompressor.checkpoint.extras import (
     extra_tensors,
     load_tensors,
 )
-from llmcompressor.checkpoint.layout import checkpoint_names, stored_as
+from llmcompressor.checkpoint.layout import checkpoint_names, forget_dequantizing, stored_as
 from llmcompressor.checkpoint.model_config import checkpoint_config, write_json
 from llmcompressor.checkpoint.on_grid import is_on_grid, warn_cast, warn_off_grid
 from llmcompressor.checkpoint.output_layout import OutputLayout
@@ -215,6 +215,7 @@ def modify_save_pretrained(
         processor: written too if given; ``save_pretrained`` of a model writes none by itself.
         report: as in :class:`SaveOptions`.
     """
+    forget_dequantizing(model)
     dtype = model_dtype(model) if any(map(is_module_quantized, model.modules())) else None
     options = SaveOptions(
         recipe=recipe, source=source, processor=processor, report=report, dtype=dtype

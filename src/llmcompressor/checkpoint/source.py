@@ -43,6 +43,8 @@ _SHARD = re.compile(r"-\d+-of-\d+\.")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MAX_HEADER = 100_000_000
 _DOWNLOAD = "Download or copy the file again."
+_DEQUANTIZED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""Method → transformers' class of settings; its save_pretrained would quantize again."""
 # What PEFT writes instead.
 _ADAPTER = "adapter_config.json"
 
@@ -232,8 +234,12 @@ def quantized_error(model: str, method: str) -> CheckpointError:
     remedy = "Compress the original, unquantized model"
     if method in {"compressed-tensors", "compressed_tensors"}:
         remedy += ", or load it within llmcompressor.utils.load_context, save it, and use that"
-    elif method in {"fp8", "mxfp4"}:
-        remedy += ", or load this one with transformers and dequantize=True, save it, and use that"
+    elif method in _DEQUANTIZED_BY:
+        remedy += (
+            ", or load this one with transformers and quantization_config="
+            f"{_DEQUANTIZED_BY[method]}(dequantize=True) and give oneshot the model in place of "
+            "the folder; without a recipe its output is a plain folder"
+        )
     return CheckpointError(f"The model {model} is already quantized by {method}.", f"{remedy}.")
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.dispatched import is_dispatched, is_offloaded, take_back
 from llmcompressor.checkpoint.experts import close_dense, open_experts
+from llmcompressor.checkpoint.layout import forget_dequantizing
 from llmcompressor.checkpoint.load import (
     check_unadapted,
     check_unoffloaded,
@@ -149,6 +150,7 @@ def _given_model(task: Task, given: Any) -> Module:
     check_unadapted(model)
     check_unoffloaded(model)
     check_unquantized(model)
+    forget_dequantizing(model)
     device = task.model_args.device
     was_offloaded = is_offloaded(model)
     if was_offloaded or (device is not None and is_dispatched(model)):

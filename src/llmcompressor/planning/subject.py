@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from llmcompressor.args import ModelArguments
 from llmcompressor.checkpoint.blueprint import Blueprint, build_blueprint
 from llmcompressor.checkpoint.experts import open_blueprint, open_experts
-from llmcompressor.checkpoint.layout import LoadedName
+from llmcompressor.checkpoint.layout import LoadedName, forget_dequantizing
 from llmcompressor.checkpoint.load import (
     check_unadapted,
     check_unoffloaded,
@@ -238,6 +238,7 @@ def _file_bytes(headers: Iterable[TensorHeader]) -> int:
 def _from_object(model: PreTrainedModel, modifiers: Sequence[Modifier], *, tie: bool) -> Subject:
     check_unquantized(model)
     hollow = _without_weights(model)
+    forget_dequantizing(hollow)
     settle_ties(hollow, lambda one, other: same_values(model, one, other))
     if not tie:
         untie_embeddings(hollow)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
 
+from llmcompressor.checkpoint.layout import forget_dequantizing
 from llmcompressor.checkpoint.save import modify_save_pretrained
 from llmcompressor.core import active_session
 from llmcompressor.errors import ArgumentError
@@ -152,6 +153,7 @@ class SessionManagerMixIn(_Base):
         """
         folder = checkpoint_to_resume(resume_from_checkpoint, Path(self.args.output_dir or "."))
         driver = self._driver = self._new_driver(folder)
+        forget_dequantizing(self.model)  # checkpoints of the training are written by transformers
         makes_optimizer = getattr(self, "optimizer", None) is None
         try:
             output = super().train(None if folder is None else str(folder), *args, **kwargs)
