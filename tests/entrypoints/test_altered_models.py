@@ -12,7 +12,11 @@ import torch
 import transformers as hf
 from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from compressed_tensors.offload import remove_dispatch, set_onload_device
+from compressed_tensors.offload import (
+    dispatch_model,
+    load_offloaded_model,
+    set_onload_device,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.thinned import thinned
@@ -24,8 +28,9 @@ from torch.nn.utils.parametrize import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from llmcompressor import oneshot, plan, verify
-from llmcompressor.checkpoint import dispatched
+from llmcompressor.checkpoint import dispatched, offload_caches
 from llmcompressor.errors import ArgumentError, CheckpointError, DatasetError
+from llmcompressor.logger import logger
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 
 SIZES: dict[str, Any] = {
@@ -331,18 +336,77 @@ def test_weights_on_the_disk_that_memory_has_no_room_for(source, tmp_path, monke
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_are_kept_elsewhere(source, tmp_path):
-    """What is written into a weight that compressed-tensors brings in for each use is lost."""
-    model = loaded(source)
+@pytest.fixture
+def informed():
+    """What is logged, warnings or not."""
+    heard: list[str] = []
+    sink = logger.add(lambda text: heard.append(str(text)), level="INFO", format="{message}")
+    yield heard
+    logger.remove(sink)
+
+
+def on_disk(folder: Path, place: Path) -> Any:
+    place.mkdir()
+    with load_offloaded_model():
+        return loaded(
+            folder,
+            device_map="auto_offload",
+            max_memory={"cpu": 6 * 10**4},
+            offload_folder=str(place),
+        )
+
+
+def in_main_memory(folder: Path, place: Path) -> Any:
+    with load_offloaded_model():
+        return loaded(folder, device_map="auto_offload")
+
+
+def with_caches(folder: Path, place: Path) -> Any:
+    model = loaded(folder)
     set_onload_device(model, "cpu")
-    with pytest.raises(ArgumentError, match=r"offloaded by compressed-tensors.*remove_dispatch"):
+    return model
+
+
+def that_has_generated(folder: Path, place: Path) -> Any:
+    model = loaded(folder)
+    dispatch_model(model, device_memory={torch.device("cpu"): 10**10}, extra_memory=0)
+    model.generate(input_ids=IDS, max_new_tokens=2, do_sample=False)
+    return model
+
+
+CACHED = {one.__name__: one for one in (on_disk, in_main_memory, with_caches, that_has_generated)}
+
+
+@pytest.mark.parametrize("how", CACHED)
+@pytest.mark.parametrize("kind", ["source", "tied"])
+def test_weights_that_compressed_tensors_keeps_elsewhere(kind, how, tmp_path, request, informed):
+    """They are taken out of its caches; what is written is what the model itself would give."""
+    folder = request.getfixturevalue(kind)
+    recipe = {"scheme": "W8A8", "targets": "Linear", "ignore": ["lm_head"]}
+    whole = loaded(folder)
+    oneshot(whole, QuantizationModifier(**recipe), output_dir=tmp_path / "whole")
+    model = CACHED[how](folder, tmp_path / "offload")
+    assert offload_caches.is_cached(model)
+    assert not plan(model, QuantizationModifier(**recipe), measure=False).problems
+    assert offload_caches.is_cached(model)
+    assert not [line for line in informed if "brought into memory" in line]
+    assert oneshot(model, QuantizationModifier(**recipe), output_dir=tmp_path / "out") is model
+    assert len([line for line in informed if "brought into memory" in line]) == 1
+    assert not offload_caches.is_cached(model)
+    written = [tmp_path / one / "model.safetensors" for one in ("whole", "out")]
+    assert written[0].read_bytes() == written[1].read_bytes()
+    assert_reads_as(model, tmp_path / "out")
+
+
+def test_cached_weights_on_the_disk_that_memory_has_no_room_for(source, tmp_path, monkeypatch):
+    model = on_disk(source, tmp_path / "offload")
+    monkeypatch.setattr(offload_caches, "free_host_memory", lambda: 1000)
+    with pytest.raises(ArgumentError, match=r"on the disk.*1 kB left.*Give the folder") as error:
         oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
-    with pytest.raises(ArgumentError, match="remove_dispatch"):
-        plan(model, fp8(), measure=False)
+    named = error.value.problem.split(" on the disk")[0].split("weights of ")[1]
+    assert named.startswith("model.embed_tokens, model.layers.0.self_attn.q_proj, ")
+    assert offload_caches.is_cached(model)
     assert not (tmp_path / "out").exists()
-    remove_dispatch(model, onload_tensors=True)
-    oneshot(model=model, recipe=fp8(), output_dir=str(tmp_path / "out"))
-    assert verify(str(tmp_path / "out")).ok
 
 
 def test_weights_under_names_that_the_class_does_not_have(source, tmp_path):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from compressed_tensors.offload.cache import OffloadCache
 from safetensors import SafetensorError
 from torch.nn import Module
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -36,7 +35,6 @@ __all__ = [
     "LOADING_FAILURES",
     "check_complete",
     "check_unadapted",
-    "check_unoffloaded",
     "check_unquantized",
     "config_of",
     "load_complete",
@@ -202,26 +200,6 @@ def check_unadapted(model: Module) -> None:
             f"The model has adapters (PEFT) at {listed(adapted)}, and compressed checkpoints hold "
             "the weights of a model without.",
             MERGE,
-        )
-
-
-def check_unoffloaded(model: Module) -> None:
-    """Refuse a model object whose weights compressed-tensors keeps elsewhere.
-
-    What is written into such a weight is written into a copy of it, and lost.
-
-    Raises:
-        ArgumentError: it has some.
-    """
-    held = [
-        name for name, one in model.named_modules() if isinstance(one._parameters, OffloadCache)
-    ]
-    if held:
-        raise ArgumentError(
-            f"The weights of {listed(held)} are offloaded by compressed-tensors, and what a run "
-            "writes into them would be lost.",
-            "Give the folder of the model, which is read block by block, or call "
-            "compressed_tensors.offload.remove_dispatch(model, onload_tensors=True) first.",
         )
 
 

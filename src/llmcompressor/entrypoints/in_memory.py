@@ -16,12 +16,12 @@ from llmcompressor.checkpoint.experts import close_dense, open_experts
 from llmcompressor.checkpoint.layout import forget_dequantizing
 from llmcompressor.checkpoint.load import (
     check_unadapted,
-    check_unoffloaded,
     check_unquantized,
     load_model,
     parse_precision,
     untie_embeddings,
 )
+from llmcompressor.checkpoint.offload_caches import is_cached, take_out
 from llmcompressor.checkpoint.parts import keep_prefix
 from llmcompressor.checkpoint.prediction import module_kinds
 from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
@@ -148,11 +148,12 @@ def _given_model(task: Task, given: Any) -> Module:
         )
     model: Any = given
     check_unadapted(model)
-    check_unoffloaded(model)
     check_unquantized(model)
     forget_dequantizing(model)
     device = task.model_args.device
-    was_offloaded = is_offloaded(model)
+    was_offloaded = is_offloaded(model) or is_cached(model)
+    if is_cached(model):
+        take_out(model)
     if was_offloaded or (device is not None and is_dispatched(model)):
         take_back(model)  # hooks would go on sending inputs to where weights were
     _check_values(model)

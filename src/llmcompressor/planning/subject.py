@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from compressed_tensors.transform import HadamardTransform
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from llmcompressor.args import ModelArguments
@@ -22,10 +20,10 @@ from llmcompressor.checkpoint.experts import open_blueprint, open_experts
 from llmcompressor.checkpoint.layout import LoadedName, forget_dequantizing
 from llmcompressor.checkpoint.load import (
     check_unadapted,
-    check_unoffloaded,
     check_unquantized,
     untie_embeddings,
 )
+from llmcompressor.checkpoint.offload_caches import copy_without_weights
 from llmcompressor.checkpoint.reading import DTYPES
 from llmcompressor.checkpoint.source import (
     TensorHeader,
@@ -166,7 +164,6 @@ def open_subject(args: ModelArguments, modifiers: Sequence[Modifier] = ()) -> Su
         return _from_folder(args, modifiers)
     if isinstance(args.model, Module):
         check_unadapted(args.model)
-        check_unoffloaded(args.model)
     if not isinstance(args.model, PreTrainedModel):
         raise ArgumentError(
             f"The model is a {type(args.model).__name__}, which cannot be planned.",
@@ -237,7 +234,7 @@ def _file_bytes(headers: Iterable[TensorHeader]) -> int:
 
 def _from_object(model: PreTrainedModel, modifiers: Sequence[Modifier], *, tie: bool) -> Subject:
     check_unquantized(model)
-    hollow = _without_weights(model)
+    hollow: Any = copy_without_weights(model)
     forget_dequantizing(hollow)
     settle_ties(hollow, lambda one, other: same_values(model, one, other))
     if not tie:
@@ -251,15 +248,6 @@ def _from_object(model: PreTrainedModel, modifiers: Sequence[Modifier], *, tie: 
     size = _own_bytes(hollow.modules())
     name = place or type(model).__name__
     return Subject(hollow, name, folder, headers, {}, size, is_in_memory=True)
-
-
-def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model whose parameters have no data."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter.detach(), device="meta")
-        memo[id(parameter)] = Parameter(empty, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(model, memo)
 
 
 def _coming(modules: Iterable[Module]) -> Iterator[Module]:
