@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from safetensors.torch import load_file
 from tests.caches import as_read, is_passed_over
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import (
     AudioFlamingo3Config,
     AudioFlamingo3ForConditionalGeneration,
@@ -64,6 +66,54 @@ def test_what_everybody_reads_is_not_warned_of(
     recipe = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
     oneshot(one_block, recipe, output_dir=tmp_path / "out")
     assert not [line for line in warned if "would not" in line]
+
+
+def test_what_a_script_may_save_is_warned_of_and_not_refused(
+    one_block: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    """Without an output directory nothing tells that the model is for its readers."""
+    model = AutoModelForCausalLM.from_pretrained(one_block)
+    oneshot(model, unservable(), ROWS)
+    said = [line for line in warned if "would not" in line]
+    for word in ("vllm", "(S49)", "transformers", "(L1)", "model.embed_tokens"):
+        assert any(word in line for line in said)
+    model.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_what_could_not_be_written_serves_in_memory(one_block: Path, warned: list[str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(one_block)
+    register_parametrization(model.model.layers[0].mlp.up_proj, "weight", torch.nn.Identity())
+    recipe = QuantizationModifier(targets="re:.*down_proj", scheme="FP8_DYNAMIC")
+    oneshot(model, recipe)
+    assert len([line for line in warned if "save_pretrained would fail" in line]) == 1
+    assert model.model.layers[0].mlp.down_proj.quantization_scheme is not None
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_what_save_pretrained_writes_is_read_again(
+    is_checked: bool, is_streamed: bool, one_block: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    """What is wrong is told; the model would be lost with the script that holds it."""
+    recipe = QuantizationModifier(targets="Linear", scheme="W8A16", ignore=["lm_head"])
+    if is_streamed:
+        model = oneshot(one_block, recipe, output_dir=tmp_path / "run", verify=is_checked)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(one_block)
+        oneshot(model, recipe, verify=is_checked)
+    model.save_pretrained(tmp_path / "good")
+    report = tmp_path / "good" / "compression_report.json"
+    assert report.exists() == is_checked
+    if is_checked:
+        assert json.loads(report.read_text())["verification"]["counts"]["error"] == 0
+    assert not [line for line in warned if "is not good" in line]
+    model.model.norm.weight.data[0] = torch.nan
+    model.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    said = [line for line in warned if "What save_pretrained has written is not good" in line]
+    assert len(said) == is_checked
+    assert all("model.norm" in line for line in said)
 
 
 ZERO_POINTS = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor"}

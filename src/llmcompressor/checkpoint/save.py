@@ -38,7 +38,7 @@ from llmcompressor.checkpoint.layout import checkpoint_names, forget_dequantizin
 from llmcompressor.checkpoint.model_config import checkpoint_config, write_json
 from llmcompressor.checkpoint.on_grid import is_on_grid, warn_cast, warn_off_grid
 from llmcompressor.checkpoint.output_layout import OutputLayout
-from llmcompressor.checkpoint.prediction import Prediction
+from llmcompressor.checkpoint.prediction import Prediction, module_kinds
 from llmcompressor.checkpoint.processor import (
     PROCESSOR_FILES,
     is_as_stored,
@@ -100,6 +100,7 @@ _OTHERWISE = {"save_function": "how files are written", "variant": "names of fil
 """Those of them that ask for something else than is done."""
 
 Text = str | Callable[[], str | None] | None
+Check = Callable[..., Mapping[str, Any]] | None
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class SaveOptions:
     recipe: Text = None
     source: str | os.PathLike[str] | None = None
     report: Mapping[str, Any] | None = None
-    check: Callable[[Path], Mapping[str, Any]] | None = None
+    check: Check = None
     dtype: torch.dtype | None = None
 
 
@@ -143,7 +144,7 @@ def save_checkpoint(
     overwrite: bool = False,
     was_free: bool = False,
     report: Mapping[str, Any] | None = None,
-    check: Callable[[Path], Mapping[str, Any]] | None = None,
+    check: Check = None,
 ) -> Path:
     """Write ``model`` to ``output_dir``, which appears only when it is complete.
 
@@ -202,6 +203,7 @@ def modify_save_pretrained(
     source: str | os.PathLike[str] | None = None,
     processor: Any | None = None,
     report: Mapping[str, Any] | None = None,
+    check: Check = None,
 ) -> None:
     """Make ``model.save_pretrained`` write compressed checkpoints.
 
@@ -214,11 +216,17 @@ def modify_save_pretrained(
         source: the original model's folder or hub id; where the model was loaded from if ``None``.
         processor: written too if given; ``save_pretrained`` of a model writes none by itself.
         report: as in :class:`SaveOptions`.
+        check: as there; called with ``kinds`` too, which says what the modules are.
     """
     forget_dequantizing(model)
     dtype = model_dtype(model) if any(map(is_module_quantized, model.modules())) else None
     options = SaveOptions(
-        recipe=recipe, source=source, processor=processor, report=report, dtype=dtype
+        recipe=recipe,
+        source=source,
+        processor=processor,
+        report=report,
+        check=check,
+        dtype=dtype,
     )
     object.__setattr__(model, _OPTIONS, options)
     # a bound method is pickled by its name, which the model's class has for another one
@@ -297,8 +305,11 @@ def _save_pretrained(
         state_dict = whole_state(model, keep=is_main_process)
     if not is_main_process:
         return
+    options: SaveOptions = getattr(model, _OPTIONS)
+    check = options.check
     options = replace(
-        getattr(model, _OPTIONS),
+        options,
+        check=None if check is None else partial(check, kinds=module_kinds(model)),
         save_compressed=save_compressed,
         quantization_format=quantization_format,
         max_shard_size=max_shard_size,

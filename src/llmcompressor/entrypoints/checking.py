@@ -20,7 +20,7 @@ from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
 from llmcompressor.checkpoint.shards import parse_size
 from llmcompressor.checkpoint.space import beside_weights, check_space
 from llmcompressor.core.state import State
-from llmcompressor.errors import ArgumentError, CheckpointError, RecipeError
+from llmcompressor.errors import ArgumentError, CheckpointError, CompressorError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.outlined import outlined
@@ -28,10 +28,17 @@ from llmcompressor.verification import Deployment, TensorInfo, check_serving
 from llmcompressor.verification.built import bare_model
 from llmcompressor.verification.check import verify_files
 from llmcompressor.verification.facts import SERVERS, Finding, Severity
-from llmcompressor.verification.report import merged
+from llmcompressor.verification.report import VerificationReport, merged
 from llmcompressor.wording import listed
 
-__all__ = ["check_servable", "check_writable_model", "check_written", "serves_nobody"]
+__all__ = [
+    "check_saved",
+    "check_servable",
+    "check_writable_model",
+    "check_written",
+    "serves_nobody",
+    "warn_of_saving",
+]
 
 _MOST_SHOWN = 5
 _OF_VALUES = {"S27", "S72"}
@@ -65,17 +72,39 @@ def check_written(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[
         CheckpointError: a file, a tensor or a value is wrong.
     """
     report = verify_files(folder, kinds=kinds)
-    broken = [
-        one
-        for one in report.findings
-        if one.severity is Severity.ERROR and (not one.server or one.rule in _OF_VALUES)
-    ]
-    if broken:
+    if broken := _broken(report):
         raise CheckpointError(
             f"What was written is not good: {_said(broken).rstrip('.')}.",
             "It was not given its name. Look at it with `llmcompressor verify`, or leave the check "
             "out with verify=False (--no-verify).",
         )
+    return _told(report)
+
+
+def check_saved(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """As :func:`check_written`, of what a script saves; it is told of and goes on.
+
+    A model that was compressed in memory is lost with the script that holds it.
+    """
+    report = verify_files(folder, kinds=kinds)
+    if broken := _broken(report):
+        logger.error(
+            f"What save_pretrained has written is not good: {_said(broken).rstrip('.')}. Look at "
+            "it with `llmcompressor verify`."
+        )
+    return _told(report)
+
+
+def _broken(report: VerificationReport) -> list[Finding]:
+    return [
+        one
+        for one in report.findings
+        if one.severity is Severity.ERROR and (not one.server or one.rule in _OF_VALUES)
+    ]
+
+
+def _told(report: VerificationReport) -> dict[str, Any]:
+    """Say how many tensors were read and what was found; returns what is kept of it."""
     counts = ", ".join(f"{count} {name}s" for name, count in report.counts.items())
     logger.info(
         f"Verified {report.tensors} tensors of {report.bytes / 1e6:.1f} MB in "
@@ -202,16 +231,52 @@ def check_writable_model(
         return
     _check_unparametrized(model)
     folder = None if source is None else Path(source)
+    prediction, config = _predicted(model, modifiers, state, folder, packed=packed)
+    layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
+    beside = beside_weights(folder, len(prediction.stored))
+    check_space(Path(output_dir), output=layout.file_size + beside)
+    check_servable(config, prediction, is_meant=is_meant)
+
+
+def warn_of_saving(
+    model: Module, modifiers: Sequence[Modifier], state: State, source: str | None
+) -> None:
+    """Say before the work what readers would refuse of a model that its script may save.
+
+    Args:
+        model: as for :func:`check_writable_model`, like all others.
+        modifiers: see there.
+        state: see there.
+        source: see there.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    folder = None if source is None else Path(source)
+    try:
+        _check_unparametrized(model)
+        prediction, config = _predicted(model, modifiers, state, folder, packed=True)
+    except CompressorError as error:  # it may be for use in memory alone
+        logger.warning(f"Its save_pretrained would fail, or write what no one reads. {error}")
+        return
+    check_servable(config, prediction, is_meant=True)
+
+
+def _predicted(
+    model: PreTrainedModel,
+    modifiers: Sequence[Modifier],
+    state: State,
+    source: Path | None,
+    *,
+    packed: bool,
+) -> tuple[Prediction, dict[str, Any]]:
+    """What will be written: the tensors and the configuration."""
     with outlined(modifiers, state), dense_closed(model), ExitStack() as written:
         for modifier in modifiers:
             written.enter_context(modifier.as_written(state))
         planned = [one for modifier in modifiers for one in modifier.planned(state)]
         prediction = predict(model, planned, {}, save_compressed=packed)
-        config = planned_config(model, folder, prediction, compressed=packed)
-    layout = lay_out(prediction.stored, parse_size(DEFAULT_SHARD_SIZE))
-    beside = beside_weights(folder, len(prediction.stored))
-    check_space(Path(output_dir), output=layout.file_size + beside)
-    check_servable(config, prediction, is_meant=is_meant)
+        config = planned_config(model, source, prediction, compressed=packed)
+    return prediction, config
 
 
 def _check_unparametrized(model: PreTrainedModel) -> None:

@@ -31,9 +31,11 @@ from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
 from llmcompressor.device_memory import free_device_memory, give_back_device_memory
 from llmcompressor.entrypoints.checking import (
+    check_saved,
     check_writable_model,
     check_written,
     serves_nobody,
+    warn_of_saving,
 )
 from llmcompressor.entrypoints.job import Job, compression_report, report_of, undone_on_error
 from llmcompressor.entrypoints.task import EXPERTS, Task
@@ -102,6 +104,7 @@ def _run(job: Job, source: Source | None) -> Module:
             recipe=job.applied_recipe(session.lifecycle.recipe),
             source=job.source,
             report=report,
+            check=check_saved if job.run_args.verify else None,
         )
     if job.output_dir is not None:
         _save(job, model, processor, session, report)
@@ -190,10 +193,13 @@ def _compress(job: Job, model: Module, batches: Any, session: CompressionSession
         check_reached(model, session.lifecycle.recipe.modifiers, batches, job.pipeline())
         job.check_batches(batches)
     try_attention(model, batches, session.lifecycle.recipe.modifiers, session.state)
-    if job.output_dir is not None:
+    modifiers = session.lifecycle.recipe.modifiers
+    if job.output_dir is None:
+        warn_of_saving(model, modifiers, session.state, job.source)
+    else:
         check_writable_model(
             model,
-            session.lifecycle.recipe.modifiers,
+            modifiers,
             session.state,
             job.source,
             job.output_dir,

@@ -43,7 +43,12 @@ from llmcompressor.checkpoint.workspace import Workspace, opened, was_published
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
 from llmcompressor.datasets.source import Source
-from llmcompressor.entrypoints.checking import check_servable, check_written, serves_nobody
+from llmcompressor.entrypoints.checking import (
+    check_saved,
+    check_servable,
+    check_written,
+    serves_nobody,
+)
 from llmcompressor.entrypoints.fingerprint import fingerprint_of, source_print
 from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import (
@@ -358,6 +363,7 @@ class _Run:
             recipe=options.recipe,
             source=options.source,
             report=options.report,
+            check=check_saved if self.job.run_args.verify else None,
         )
         forget_run(target)
 

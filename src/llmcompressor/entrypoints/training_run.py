@@ -21,7 +21,7 @@ from llmcompressor.checkpoint.prediction import module_kinds
 from llmcompressor.checkpoint.save import SaveOptions, modify_save_pretrained, write_checkpoint
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import session_of_run
-from llmcompressor.entrypoints.checking import check_writable_model, check_written
+from llmcompressor.entrypoints.checking import check_saved, check_writable_model, check_written
 from llmcompressor.entrypoints.in_memory import check_finite, load_whole_model
 from llmcompressor.entrypoints.model_prints import note_change
 from llmcompressor.entrypoints.task import compression_report, report_of, undone_on_error
@@ -240,7 +240,13 @@ class _Run:
         if self.is_main:
             logger.info(f"Trained for {trainer.state.global_step} steps: {said}.")
         recipe = task.applied_recipe(self.session.lifecycle.recipe)
-        modify_save_pretrained(self.model, recipe=recipe, source=task.source, report=report)
+        modify_save_pretrained(
+            self.model,
+            recipe=recipe,
+            source=task.source,
+            report=report,
+            check=check_saved if task.run_args.verify else None,
+        )
         state = None
         if task.output_dir is not None and (in_pieces(self.model) or was_loaded_spread(self.model)):
             state = whole_state(self.model, keep=self.is_main)
