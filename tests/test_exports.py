@@ -489,7 +489,7 @@ ALIASES = {
     "llmcompressor.transformers:oneshot": "llmcompressor:oneshot",
     "llmcompressor.transformers:train": "llmcompressor:train",
     "llmcompressor.transformers.compression.compressed_tensors_utils:modify_save_pretrained": (
-        "llmcompressor.checkpoint.save:modify_save_pretrained"
+        "llmcompressor.entrypoints.saving:modify_save_pretrained"
     ),
     "llmcompressor.transformers.compression.helpers:calculate_offload_device_map": (
         "llmcompressor.utils:calculate_offload_device_map"
@@ -550,7 +550,7 @@ ALIASES = {
         "llmcompressor.args:TrainingArguments"
     ),
     "llmcompressor.transformers.sparsification:modify_save_pretrained": (
-        "llmcompressor.checkpoint.save:modify_save_pretrained"
+        "llmcompressor.entrypoints.saving:modify_save_pretrained"
     ),
     "llmcompressor.transformers.sparsification.compressed_tensors_utils:modify_save_pretrained": (
         "llmcompressor.checkpoint.save:modify_save_pretrained"

@@ -19,6 +19,7 @@ from accelerate.utils.modeling import get_state_dict_offloaded_model
 from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.quantization.utils import is_module_quantized
 from torch import Tensor
+from torch.nn import Module
 from transformers import GenerationConfig, PreTrainedModel
 
 from llmcompressor.checkpoint.compress import (
@@ -67,6 +68,7 @@ __all__ = [
     "DEFAULT_SHARD_SIZE",
     "SaveOptions",
     "modify_save_pretrained",
+    "options_of",
     "planned_config",
     "save_checkpoint",
     "write_beside_weights",
@@ -236,6 +238,16 @@ def modify_save_pretrained(
         is_free = given is None or getattr(given, "func", None) is _save_part
         if part is not model and isinstance(part, PreTrainedModel) and is_free:
             object.__setattr__(part, "save_pretrained", partial(_save_part, part, name))
+
+
+def options_of(model: Module) -> SaveOptions | None:
+    """How a model is written by its ``save_pretrained``, if that was made to write it compressed.
+
+    Args:
+        model: it, or a part of one.
+    """
+    found: SaveOptions | None = vars(model).get(_OPTIONS)
+    return found
 
 
 def _save_part(part: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> None:
