@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.layout import owned_by_model
 from llmcompressor.checkpoint.source import TensorHeader
+from llmcompressor.checkpoint.undeclared import SIDE_FILES
 from llmcompressor.logger import logger
 
 __all__ = ["copy_side_files", "extra_ignore", "extra_tensors", "load_tensors", "side_files"]
@@ -52,6 +53,7 @@ _REQUIREMENTS = "requirements.txt"
 _WRITTEN_HERE = {"config.json", "recipe.yaml", "compression_report.json"}
 _OF_A_RUN = {"all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"}
 """What a training leaves beside its model: of the model that is copied from, not of the copy."""
+_OF_ANOTHER_METHOD = {*SIDE_FILES}
 
 
 def extra_tensors(
@@ -163,7 +165,7 @@ def side_files(source: Path) -> list[Path]:
 
 def _chosen(source: Path, without: set[str]) -> Iterator[Path]:
     for path in sorted(source.iterdir()):
-        if path.name in _WRITTEN_HERE | _OF_A_RUN | without:
+        if path.name in _WRITTEN_HERE | _OF_A_RUN | _OF_ANOTHER_METHOD | without:
             continue
         if path.is_dir() and path.name in _COPIED_FOLDERS:
             yield from (one for one in sorted(path.rglob("*")) if one.is_file())

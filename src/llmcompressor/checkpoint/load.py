@@ -12,18 +12,23 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
-from torch.nn import Module
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn import Module, Parameter
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from llmcompressor.checkpoint.layout import loaded_names
 from llmcompressor.checkpoint.source import (
+    SourceInfo,
     adapter_error,
     holds_adapter,
     inspect_source,
     is_hub_id,
+    local_directory,
     quantization_method,
     quantized_error,
 )
+from llmcompressor.checkpoint.undeclared import check_dense, codes_in, undeclared_error
 from llmcompressor.errors import ArgumentError, CheckpointError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.adapters import MERGE, adapters_of
@@ -34,6 +39,8 @@ __all__ = [
     "AUTO_CLASSES",
     "LOADING_FAILURES",
     "check_complete",
+    "check_declared",
+    "check_object_declared",
     "check_unadapted",
     "check_unquantized",
     "config_of",
@@ -57,6 +64,8 @@ LOADING_FAILURES = (
     struct.error,
 )
 """What transformers and torch raise of files that are damaged or no weights at all."""
+_ROWS = 64
+"""Of a tensor, that tell whether its codes were dequantized."""
 _PRECISIONS = {
     "half": torch.float16,
     "fp16": torch.float16,
@@ -133,6 +142,8 @@ def load_model(
         config = config_of(config_name or place, **hub)
         check_config_unquantized(config, place)
         loaded = load_complete(place, config, dtype=parse_precision(precision), **hub)
+        if is_hub_id(model):  # the files are on this machine now
+            check_declared(place, revision=revision, cache_dir=cache_dir)
     except torch.OutOfMemoryError:
         raise
     except LOADING_FAILURES as error:
@@ -203,12 +214,71 @@ def check_unadapted(model: Module) -> None:
         )
 
 
+def check_declared(place: str | os.PathLike[str], **hub: Any) -> None:
+    """Refuse a model whose weights are quantized and whose ``config.json`` does not say so.
+
+    Args:
+        place: a folder, or an id whose files are in the hub's cache; others pass.
+        hub: ``revision`` and ``cache_dir``.
+
+    Raises:
+        CheckpointError: transformers would read codes as weights.
+    """
+    source = _undeclared(place, **hub)
+    if source is not None:
+        check_dense(source.tensors)
+
+
+def check_object_declared(model: Module) -> None:
+    """Refuse a model object that has for weights the codes of the folder it was loaded from.
+
+    Raises:
+        CheckpointError: it has; one whose weights somebody has dequantized since passes.
+    """
+    place = getattr(getattr(model, "config", None), "name_or_path", None)
+    source = _undeclared(place) if isinstance(place, str) and place else None
+    if source is None:
+        return
+    name = next(codes_in(source.tensors), None)
+    if name is not None and _has_codes(model, name, source):
+        error = undeclared_error(name, source.tensors[name])
+        raise CheckpointError(
+            f"{error.problem.rstrip('.')}, and the model object was loaded from there.",
+            "Load the original, unquantized model.",
+        )
+
+
+def _undeclared(place: str | os.PathLike[str], **hub: Any) -> SourceInfo | None:
+    """What a folder holds that does not say that it is quantized; ``None`` for others."""
+    folder = local_directory(place, **hub)
+    try:
+        source = None if folder is None else inspect_source(folder, allow_quantized=True)
+    except CheckpointError:  # whoever reads it says so; an object may have outlived it
+        return None
+    return None if source is None or quantization_method(source.config) else source
+
+
+def _has_codes(model: Module, name: str, source: SourceInfo) -> bool:
+    """Whether a model has the values of a tensor of codes, as far as that can be seen."""
+    header, state = source.tensors[name], model.state_dict()
+    found = loaded_names(model, [name], state).get(name)  # type: ignore[arg-type]  # or one like it
+    if found is None or found.merged:
+        return True  # packed: no class reads it, and what it has instead is random
+    held = state[found.target]
+    if held.is_meta or held.shape != header.shape or type(held) not in (Tensor, Parameter):
+        return True
+    with safe_open(str(header.file), framework="pt") as reader:
+        codes = reader.get_slice(name)[:_ROWS]
+    return torch.equal(held[:_ROWS].float().cpu(), codes.float())
+
+
 def check_unquantized(model: PreTrainedModel) -> None:
     """Refuse a model object whose weights are quantized already.
 
     Raises:
         CheckpointError: it was loaded from a quantized checkpoint and not dequantized.
     """
+    check_object_declared(model)
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         method = getattr(quantizer.quantization_config, "quant_method", "an unnamed method")

@@ -18,6 +18,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from llmcompressor.checkpoint.undeclared import check_dense
 from llmcompressor.errors import CheckpointError, did_you_mean
 
 __all__ = [
@@ -174,7 +175,7 @@ def inspect_source(
 
     Args:
         model: the folder.
-        allow_quantized: accept a model whose config says that it is quantized already.
+        allow_quantized: accept a model that is quantized already, by its config or its headers.
         headers_only: accept weight files that end behind their headers.
 
     Returns:
@@ -200,6 +201,8 @@ def inspect_source(
     if method is not None and not allow_quantized:
         raise quantized_error(str(directory), method)
     tensors = _tensors(directory, headers_only=headers_only)
+    if not allow_quantized:
+        check_dense(tensors)
     size = sum(file.stat().st_size for file in {header.file for header in tensors.values()})
     return SourceInfo(directory.resolve(), config, tensors, size)
 

@@ -31,6 +31,7 @@ from llmcompressor.checkpoint.layout import LoadedName
 from llmcompressor.checkpoint.reading import DTYPES
 from llmcompressor.checkpoint.shards import natural_key
 from llmcompressor.checkpoint.source import SourceInfo, TensorHeader
+from llmcompressor.checkpoint.undeclared import check_dense, codes_in, undeclared_error
 from llmcompressor.errors import CheckpointError
 
 __all__ = ["TreeModel", "build_tree", "tied_pair", "untied"]
@@ -43,9 +44,8 @@ _LIKE_EMBEDDING = re.compile(
     r"(?!.*proj)(?:.*_)?emb(?:ed(?:ding)?s?)?(?:_.*)?|relative_attention_bias"
 )
 _HEAD = re.compile(r"(?:.*_)?(?:head|unembed|unembedding|embed_out|output|logits)(?:_.*)?")
-_QUANTIZED = re.compile(
-    r"(?:weight_(?:packed|scale|scale_inv|zero_point|global_scale|shape)|qweight|qzeros)$"
-)
+_BESIDE = re.compile(r"(?:weight_(?:scale|scale_inv|zero_point|global_scale|shape)|qzeros)$")
+"""What a quantized weight has beside it: names that those of a scheme would fall together with."""
 _MATRIX = 2
 _CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
@@ -183,7 +183,7 @@ def build_tree(
         made: dict[str, Module] = {"": model}
         for path, tensors in _with_parents(modules):
             _add(made, path, tensors)
-            if _is_compressed(tensors):
+            if _is_compressed(path, tensors):
                 model.compressed[path] = _stand_in(path.rpartition(".")[2])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"A tensor has a name that torch cannot hold: {error}.") from error
@@ -293,22 +293,16 @@ def _check(headers: Mapping[str, TensorHeader], *, quantized: bool) -> None:
                 "does not know.",
                 "Convert the checkpoint.",
             )
-        if not quantized and _is_quantized(name.rpartition(".")[2], header):
-            raise CheckpointError(
-                f"The tensor {name} ({header.dtype}) is quantized already, though config.json "
-                "does not say so.",
-                "Compress the original, unquantized model.",
-            )
+        if not quantized and _BESIDE.match(name.rpartition(".")[2]):
+            raise undeclared_error(name, header)
+    if not quantized:
+        check_dense(headers)
 
 
-def _is_quantized(own: str, header: TensorHeader) -> bool:
-    """Whether a tensor is part of a quantized weight."""
-    is_narrow = DTYPES[header.dtype].itemsize == 1 and len(header.shape) == _MATRIX
-    return bool(_QUANTIZED.match(own)) or (is_narrow and own == "weight")
-
-
-def _is_compressed(tensors: Mapping[str, TensorHeader]) -> bool:
-    return any(_is_quantized(name, header) for name, header in tensors.items())
+def _is_compressed(path: str, tensors: Mapping[str, TensorHeader]) -> bool:
+    """Whether a module has codes, or what stands beside them."""
+    whole = {f"{path}.{own}" if path else own: header for own, header in tensors.items()}
+    return any(map(_BESIDE.match, tensors)) or next(codes_in(whole), None) is not None
 
 
 def _most_common_dtype(headers: Iterable[TensorHeader]) -> torch.dtype:
@@ -350,7 +344,7 @@ def _add(made: dict[str, Module], path: str, tensors: Mapping[str, TensorHeader]
 def _made(path: str, tensors: Mapping[str, TensorHeader]) -> Module:
     """A module of the kind that its name and the shape of its weight tell."""
     last = path.rpartition(".")[2]
-    header = None if _is_compressed(tensors) else tensors.get("weight")
+    header = None if _is_compressed(path, tensors) else tensors.get("weight")
     if header is not None and DTYPES[header.dtype].is_floating_point and 0 not in header.shape:
         dimensions = len(header.shape)
         if dimensions == _MATRIX:

@@ -15,7 +15,12 @@ from transformers import AutoTokenizer, PreTrainedModel
 from llmcompressor.args.checks import integer, optional
 from llmcompressor.args.model_arguments import precision_name
 from llmcompressor.checkpoint.hub import fetch
-from llmcompressor.checkpoint.load import LOADING_FAILURES, loading_error, parse_precision
+from llmcompressor.checkpoint.load import (
+    LOADING_FAILURES,
+    check_object_declared,
+    loading_error,
+    parse_precision,
+)
 from llmcompressor.checkpoint.source import is_hub_id
 from llmcompressor.entrypoints.data_limits import vocabulary
 from llmcompressor.entrypoints.positions import positions_of
@@ -126,6 +131,7 @@ def _load(
 ) -> PreTrainedModel:
     if isinstance(source, PreTrainedModel) or (isinstance(source, Module) and adapters_of(source)):
         check_kind(getattr(source, "config", None), f"the {type(source).__name__}")
+        check_object_declared(source)
         return cast("PreTrainedModel", source)  # one with adapters runs as its base does
     if not isinstance(source, str | Path):
         raise ArgumentError(

@@ -11,7 +11,12 @@ from torch.nn import Module
 from transformers import AutoConfig
 
 from llmcompressor.args import ModelArguments
-from llmcompressor.checkpoint.load import check_complete, loading_error, model_class
+from llmcompressor.checkpoint.load import (
+    check_complete,
+    check_declared,
+    loading_error,
+    model_class,
+)
 from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.checkpoint.source import is_hub_id, quantization_method
 from llmcompressor.errors import CheckpointError
@@ -72,7 +77,8 @@ def load_possibly_compressed(place: str, args: ModelArguments) -> Any:
         args: may it run code, with which cache and token.
 
     Raises:
-        CheckpointError: it cannot be loaded, or lacks weights.
+        CheckpointError: it cannot be loaded, lacks weights, or has codes that its configuration
+            says nothing of.
     """
     hub: dict[str, Any] = {
         "cache_dir": args.cache_dir,
@@ -92,4 +98,5 @@ def load_possibly_compressed(place: str, args: ModelArguments) -> Any:
         raise loading_error(place, error) from error
     if quantization_method(config.to_dict()) is None:
         check_complete(place, info)
+        check_declared(place, cache_dir=args.cache_dir)
     return model

@@ -13,7 +13,12 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from llmcompressor.checkpoint.load import config_of, load_complete, loading_error
+from llmcompressor.checkpoint.load import (
+    check_declared,
+    config_of,
+    load_complete,
+    loading_error,
+)
 from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.errors import ArgumentError, CheckpointError
 from llmcompressor.modeling.embeddings import embeddings
@@ -42,8 +47,9 @@ def load_for_measuring(
         dtype: what the model computes in; by default what its configuration says.
 
     Raises:
-        CheckpointError: it has no configuration, lacks weights, or is of a kind that cannot be
-            measured; of what else is wrong transformers raises its own errors.
+        CheckpointError: it has no configuration, lacks weights, has codes that the configuration
+            says nothing of, or is of a kind that cannot be measured; of what else is wrong
+            transformers raises its own errors.
     """
     name = str(place)
     try:
@@ -51,6 +57,7 @@ def load_for_measuring(
     except (OSError, ValueError, ImportError) as error:
         raise loading_error(name, error) from error
     check_kind(config, name)
+    check_declared(place)
     with packed_zero_points_fit():
         return load_complete(name, config, trust_remote_code=trust_remote_code, dtype=dtype)
 

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are quantized though ``config.json`` does not say so, told from headers alone.
+
+Who reads codes as weights gets numbers without a meaning, and no error. Codes are
+
+- integers under a name that only packed weights have (``qweight``, …);
+- a matrix of values of one byte or less with its scales beside it;
+- such a matrix called ``weight``, unless its module is called as tables are: an embedding may be
+  kept in float8 without scales.
+
+What else has one byte (masks and tables that a model keeps in buffers) is none, nor is a dense
+weight with scales beside it: it has its values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmcompressor.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from llmcompressor.checkpoint.source import TensorHeader
+
+__all__ = ["SIDE_FILES", "check_dense", "codes_in", "undeclared_error"]
+
+SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""What exporters write beside ``config.json``, of the weights that they have quantized."""
+
+_PACKED = frozenset({"weight_packed", "qweight", "W_q"})
+_INTEGER = re.compile(r"[IU]\d+")
+_NARROW = re.compile(r"[IU][48]|F[468](?:_.*)?")
+_TABLE = re.compile(r"(?!.*proj).*emb|wte|wpe")
+_MATRIX = 2
+
+
+def codes_in(tensors: Mapping[str, TensorHeader]) -> Iterator[str]:
+    """The names of the tensors that hold codes.
+
+    Args:
+        tensors: name → header.
+    """
+    return (name for name, header in tensors.items() if _holds_codes(name, header, tensors))
+
+
+def _holds_codes(name: str, header: TensorHeader, tensors: Mapping[str, TensorHeader]) -> bool:
+    path, _, own = name.rpartition(".")
+    if own in _PACKED:
+        return _INTEGER.fullmatch(header.dtype) is not None
+    if len(header.shape) < _MATRIX or not _NARROW.fullmatch(header.dtype):
+        return False
+    if own == "weight" and len(header.shape) == _MATRIX and not _is_table(path):
+        return True
+    beside = f"{path}." if path else ""
+    return any(f"{beside}{scale}" in tensors for scale in _scales_of(own))
+
+
+def _is_table(path: str) -> bool:
+    """Whether a module is called as tables are that a token is looked up in.
+
+    >>> [_is_table(path) for path in ("model.embed_tokens", "wte", "embed_proj", "up_proj")]
+    [True, True, False, False]
+    """
+    return _TABLE.match(path.rpartition(".")[2]) is not None
+
+
+def _scales_of(own: str) -> tuple[str, ...]:
+    """What scales are called beside a tensor of this name."""
+    names = (f"{own}_scale", f"{own}_scale_inv", f"{own}_scales")
+    if own == "weight":
+        return (*names, "scale", "scales", "SCB")
+    return (*names, f"{own.removesuffix('_blocks')}_scales") if own.endswith("_blocks") else names
+
+
+def check_dense(tensors: Mapping[str, TensorHeader]) -> None:
+    """Refuse tensors of which one holds codes.
+
+    Args:
+        tensors: those of a checkpoint that does not say that it is quantized.
+
+    Raises:
+        CheckpointError: there is such a tensor.
+    """
+    name = next(codes_in(tensors), None)
+    if name is not None:
+        raise undeclared_error(name, tensors[name])
+
+
+def undeclared_error(name: str, header: TensorHeader) -> CheckpointError:
+    """The error for a tensor of codes that ``config.json`` says nothing of."""
+    return CheckpointError(
+        f"The tensor {name} of {header.file} ({header.dtype}) is quantized already, though "
+        f"config.json does not say so{_told_by(header.file.parent)}.",
+        "Compress the original, unquantized model.",
+    )
+
+
+def _told_by(folder: Path) -> str:
+    found = next((name for name in SIDE_FILES if (folder / name).is_file()), None)
+    return "" if found is None else f" ({found} beside it does)"
