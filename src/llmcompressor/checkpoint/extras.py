@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from safetensors import safe_open
 from torch import Tensor
@@ -19,7 +19,14 @@ from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.checkpoint.undeclared import SIDE_FILES
 from llmcompressor.logger import logger
 
-__all__ = ["copy_side_files", "extra_ignore", "extra_tensors", "load_tensors", "side_files"]
+__all__ = [
+    "copy_side_files",
+    "extra_ignore",
+    "extra_tensors",
+    "load_tensors",
+    "module_folders",
+    "side_files",
+]
 
 _RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\.")
@@ -47,6 +54,8 @@ _COPIED_SUFFIXES = {
 }
 _COPIED_STEMS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _COPIED_FOLDERS = ("additional_chat_templates",)
+_MODULES = "modules.json"
+"""Of sentence-transformers."""
 _CACHE = "__pycache__"
 _REQUIREMENTS = "requirements.txt"
 """What transformers checks before it runs the code beside it."""
@@ -160,19 +169,47 @@ def copy_side_files(source: Path, target: Path, *, without: set[str] | None = No
 
 def side_files(source: Path) -> list[Path]:
     """The files that :func:`copy_side_files` copies, those in folders included."""
-    return list(_chosen(source, set()))
+    return _chosen(source, set())
 
 
-def _chosen(source: Path, without: set[str]) -> Iterator[Path]:
-    for path in sorted(source.iterdir()):
-        if path.name in _WRITTEN_HERE | _OF_A_RUN | _OF_ANOTHER_METHOD | without:
+def module_folders(source: Path) -> list[str]:
+    """The folders in which sentence-transformers keeps what follows the model, such as its pooling.
+
+    ``modules.json`` names them. The model itself has none of its own, and what lies elsewhere is
+    not part of the checkpoint.
+    """
+    try:
+        held = json.loads((source / _MODULES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there is none, or none that its own reader could read
+        return []
+    entries = held if isinstance(held, list) else []
+    named = [one.get("path") for one in entries if isinstance(one, dict)]
+    paths = [PurePosixPath(one) for one in named if isinstance(one, str)]
+    inside = [one for one in paths if one.parts and not one.is_absolute() and ".." not in one.parts]
+    return [str(one) for one in inside]
+
+
+def _chosen(source: Path, without: set[str]) -> list[Path]:
+    left_out = _WRITTEN_HERE | _OF_A_RUN | _OF_ANOTHER_METHOD | without
+    whole = [*_COPIED_FOLDERS, *module_folders(source)]
+    found: dict[Path, None] = {}
+    for name in whole:
+        if PurePosixPath(name).parts[0] not in left_out:
+            found |= dict.fromkeys(_all_in(source / name, source))
+    for path in source.iterdir():
+        if path.name in left_out or path.name in whole:
             continue
-        if path.is_dir() and path.name in _COPIED_FOLDERS:
-            yield from (one for one in sorted(path.rglob("*")) if one.is_file())
-        elif path.is_dir():
-            yield from _code_in(path)
+        if path.is_dir():
+            found |= dict.fromkeys(_code_in(path))
         elif path.is_file() and _belongs(path.name):
-            yield path
+            found[path] = None
+    return sorted(found)
+
+
+def _all_in(folder: Path, source: Path) -> Iterator[Path]:
+    """The files below a folder, unless a link leads out of the checkpoint to it."""
+    if folder.is_dir() and folder.resolve().is_relative_to(source.resolve()):
+        yield from (one for one in folder.rglob("*") if one.is_file() and _CACHE not in one.parts)
 
 
 def _code_in(folder: Path) -> Iterator[Path]:
