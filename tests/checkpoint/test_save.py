@@ -222,6 +222,40 @@ class TestFiles:
         assert not (tmp_path / "out" / "chat_template.jinja").exists()
         assert (tmp_path / "out" / "modeling_own.py").exists()
 
+    @pytest.mark.parametrize("kind", ["folder", "folder of another processor", "changed"])
+    def test_a_tokenizer_alone_leaves_the_rest_of_the_processor(
+        self, tmp_path: Path, source: Path, kind: str
+    ) -> None:
+        shutil.rmtree(source / "additional_chat_templates")
+        images = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16)
+        own = AutoTokenizer.from_pretrained(source)
+        LlavaProcessor(images, own, patch_size=4).save_pretrained(source)
+        images.save_pretrained(source)
+        elsewhere = tmp_path / "elsewhere"
+        tokenizer = AutoTokenizer.from_pretrained(PICO)
+        tokenizer.add_tokens(["<surprise>"])
+        tokenizer.save_pretrained(elsewhere)
+        if kind == "folder of another processor":
+            LlavaProcessor(images, tokenizer, patch_size=8).save_pretrained(elsewhere)
+        if kind != "changed":
+            tokenizer = AutoTokenizer.from_pretrained(elsewhere)
+        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=tokenizer)
+        for name in ("preprocessor_config.json", "processor_config.json", "chat_template.jinja"):
+            assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+        read = LlavaProcessor.from_pretrained(tmp_path / "out")
+        assert len(read.tokenizer) == len(own) + 1
+        assert read.patch_size == 4
+
+    def test_a_template_of_the_tokenizer_replaces_the_processor_s(
+        self, tmp_path: Path, source: Path
+    ) -> None:
+        (source / "preprocessor_config.json").write_text("{}")
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer.chat_template = "{{ messages[0].content }}!"
+        save_checkpoint(w4a16(load_model(source)), tmp_path / "out", processor=tokenizer)
+        assert (tmp_path / "out" / "chat_template.jinja").read_text() == tokenizer.chat_template
+        assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+
     def test_a_tokenizer_that_has_no_files(self, tmp_path: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(PICO)
         tokenizer.name_or_path = ""

@@ -42,6 +42,8 @@ def headers(**given: tuple[str, tuple[int, ...]]) -> dict[str, TensorHeader]:
         ({"attn__bias": ("U8", (1, 1, 8, 8)), "attn__masked_bias": ("F32", ())}, None),
         ({"q__qweight": ("F16", (4, 4))}, None),
         ({"table": ("U8", (4, 4)), "scale": ("F32", (1,))}, None),
+        ({"mtp__fc__weight": ("F8_E4M3", (4, 4))}, None),
+        ({"mtp__fc__weight": ("F8_E4M3", (4, 4)), "mtp__fc__scale": ("F32", ())}, "mtp.fc.weight"),
         ({"norm__weight": ("F8_E4M3", (4,))}, None),
         ({"table__weight": ("BOOL", (4, 4))}, None),
     ],

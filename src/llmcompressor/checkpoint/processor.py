@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from llmcompressor.checkpoint.source import local_directory
 from llmcompressor.errors import CheckpointError
@@ -21,6 +21,7 @@ __all__ = [
     "is_as_stored",
     "load_processor",
     "processor_directory",
+    "replaced_files",
     "write_processor",
 ]
 
@@ -46,7 +47,11 @@ PROCESSOR_FILES = frozenset(
     }
 )
 
-
+_BEYOND_TOKENIZERS = frozenset(
+    {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"}
+)
+"""Of :data:`PROCESSOR_FILES`, what no tokenizer writes: of pictures, sound, and what joins them."""
+_TEMPLATES = frozenset({"additional_chat_templates", "chat_template.jinja", "chat_template.json"})
 _OF_A_CALL = frozenset({"padding", "truncation"})
 """What a fast tokenizer remembers of its last call, and would have every reader do."""
 _OF_BATCHES = frozenset(
@@ -128,6 +133,20 @@ def processor_directory(processor: Any) -> Path | None:
     tokenizer = getattr(processor, "tokenizer", processor)
     name = getattr(tokenizer, "name_or_path", None) or getattr(processor, "name_or_path", None)
     return local_directory(name) if isinstance(name, str) and name else None
+
+
+def replaced_files(processor: Any, source: Path | None) -> frozenset[str]:
+    """Names of the source's files that those of ``processor`` are written instead of.
+
+    A tokenizer alone leaves what the source has for pictures and sound, and a processor's template
+    if it has none itself.
+    """
+    if source is None or not isinstance(processor, PreTrainedTokenizerBase):
+        return PROCESSOR_FILES
+    kept = {name for name in _BEYOND_TOKENIZERS if (source / name).is_file()}
+    if kept and not getattr(processor, "chat_template", None):
+        kept |= {name for name in _TEMPLATES if (source / name).exists()}
+    return PROCESSOR_FILES - kept
 
 
 def is_as_stored(processor: Any, folder: Path) -> bool:

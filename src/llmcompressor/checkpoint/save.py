@@ -44,6 +44,7 @@ from llmcompressor.checkpoint.processor import (
     PROCESSOR_FILES,
     is_as_stored,
     processor_directory,
+    replaced_files,
     write_processor,
 )
 from llmcompressor.checkpoint.quantization_config import build_quantization_config
@@ -571,10 +572,12 @@ def _write_side_files(
         )
         stored = None
     own_processor = processor is None or (stored is not None and stored == source)
+    replaced = frozenset() if own_processor else replaced_files(processor, source)
     if source is not None:
-        copy_side_files(source, folder, without=None if own_processor else set(PROCESSOR_FILES))
+        copy_side_files(source, folder, without=set(replaced))
     if stored is not None and not own_processor:
-        copy_processor_files(stored, folder)
+        others = {path.name for path in stored.iterdir()} - replaced
+        copy_side_files(stored, folder, without=others)
     elif processor is not None and stored is None:
         write_processor(processor, folder)
     if model.can_generate() and _generates_otherwise(model, folder):
@@ -599,9 +602,3 @@ def _generates_otherwise(model: PreTrainedModel, folder: Path) -> bool:
 
 def _has_processor(folder: Path) -> bool:
     return any((folder / name).exists() for name in PROCESSOR_FILES)
-
-
-def copy_processor_files(source: Path, target: Path) -> None:
-    """Copy tokenizer and processor files only."""
-    everything = {path.name for path in source.iterdir()}
-    copy_side_files(source, target, without=everything - PROCESSOR_FILES)

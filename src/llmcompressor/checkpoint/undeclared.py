@@ -5,8 +5,8 @@ Who reads codes as weights gets numbers without a meaning, and no error. Codes a
 
 - integers under a name that only packed weights have (``qweight``, …);
 - a matrix of values of one byte or less with its scales beside it;
-- such a matrix called ``weight``, unless its module is called as tables are: an embedding may be
-  kept in float8 without scales.
+- such a matrix called ``weight``, unless its module is called as tables are, or as what drafts
+  tokens: an embedding may be kept in float8 without scales, and of a draft no class reads it.
 
 What else has one byte (masks and tables that a model keeps in buffers) is none, nor is a dense
 weight with scales beside it: it has its values.
@@ -33,6 +33,7 @@ _PACKED = frozenset({"weight_packed", "qweight", "W_q"})
 _INTEGER = re.compile(r"[IU]\d+")
 _NARROW = re.compile(r"[IU][48]|F[468](?:_.*)?")
 _TABLE = re.compile(r"(?!.*proj).*emb|wte|wpe")
+_DRAFT = re.compile(r"(?:.*\.)?(?:mtp|nextn|draft|eagle|medusa)")
 _MATRIX = 2
 
 
@@ -51,10 +52,11 @@ def _holds_codes(name: str, header: TensorHeader, tensors: Mapping[str, TensorHe
         return _INTEGER.fullmatch(header.dtype) is not None
     if len(header.shape) < _MATRIX or not _NARROW.fullmatch(header.dtype):
         return False
-    if own == "weight" and len(header.shape) == _MATRIX and not _is_table(path):
-        return True
     beside = f"{path}." if path else ""
-    return any(f"{beside}{scale}" in tensors for scale in _scales_of(own))
+    if any(f"{beside}{scale}" in tensors for scale in _scales_of(own)):
+        return True
+    is_weight = own == "weight" and len(header.shape) == _MATRIX
+    return is_weight and not _is_table(path) and not _DRAFT.match(path)
 
 
 def _is_table(path: str) -> bool:
