@@ -68,6 +68,7 @@ _OF_BATCHES = frozenset(
     }
 )
 """How samples are put together: scripts set it to calibrate, and no reader needs it."""
+_NO_CLASS = "Unrecognized processing class"
 _OF_A_PLACE = frozenset({"_commit_hash", "_name_or_path", "name_or_path", "tokenizer_file"})
 
 
@@ -122,6 +123,8 @@ def load_processor(
             return LoadedProcessor(loader.from_pretrained(str(place), **arguments), "")
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
             reasons.append(f"{loader.__name__}: {_first_line(error)}")
+    if _NO_CLASS in reasons[0]:  # as of any folder whose tokenizer cannot be loaded
+        del reasons[0]
     reason = f"No tokenizer or processor could be loaded from {place} ({'; '.join(reasons)})."
     if processor is not None:
         raise CheckpointError(reason, "Name a folder or hub id that holds one.")
@@ -197,4 +200,6 @@ def _content(file: Path) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return "it brings its own code, which runs with trust_remote_code_model=True"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -11,7 +11,15 @@ from llmcompressor.datasets.encode import parameters_of
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
 
-__all__ = ["CHATML", "ChatRenderer", "fault_of_chat", "is_chat", "tools_of", "turns"]
+__all__ = [
+    "CHATML",
+    "ChatRenderer",
+    "NoTokenizerError",
+    "fault_of_chat",
+    "is_chat",
+    "tools_of",
+    "turns",
+]
 
 CHATML = (
     "{% for message in messages %}"
@@ -128,6 +136,10 @@ def turns(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return plain
 
 
+class NoTokenizerError(DatasetError):
+    """Rows have to be tokenized, and there is nothing to do it with."""
+
+
 class ChatRenderer:
     """Renders conversations with one processor's template.
 
@@ -179,7 +191,7 @@ class ChatRenderer:
     def _template(self) -> tuple[Any, str | None]:
         """Who renders, and the template to give it, if it has none of its own."""
         if self._processor is None:
-            raise DatasetError(
+            raise NoTokenizerError(
                 "The data holds conversations, and there is no tokenizer to render them.",
                 "Give the model's tokenizer.",
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmcompressor.datasets.chat import ChatRenderer, fault_of_chat
+from llmcompressor.datasets.chat import ChatRenderer, NoTokenizerError, fault_of_chat
 from llmcompressor.datasets.checks import check_token_ids
 from llmcompressor.datasets.encode import Encoder, pad_id_of, padding_side_of
 from llmcompressor.datasets.media import check_placeholders, with_media
@@ -236,7 +236,7 @@ class SampleMaker:
     def _own_encoder(self, where: str) -> Encoder:
         if self._encoder is None:
             if self._it.processor is None:
-                raise DatasetError(
+                raise NoTokenizerError(
                     f"{where} is not tokenized, and there is no tokenizer.",
                     "Give the model's tokenizer, or data with input_ids.",
                 )

@@ -131,9 +131,8 @@ class RowPreparer:
                 self._has_warned_of_tools = True
             return self._chat(turns(conversation), found)
         except DatasetError as error:
-            raise DatasetError(
-                f"{where}, column {column!r}: {error.problem}", error.remedy
-            ) from error
+            problem = f"{where}, column {column!r}: {error.problem}"
+            raise type(error)(problem, error.remedy) from error
 
     def _name_text(self, row: Row, where: str, *, is_made: bool) -> None:
         """Make the column that the user named ``text``; rows that came tokenized need none."""

@@ -191,9 +191,10 @@ class Job(Task):
         """The calibration batches, if a modifier needs them."""
         if not self.needing_data:
             return None
-        return load_calibration(
-            self.dataset_args, processor=processor, source=source, **data_limits(model)
-        )
+        with self.told_why():
+            return load_calibration(
+                self.dataset_args, processor=processor, source=source, **data_limits(model)
+            )
 
     def check_batches(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Refuse, before the first pass, calibration data that a modifier could not work with."""

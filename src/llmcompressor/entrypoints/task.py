@@ -30,9 +30,10 @@ from llmcompressor.checkpoint.staging import check_output_dir
 from llmcompressor.checkpoint.workspace import is_being_published
 from llmcompressor.checkpoint.write_errors import check_file, check_named
 from llmcompressor.core.session import CompressionSession
+from llmcompressor.datasets.chat import NoTokenizerError
 from llmcompressor.entrypoints.applied_recipe import applied_recipe, stages_before
 from llmcompressor.entrypoints.devices import named_device
-from llmcompressor.errors import ArgumentError, RecipeError
+from llmcompressor.errors import ArgumentError, DatasetError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.recipe import Recipe
@@ -87,6 +88,7 @@ class Task:
         also_known: Iterable[str] = (),
     ) -> None:
         self.run_type = run_type
+        self._no_processor = ""
         parsed = parse_arguments(
             arguments,
             ModelArguments,
@@ -223,9 +225,19 @@ class Task:
             cache_dir=args.cache_dir,
             token=args.use_auth_token,
         )
-        if found.processor is None:
-            logger.debug(f"No processor: {found.reason}")
+        self._no_processor = found.reason
         return found.processor
+
+    @contextmanager
+    def told_why(self) -> Iterator[None]:
+        """Have an error about a tokenizer that is missing say why none was loaded."""
+        try:
+            yield
+        except NoTokenizerError as error:
+            if not self._no_processor:
+                raise
+            problem = f"{error.problem.rstrip('.')}. {self._no_processor}"
+            raise DatasetError(problem, error.remedy) from error
 
     def _wants_processor(self, place: Any) -> bool:
         """Whether data has to be prepared, or the source has no files that saving could copy."""

@@ -125,7 +125,8 @@ class _Run:
         _check_precision(self.model, task)
         teacher = load_teacher(task.model_args, device)
         self.processor = task.load_processor()
-        train_samples, eval_samples = task.data.load(self.model, self.processor)
+        with task.told_why():
+            train_samples, eval_samples = task.data.load(self.model, self.processor)
         if not task.learns_from_teacher:
             check_targets(train_samples)
         if not hasattr(train_samples, "__len__"):
