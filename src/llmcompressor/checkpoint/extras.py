@@ -18,6 +18,7 @@ from llmcompressor.checkpoint.layout import owned_by_model
 from llmcompressor.checkpoint.source import TensorHeader
 from llmcompressor.checkpoint.undeclared import SIDE_FILES
 from llmcompressor.logger import logger
+from llmcompressor.wording import listed
 
 __all__ = [
     "copy_side_files",
@@ -31,6 +32,7 @@ __all__ = [
 _RECOMPUTED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 _EXPERT = re.compile(r"^(.*\.experts)\.\d+\.")
 _LAYER = re.compile(r"^((?:.*\.)?(?:layers?|h|blocks?))\.(\d+)\.")
+_ADAPTER = re.compile(r"(?:^|[._])lora_(?:[AB]|down|up|embedding_[AB]|magnitude_vector)(?:[._]|$)")
 _TOWER = re.compile(r"vis|audio|speech")
 _LAYER_COUNTS = (
     "num_hidden_layers",
@@ -81,31 +83,66 @@ def extra_tensors(
 
     Returns:
         The names, in the source's order. Caches that readers compute themselves, and tensors of
-        experts and layers that were removed from the model, are not among them.
+        experts and layers that were removed from the model, are not among them. Nor is what lies
+        in layers and modules that the model has, whose meaning a change of them may have taken
+        away; of that, and of adapters, a warning is logged.
     """
     candidates = [name for name in source if name not in written]
     owned = owned_by_model(model, candidates, state)
-    written_modules = {name.rpartition(".")[0] for name in written}
+    written_modules = {name.rpartition(".")[0] for name in written} - {""}
     expert_lists = {
         match.group(1) for match in (_EXPERT.match(name) for name in written) if match is not None
     }
-    found = [match.group(1) for match in map(_LAYER.match, written) if match is not None]
-    layers = {stack for stack in found if not _TOWER.search(stack)}
+    written_layers = {match.group() for match in map(_LAYER.match, written) if match is not None}
+    stacks = {layer.rpartition(".")[0].rpartition(".")[0] for layer in written_layers}
+    layers = {stack for stack in stacks if not _TOWER.search(stack)}
     count = _layer_count(source)
-    extras = []
+    extras, left = [], []
     for name in candidates:
-        layer = _LAYER.match(name)
-        if layer is not None and layer.group(1) in layers and int(layer.group(2)) < count:
-            continue  # one beyond them drafts tokens
         expert = _EXPERT.match(name)
-        if not (
+        if (
             name in owned
-            or name.rpartition(".")[0] in written_modules - {""}
             or _RECOMPUTED.search(name)
             or (expert is not None and expert.group(1) in expert_lists)
         ):
+            continue
+        layer = _LAYER.match(name)
+        # one beyond the layers that are counted drafts tokens
+        inside = layer is not None and layer.group(1) in layers and int(layer.group(2)) < count
+        if not inside and name.rpartition(".")[0] not in written_modules:
             extras.append(name)
+        elif layer is None or layer.group() in written_layers:  # else the layer was cut off
+            left.append(name)
+    _tell_of_left(model, left)
+    _tell_of_adapters([*extras, *left])
     return extras
+
+
+def _tell_of_left(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Say which tensors lie in modules and layers of the model and are not written."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    told = [
+        name
+        for name in names
+        if not _ADAPTER.search(name) and not any(re.search(one, name) for one in patterns)
+    ]
+    if told:
+        logger.warning(
+            f"Left out of the output, because {type(model).__name__} has the layers or modules "
+            f"that they lie in and does not read them: {listed(told)}. A server whose class reads "
+            "them would miss them: model_free_ptq keeps every tensor."
+        )
+
+
+def _tell_of_adapters(names: Sequence[str]) -> None:
+    """Say that an adapter lies in the files of the model, which is another one without it."""
+    found = [name for name in names if _ADAPTER.search(name)]
+    if found:
+        logger.warning(
+            "The checkpoint holds tensors of an adapter (LoRA) that the model's class does not "
+            f"read: {listed(found)}. What is compressed is the model without it: if it is meant, "
+            "merge it into the weights, save the model, and compress that."
+        )
 
 
 def _layer_count(source: Mapping[str, TensorHeader]) -> int:
