@@ -29,6 +29,7 @@ from llmcompressor.checkpoint.processor import load_processor
 from llmcompressor.checkpoint.save import save_checkpoint
 from llmcompressor.checkpoint.source import inspect_source, local_directory
 from llmcompressor.errors import CheckpointError
+from llmcompressor.evaluation.models import load_for_measuring
 from llmcompressor.schemes.presets import preset_scheme
 
 PICO = Path(llmcompressor.__file__).parent / "data" / "pico-stdlib"
@@ -123,6 +124,22 @@ def test_tensors_of_other_shapes_are_named(dense: Path, read: Any) -> None:
     with pytest.raises(
         CheckpointError, match=r"tensor model\.layers\.0\.mlp\.down_proj\.weight .* 5 more have"
     ):
+        read(dense)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        load_model,
+        lambda folder: build_blueprint(inspect_source(folder)),
+        lambda folder: load_for_measuring(folder, trust_remote_code=False),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["auto", "bf16"])
+def test_a_dtype_that_nobody_knows_is_named(dense: Path, read: Any, dtype: str) -> None:
+    edit_config(dense, dtype=dtype)
+    expected = rf"config\.json of .* says that the dtype is '{dtype}'.* such as bfloat16"
+    with pytest.raises(CheckpointError, match=expected):
         read(dense)
 
 

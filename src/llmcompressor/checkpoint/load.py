@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,6 +65,7 @@ LOADING_FAILURES = (
     struct.error,
 )
 """What transformers and torch raise of files that are damaged or no weights at all."""
+_NO_DTYPE = re.compile(r"module 'torch' has no attribute '(.*)'")
 _ROWS = 64
 """Of a tensor, that tell whether its codes were dequantized."""
 _PRECISIONS = {
@@ -162,8 +164,22 @@ def config_of(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
     Args:
         place: a folder, or the id of a model on the hub.
         hub: arguments of ``from_pretrained``.
+
+    Raises:
+        CheckpointError: it names a dtype that torch does not know; of what else is wrong
+            transformers raises its own errors.
     """
-    config: PretrainedConfig = AutoConfig.from_pretrained(str(place), **hub)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(place), **hub)
+    except AttributeError as error:
+        unknown = _NO_DTYPE.search(str(error))
+        if unknown is None:
+            raise
+        raise CheckpointError(
+            f"The config.json of {place} says that the dtype is {unknown.group(1)!r}, which "
+            "neither torch nor transformers knows.",
+            "Write that of the weights there, such as bfloat16.",
+        ) from error
     holders: tuple[Any, ...] = (config, getattr(config, "text_config", None))
     for one in holders:
         if getattr(one, "quantization_config", None) == {}:
@@ -306,6 +322,8 @@ def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> Pr
     try:
         config = config_of(place, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise loading_error(str(place), error) from error
     check_config_unquantized(config, str(place))
     return config

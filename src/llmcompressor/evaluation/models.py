@@ -55,6 +55,8 @@ def load_for_measuring(
     try:
         config = config_of(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise loading_error(name, error) from error
     check_kind(config, name)
     check_declared(place)
