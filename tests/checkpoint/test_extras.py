@@ -78,9 +78,20 @@ def test_links_of_the_hubs_cache_are_followed_within_a_module(tmp_path: Path) ->
     assert (tmp_path / "out" / FILES[0]).read_text() == "pooling"
 
 
-@pytest.mark.parametrize("text", [modules("", "2_Dense"), modules("")])
-def test_weights_of_modules_are_fetched_in_any_format(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+@pytest.mark.parametrize(
+    ("text", "kind", "further"),
+    [
+        (modules("", "2_Dense"), "bert", ["2_Dense/*"]),
+        (modules(""), "bert", None),
+        ("[]", "qwen2_5_omni", ["spk_dict.pt"]),
+    ],
+)
+def test_what_is_copied_is_fetched_in_any_format(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    kind: str,
+    further: list[str] | None,
 ) -> None:
     asked: list[tuple[str, Sequence[str]]] = []
 
@@ -89,6 +100,7 @@ def test_weights_of_modules_are_fetched_in_any_format(
         return str(tmp_path)
 
     (tmp_path / "modules.json").write_text(text)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     monkeypatch.setattr(hub, "snapshot_download", download)
     assert hub.fetch("owner/model") == tmp_path
-    assert asked[1:] == ([("allow_patterns", ["2_Dense/*"])] if "Dense" in text else [])
+    assert asked[1:] == ([("allow_patterns", further)] if further else [])

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as hf_logging
 
+from llmcompressor.checkpoint.extras import SPEAKERS_FILE
 from llmcompressor.checkpoint.layout import (
     LoadedName,
     loaded_names,
@@ -43,6 +45,10 @@ from llmcompressor.errors import CheckpointError
 from llmcompressor.modeling.settings import text_config
 
 __all__ = ["Blueprint", "build_blueprint", "meta_parameter", "quiet_loading"]
+
+
+_SPEAKERS = "load_speakers"
+"""The method of a model whose voices are no tensors of its checkpoint."""
 
 
 @dataclass
@@ -118,7 +124,7 @@ def build_blueprint(
     with quiet_loading(), _one_clear_error(place):
         draft = _draft(loader, config, source.tensors)
         state = stand_ins(source.tensors, draft.stacks)
-        model, info = loader.from_pretrained(
+        model, info = _from_pretrained(loader)(
             None,
             config=config,
             dtype=dtype,
@@ -128,6 +134,8 @@ def build_blueprint(
         )
     check_complete(place, info)
     model.config.name_or_path = place
+    if hasattr(model, _SPEAKERS) and (source.directory / SPEAKERS_FILE).is_file():
+        model.load_speakers(str(source.directory / SPEAKERS_FILE))
     shared = _plain_meta(model)
     _read_generation_config(model, source.directory)
     names = draft.names
@@ -135,6 +143,13 @@ def build_blueprint(
         names = loaded_names(model, source.tensors, model.state_dict())
     model.train(mode=False)
     return Blueprint(model, source, names, dtype, shared)
+
+
+def _from_pretrained(loader: Any) -> Any:
+    """How to build a model: that of a class that also reads a file of speakers wants a folder."""
+    if hasattr(loader, _SPEAKERS):
+        return partial(PreTrainedModel.from_pretrained.__func__, loader)  # type: ignore[attr-defined]  # of a class method
+    return loader.from_pretrained
 
 
 class _Draft(NamedTuple):

@@ -21,6 +21,7 @@ from llmcompressor.logger import logger
 from llmcompressor.wording import listed
 
 __all__ = [
+    "SPEAKERS_FILE",
     "copy_side_files",
     "extra_ignore",
     "extra_tensors",
@@ -58,6 +59,8 @@ _COPIED_STEMS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _COPIED_FOLDERS = ("additional_chat_templates",)
 _MODULES = "modules.json"
 """Of sentence-transformers."""
+SPEAKERS_FILE = "spk_dict.pt"
+"""The voices of a model that speaks (Qwen2.5-Omni), which its class cannot be loaded without."""
 _CACHE = "__pycache__"
 _REQUIREMENTS = "requirements.txt"
 """What transformers checks before it runs the code beside it."""
@@ -275,7 +278,8 @@ def _code_in(folder: Path) -> Iterator[Path]:
 def _belongs(name: str) -> bool:
     if name.startswith(".") or name.endswith(".index.json"):
         return False
-    return Path(name).suffix in _COPIED_SUFFIXES or name.startswith(_COPIED_STEMS)
+    known = Path(name).suffix in _COPIED_SUFFIXES or name == SPEAKERS_FILE
+    return known or name.startswith(_COPIED_STEMS)
 
 
 def _prefixes(name: str) -> list[str]:

@@ -10,12 +10,15 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from llmcompressor.checkpoint.extras import module_folders
+from llmcompressor.checkpoint.extras import SPEAKERS_FILE, module_folders
 from llmcompressor.checkpoint.load import loading_error
+from llmcompressor.checkpoint.source import CONFIG
 
 __all__ = ["fetch"]
 
 _OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
+
+_SPEAKING = "qwen2_5_omni"
 
 
 def fetch(
@@ -44,9 +47,18 @@ def fetch(
     )
     try:
         found = Path(download(ignore_patterns=_OTHER_FORMATS))
-        folders = module_folders(found)
-        if folders:  # these are copied as they are, whatever the format of their weights
-            download(allow_patterns=[f"{glob.escape(folder)}/*" for folder in folders])
+        # these are copied as they are, whatever their format
+        further = [f"{glob.escape(folder)}/*" for folder in module_folders(found)]
+        if _speaks(found):
+            further.append(SPEAKERS_FILE)
+        if further:
+            download(allow_patterns=further)
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise loading_error(model, error) from error
     return found
+
+
+def _speaks(folder: Path) -> bool:
+    """Whether a model is of a class that has its voices in a file of their own."""
+    config = folder / CONFIG
+    return config.is_file() and f'"{_SPEAKING}"' in config.read_text(encoding="utf-8")
