@@ -553,7 +553,7 @@ ALIASES = {
         "llmcompressor.entrypoints.saving:modify_save_pretrained"
     ),
     "llmcompressor.transformers.sparsification.compressed_tensors_utils:modify_save_pretrained": (
-        "llmcompressor.checkpoint.save:modify_save_pretrained"
+        "llmcompressor.entrypoints.saving:modify_save_pretrained"
     ),
     "llmcompressor.transformers.sparsification.sparse_model:SparseAutoModelForCausalLM": (
         "transformers:AutoModelForCausalLM"

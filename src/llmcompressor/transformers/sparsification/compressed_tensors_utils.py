@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of :func:`llmcompressor.checkpoint.save.modify_save_pretrained`."""
+"""Old path of :func:`llmcompressor.entrypoints.saving.modify_save_pretrained`."""
 
-from llmcompressor.checkpoint.save import modify_save_pretrained
+from llmcompressor.entrypoints.saving import modify_save_pretrained
 
 __all__ = ["modify_save_pretrained"]
