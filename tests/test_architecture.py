@@ -30,6 +30,7 @@ FLOORS = {
     "units": 0,
     "wording": 0,
     "registry": 1,
+    "processes": 1,
     "progress": 1,
     "metrics": 1,
     "args": 1,

@@ -12,6 +12,7 @@
     │   ├── CheckpointError            the model's files
     │   └── OutputError                the output directory
     ├── LifecycleError (RuntimeError)  a modifier was called out of order
+    ├── ProcessError (RuntimeError)    another process of the same run has failed
     └── NonFiniteError (ArithmeticError)  NaN or infinity in weights or activations
 
 An :class:`InputError` names the thing, the reason and the remedy. It is raised before any
@@ -32,6 +33,7 @@ __all__ = [
     "LifecycleError",
     "NonFiniteError",
     "OutputError",
+    "ProcessError",
     "RecipeError",
     "TargetError",
     "did_you_mean",
@@ -82,6 +84,10 @@ class OutputError(InputError):
 
 class LifecycleError(CompressorError, RuntimeError):
     """A modifier was initialized, updated or finalized out of order."""
+
+
+class ProcessError(CompressorError, RuntimeError):
+    """Another process of the same run has failed, or cannot be reached."""
 
 
 class NonFiniteError(CompressorError, ArithmeticError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ __all__ = [
     "LoggerConfig",
     "configure_distributed_logger",
     "configure_logger",
+    "is_quiet",
     "logged_to",
     "logger",
+    "quiet",
 ]
 
 _FILE_VARIABLE = "LLM_COMPRESSOR_LOG_FILE"
@@ -33,6 +35,7 @@ _FILE_LEVEL_VARIABLE = "LLM_COMPRESSOR_LOG_FILE_LEVEL"
 _DEFAULT_FILE = "llmcompressor.log"
 _FILES: list[str] = []
 """Where :func:`configure_logger` has the log written to."""
+_quiet: list[bool] = []
 
 _LINE = "<level>{level: <7}</level> {message}"
 _FILE_LINE = "{time:YYYY-MM-DD HH:mm:ss.SSS} {level: <8} {name}:{line} {message}"
@@ -139,6 +142,46 @@ def logged_to(file: str | Path | None) -> Iterator[None]:
         yield
     finally:
         logger.remove(sink)
+
+
+@contextmanager
+def quiet(*, wanted: bool = True) -> Iterator[None]:
+    """Log nothing while the body runs: another process says the same.
+
+    Args:
+        wanted: whether to.
+    """
+    if not wanted or not _is_heard():
+        yield
+        return
+    _quiet.append(True)
+    logger.disable("llmcompressor")
+    try:
+        yield
+    finally:
+        logger.enable("llmcompressor")
+        _quiet.pop()
+
+
+def is_quiet() -> bool:
+    """Whether :func:`quiet` is in force, for what is shown by other means."""
+    return bool(_quiet)
+
+
+class _HeardError(Exception):
+    """A record was begun."""
+
+
+def _is_heard() -> bool:
+    """Whether anybody is logged to: loguru does not say, but begins no record otherwise."""
+
+    def stop(record: object) -> None:
+        raise _HeardError
+
+    with suppress(_HeardError):
+        logger.patch(stop).critical("")
+        return False
+    return True
 
 
 def __getattr__(name: str) -> Any:

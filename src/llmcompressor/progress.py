@@ -29,7 +29,7 @@ from rich.progress import (
 )
 from tqdm import tqdm
 
-from llmcompressor.logger import logger
+from llmcompressor.logger import is_quiet, logger
 
 __all__ = ["Advance", "other_bars_hidden", "progress"]
 
@@ -123,6 +123,9 @@ def progress(
         ``advance(by=1, note=None)``: counts ``by`` steps as done and shows ``note``, which is
         usually the name of the module at work.
     """
+    if is_quiet():
+        yield _LogLines(total, description, clock)  # to nobody
+        return
     display = _shown.get()
     if display is None:
         terminal = Console(stderr=True).is_terminal if terminal is None else terminal

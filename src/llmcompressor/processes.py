@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that make one model together: what they tell each other, and who writes.
+
+Each has the whole model and does all of the work, so that all end with the same weights. They meet
+a few times in a run, in rounds: at the beginning, for their data, and when the output is there.
+
+A round goes through the store that ``torch.distributed`` keeps of a process group. Unlike its
+collectives it waits as long as the others need, and a process that has failed tells the others of
+it at once and waits for nobody. Only data that is large goes from process to process.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from llmcompressor.errors import ProcessError
+from llmcompressor.logger import logger
+
+__all__ = ["Processes", "world", "written_once"]
+
+_ROOT = "llmcompressor"
+_LONGEST_PAUSE = 0.5
+"""Seconds between two looks into the store."""
+_PATIENCE = 60.0
+"""Seconds after which a process that waits for others says so."""
+_numbers = itertools.count()
+_saves: Counter[Path] = Counter()
+_at_work: list[Processes] = []
+
+
+def world() -> tuple[int, int]:
+    """The rank of this process, and how many processes there are."""
+    from torch import distributed  # noqa: PLC0415  # importing the package loads no torch
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+class Processes:
+    """The processes of one run; one alone if nothing is said.
+
+    Attributes:
+        rank: of this one.
+        count: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, count: int = 1, run: str = "") -> None:
+        self.rank = rank
+        self.count = count
+        self._run = f"{_ROOT}/{run}"
+        self._round = 0
+
+    @classmethod
+    def of_a_run(cls) -> Processes:
+        """Those of the process group; a run within a run is its process's own."""
+        rank, count = world()
+        if count == 1 or _at_work:
+            return cls()
+        return cls(rank, count, f"run {next(_numbers)}")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and logs."""
+        return self.rank == 0
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A step of the run: if it fails, the others are told of it when they next meet."""
+        if self.count == 1:
+            yield
+            return
+        _at_work.append(self)
+        try:
+            yield
+        except ProcessError:
+            raise  # they know
+        except BaseException as error:
+            with suppress(RuntimeError):  # the store has ended before
+                _store().set(self._failed, _told(self.rank, error))
+            raise
+        finally:
+            _at_work.remove(self)
+
+    def agree(self, on: str, value: Any = None) -> list[Any]:
+        """A round: what each process gives, in the order of their ranks.
+
+        Args:
+            on: what it is; all processes have to ask for the same in the same order.
+            value: of this process; it is small.
+
+        Raises:
+            ProcessError: another process has failed, has ended, or asks for something else.
+        """
+        if self.count == 1:
+            return [value]
+        self._round += 1
+        keys = [f"{self._run}/{self._round}/{rank}" for rank in range(self.count)]
+        with _reached():
+            store = _store()
+            store.set(keys[self.rank], pickle.dumps((on, value)))
+            _wait(keys, self._failed, f"the other processes ({on})")
+            found = [pickle.loads(store.get(key)) for key in keys]
+        if {asked for asked, _ in found} != {on}:
+            raise ProcessError(
+                "The processes of a run do different things: "
+                f"{', '.join(f'{rank}: {asked}' for rank, (asked, _) in enumerate(found))}. Give "
+                "all of them the same model, recipe and arguments."
+            )
+        return [value for _, value in found]
+
+    def pooled(self, batches: Sequence[Any], digest: str) -> tuple[Sequence[Any], int]:
+        """The batches of all processes in the order of their ranks, in main memory.
+
+        Args:
+            batches: of this process.
+            digest: of their values.
+
+        Returns:
+            The batches, those that several processes have alike once, and from how many
+            processes they are; this process's own ones if they are alike in all.
+        """
+        digests = self.agree("calibration data", digest)
+        first = [digests.index(each) for each in dict.fromkeys(digests)]
+        if len(first) == 1:
+            return batches, 1
+        import torch  # noqa: PLC0415  # importing the package loads no torch
+
+        packed = io.BytesIO()
+        torch.save(list(batches) if self.rank in first else [], packed)
+        self.agree("sending calibration data")  # whatever could fail has not
+        parts = _gathered(packed.getvalue(), self.count)
+        pool: list[Any] = []
+        for rank in first:
+            part = io.BytesIO(parts[rank])
+            pool += torch.load(part, map_location="cpu", weights_only=False)
+        return pool, len(first)
+
+    @property
+    def _failed(self) -> str:
+        return f"{self._run}/failed"
+
+
+@contextmanager
+def written_once(place: Path) -> Iterator[bool]:
+    """Whether this process writes what all processes have alike: the first that comes does.
+
+    The others wait until it is there. A place that only some of them write to is no different.
+
+    Args:
+        place: where to.
+
+    Raises:
+        ProcessError: the process that writes has failed.
+    """
+    rank, count = world()
+    if count == 1:
+        yield True
+        return
+    _saves[place] += 1
+    key = f"{_ROOT}/saved/{_saves[place]}/{place}"
+    with _reached():
+        is_mine = _store().add(f"{key}/asked", 1) == 1
+    if not is_mine:
+        with _reached():
+            _wait([f"{key}/done"], f"{key}/failed", f"the process that writes {place}")
+        yield False
+        return
+    try:
+        yield True
+    except BaseException as error:
+        with suppress(RuntimeError):
+            _store().set(f"{key}/failed", _told(rank, error))
+        raise
+    with _reached():
+        _store().set(f"{key}/done", b"")
+
+
+def _gathered(packed: bytes, count: int) -> list[Any]:
+    """What each process gives; through main memory, whichever devices the group is for."""
+    from torch import distributed  # noqa: PLC0415  # see above
+
+    is_own = distributed.get_backend() != "gloo" and distributed.is_gloo_available()
+    group = distributed.new_group(backend="gloo") if is_own else None
+    parts: list[Any] = [None] * count
+    try:
+        distributed.all_gather_object(parts, packed, group=group)
+    finally:
+        if is_own:
+            distributed.destroy_process_group(group)
+    return parts
+
+
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415  # see above
+
+    return _get_default_store()
+
+
+def _told(rank: int, error: BaseException) -> str:
+    return f"Process {rank} has failed: {type(error).__name__}: {error}"
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """The store lives in one of the processes."""
+    try:
+        yield
+    except ProcessError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise ProcessError(f"The other processes cannot be reached any more: {error}") from error
+
+
+def _wait(keys: list[str], failed: str, whom: str) -> None:
+    begun, pause, has_told = time.monotonic(), 0.005, False
+    store = _store()
+    while not store.check(keys):
+        if store.check([failed]):
+            raise ProcessError(store.get(failed).decode(errors="replace"))
+        if not has_told and time.monotonic() - begun > _PATIENCE:
+            has_told = True
+            logger.warning(
+                f"Waiting for {whom}. Where torch.distributed has a process group, all of its "
+                "processes have to call oneshot; one that works alone destroys the group first."
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
