@@ -17,11 +17,13 @@ from llmcompressor.datasets.encode import pad_id_of, padding_side_of
 from llmcompressor.datasets.prepare import Preparation, prepare_samples
 from llmcompressor.datasets.rows import Row, Stream
 from llmcompressor.datasets.samples import MAIN_INPUTS, Sample
+from llmcompressor.datasets.sampling import own_part, own_wanted
 from llmcompressor.datasets.source import Source, is_loader, open_source
 from llmcompressor.datasets.splits import split_for
 from llmcompressor.datasets.streamed import StreamedSamples
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
+from llmcompressor.processes import Processes
 
 __all__ = ["load_calibration", "load_training", "make_collator", "template_of"]
 
@@ -38,6 +40,7 @@ def load_calibration(
     model_max_length: int | None = None,
     in_table: bool = False,
     source: Source | None = None,
+    processes: Processes | None = None,
 ) -> DataLoader[Any] | None:
     """The calibration batches that the arguments describe.
 
@@ -58,6 +61,9 @@ def load_calibration(
         in_table: the model looks positions up, and fails beyond that many.
         source: what :func:`~llmcompressor.datasets.source.open_source` found, if it was
             called already.
+        processes: those that calibrate with each other's samples: each takes all that are wanted,
+            or its part of the number where they have other data. ``None`` divides the samples
+            among the processes of the process group.
 
     Returns:
         Batches with ``input_ids`` and ``attention_mask`` (long ``[batch, tokens]``) and what
@@ -78,6 +84,9 @@ def load_calibration(
         logger.info("No calibration data was given.")
         return None
     collator = make_collator(args, processor=processor, vocab_size=vocab_size, positions=positions)
+    wanted = args.num_calibration_samples
+    if processes is not None and not isinstance(source.rows, Stream):
+        wanted = own_wanted(source.rows, wanted, processes)
     samples = prepare_samples(
         source.rows,
         Preparation(
@@ -91,11 +100,13 @@ def load_calibration(
             model_max_length=model_max_length,
             in_table=in_table,
         ),
-        wanted=args.num_calibration_samples,
+        wanted=wanted,
         shuffle=args.shuffle_calibration_samples,
         seed=args.seed,
-        distributed=True,
+        distributed=processes is None,
     )
+    if processes is not None and isinstance(source.rows, Stream):
+        samples = own_part(samples, wanted, processes)
     return DataLoader(
         samples,  # type: ignore[arg-type]  # a list has all that a map-style data set needs
         batch_size=args.batch_size,

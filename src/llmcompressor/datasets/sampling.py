@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,26 +13,22 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from llmcompressor.datasets.rows import Rows
+from llmcompressor.datasets.samples import Sample
 from llmcompressor.errors import DatasetError
 from llmcompressor.logger import logger
+from llmcompressor.processes import Processes, world
 
 __all__ = [
     "LengthAwareSampler",
     "draw_order",
     "get_rank_partition",
+    "own_part",
+    "own_wanted",
     "partition",
     "same_everywhere",
     "share",
     "world",
 ]
-
-
-def world() -> tuple[int, int]:
-    """The rank of this process, and how many processes there are."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
 
 
 def partition(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -124,9 +120,35 @@ def same_everywhere(rows: Rows, size: int) -> bool:
     return len(set(digests)) == 1
 
 
+def own_wanted(rows: Rows, wanted: int | None, processes: Processes) -> int | None:
+    """How many samples a process takes where each calibrates with those of all of them.
+
+    All that are wanted, if the others have the same rows; else its part of that number.
+    """
+    digests = processes.agree("rows", _digest(rows) if processes.count > 1 else None)
+    if wanted is None or len(set(digests)) == 1:
+        return wanted
+    start, stop = partition(wanted, processes.rank, processes.count)
+    return stop - start
+
+
+def own_part(samples: list[Sample], wanted: int | None, processes: Processes) -> list[Sample]:
+    """The same of samples of a stream, whose rows can be compared only when they are taken."""
+    count = len(samples)
+    digest = _digest_of(count, samples) if processes.count > 1 else None
+    if wanted is None or len(set(processes.agree("samples of a stream", digest))) == 1:
+        return samples
+    start, stop = partition(wanted, processes.rank, processes.count)
+    return samples[: stop - start]
+
+
 def _digest(rows: Rows) -> str:
     count = len(rows)
     some = rows.fetch(sorted({*range(min(4, count)), *range(max(0, count - 4), count)}))
+    return _digest_of(count, some)
+
+
+def _digest_of(count: int, some: Sequence[Mapping[str, Any]]) -> str:
     shown = [[(name, _shown(value)) for name, value in row.items()] for row in some]
     return hashlib.sha256(repr((count, shown)).encode()).hexdigest()
 

@@ -20,10 +20,18 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from llmcompressor.modeling.flat_pieces import change_piece, cut, gathered, is_flat, joined
+from llmcompressor.modeling.flat_pieces import (
+    change_piece,
+    cut,
+    gathered,
+    in_pieces,
+    is_flat,
+    joined,
+)
 
 __all__ = [
     "is_in_parts",
+    "is_spread",
     "is_spread_as",
     "local",
     "on_any",
@@ -43,6 +51,15 @@ def was_loaded_spread(model: Any) -> bool:
     Nobody else gathers it then: all processes save it together.
     """
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
+def is_spread(model: Any) -> bool:
+    """Whether no process has all of a model."""
+    if was_loaded_spread(model):
+        return True
+    if not isinstance(model, Module):
+        return False
+    return in_pieces(model) or any(map(is_in_parts, model.parameters()))
 
 
 def is_in_parts(tensor: Any) -> bool:
