@@ -35,6 +35,8 @@ _FILE_LEVEL_VARIABLE = "LLM_COMPRESSOR_LOG_FILE_LEVEL"
 _DEFAULT_FILE = "llmcompressor.log"
 _FILES: list[str] = []
 """Where :func:`configure_logger` has the log written to."""
+_RANKS: list[int] = []
+"""Of this process, where :func:`configure_logger` has each line told with it."""
 _quiet: list[bool] = []
 
 _LINE = "<level>{level: <7}</level> {message}"
@@ -87,6 +89,7 @@ def configure_logger(
     logger.enable("llmcompressor")
     logger.remove()
     _FILES.clear()
+    _RANKS[:] = [] if given.rank is None else [given.rank]
     _know_metrics()
 
     def wanted(record: Any) -> bool:
@@ -148,10 +151,12 @@ def logged_to(file: str | Path | None) -> Iterator[None]:
 def quiet(*, wanted: bool = True) -> Iterator[None]:
     """Log nothing while the body runs: another process says the same.
 
+    Where lines are told with the rank of their process, all processes go on logging.
+
     Args:
         wanted: whether to.
     """
-    if not wanted or not _is_heard():
+    if not wanted or _RANKS or not _is_heard():
         yield
         return
     _quiet.append(True)

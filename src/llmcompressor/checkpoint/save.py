@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,7 @@ from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown
 from llmcompressor.modeling.inputs import model_dtype
 from llmcompressor.modeling.spread import was_loaded_spread, whole_state
 from llmcompressor.names import named_modules
+from llmcompressor.processes import written_once
 
 __all__ = [
     "DEFAULT_SHARD_SIZE",
@@ -121,6 +123,7 @@ class SaveOptions:
         check: called with the folder when all else is written; what it returns is kept in the
             report as ``verification``.
         dtype: what the model had when it was quantized, if that is known.
+        once: several processes have the same model, and one of them writes.
     """
 
     save_compressed: bool = True
@@ -132,6 +135,7 @@ class SaveOptions:
     report: Mapping[str, Any] | None = None
     check: Check = None
     dtype: torch.dtype | None = None
+    once: bool = False
 
 
 def save_checkpoint(
@@ -207,6 +211,7 @@ def modify_save_pretrained(
     processor: Any | None = None,
     report: Mapping[str, Any] | None = None,
     check: Check = None,
+    once: bool = False,
 ) -> None:
     """Make ``model.save_pretrained`` write compressed checkpoints.
 
@@ -220,6 +225,7 @@ def modify_save_pretrained(
         processor: written too if given; ``save_pretrained`` of a model writes none by itself.
         report: as in :class:`SaveOptions`.
         check: as there; called with ``kinds`` too, which says what the modules are.
+        once: see there.
     """
     forget_dequantizing(model)
     dtype = model_dtype(model) if any(map(is_module_quantized, model.modules())) else None
@@ -230,6 +236,7 @@ def modify_save_pretrained(
         report=report,
         check=check,
         dtype=dtype,
+        once=once,
     )
     object.__setattr__(model, _OPTIONS, options)
     # a bound method is pickled by its name, which the model's class has for another one
@@ -288,7 +295,8 @@ def _save_pretrained(
         model: the model.
         save_directory: where to write.
         is_main_process: other processes write nothing. They call this too where transformers has
-            spread the model when it loaded it.
+            spread the model when it loaded it. Of processes that have compressed the same model
+            together one writes, and the others wait for it.
         state_dict: tensors to write instead of the model's own.
         push_to_hub: upload the files that were written to ``repo_id``.
         max_shard_size: the most bytes of tensors in one file.
@@ -329,9 +337,13 @@ def _save_pretrained(
     )
     check_named("save_directory", save_directory)
     warn_cast(model_dtype(model), options.dtype)
-    written = _save_into(model, Path(save_directory), options, state_dict)
-    if push_to_hub:
-        _push(model, Path(save_directory), written, hub_arguments)
+    place = Path(save_directory).expanduser().resolve()
+    with written_once(place) if options.once else nullcontext(True) as is_mine:
+        if not is_mine:
+            return
+        written = _save_into(model, Path(save_directory), options, state_dict)
+        if push_to_hub:
+            _push(model, Path(save_directory), written, hub_arguments)
 
 
 def _push(

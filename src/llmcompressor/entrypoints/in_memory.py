@@ -76,7 +76,7 @@ def run_in_memory(job: Job, source: Source | None) -> Module:
         )
     if job.run_args.max_memory is not None:
         logger.warning("max_memory has no effect: this run needs the whole model in memory.")
-    if job.output_dir is None:
+    if job.output_dir is None or not job.processes.is_first:
         return _run(job, source)
     job.check_free(job.output_dir)
     with reserved(Path(job.output_dir), resume=job.run_args.resume):
@@ -89,7 +89,8 @@ def _run(job: Job, source: Source | None) -> Module:
     open_experts(model, mixtures)  # type: ignore[arg-type]  # others have no mixtures
     processor = job.load_processor()
     loader = job.load_data(model, processor, source)
-    batches = None if loader is None else list(loader)
+    batches = job.pooled(loader)
+    job.share_memory()
     session = active_session()
     session.reset()
     session.state.keeps_ties = job.keeps_ties
@@ -105,8 +106,9 @@ def _run(job: Job, source: Source | None) -> Module:
             source=job.source,
             report=report,
             check=check_saved if job.run_args.verify else None,
+            once=job.processes.count > 1,
         )
-    if job.output_dir is not None:
+    if job.output_dir is not None and job.processes.is_first:
         _save(job, model, processor, session, report)
     if job.recipe_args.clear_sparse_session:
         session.reset()

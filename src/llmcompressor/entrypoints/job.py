@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+import platform
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.checkpoint.finished_run import FinishedRun
@@ -18,6 +21,7 @@ from llmcompressor.datasets import table
 from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import Source, check_name, open_source
 from llmcompressor.entrypoints.data_limits import data_limits
+from llmcompressor.entrypoints.data_prints import values_print
 from llmcompressor.entrypoints.task import (
     Records,
     Task,
@@ -28,8 +32,11 @@ from llmcompressor.entrypoints.task import (
 )
 from llmcompressor.errors import ArgumentError, DatasetError, OutputError
 from llmcompressor.logger import logger
+from llmcompressor.modeling.spilled import activation_budget
+from llmcompressor.modeling.spread import is_spread
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines import infer_pipeline
+from llmcompressor.processes import Processes
 from llmcompressor.recipe import Recipe
 
 __all__ = ["Job", "Records", "compression_report", "report_of", "undone_on_error"]
@@ -47,7 +54,13 @@ _WITHOUT_DATA = "QuantizationModifier needs none with a scheme such as FP8_DYNAM
 
 
 class Job(Task):
-    """The arguments of a run, read and checked, and the steps that every way to run it takes."""
+    """The arguments of a run, read and checked, and the steps that every way to run it takes.
+
+    Attributes:
+        processes: those that each do this job.
+    """
+
+    processes = Processes()
 
     def __init__(
         self,
@@ -193,8 +206,37 @@ class Job(Task):
             return None
         with self.told_why():
             return load_calibration(
-                self.dataset_args, processor=processor, source=source, **data_limits(model)
+                self.dataset_args,
+                processor=processor,
+                source=source,
+                processes=None if is_spread(model) else self.processes,
+                **data_limits(model),
             )
+
+    def pooled(self, loader: Any) -> list[Any] | None:
+        """The batches of a loader, and those that other processes were given."""
+        if loader is None:
+            return None
+        own, count = list(loader), self.processes.count
+        if count == 1:
+            return own
+        batches, parts = self.processes.pooled(own, values_print(own))
+        whose = f"those of {parts} processes together" if parts > 1 else "the same for all"
+        logger.info(
+            f"Each of {count} processes calibrates with {_samples_of(batches)} samples, {whose}: "
+            "they do not share the work."
+        )
+        return list(batches)
+
+    def share_memory(self) -> None:
+        """Give all processes the same room for activations: it decides where forwards pause."""
+        if self.processes.count == 1 or self.dataset_args.activation_budget is not None:
+            return
+        mine = (platform.node(), activation_budget(None))
+        found = self.processes.agree("free memory", mine)
+        beside = Counter(node for node, _ in found)
+        least = min(budget // beside[node] for node, budget in found)
+        self.dataset_args = replace(self.dataset_args, activation_budget=max(1, least))
 
     def check_batches(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Refuse, before the first pass, calibration data that a modifier could not work with."""
@@ -212,6 +254,13 @@ class Job(Task):
                 )
             return "datafree"
         return asked
+
+
+def _samples_of(batches: Iterable[Mapping[str, Any]]) -> int:
+    firsts = (
+        next((each for each in one.values() if isinstance(each, Tensor)), ()) for one in batches
+    )
+    return sum(map(len, firsts))
 
 
 def _is_tokenized(data: Any) -> bool:

@@ -26,8 +26,10 @@ from llmcompressor.entrypoints.job import Job
 from llmcompressor.entrypoints.signature import with_arguments_of
 from llmcompressor.entrypoints.streamed import run_streamed, streamable
 from llmcompressor.errors import ArgumentError, InputError
-from llmcompressor.logger import logged_to, logger
+from llmcompressor.logger import logged_to, logger, quiet
+from llmcompressor.modeling.spread import is_spread
 from llmcompressor.numerics.precision import float32_by_default, full_float32_products
+from llmcompressor.processes import Processes
 
 __all__ = ["Oneshot", "oneshot"]
 
@@ -106,7 +108,10 @@ class Oneshot(Job):
         **arguments: Any,
     ) -> None:
         self._given = {"output_dir": output_dir, "log_dir": log_dir, **arguments}
-        super().__init__(output_dir, log_dir, **arguments)
+        if not _is_dry(arguments) and not is_spread(arguments.get("model")):
+            self.processes = Processes.of_a_run()
+        with self.processes.telling():
+            super().__init__(output_dir, log_dir, **arguments)
         self.model: Any = None
         _check_steps(type(self))
         _quieten_tokenizers()
@@ -117,7 +122,8 @@ class Oneshot(Job):
             return _planned(self._given)
         model = self.model_args.model
         with (
-            logged_to(_log_file(self.log_dir)),
+            self._with_others(),
+            logged_to(_log_file(self.log_dir) if self.processes.is_first else None),
             free_session(),
             _left_inference_mode(model),
             _left_autocast(),
@@ -130,7 +136,29 @@ class Oneshot(Job):
                 self.model = run_streamed(self, checkpoint, source)
             else:
                 self.model = run_in_memory(self, source)
-            return self.model
+        return self.model
+
+    @contextmanager
+    def _with_others(self) -> Iterator[None]:
+        """Begin when all processes do, and end when the work of all is done."""
+        processes = self.processes
+        if processes.count == 1:
+            yield
+            return
+        with processes.telling(), torch.random.fork_rng(devices=[]):
+            told = {"recipe": self.recipe.yaml(), "output_dir": str(self.output_dir)}
+            for name, found in told.items():
+                if len(set(processes.agree(name, found))) > 1:
+                    raise ArgumentError(
+                        "The processes of torch.distributed make one model together, and were "
+                        f"given different values of {name}.",
+                        "Give all of them the same; for models of their own start them without a "
+                        "process group.",
+                    )
+            torch.set_rng_state(processes.agree("random numbers", torch.get_rng_state())[0])
+            with quiet(wanted=not processes.is_first):
+                yield
+                processes.agree("end")
 
 
 def _check_steps(cls: type) -> None:

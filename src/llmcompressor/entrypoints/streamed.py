@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ from llmcompressor.errors import (
     ArgumentError,
     DatasetError,
     NonFiniteError,
+    OutputError,
     RecipeError,
     TargetError,
 )
@@ -151,7 +152,30 @@ def run_streamed(job: Job, source: SourceInfo, data: Source | None) -> Module:
         return run_in_memory(job, data)
     processor = job.load_processor()
     loader = job.load_data(model, processor, data)
-    return run_blueprint(job, blueprint, processor, None if loader is None else list(loader))
+    return _run_once(job, blueprint, processor, job.pooled(loader))
+
+
+def _run_once(
+    job: Job, blueprint: Blueprint, processor: Any, batches: Sequence[Any] | None
+) -> Module:
+    """One process does the work; what it has made is the model of the others too."""
+    processes = job.processes
+    if processes.count == 1:
+        return run_blueprint(job, blueprint, processor, batches)
+    if not processes.is_first:
+        processes.agree("output")
+        job.run_args = replace(job.run_args, resume="auto")
+        job.model_args = replace(job.model_args, overwrite=False)
+    model = run_blueprint(job, blueprint, processor, batches)
+    assert job.output_dir is not None
+    try:
+        if processes.is_first:
+            processes.agree("output")
+        processes.agree("model of the output")
+    finally:
+        if processes.is_first:
+            forget_run(job.output_dir)
+    return model
 
 
 def run_blueprint(
@@ -245,6 +269,11 @@ class _Run:
         if not was_published(job.output_dir):
             if self._take_up(prediction, layout, passes):
                 return
+            if not job.processes.is_first:
+                raise OutputError(
+                    f"{job.output_dir} is not what the first process has just written.",
+                    "Give an output directory that all processes see.",
+                )
             job.check_free(job.output_dir)
         with opened(job.output_dir, self._prints, resume=job.run_args.resume) as workspace:
             try:
@@ -364,8 +393,10 @@ class _Run:
             source=options.source,
             report=options.report,
             check=check_saved if self.job.run_args.verify else None,
+            once=self.job.processes.count > 1,
         )
-        forget_run(target)
+        if self.job.processes.count == 1:  # else the others have yet to find it
+            forget_run(target)
 
     def _told(self, stream: BlockStream) -> dict[str, Any] | None:
         return compression_report(stream.reports(), self.blueprint.model)
