@@ -46,7 +46,7 @@ def test_parts_of_the_data_give_what_all_of_it_gives_one_process(pair, tmp_path,
     assert [weights for weights, _ in found] == [one, one]
     assert content(tmp_path / "two") == content(tmp_path / "one")
     assert "8 samples, those of 2 processes together" in found[0][1]
-    assert "calibrates with" not in found[1][1], "the first process has said it"
+    assert "Calibration with" not in found[1][1], "the first process has said it"
     assert sum(lines.count("Saved") for _, lines in found) == 1
 
 

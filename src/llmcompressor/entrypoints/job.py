@@ -223,8 +223,8 @@ class Job(Task):
         batches, parts = self.processes.pooled(own, values_print(own))
         whose = f"those of {parts} processes together" if parts > 1 else "the same for all"
         logger.info(
-            f"Each of {count} processes calibrates with {_samples_of(batches)} samples, {whose}: "
-            "they do not share the work."
+            f"Calibration with {_samples_of(batches)} samples, {whose}; {count} processes do not "
+            "share the work."
         )
         return list(batches)
 
