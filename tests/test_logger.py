@@ -133,6 +133,18 @@ def test_lines_name_the_rank_of_the_process(
     assert "[Rank 3] " in capsys.readouterr().err
 
 
+def test_what_is_marked_to_be_shown_once_is_shown_once_in_each_place(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.log", tmp_path / "second.log"
+    configure_logger(LoggerConfig(console_log_level=None, log_file=first))
+    with logged_to(second):
+        for text in ("odd", "odd", "even"):
+            logger.bind(log_once=True).warning(text)
+            logger.warning(text)
+    assert messages(first).count("odd") == 3  # once, and the two that bear no mark
+    assert messages(first).count("even") == 2
+    assert second.read_text().count("odd") == 3
+
+
 def test_the_module_answers_for_its_logger() -> None:
     said: list[str] = []
     handle = llmcompressor.logger.add(lambda message: said.append(message.record["message"]))

@@ -92,20 +92,32 @@ def configure_logger(
     _RANKS[:] = [] if given.rank is None else [given.rank]
     _know_metrics()
 
-    def wanted(record: Any) -> bool:
-        return not given.metrics_disabled or record["level"].name != _METRIC
-
     level = os.environ.get("LLM_COMPRESSOR_LOG_LEVEL") or given.console_log_level
     if level:
         line = _LINE if given.rank is None else f"[Rank {given.rank}] {_LINE}"
-        logger.add(sys.stderr, level=level.upper(), format=line, filter=wanted)
+        logger.add(
+            sys.stderr,
+            level=level.upper(),
+            format=line,
+            filter=_Filter(metrics=not given.metrics_disabled),
+        )
     file_level = os.environ.get(_FILE_LEVEL_VARIABLE) or given.log_file_level
     if file := os.environ.get(_FILE_VARIABLE):
-        logger.add(file, level=(file_level or "DEBUG").upper(), format=_FILE_LINE, filter=wanted)
+        logger.add(
+            file,
+            level=(file_level or "DEBUG").upper(),
+            format=_FILE_LINE,
+            filter=_Filter(metrics=not given.metrics_disabled),
+        )
         _FILES.append(file)
     elif given.log_file or file_level:
         file = str(given.log_file or _DEFAULT_FILE)
-        logger.add(file, level=(file_level or "INFO").upper(), serialize=True, filter=wanted)
+        logger.add(
+            file,
+            level=(file_level or "INFO").upper(),
+            serialize=True,
+            filter=_Filter(metrics=not given.metrics_disabled),
+        )
         _FILES.append(file)
 
 
@@ -117,6 +129,27 @@ def configure_distributed_logger(
 
     given = logger_config or config or LoggerConfig()
     configure_logger(replace(given, rank=torch.distributed.get_rank()))
+
+
+class _Filter:
+    """What of the log goes to one place.
+
+    compressed-tensors marks what it says of each of many modules, to be shown once.
+    """
+
+    def __init__(self, *, metrics: bool = True) -> None:
+        self._metrics = metrics
+        self._once: set[tuple[str, str]] = set()
+
+    def __call__(self, record: Any) -> bool:
+        if record["level"].name == _METRIC and not self._metrics:
+            return False
+        if not record["extra"].get("log_once"):
+            return True
+        said = (record["name"], record["message"])
+        is_new = said not in self._once
+        self._once.add(said)
+        return is_new
 
 
 def _know_metrics() -> None:
@@ -140,7 +173,7 @@ def logged_to(file: str | Path | None) -> Iterator[None]:
         yield
         return
     level = (os.environ.get(_FILE_LEVEL_VARIABLE) or "DEBUG").upper()
-    sink = logger.add(str(place), level=level, format=_FILE_LINE)
+    sink = logger.add(str(place), level=level, format=_FILE_LINE, filter=_Filter())
     try:
         yield
     finally:
