@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +110,68 @@ def test_a_collator_of_the_users_gets_the_rows_as_they_are(batches):
     rows = [{"input_ids": [[1, 2]], "note": "kept"}]
     got = batches(rows, data_collator=lambda samples: {"rows": samples}, **OPTIONS)
     assert got == [{"rows": rows}]
+
+
+def of_one_sample(samples):
+    """What scripts for processors write: batches are thought to stand in the sample."""
+    return {name: torch.as_tensor(value) for name, value in samples[0].items()}
+
+
+def test_a_collator_that_adds_no_axis_gets_the_sample_as_a_batch_of_one(batches):
+    calls = []
+
+    def collate(samples):
+        calls.append(samples)
+        return of_one_sample(samples)
+
+    args = DatasetArguments(dataset=ROWS, data_collator=collate)
+    collator = make_collator(args, vocab_size=50)
+    ids, pixels = [3, 4, 5], torch.zeros(3, 2, 2)
+    batch = collator([{"input_ids": ids, "pixel_values": pixels, "sizes": np.array([2, 2])}])
+    shapes = {name: tuple(value.shape) for name, value in batch.items()}
+    assert shapes == {"input_ids": (1, 3), "pixel_values": (1, 3, 2, 2), "sizes": (1, 2)}
+    assert calls[0][0]["input_ids"] is ids
+    assert len(calls) == 2
+    rows, options = [{"input_ids": [1, 2]}, {"input_ids": [3]}], {**OPTIONS, "batch_size": 1}
+    made = batches(rows, data_collator=collate, **options)
+    assert [one["input_ids"].tolist() for one in made] == [[[1, 2]], [[3]]]
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [{"input_ids": [[3, 4]]}],
+        [{"input_ids": torch.tensor([[3, 4]])}],
+        [{"pixel_values": torch.zeros(3)}],
+        [{"input_ids": [[3, 4]]}, {"input_ids": [[5, 6]]}],
+    ],
+)
+def test_a_collator_whose_batch_is_right_is_called_once(samples):
+    calls = []
+
+    def collate(samples):
+        calls.append(samples)
+        return of_one_sample(samples)
+
+    collator = make_collator(DatasetArguments(dataset=ROWS, data_collator=collate), vocab_size=50)
+    collator(samples)
+    assert len(calls) == 1
+    assert calls[0] is samples
+
+
+def test_one_sample_without_an_axis_is_refused_where_no_second_call_helps():
+    given = [{"input_ids": [3, 4]}]
+    calls = []
+
+    def fails_then(samples):
+        calls.append(samples)
+        return {"input_ids": torch.tensor([3 + samples[0]["input_ids"][0]])}
+
+    for collate in (fails_then, lambda samples: {"input_ids": torch.tensor([3])}):
+        args = DatasetArguments(dataset=ROWS, data_collator=collate)
+        with pytest.raises(DatasetError, match=r"shape \[1\].*\[1, tokens\]"):
+            make_collator(args, vocab_size=50)(given)
+    assert len(calls) == 2
 
 
 def refuses(samples):

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -150,6 +152,9 @@ class CheckedLoader(DataLoader[Any]):
 class CheckedCollator:
     """A user's function from samples to a batch, with what it makes checked.
 
+    One that makes tensors of what stands in a single sample, and adds no axis for it, gets the
+    sample once more with each value in a batch of one.
+
     Attributes:
         function: the user's; it can be pickled if that can, for the workers of a DataLoader.
         check: what is refused.
@@ -170,7 +175,29 @@ class CheckedCollator:
                 f"{type(error).__name__}: {error}.",
                 f"Correct it; {_columns_of(samples)}.",
             ) from error
+        if _lacks_samples(batch) and (as_batch := _as_batch(samples)) is not None:
+            with suppress(Exception):  # what it made first is refused below
+                batch = self.function(as_batch)
         return self.check(batch, "a batch of the data_collator", "The data_collator")
+
+
+def _lacks_samples(batch: Any) -> bool:
+    """Whether token ids lie in a row that is no batch."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return isinstance(ids, torch.Tensor) and ids.ndim == 1
+
+
+def _as_batch(samples: Any) -> list[dict[str, Any]] | None:
+    """One sample with its values as batches of one; ``None`` where there are several."""
+    if not isinstance(samples, (list, tuple)) or len(samples) != 1:
+        return None
+    [sample] = samples
+    return [{k: _batched(v) for k, v in sample.items()}] if isinstance(sample, Mapping) else None
+
+
+def _batched(value: Any) -> Any:
+    """A batch of one; an array remains one."""
+    return value[None] if isinstance(value, (torch.Tensor, np.ndarray)) else [value]
 
 
 def _columns_of(samples: Any) -> str:
