@@ -127,6 +127,18 @@ def test_wrong_field_names_modifier_field_and_the_right_ones(make):
         assert field in message
 
 
+def test_the_fields_are_listed_once_and_each_hint_says_which_it_is_for():
+    with pytest.raises(RecipeError) as caught:
+        Pruner(sparsty=0.5, targts="Linear", zzzzzz=1, end="x")
+    remedy = caught.value.remedy
+    assert remedy.startswith("For 'sparsty', did you mean sparsity? For 'targts', did you mean ")
+    assert remedy.count("The fields are") == 1
+    assert "Choose" not in remedy
+    assert "Correct end" in remedy
+    with pytest.raises(RecipeError, match=r"^Pruner: .* Choose one of: \w[^:]*\.$"):
+        Pruner(zzzzzz=1, qqqqqq=2)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

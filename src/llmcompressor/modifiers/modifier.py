@@ -916,12 +916,13 @@ def _as_recipe_error(cls: type[Modifier], error: ValidationError) -> RecipeError
     """Every complaint of pydantic, by field, with the nearest names for an unknown one."""
     problems: dict[str, list[str]] = {}
     remedies: list[str] = []
+    unknown: list[str] = []
     for detail in error.errors(include_url=False):
         field = str(detail["loc"][0]) if detail["loc"] else ""
         cause = detail.get("ctx", {}).get("error")
         if detail["type"] == "extra_forbidden":
             reason = "it has no such field"
-            remedies.append(_nearest_fields(cls, field))
+            unknown.append(field)
         elif detail["type"] == "missing":
             reason = "it is required"
             remedies.append(f"Give {field}.")
@@ -938,7 +939,7 @@ def _as_recipe_error(cls: type[Modifier], error: ValidationError) -> RecipeError
         (f"field {field!r}: " if field else "") + ", or ".join(dict.fromkeys(reasons))
         for field, reasons in problems.items()
     ]
-    said = " ".join(dict.fromkeys(filter(None, remedies)))
+    said = " ".join(dict.fromkeys(filter(None, [_nearest_fields(cls, unknown), *remedies])))
     return RecipeError(f"{cls.__name__}: {'; '.join(told)}.", said)
 
 
@@ -950,10 +951,18 @@ def _default_of(cls: type[Modifier], field: str) -> str:
     return f"Correct {field}, or leave it out for its default, {default!r}."
 
 
-def _nearest_fields(cls: type[Modifier], field: str) -> str:
+def _nearest_fields(cls: type[Modifier], unknown: Sequence[str]) -> str:
+    """The nearest names for each of the unknown fields, then all fields, once."""
+    if not unknown:
+        return ""
     fields = sorted(cls.model_fields)
-    hint = did_you_mean(field, fields)
-    return hint if hint.startswith("Choose") else f"{hint} The fields are: {', '.join(fields)}."
+    hints = {field: did_you_mean(field, fields) for field in unknown}
+    near = {field: hint for field, hint in hints.items() if not hint.startswith("Choose")}
+    if not near:
+        return hints[unknown[0]]
+    if len(unknown) > 1:  # each hint has to say which it is for
+        near = {field: f"For {field!r}, d{hint[1:]}" for field, hint in near.items()}
+    return f"{' '.join(near.values())} The fields are: {', '.join(fields)}."
 
 
 def _first_event(kind: EventType, state: State) -> Event:
