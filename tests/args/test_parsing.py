@@ -67,6 +67,7 @@ def test_old_names_mean_their_new_ones():
             "distill_teacher": "t",
             "cache_dir": "c",
             "use_auth_token": True,
+            "calibrate_moe_context": False,
             "max_train_samples": 5,
         },
         *CLASSES,
@@ -74,6 +75,7 @@ def test_old_names_mean_their_new_ones():
     assert (model.device, model.overwrite, model.distill_teacher) == ("cuda:0", True, "t")
     assert (model.cache_dir, model.use_auth_token) == ("c", True)
     assert (dataset.num_calibration_samples, dataset.max_train_samples) == (7, 5)
+    assert dataset.moe_calibrate_all_experts is False
 
 
 def test_an_old_name_and_its_new_one_together_are_an_error():

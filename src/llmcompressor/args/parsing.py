@@ -25,6 +25,7 @@ class _OldName(NamedTuple):
 
 
 OLD_NAMES: Mapping[str, _OldName] = {
+    "calibrate_moe_context": _OldName("moe_calibrate_all_experts"),
     "evaluation_strategy": _OldName("eval_strategy"),
     "max_calibration_samples": _OldName("num_calibration_samples"),
     "no_cuda": _OldName("use_cpu"),
