@@ -8,7 +8,7 @@ import pytest
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import TextGenerationDataset, load_calibration, table
-from llmcompressor.errors import DatasetError
+from llmcompressor.errors import ArgumentError, DatasetError
 
 ALPACA = "Below is an instruction that describes a task"
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -238,6 +238,12 @@ def test_a_third_party_registers_its_own(texts, monkeypatch, hub):
     assert "shouting" in TextGenerationDataset.registered_names()
     loaded = TextGenerationDataset.load_from_registry("loud", dataset_args=DatasetArguments())
     assert isinstance(loaded, Shouting)
+    given = DatasetArguments()
+    loaded = TextGenerationDataset.load_from_registry("loud", data_args=given, split="test")
+    assert (loaded.dataset_args, loaded.split) == (given, "test")
+    for both in ({}, {"dataset_args": given, "data_args": given}):
+        with pytest.raises(ArgumentError, match=r"'loud'.*dataset_args"):
+            TextGenerationDataset.load_from_registry("loud", **both)
     with pytest.raises(DatasetError, match="Did you mean shouting"):
         TextGenerationDataset.load_from_registry("shoutin", dataset_args=DatasetArguments())
 

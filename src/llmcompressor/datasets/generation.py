@@ -12,7 +12,7 @@ from llmcompressor.datasets.chat import ChatRenderer
 from llmcompressor.datasets.prepare import Preparation, prepare_samples
 from llmcompressor.datasets.rows import Row
 from llmcompressor.datasets.source import KIND_NAMES, open_source, rows_of, streamed_split
-from llmcompressor.errors import DatasetError, did_you_mean
+from llmcompressor.errors import ArgumentError, DatasetError, did_you_mean
 from llmcompressor.registry import fold, resolve
 
 __all__ = ["TextGenerationDataset"]
@@ -133,15 +133,33 @@ class TextGenerationDataset:
     def load_from_registry(
         cls,
         name: str,
-        dataset_args: DatasetArguments,
+        dataset_args: DatasetArguments | None = None,
         split: str | None = None,
         processor: Any = None,
+        *,
+        data_args: DatasetArguments | None = None,
     ) -> TextGenerationDataset:
         """An instance of the data set called ``name`` ("json", "csv", "custom": a local one).
 
+        Args:
+            name: as it was registered.
+            dataset_args: the user's arguments.
+            split: the split to load.
+            processor: the tokenizer or processor.
+            data_args: the earlier name of ``dataset_args``.
+
         Raises:
+            ArgumentError: the arguments are given under both names, or not at all.
             DatasetError: if there is none of that name.
         """
+        if (dataset_args is None) == (data_args is None):
+            raise ArgumentError(
+                f"The arguments of the data set {name!r} are given "
+                + (
+                    "under none of their names." if data_args is None else "under both their names."
+                ),
+                "Give them as dataset_args.",
+            )
         found = table.find(name)
         if found is None and fold(name) in KIND_NAMES:
             found = TextGenerationDataset
@@ -150,7 +168,7 @@ class TextGenerationDataset:
                 f"There is no data set named {name!r}.", did_you_mean(name, table.names())
             )
         made: TextGenerationDataset = found(
-            dataset_args=dataset_args, split=split, processor=processor
+            dataset_args=dataset_args or data_args, split=split, processor=processor
         )
         return made
 
