@@ -25,6 +25,7 @@ from llmcompressor.errors import (
     OutputError,
     RecipeError,
 )
+from llmcompressor.logger import logger
 from llmcompressor.recipe import Recipe
 
 RECIPE = """
@@ -295,7 +296,13 @@ def test_a_folder_with_other_files_is_left_alone(one_block: Path, tmp_path: Path
 @pytest.mark.parametrize("how", ["run_stages", "do_oneshot"])
 def test_train_can_be_told_to_run_all_stages(how: str, tmp_path: Path) -> None:
     recipe = "\n".join(RECIPE.splitlines()[:4])
-    model = train(small.one_block(), recipe, **arguments(tmp_path / "out", **{how: True}))
+    told: list[str] = []
+    sink = logger.add(lambda message: told.append(str(message)), level="WARNING")
+    model = train(
+        small.one_block(), recipe, **arguments(tmp_path / "out", **{how: True}, stage="fine")
+    )
+    logger.remove(sink)
+    assert sum(f"All stages are run, as {how} says: stage='fine'" in line for line in told) == 1
     assert (tmp_path / "out" / "stage_halving" / "config.json").is_file()
     assert (tmp_path / "out" / "stage_fine" / "trainer_state.json").is_file()
     assert Freezer.steps == [1, 2, 3, 4]

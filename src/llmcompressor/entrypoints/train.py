@@ -16,6 +16,7 @@ from llmcompressor.args import (
 from llmcompressor.entrypoints.signature import with_arguments_of
 from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import Training
+from llmcompressor.logger import logger
 from llmcompressor.numerics.precision import float32_by_default
 
 __all__ = ["train"]
@@ -54,7 +55,8 @@ def train(
             :class:`~llmcompressor.args.TrainingArguments`; of
             :class:`~llmcompressor.args.RunArguments` ``resume`` and ``verify``. With
             ``run_stages`` or ``do_oneshot`` all stages of the recipe are run, as
-            :func:`~llmcompressor.entrypoints.stages.run_stages` does.
+            :func:`~llmcompressor.entrypoints.stages.run_stages` does, whichever one ``stage``
+            names.
 
     Returns:
         The trained model; its ``save_pretrained`` writes compressed checkpoints.
@@ -85,6 +87,9 @@ def train(
         from llmcompressor.entrypoints.stages import run_stages  # noqa: PLC0415  # it calls train
 
         rest = {name: value for name, value in given.items() if name not in staged}
+        if (stage := rest.pop("stage", None)) is not None:
+            said = " and ".join(sorted(staged))
+            logger.warning(f"All stages are run, as {said} says: stage={stage!r} has no effect.")
         place = "./output" if output_dir is None else output_dir
         return run_stages(output_dir=place, loggers=loggers, **rest)
     with float32_by_default():
