@@ -24,6 +24,7 @@ _BUILTIN = Table(
         "GPTQModifier": "llmcompressor.modifiers.gptq:GPTQModifier",
         "GradualPruningModifier": "llmcompressor.modifiers.pruning:MagnitudePruningModifier",
         "HQQModifier": "llmcompressor.modifiers.hqq:HQQModifier",
+        "IMatrixGatherer": "llmcompressor.modifiers.transform.imatrix:IMatrixGatherer",
         "LogarithmicEqualizationModifier": (
             "llmcompressor.modifiers.smoothquant:LogarithmicEqualizationModifier"
         ),

@@ -8,6 +8,7 @@ from llmcompressor.registry import lazy_page
 __all__ = [
     "AWQMapping",
     "AWQModifier",
+    "IMatrixGatherer",
     "QuIPModifier",
     "SmoothQuantMapping",
     "SmoothQuantModifier",
@@ -17,6 +18,7 @@ __all__ = [
 _HOMES = {
     "AWQMapping": "llmcompressor.modifiers.transform.awq:AWQMapping",
     "AWQModifier": "llmcompressor.modifiers.transform.awq:AWQModifier",
+    "IMatrixGatherer": "llmcompressor.modifiers.transform.imatrix:IMatrixGatherer",
     "QuIPModifier": "llmcompressor.modifiers.rotation:QuIPModifier",
     "SmoothQuantMapping": "llmcompressor.modifiers.transform.smoothquant:SmoothQuantMapping",
     "SmoothQuantModifier": "llmcompressor.modifiers.transform.smoothquant:SmoothQuantModifier",

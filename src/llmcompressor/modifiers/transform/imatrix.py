@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The importance of a weight's columns, which its observer gathers by itself.
+
+See :mod:`llmcompressor.observers.imatrix`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from llmcompressor.core.state import State
+from llmcompressor.logger import logger
+from llmcompressor.modifiers.modifier import Granularity, Modifier
+
+__all__ = ["IMatrixGatherer"]
+
+
+class IMatrixGatherer(Modifier):
+    """Does nothing: a quantizing modifier with the observer ``imatrix_mse`` needs no other.
+
+    Attributes:
+        targets: accepted, without effect.
+        ignore: accepted, without effect.
+        weight_observer: accepted, without effect.
+    """
+
+    targets: str | list[str] = "Linear"
+    ignore: str | list[str] = Field(default_factory=list)
+    weight_observer: str = "imatrix_mse"
+
+    @property
+    def finest_granularity(self) -> Granularity:
+        """Whatever others can."""
+        return Granularity.LINEAR
+
+    @property
+    def works_by_block(self) -> bool:
+        """No block needs anything."""
+        return True
+
+    def on_initialize(self, state: State, **kwargs: Any) -> bool:
+        """Say that it is not needed."""
+        logger.warning(
+            "IMatrixGatherer does nothing: the modifier behind it gathers the importance itself if "
+            "its weight_observer is imatrix_mse."
+        )
+        return True
