@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands of other releases whose work is not needed here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["reindex", "trace"]
+
+_WEIGHTS = ".safetensors"
+
+
+def reindex(arguments: Sequence[str] | None = None) -> None:
+    """Give the next step the folder that it reads: a copy of the checkpoint, weights linked."""
+    parser = argparse.ArgumentParser(
+        prog="llmcompressor.reindex_fused_weights",
+        description="Not needed: model_free_ptq takes a checkpoint however its weights lie in "
+        "files. For scripts that go on from the folder SAVE_DIRECTORY it is made, as a copy.",
+    )
+    parser.add_argument("model_stub", help="folder or name of the model")
+    parser.add_argument("save_directory", help="folder to write; must be new")
+    parser.add_argument("--num_workers", type=int, default=5, help="without effect")
+    given = parser.parse_args(arguments)
+    from llmcompressor.errors import InputError  # noqa: PLC0415  # --help is quick
+
+    try:
+        linked = _copied(given.model_stub, Path(given.save_directory))
+    except (InputError, OSError) as error:
+        parser.exit(2, f"Error: {error}\n")
+    sys.stdout.write(
+        "This step is not needed: model_free_ptq takes the checkpoint however its weights lie in "
+        f"files.\nWritten: {given.save_directory}, a copy"
+        + (
+            f" whose {linked} files of weights are those of {given.model_stub}, linked: a program "
+            "that writes into one of them changes both.\n"
+            if linked
+            else ".\n"
+        )
+    )
+
+
+def trace(arguments: Sequence[str] | None = None) -> None:
+    """Say that nothing is traced."""
+    del arguments
+    sys.stderr.write(
+        "Error: nothing is traced here, since a run pauses the model's own forward. "
+        "`llmcompressor plan` says what a run would do.\n"
+    )
+    raise SystemExit(2)
+
+
+def _copied(model: str, target: Path) -> int:
+    """Copy a checkpoint; how many files were linked in place of that."""
+    from llmcompressor.checkpoint.hub import fetch  # noqa: PLC0415  # loads torch
+    from llmcompressor.checkpoint.source import is_hub_id  # noqa: PLC0415
+    from llmcompressor.errors import CheckpointError, OutputError  # noqa: PLC0415
+
+    source = fetch(model) if is_hub_id(model) else Path(model)
+    if not source.is_dir():
+        raise CheckpointError(f"There is no folder {model}.", "Give a model's folder or name.")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise OutputError(f"{target} already holds files.", "Give a new folder.")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise OutputError(f"{target} lies within the model's folder.", "Give another folder.")
+    linked = 0
+    for path in sorted(source.rglob("*")):
+        if path.is_file():  # of the hub's cache a link to the file
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            linked += _linked_or_copied(path.resolve(), place)
+    return linked
+
+
+def _linked_or_copied(path: Path, place: Path) -> bool:
+    """Whether a file of weights is linked; others are small, and edited."""
+    if place.suffix == _WEIGHTS:
+        try:
+            os.link(path, place)
+        except OSError:  # another file system, or one without links
+            pass
+        else:
+            return True
+    shutil.copyfile(path, place)
+    return False

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands of other releases: what is made, and what is said."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from llmcompressor.cli import earlier
+from llmcompressor.cli.earlier import reindex, trace
+from llmcompressor.registry import resolve
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "code").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "code" / "own.py").write_text("x = 1")
+    (tmp_path / "blob").write_bytes(b"weights")
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")  # as in the hub's cache
+    return folder
+
+
+def test_the_folder_for_the_next_step_is_a_copy(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reindex([str(model), str(tmp_path / "new"), "--num_workers=10"])
+    said = capsys.readouterr().out
+    assert "not needed" in said
+    assert "changes both" in said
+    made = tmp_path / "new"
+    assert sorted(str(one.relative_to(made)) for one in made.rglob("*") if one.is_file()) == [
+        "code/own.py",
+        "config.json",
+        "model.safetensors",
+    ]
+    weights = made / "model.safetensors"
+    assert not weights.is_symlink()
+    assert weights.samefile(tmp_path / "blob")
+    (made / "config.json").write_text("changed")
+    assert (model / "config.json").read_text() == "{}"
+
+
+def test_what_cannot_be_linked_is_copied(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError("another device")
+
+    monkeypatch.setattr(os, "link", refuse)
+    reindex([str(model), str(tmp_path / "new")])
+    assert "changes both" not in capsys.readouterr().out
+    assert (tmp_path / "new" / "model.safetensors").read_bytes() == b"weights"
+    assert not (tmp_path / "new" / "model.safetensors").samefile(tmp_path / "blob")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("./none", "new", "no folder ./none"),
+        ("model", "model", "already holds files"),
+        ("model", "model/new", "within"),
+    ],
+)
+def test_what_cannot_be_copied_is_one_error(
+    source: str,
+    target: str,
+    message: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        reindex([source, target])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        trace(["--model_id", "x"])
+    assert left.value.code == 2
+    assert "llmcompressor plan" in capsys.readouterr().err
+
+
+def test_each_command_is_a_function() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    commands = project["scripts"]
+    assert resolve(commands["llmcompressor.reindex_fused_weights"]) is earlier.reindex
+    assert resolve(commands["llmcompressor.trace"]) is earlier.trace
