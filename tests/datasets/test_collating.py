@@ -12,6 +12,7 @@ import torch
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets import load_calibration, load_training, make_collator
 from llmcompressor.errors import DatasetError
+from llmcompressor.transformers.utils import data_collator
 
 ROWS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
 OPTIONS = {"processor": None, "batch_size": 3, "shuffle_calibration_samples": False}
@@ -172,6 +173,34 @@ def test_one_sample_without_an_axis_is_refused_where_no_second_call_helps():
         with pytest.raises(DatasetError, match=r"shape \[1\].*\[1, tokens\]"):
             make_collator(args, vocab_size=50)(given)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("llava", {"pixel_values": (3, 4, 4)}, {"pixel_values": (1, 3, 4, 4)}),
+        ("pixtral", {"pixel_values": (3, 4, 4)}, {"pixel_values": (1, 3, 4, 4)}),
+        ("pixtral", {"pixel_values": (2, 3, 4, 4)}, {"pixel_values": (2, 3, 4, 4)}),
+        (
+            "qwen2_vl",
+            {"pixel_values": (4, 6), "image_grid_thw": (3,)},
+            {"pixel_values": (1, 4, 6), "image_grid_thw": (1, 3)},
+        ),
+    ],
+)
+def test_a_collator_of_a_family_takes_its_inputs_of_one_sample(name, given, expected):
+    collate = getattr(data_collator, f"{name}_data_collator")
+    args = DatasetArguments(dataset=ROWS, data_collator=pickle.loads(pickle.dumps(collate)))
+    sample = {"input_ids": [3, 4], "attention_mask": [1, 1], "note": "left out"}
+    batch = make_collator(args, vocab_size=50)(
+        [{**sample, **{key: torch.zeros(shape) for key, shape in given.items()}}]
+    )
+    shapes = {key: tuple(value.shape) for key, value in batch.items()}
+    assert shapes == {"input_ids": (1, 2), "attention_mask": (1, 2), **expected}
+    with pytest.raises(DatasetError, match="takes one sample"):
+        collate([sample, sample])
+    with pytest.raises(DatasetError, match=r"needs pixel_values.*input_ids, attention_mask, note"):
+        collate([sample])
 
 
 def refuses(samples):
