@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import transformers
 
 import llmcompressor
 
@@ -102,13 +103,21 @@ PUBLIC = {
     "llmcompressor.modeling": [
         "center_embeddings",
         "fuse_norm_linears",
+        "moe_calibration_context",
         "prepare_for_calibration",
         "replace_modules_for_calibration",
     ],
+    "llmcompressor.modeling.deepseek_v3": ["CalibrationDeepseekV3MoE"],
+    "llmcompressor.modeling.glm4_moe": ["CalibrationGlm4MoeMoE"],
+    "llmcompressor.modeling.gpt_oss": ["convert_model_for_quantization_gptoss"],
+    "llmcompressor.modeling.llama4": ["SequentialLlama4TextMoe"],
     "llmcompressor.modeling.moe.context": ["moe_calibration_context"],
     "llmcompressor.modeling.moe.linearize": ["linearize_moe", "load_quantizable_moe"],
+    "llmcompressor.modeling.moe_context": ["moe_calibration_context"],
+    "llmcompressor.modeling.patch.qwen3_omni_patch": ["fast_pos_embed_interpolate"],
+    "llmcompressor.modeling.qwen3_moe": ["CalibrationQwen3MoeSparseMoeBlock"],
     "llmcompressor.modifiers": ["Modifier", "ModifierFactory", "ModifierInterface"],
-    "llmcompressor.modifiers.autoround": ["AutoRoundModifier"],
+    "llmcompressor.modifiers.autoround": ["AutoRoundModifier", "fix_batch_if_needed"],
     "llmcompressor.modifiers.awq": ["AWQMapping", "AWQModifier", "AWQ_MAPPING_REGISTRY"],
     "llmcompressor.modifiers.awq.mappings": [
         "AWQMapping",
@@ -178,6 +187,7 @@ PUBLIC = {
     "llmcompressor.modifiers.transform": [
         "AWQMapping",
         "AWQModifier",
+        "IMatrixGatherer",
         "QuIPModifier",
         "SmoothQuantMapping",
         "SmoothQuantModifier",
@@ -190,6 +200,7 @@ PUBLIC = {
         "AWQ_MAPPING_REGISTRY",
         "default_mappings",
     ],
+    "llmcompressor.modifiers.transform.imatrix": ["IMatrixGatherer"],
     "llmcompressor.modifiers.transform.quip": ["QuIPModifier"],
     "llmcompressor.modifiers.transform.quip.base": ["QuIPModifier"],
     "llmcompressor.modifiers.transform.smoothquant": ["SmoothQuantMapping", "SmoothQuantModifier"],
@@ -295,6 +306,12 @@ PUBLIC = {
     "llmcompressor.transformers.sparsification.sparse_model": ["SparseAutoModelForCausalLM"],
     "llmcompressor.transformers.tracing": ["TraceableLlavaForConditionalGeneration"],
     "llmcompressor.transformers.utils": ["is_model_ct_quantized_from_path"],
+    "llmcompressor.transformers.utils.data_collator": [
+        "llava_data_collator",
+        "mllama_data_collator",
+        "pixtral_data_collator",
+        "qwen2_vl_data_collator",
+    ],
     "llmcompressor.transformers.utils.helpers": ["is_model_ct_quantized_from_path"],
     "llmcompressor.typing": ["DatasetType", "NamedModules", "Processor"],
     "llmcompressor.utils": [
@@ -355,7 +372,31 @@ ALIASES = {
     "llmcompressor.entrypoints:model_free_ptq": "llmcompressor:model_free_ptq",
     "llmcompressor.entrypoints:oneshot": "llmcompressor:oneshot",
     "llmcompressor.entrypoints:train": "llmcompressor:train",
+    "llmcompressor.modeling.deepseek_v3:CalibrationDeepseekV3MoE": (
+        "transformers.models.deepseek_v3.modeling_deepseek_v3:DeepseekV3MoE"
+    ),
+    "llmcompressor.modeling.glm4_moe:CalibrationGlm4MoeMoE": (
+        "transformers.models.glm4_moe.modeling_glm4_moe:Glm4MoeMoE"
+    ),
+    "llmcompressor.modeling.gpt_oss:convert_model_for_quantization_gptoss": (
+        "llmcompressor.modeling:replace_modules_for_calibration"
+    ),
+    "llmcompressor.modeling.llama4:SequentialLlama4TextMoe": (
+        "transformers.models.llama4.modeling_llama4:Llama4TextMoe"
+    ),
+    "llmcompressor.modeling.moe.context:moe_calibration_context": (
+        "llmcompressor.modeling:moe_calibration_context"
+    ),
     "llmcompressor.modeling.moe.linearize:load_quantizable_moe": "llmcompressor.utils:load_context",
+    "llmcompressor.modeling.moe_context:moe_calibration_context": (
+        "llmcompressor.modeling:moe_calibration_context"
+    ),
+    "llmcompressor.modeling.patch.qwen3_omni_patch:fast_pos_embed_interpolate": (
+        "llmcompressor.modeling.unneeded:fast_pos_embed_interpolate"
+    ),
+    "llmcompressor.modeling.qwen3_moe:CalibrationQwen3MoeSparseMoeBlock": (
+        "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeSparseMoeBlock"
+    ),
     "llmcompressor.modifiers.awq.mappings:AWQMapping": "llmcompressor.modifiers.awq:AWQMapping",
     "llmcompressor.modifiers.interface:ModifierInterface": "llmcompressor.modifiers:Modifier",
     "llmcompressor.modifiers.logarithmic_equalization:LogarithmicEqualizationModifier": (
@@ -429,6 +470,9 @@ ALIASES = {
     ),
     "llmcompressor.modifiers.quantization.quantization.mixin:QuantizationMixin": (
         "llmcompressor.modifiers.quantization:QuantizationMixin"
+    ),
+    "llmcompressor.modifiers.transform:IMatrixGatherer": (
+        "llmcompressor.modifiers.transform.imatrix:IMatrixGatherer"
     ),
     "llmcompressor.modifiers.transform:QuIPModifier": (
         "llmcompressor.modifiers.rotation:QuIPModifier"
@@ -561,6 +605,18 @@ ALIASES = {
     "llmcompressor.transformers.tracing:TraceableLlavaForConditionalGeneration": (
         "transformers:LlavaForConditionalGeneration"
     ),
+    "llmcompressor.transformers.utils.data_collator:llava_data_collator": (
+        "llmcompressor.datasets.named_inputs:llava_data_collator"
+    ),
+    "llmcompressor.transformers.utils.data_collator:mllama_data_collator": (
+        "llmcompressor.datasets.named_inputs:mllama_data_collator"
+    ),
+    "llmcompressor.transformers.utils.data_collator:pixtral_data_collator": (
+        "llmcompressor.datasets.named_inputs:pixtral_data_collator"
+    ),
+    "llmcompressor.transformers.utils.data_collator:qwen2_vl_data_collator": (
+        "llmcompressor.datasets.named_inputs:qwen2_vl_data_collator"
+    ),
     "llmcompressor.utils:get_main_device": "llmcompressor.utils.devices:best_device",
     "llmcompressor.utils:skip_weights_download": "llmcompressor.utils.dev:skip_weights_download",
     "llmcompressor.utils.dev:dispatch_for_generation": (
@@ -589,6 +645,26 @@ def test_public_names_are_there(module: str) -> None:
 @pytest.mark.parametrize("old", ALIASES)
 def test_an_alias_is_the_thing_itself(old: str) -> None:
     assert load(old) is load(ALIASES[old])
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers, "DeepseekV32ForCausalLM"), reason="of a later transformers"
+)
+def test_deepseek_v32_is_that_of_transformers() -> None:
+    found = load("llmcompressor.modeling.deepseekv32.model:DeepseekV32ForCausalLM")
+    assert found is transformers.DeepseekV32ForCausalLM
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "llmcompressor.modeling.kimi_k3:KimiK3ForConditionalGeneration",
+        "llmcompressor.modeling.moe.linear_experts:LinearExperts2D",
+    ],
+)
+def test_a_name_that_no_class_here_is_meant_by_says_what_to_do(path: str) -> None:
+    with pytest.raises(ImportError, match=r"There is no \w+ in this package: .* Load the model"):
+        load(path)
 
 
 def test_tables_are_sorted() -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmcompressor.modeling import replace_modules_for_calibration
 from llmcompressor.modeling.fused import (
     FUSED_SUFFIXES,
     expert_sets,
@@ -85,8 +84,3 @@ def test_experts_of_one_mixture_are_one_set() -> None:
         tuple(names[:4]),
         tuple(names[4:]),
     ]
-
-
-def test_nothing_is_replaced_for_calibration() -> None:
-    model = nn.Linear(2, 2)
-    assert replace_modules_for_calibration(model) is model

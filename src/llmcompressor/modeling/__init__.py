@@ -6,7 +6,7 @@ Names are imported when they are asked for, so that importing this package stays
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from llmcompressor.registry import lazy_page
 
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
         matches,
         unmatched,
     )
+    from llmcompressor.modeling.unneeded import (
+        moe_calibration_context,
+        replace_modules_for_calibration,
+    )
+    from llmcompressor.modeling.unneeded import (
+        replace_modules_for_calibration as prepare_for_calibration,
+    )
 
 __all__ = [
     "center_embeddings",
@@ -31,6 +38,7 @@ __all__ = [
     "match_modules_set",
     "match_named_modules",
     "matches",
+    "moe_calibration_context",
     "prepare_for_calibration",
     "replace_modules_for_calibration",
     "unmatched",
@@ -43,16 +51,9 @@ _HOMES = {
         ("check_targets", "match_modules_set", "match_named_modules", "matches", "unmatched"),
         ".matching",
     ),
+    "moe_calibration_context": ".unneeded",
+    "prepare_for_calibration": "llmcompressor.modeling.unneeded:replace_modules_for_calibration",
+    "replace_modules_for_calibration": ".unneeded",
 }
-
-_Model = TypeVar("_Model")
-
-
-def replace_modules_for_calibration(model: _Model) -> _Model:
-    """The model, as it is: calibration runs the model's own forward, nothing needs replacing."""
-    return model
-
-
-prepare_for_calibration = replace_modules_for_calibration
 
 __getattr__, __dir__ = lazy_page(globals(), _HOMES)

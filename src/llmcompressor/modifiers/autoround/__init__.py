@@ -2,5 +2,6 @@
 """AutoRound: rounding learned block by block with the signs of gradients."""
 
 from llmcompressor.modifiers.autoround.base import AutoRoundModifier
+from llmcompressor.modifiers.autoround.batches import fix_batch_if_needed
 
-__all__ = ["AutoRoundModifier"]
+__all__ = ["AutoRoundModifier", "fix_batch_if_needed"]

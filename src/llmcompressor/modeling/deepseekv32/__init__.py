@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Old path of DeepSeek V3.2, which transformers has."""

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts of other releases do to a model before a run: it stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from torch import nn
+
+from llmcompressor.logger import logger
+from llmcompressor.modeling import moe_calibration_context, replace_modules_for_calibration
+from llmcompressor.modeling.gpt_oss import convert_model_for_quantization_gptoss
+from llmcompressor.modeling.patch.qwen3_omni_patch import fast_pos_embed_interpolate
+
+MODEL = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    "function", [convert_model_for_quantization_gptoss, replace_modules_for_calibration]
+)
+def test_nothing_is_replaced_for_calibration(function: Callable[..., Any]) -> None:
+    assert function(MODEL) is MODEL
+    assert function(MODEL, calibrate_all_experts=True) is MODEL
+
+
+@pytest.mark.parametrize("given", [(), (MODEL,), (MODEL, True), (MODEL, ExitStack())])
+def test_the_context_of_experts_is_entered_as_each_release_did(given: tuple[Any, ...]) -> None:
+    with moe_calibration_context(*given) as entered:
+        assert entered is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: replace_modules_for_calibration(MODEL, calibrate_all_experts=False),
+        lambda: moe_calibration_context(MODEL, calibrate_all_experts=False),
+        lambda: moe_calibration_context(MODEL, False),
+    ],
+)
+def test_who_wants_experts_to_see_only_their_tokens_is_sent_to_oneshot(
+    call: Callable[[], Any],
+) -> None:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message)), level="WARNING")
+    call()
+    logger.remove(sink)
+    [line] = lines
+    assert "moe_calibrate_all_experts=False" in line
+
+
+def test_a_tower_that_is_patched_does_what_its_class_does() -> None:
+    class Tower(nn.Module):
+        def fast_pos_embed_interpolate(self, grid_thw: int) -> tuple[nn.Module, int]:
+            return self, grid_thw
+
+    tower = Tower()
+    tower.fast_pos_embed_interpolate = fast_pos_embed_interpolate.__get__(tower)  # type: ignore[method-assign]
+    assert tower.fast_pos_embed_interpolate(3) == (tower, 3)
+    with pytest.raises(AttributeError, match="fast_pos_embed_interpolate"):
+        fast_pos_embed_interpolate(MODEL, 3)
