@@ -4,19 +4,17 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["reindex", "trace"]
 
-_WEIGHTS = ".safetensors"
-
 
 def reindex(arguments: Sequence[str] | None = None) -> None:
-    """Give the next step the folder that it reads: a copy of the checkpoint, weights linked."""
+    """Give the next step the folder that it reads: a copy of the checkpoint."""
     parser = argparse.ArgumentParser(
         prog="llmcompressor.reindex_fused_weights",
         description="Not needed: model_free_ptq takes a checkpoint however its weights lie in "
@@ -29,18 +27,12 @@ def reindex(arguments: Sequence[str] | None = None) -> None:
     from llmcompressor.errors import InputError  # noqa: PLC0415  # --help is quick
 
     try:
-        linked = _copied(given.model_stub, Path(given.save_directory))
+        _copy(given.model_stub, Path(given.save_directory))
     except (InputError, OSError) as error:
         parser.exit(2, f"Error: {error}\n")
     sys.stdout.write(
         "This step is not needed: model_free_ptq takes the checkpoint however its weights lie in "
-        f"files.\nWritten: {given.save_directory}, a copy"
-        + (
-            f" whose {linked} files of weights are those of {given.model_stub}, linked: a program "
-            "that writes into one of them changes both.\n"
-            if linked
-            else ".\n"
-        )
+        f"files.\nWritten: {given.save_directory}, a copy.\n"
     )
 
 
@@ -54,8 +46,8 @@ def trace(arguments: Sequence[str] | None = None) -> None:
     raise SystemExit(2)
 
 
-def _copied(model: str, target: Path) -> int:
-    """Copy a checkpoint; how many files were linked in place of that."""
+def _copy(model: str, target: Path) -> None:
+    """Copy a checkpoint; the folder has its name when it is complete."""
     from llmcompressor.checkpoint.hub import fetch  # noqa: PLC0415  # loads torch
     from llmcompressor.checkpoint.source import is_hub_id  # noqa: PLC0415
     from llmcompressor.errors import CheckpointError, OutputError  # noqa: PLC0415
@@ -67,23 +59,8 @@ def _copied(model: str, target: Path) -> int:
         raise OutputError(f"{target} already holds files.", "Give a new folder.")
     if target.resolve().is_relative_to(source.resolve()):
         raise OutputError(f"{target} lies within the model's folder.", "Give another folder.")
-    linked = 0
-    for path in sorted(source.rglob("*")):
-        if path.is_file():  # of the hub's cache a link to the file
-            place = target / path.relative_to(source)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            linked += _linked_or_copied(path.resolve(), place)
-    return linked
-
-
-def _linked_or_copied(path: Path, place: Path) -> bool:
-    """Whether a file of weights is linked; others are small, and edited."""
-    if place.suffix == _WEIGHTS:
-        try:
-            os.link(path, place)
-        except OSError:  # another file system, or one without links
-            pass
-        else:
-            return True
-    shutil.copyfile(path, place)
-    return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:
+        made = Path(place) / "copy"
+        shutil.copytree(source, made)  # of the hub's cache the files that its links lead to
+        made.rename(target)
