@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 import llmcompressor
 from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
+from llmcompressor.cli import main
 from llmcompressor.cli.app import _evaluate, app
 from llmcompressor.cli.options import parameters_of
 from llmcompressor.errors import RecipeError
@@ -274,3 +276,22 @@ def test_options_have_the_defaults_of_evaluate() -> None:
     stated = inspect.signature(_evaluate).parameters
     for name, parameter in inspect.signature(entrypoint).parameters.items():
         assert stated[name].default == parameter.default, name
+
+
+def test_tokenizers_start_no_threads_and_nothing_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    with pytest.raises(SystemExit):
+        main(
+            [
+                "oneshot",
+                str(tmp_path),
+                "--recipe",
+                "modifiers: {HQQModifier: {scheme: W4A16}}",
+                "-o",
+                str(tmp_path / "out"),
+            ]
+        )
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert "TOKENIZERS" not in capsys.readouterr().err

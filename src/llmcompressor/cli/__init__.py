@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,4 +24,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(0)
     from llmcompressor.cli.app import app  # noqa: PLC0415
 
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a script is told; here nobody set it
     app(args=None if arguments is None else list(arguments), prog_name="llmcompressor")
