@@ -31,9 +31,10 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in _VARIABLES:
         monkeypatch.delenv(f"LLM_COMPRESSOR_LOG_{name}", raising=False)
     monkeypatch.setattr("llmcompressor.logger._FILES", [])
+    monkeypatch.setattr("llmcompressor.logger._RANKS", [])
     yield
     logger.remove()
-    logger.add(sys.stderr)
+    logger.add(sys.__stderr__)  # this test's own will be closed
     logger.enable("llmcompressor")
 
 

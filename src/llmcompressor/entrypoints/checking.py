@@ -255,8 +255,9 @@ def warn_of_saving(
     try:
         _check_unparametrized(model)
         prediction, config = _predicted(model, modifiers, state, folder, packed=True)
-    except CompressorError as error:  # it may be for use in memory alone
-        logger.warning(f"Its save_pretrained would fail, or write what no one reads. {error}")
+    except (CompressorError, RuntimeError) as error:  # it may be for use in memory alone
+        said = " ".join(f"{error}".split())
+        logger.warning(f"Its save_pretrained would fail, or write what no one reads. {said:.500}")
         return
     check_servable(config, prediction, is_meant=True)
 

@@ -54,6 +54,11 @@ class SharedCaches:
             if source is not None:
                 self.names[module], self._source[module] = name, source
 
+    __hash__ = None  # type: ignore[assignment]  # modifiers are compared by what they hold
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SharedCaches) and vars(self) == vars(other)
+
     def planned(self, tensors: Mapping[Module, Mapping[str, Tensor]]) -> list[PlannedModule]:
         """How these modules will be stored.
 
