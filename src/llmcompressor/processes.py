@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from typing import Any
 from llmcompressor.errors import ProcessError
 from llmcompressor.logger import logger
 
-__all__ = ["Processes", "world", "written_once"]
+__all__ = ["Processes", "passed_by", "world", "written_once"]
 
 _ROOT = "llmcompressor"
 _LONGEST_PAUSE = 0.5
@@ -33,7 +34,8 @@ _PATIENCE = 60.0
 """Seconds after which a process that waits for others says so."""
 _numbers = itertools.count()
 _saves: Counter[Path] = Counter()
-_at_work: list[Processes] = []
+_here = threading.local()
+"""``at_work``: the runs that this thread is in."""
 
 
 def world() -> tuple[int, int]:
@@ -63,7 +65,7 @@ class Processes:
     def of_a_run(cls) -> Processes:
         """Those of the process group; a run within a run is its process's own."""
         rank, count = world()
-        if count == 1 or _at_work:
+        if count == 1 or getattr(_here, "at_work", None):
             return cls()
         return cls(rank, count, f"run {next(_numbers)}")
 
@@ -78,7 +80,7 @@ class Processes:
         if self.count == 1:
             yield
             return
-        _at_work.append(self)
+        _here.at_work = getattr(_here, "at_work", 0) + 1
         try:
             yield
         except ProcessError:
@@ -88,7 +90,7 @@ class Processes:
                 _store().set(self._failed, _told(self.rank, error))
             raise
         finally:
-            _at_work.remove(self)
+            _here.at_work -= 1
 
     def agree(self, on: str, value: Any = None) -> list[Any]:
         """A round: what each process gives, in the order of their ranks.
@@ -182,6 +184,11 @@ def written_once(place: Path) -> Iterator[bool]:
         raise
     with _reached():
         _store().set(f"{key}/done", b"")
+
+
+def passed_by(place: Path) -> None:
+    """Leave it to the other processes to write ``place`` this time."""
+    _saves[place] += 1
 
 
 def _gathered(packed: bytes, count: int) -> list[Any]:

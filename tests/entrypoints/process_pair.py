@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -95,6 +96,27 @@ def streamed(folder: str, source: str, **given: Any) -> Any:
     assert not (Path(folder) / ".llmcompressor.json").exists()
     model.save_pretrained(f"{folder}-again")
     return digest(model)
+
+
+def unlike(folder: str, source: str) -> Any:
+    """From folder to folder, in processes that compute with other numbers of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 + world()[0])
+    try:
+        return digest(compress(FP8, source, parts=True, output_dir=folder))
+    finally:
+        torch.set_num_threads(before)
+
+
+def left_to_one(folder: str) -> bool:
+    """A save that one process makes, then one that all make: it is there when they go on."""
+    model = compress(FP8, parts=True)
+    model.save_pretrained(folder, is_main_process=world()[0] == 0)
+    dist.barrier()
+    if world()[0] == 0:
+        time.sleep(0.5)
+    model.save_pretrained(f"{folder}-all")
+    return (Path(f"{folder}-all") / "config.json").is_file()
 
 
 def broken(folder: str, where: str) -> str:

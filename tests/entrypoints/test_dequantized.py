@@ -153,6 +153,28 @@ def test_what_the_refusal_of_the_folder_says_works(
     oneshot(model=tmp_path / "plain", recipe=recipe(), output_dir=tmp_path / "out")
 
 
+def test_codes_that_the_class_does_not_own_are_left_out_and_told_of(
+    fp8: Path, tmp_path: Path, warned: list[str]
+) -> None:
+    tensors = stored(fp8)
+    draft = {
+        name.replace("layers.0.", "layers.1."): one.clone()
+        for name, one in tensors.items()
+        if "layers.0." in name
+    }
+    save_file({**tensors, **draft}, fp8 / "model.safetensors", {"format": "pt"})
+    model = loaded(fp8)
+    oneshot(model=model, output_dir=tmp_path / "plain")
+    written = stored(tmp_path / "plain")
+    assert not [name for name, one in written.items() if "scale" in name or one.itemsize == 1]
+    assert not [name for name in written if "layers.1." in name]
+    told = [line for line in warned if "Left out" in line]
+    assert len(told) == 1
+    assert "model.layers.1." in told[0]
+    assert "in a way that the output does not say" in told[0]
+    oneshot(model=tmp_path / "plain", recipe=recipe(), output_dir=tmp_path / "out")
+
+
 def test_a_model_that_is_made_to_save_itself(fp8: Path, tmp_path: Path) -> None:
     model = loaded(fp8)
     modify_save_pretrained(model)

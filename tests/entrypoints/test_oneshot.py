@@ -714,7 +714,7 @@ def test_another_default_dtype_changes_nothing(
 ) -> None:
     """Neither what is found on random values nor the dtype that anything is kept in."""
     folder = tmp_path / "model"
-    small.llama().bfloat16().save_pretrained(folder)
+    small.one_block().bfloat16().save_pretrained(folder)
     static = "QuantizationModifier: {targets: Linear, scheme: FP8, input_observer: histogram}"
     recipe = f"modifiers: [{f'{{{before}}}, ' if before else ''}{{{static}}}]"
 

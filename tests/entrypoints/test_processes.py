@@ -69,6 +69,15 @@ def test_from_folder_to_folder_one_process_works_for_all(pair, tmp_path, one_blo
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_the_first_process_may_compute_otherwise_than_the_others(pair, tmp_path, one_block):
+    first, second = pair(process_pair.unlike, str(tmp_path / "out"), str(one_block))
+    assert first == second
+
+
+def test_a_save_that_is_left_to_one_process_is_followed_by_one_of_all(pair, tmp_path):
+    assert pair(process_pair.left_to_one, str(tmp_path / "out")) == [True, True]
+
+
 def test_random_numbers_are_alike(pair, tmp_path):
     found = pair(process_pair.saved, str(tmp_path / "two"), {Noise.__name__: {}}, parts=True)
     assert found[0][0] == found[1][0]

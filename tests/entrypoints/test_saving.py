@@ -86,3 +86,29 @@ def test_the_recipe_of_the_session_that_has_the_model(tmp_path: Path) -> None:
     assert recipe_of(tmp_path / "out").modifiers[0].targets == ["re:.*mlp.*"]
     other.save_pretrained(tmp_path / "other")
     assert not (tmp_path / "other" / "recipe.yaml").exists()
+
+
+def test_a_check_that_breaks_off_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[tuple[str, str]]
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("odd")
+
+    model = small.one_block()
+    oneshot(model=model, recipe=fp8("Linear"))
+    monkeypatch.setattr("llmcompressor.entrypoints.checking.verify_files", broken)
+    model.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert [text for level, text in log if level == "ERROR" and "could not be checked" in text]
+
+
+def test_what_cannot_be_foreseen_of_saving_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise TypeError("odd")
+
+    monkeypatch.setattr("llmcompressor.entrypoints.checking.planned_config", broken)
+    model = oneshot(model=small.one_block(), recipe=fp8("Linear"))
+    assert hasattr(model.model.layers[0].mlp.up_proj, "quantization_scheme")
+    assert [line for line in warned if "save_pretrained would fail" in line and "odd" in line]

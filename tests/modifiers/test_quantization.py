@@ -148,6 +148,16 @@ def test_fields_that_are_changed_before_a_run_count(kind: type[Any]) -> None:
         assert not hasattr(model.lm_head, "quantization_scheme")
 
 
+def test_fields_of_a_users_own_do_not_matter_to_schemes() -> None:
+    class Noting(QuantizationModifier):
+        table: Any = None
+
+    modifier = Noting(targets="Linear", scheme="W8A16", table=torch.zeros(3))
+    before = modifier.resolve_quantization_config()
+    modifier.table = torch.ones(3)
+    assert modifier.resolve_quantization_config() is before
+
+
 def test_a_changed_field_decides_whether_data_is_needed() -> None:
     modifier = nearest(scheme="W8A16")
     assert not modifier.requires_calibration_data

@@ -25,6 +25,7 @@ __all__ = [
     "copy_side_files",
     "extra_ignore",
     "extra_tensors",
+    "layer_of",
     "load_tensors",
     "module_folders",
     "side_files",
@@ -148,6 +149,12 @@ def _tell_of_adapters(names: Sequence[str]) -> None:
         )
 
 
+def layer_of(name: str) -> str | None:
+    """The layer that a tensor lies in, with a dot behind it; ``None`` where it lies in none."""
+    found = _LAYER.match(name)
+    return None if found is None else found.group()
+
+
 def _layer_count(source: Mapping[str, TensorHeader]) -> int:
     """How many layers the source's language model has by its configuration; 0 if it does not say.
 
@@ -223,7 +230,11 @@ def module_folders(source: Path) -> list[str]:
     except (OSError, ValueError):  # there is none, or none that its own reader could read
         return []
     entries = held if isinstance(held, list) else []
-    named = [one.get("path") for one in entries if isinstance(one, dict)]
+    named = [
+        one.get("path")
+        for one in entries
+        if isinstance(one, dict) and str(one.get("type", "")).startswith("sentence_transformers.")
+    ]
     paths = [PurePosixPath(one) for one in named if isinstance(one, str)]
     inside = [one for one in paths if one.parts and not one.is_absolute() and ".." not in one.parts]
     return [str(one) for one in inside]

@@ -9,6 +9,7 @@ what the checkpoint holds. They are built without data, and asked for their name
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -89,11 +90,10 @@ def _read(model: PreTrainedModel) -> tuple[Any, list[str]]:
 
     That of the model, unless it is the file's of which the model is a part, or is made of.
     """
-    place = model.config.name_or_path
-    file = Path(place) / "config.json" if place else None
+    place = Path(model.config.name_or_path or "no name")
     content: Any = None
-    if file is not None and file.is_file():
-        content = json.loads(file.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError):  # where it is wanted, whoever reads it says so
+        content = json.loads((place / "config.json").read_text(encoding="utf-8"))
     if not isinstance(content, Mapping):
         content = {}
     is_part = len(levels_of(dict(content), model.config)) > 1

@@ -8,7 +8,7 @@ file. Nothing is asked of any hub unless ``push_to_hub`` is given.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +34,7 @@ from llmcompressor.checkpoint.extras import (
     copy_side_files,
     extra_ignore,
     extra_tensors,
+    layer_of,
     load_tensors,
 )
 from llmcompressor.checkpoint.layout import checkpoint_names, forget_dequantizing, stored_as
@@ -55,9 +56,11 @@ from llmcompressor.checkpoint.source import (
     TensorHeader,
     inspect_source,
     local_directory,
+    quantization_method,
 )
 from llmcompressor.checkpoint.staging import OnExisting, check_output_dir, staged
 from llmcompressor.checkpoint.tree_model import TreeModel
+from llmcompressor.checkpoint.undeclared import codes_in, with_scales
 from llmcompressor.checkpoint.write_errors import check_named
 from llmcompressor.errors import ArgumentError, CheckpointError, OutputError, did_you_mean
 from llmcompressor.logger import logger
@@ -65,7 +68,8 @@ from llmcompressor.modeling.flat_pieces import in_pieces, shapes_shown
 from llmcompressor.modeling.inputs import model_dtype
 from llmcompressor.modeling.spread import was_loaded_spread, whole_state
 from llmcompressor.names import named_modules
-from llmcompressor.processes import written_once
+from llmcompressor.processes import passed_by, written_once
+from llmcompressor.wording import listed
 
 __all__ = [
     "DEFAULT_SHARD_SIZE",
@@ -324,9 +328,13 @@ def _save_pretrained(
     if state_dict is None and was_loaded_spread(model):
         is_main_process = model.should_save_on_this_rank(is_main_process)
         state_dict = whole_state(model, keep=is_main_process)
-    if not is_main_process:
-        return
+    check_named("save_directory", save_directory)
     options: SaveOptions = getattr(model, _OPTIONS)
+    place = Path(save_directory).expanduser().resolve()
+    if not is_main_process:
+        if options.once:
+            passed_by(place)
+        return
     check = options.check
     options = replace(
         options,
@@ -335,9 +343,7 @@ def _save_pretrained(
         quantization_format=quantization_format,
         max_shard_size=max_shard_size,
     )
-    check_named("save_directory", save_directory)
     warn_cast(model_dtype(model), options.dtype)
-    place = Path(save_directory).expanduser().resolve()
     with written_once(place) if options.once else nullcontext(True) as is_mine:
         if not is_mine:
             return
@@ -549,8 +555,8 @@ def _carry_over(
     writer: ShardWriter,
 ) -> list[str]:
     """Add the source's tensors that the model class does not own; returns what to ignore."""
-    headers = _source_headers(source)
     written = writer.names
+    headers = _source_headers(source, model, written)
     extras = extra_tensors(model, headers, contents.state, written)
     if not extras:
         return []
@@ -562,15 +568,46 @@ def _carry_over(
     return extra_ignore(extras, written, [*names, *names.values()])
 
 
-def _source_headers(source: Path | None) -> Mapping[str, TensorHeader]:
+def _source_headers(
+    source: Path | None, model: PreTrainedModel, written: Collection[str]
+) -> Mapping[str, TensorHeader]:
+    """The source's tensors, but for those whose meaning the output does not say."""
     if source is None:
         return {}
     try:
-        return inspect_source(source, allow_quantized=True).tensors
+        found = inspect_source(source, allow_quantized=True)
+        if quantization_method(found.config) is None:
+            return found.tensors
+        return _without_codes(model, found.tensors, written)
     except CheckpointError as error:
         # the model was complete when it was loaded; its folder has changed since
         logger.warning(f"Tensors that the model class does not own are not carried over. {error}")
         return {}
+
+
+def _without_codes(
+    model: PreTrainedModel, tensors: Mapping[str, TensorHeader], written: Collection[str]
+) -> Mapping[str, TensorHeader]:
+    """A quantized source's tensors without codes: of what the model has, it has the values.
+
+    A layer that the model does not have is left out whole where a part of it is codes.
+    """
+    codes = list(codes_in(tensors))
+    modules = {name.rpartition(".")[0] for name in written}
+    lost = [name for name in codes if name.rpartition(".")[0] not in modules]
+    if lost:
+        logger.warning(
+            f"Left out of the output: {listed(lost)}. {type(model).__name__} does not own them, "
+            "and they are quantized in the source in a way that the output does not say."
+        )
+    own = {layer_of(name) for name in written}
+    layers = {layer_of(name) for name in lost} - own - {None}
+    dropped = with_scales(codes)
+    return {
+        name: header
+        for name, header in tensors.items()
+        if name not in dropped and layer_of(name) not in layers
+    }
 
 
 def _write_side_files(

@@ -15,7 +15,7 @@ weight with scales beside it: it has its values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from llmcompressor.errors import CheckpointError
 if TYPE_CHECKING:
     from llmcompressor.checkpoint.source import TensorHeader
 
-__all__ = ["SIDE_FILES", "check_dense", "codes_in", "undeclared_error"]
+__all__ = ["SIDE_FILES", "check_dense", "codes_in", "undeclared_error", "with_scales"]
 
 SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """What exporters write beside ``config.json``, of the weights that they have quantized."""
@@ -44,6 +44,19 @@ def codes_in(tensors: Mapping[str, TensorHeader]) -> Iterator[str]:
         tensors: name → header.
     """
     return (name for name, header in tensors.items() if _holds_codes(name, header, tensors))
+
+
+def with_scales(names: Iterable[str]) -> set[str]:
+    """Tensors of codes, and what their scales may be called.
+
+    >>> sorted(with_scales(["up.weight"]))[:3]
+    ['up.SCB', 'up.scale', 'up.scales']
+    """
+    found = set(names)
+    for name in list(found):
+        path, _, own = name.rpartition(".")
+        found |= {f"{path}.{scale}" if path else scale for scale in _scales_of(own)}
+    return found
 
 
 def _holds_codes(name: str, header: TensorHeader, tensors: Mapping[str, TensorHeader]) -> bool:

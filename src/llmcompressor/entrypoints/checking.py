@@ -20,7 +20,7 @@ from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
 from llmcompressor.checkpoint.shards import parse_size
 from llmcompressor.checkpoint.space import beside_weights, check_space
 from llmcompressor.core.state import State
-from llmcompressor.errors import ArgumentError, CheckpointError, CompressorError, RecipeError
+from llmcompressor.errors import ArgumentError, CheckpointError, RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.outlined import outlined
@@ -86,7 +86,11 @@ def check_saved(folder: Path, kinds: Mapping[str, str] | None = None) -> dict[st
 
     A model that was compressed in memory is lost with the script that holds it.
     """
-    report = verify_files(folder, kinds=kinds)
+    try:
+        report = verify_files(folder, kinds=kinds)
+    except Exception as error:  # of whatever kind: what was written is not to be lost for it
+        logger.error(f"What save_pretrained has written could not be checked: {error!r:.500}")
+        return {}
     if broken := _broken(report):
         logger.error(
             f"What save_pretrained has written is not good: {_said(broken).rstrip('.')}. Look at "
@@ -255,11 +259,10 @@ def warn_of_saving(
     try:
         _check_unparametrized(model)
         prediction, config = _predicted(model, modifiers, state, folder, packed=True)
-    except (CompressorError, RuntimeError) as error:  # it may be for use in memory alone
-        said = " ".join(f"{error}".split())
+        check_servable(config, prediction, is_meant=True)
+    except Exception as error:  # of whatever kind: it may be for use in memory alone
+        said = " ".join(f"{error}".split()) or repr(error)
         logger.warning(f"Its save_pretrained would fail, or write what no one reads. {said:.500}")
-        return
-    check_servable(config, prediction, is_meant=True)
 
 
 def _predicted(

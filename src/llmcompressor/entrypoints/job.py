@@ -58,9 +58,11 @@ class Job(Task):
 
     Attributes:
         processes: those that each do this job.
+        told_fingerprint: of the output that the first of them has made.
     """
 
     processes = Processes()
+    told_fingerprint: str | None = None
 
     def __init__(
         self,

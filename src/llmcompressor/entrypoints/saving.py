@@ -51,6 +51,7 @@ def modify_save_pretrained(
         processor=own.processor if processor is None else processor,
         report=report or own.report,
         check=known[0].check if known else check_saved,  # a run may have left it out
+        once=any(one.once for one in known),
     )
 
 

@@ -163,14 +163,16 @@ def _run_once(
     if processes.count == 1:
         return run_blueprint(job, blueprint, processor, batches)
     if not processes.is_first:
-        processes.agree("output")
+        # another machine may compute otherwise; recipe and data are those of the first process
+        job.told_fingerprint = processes.agree("output")[0]
         job.run_args = replace(job.run_args, resume="auto")
         job.model_args = replace(job.model_args, overwrite=False)
     model = run_blueprint(job, blueprint, processor, batches)
     assert job.output_dir is not None
     try:
         if processes.is_first:
-            processes.agree("output")
+            made = FinishedRun.read(job.output_dir)
+            processes.agree("output", None if made is None else made.fingerprint)
         processes.agree("model of the output")
     finally:
         if processes.is_first:
@@ -294,7 +296,7 @@ class _Run:
         earlier = FinishedRun.read(target)
         if earlier is None or job.run_args.resume == "never" or job.model_args.overwrite:
             return False
-        if earlier.fingerprint != hash_of(self._prints):
+        if earlier.fingerprint != (job.told_fingerprint or hash_of(self._prints)):
             return False
         output = FinishedOutput(self.blueprint, self.weights, prediction, layout, earlier)
         try:

@@ -74,6 +74,22 @@ SAYING_HOW = ("scheme", "config_groups", "kv_cache_scheme")
 """The fields one of which says how to quantize."""
 
 
+_ASKING = (
+    "config_groups",
+    "targets",
+    "ignore",
+    "scheme",
+    "kv_cache_scheme",
+    "weight_observer",
+    "input_observer",
+    "output_observer",
+    "observer",
+    "bypass_divisibility_checks",
+    "allow_unmatched",
+)
+"""The fields that schemes are resolved from."""
+
+
 class QuantizationMixin(Modifier):
     """What to quantize and how: the fields that all quantizing modifiers share.
 
@@ -95,6 +111,8 @@ class QuantizationMixin(Modifier):
 
     changes_weights: ClassVar[bool] = True
     leaves_modules: ClassVar[bool] = False
+    _also_asking: ClassVar[tuple[str, ...]] = ()
+    """Further fields that a technique's schemes depend on."""
 
     # Read by llmcompressor.schemes, whose errors say more than a union's would.
     config_groups: dict[str, Any] | None = None
@@ -140,26 +158,15 @@ class QuantizationMixin(Modifier):
         Raises:
             RecipeError: the fields contradict each other, or one of them is wrong.
         """
-        if self._resolved is None or self.__dict__ != self._resolved_from:
+        asked = {name: getattr(self, name) for name in (*_ASKING, *self._also_asking)}
+        if self._resolved is None or asked != self._resolved_from:
             self._resolved = self._resolve()
-            self._resolved_from = copy.deepcopy(self.__dict__)
+            self._resolved_from = copy.deepcopy(asked)
             self._observers_known = False
         return self._resolved
 
     def _resolve(self) -> ResolvedSchemes:
-        return resolve_schemes(
-            config_groups=self.config_groups,
-            targets=self.targets,
-            ignore=self.ignore,
-            scheme=self.scheme,
-            kv_cache_scheme=self.kv_cache_scheme,
-            weight_observer=self.weight_observer,
-            input_observer=self.input_observer,
-            output_observer=self.output_observer,
-            observer=self.observer,
-            bypass_divisibility_checks=self.bypass_divisibility_checks,
-            allow_unmatched=self.allow_unmatched,
-        )
+        return resolve_schemes(**{name: getattr(self, name) for name in _ASKING})
 
     def _with_observers(self) -> ResolvedSchemes:
         """The schemes; their observers are looked up, which others may add until a run begins."""

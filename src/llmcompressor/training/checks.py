@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
@@ -150,7 +151,10 @@ def _check_labels(trainer: Any) -> None:
     if getattr(trainer.model, "loss_type", None) != "ForSequenceClassification":
         return
     data = trainer.train_dataset
-    row = data[0] if hasattr(data, "__getitem__") and len(data) else {}
+    row: Any = {}
+    if hasattr(data, "__len__"):  # a stream's rows come once
+        with suppress(LookupError, TypeError):
+            row = data[0]
     labels, tokens = (row.get(name) if isinstance(row, Mapping) else None for name in _PER_TOKEN)
     if isinstance(labels, Sequence) and isinstance(tokens, Sequence) and len(labels) == len(tokens):
         raise ArgumentError(

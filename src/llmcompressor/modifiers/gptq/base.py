@@ -107,6 +107,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     renamed: ClassVar[Mapping[str, str]] = EARLIER_DAMPENING
 
     joins: ClassVar[frozenset[str]] = frozenset({"OneShotPruningModifier"})
+    _also_asking: ClassVar[tuple[str, ...]] = ("actorder",)
 
     block_size: int = Field(default=128, ge=1)
     dampening_frac: DampeningFraction = DEFAULT_DAMPENING
