@@ -136,20 +136,6 @@ def _after_everything() -> list[object]:
     return found
 
 
-def test_a_function_is_not_hidden_by_its_module_whatever_is_imported_first() -> None:
-    code = """
-import llmcompressor.entrypoints.oneshot, llmcompressor.entrypoints.train
-from llmcompressor.entrypoints.oneshot import run_in_memory
-from llmcompressor.entrypoints import Oneshot, model_free_ptq, oneshot, streamed, train
-import llmcompressor
-assert oneshot is llmcompressor.oneshot and train is llmcompressor.train
-from llmcompressor.entrypoints import oneshot as again
-assert again is oneshot
-print(type(streamed).__name__, sorted(llmcompressor.entrypoints.__all__))
-"""
-    assert run(code) == "module ['Oneshot', 'model_free_ptq', 'oneshot', 'train']\n"
-
-
 def test_importing_everything_changes_no_setting() -> None:
     assert _after_everything()[0] == []
 

@@ -26,7 +26,10 @@ FILES = (
 
 
 def modules(*paths: Any) -> str:
-    return json.dumps([{"idx": place, "path": path} for place, path in enumerate(paths)])
+    kind = "sentence_transformers.models.Dense"
+    return json.dumps(
+        [{"idx": place, "path": path, "type": kind} for place, path in enumerate(paths)]
+    )
 
 
 def filled(folder: Path, text: str) -> Path:

@@ -703,10 +703,10 @@ def bfloat16_by_default() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("before", "loaded"),
     [
-        ("", True),
         ("AWQModifier: {duo_scaling: false}", False),
         ("SmoothQuantModifier: {}", True),
-        ("SpinQuantModifier: {rotations: [R1, R2]}", False),
+        pytest.param("", True, marks=pytest.mark.slow),
+        pytest.param("SpinQuantModifier: {rotations: [R1, R2]}", False, marks=pytest.mark.slow),
     ],
 )
 def test_another_default_dtype_changes_nothing(

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import pydoc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from llmcompressor import Oneshot, oneshot, train
+import llmcompressor
+from llmcompressor import Oneshot, entrypoints, oneshot, train
 from llmcompressor.args import (
     DatasetArguments,
     ModelArguments,
@@ -132,3 +135,12 @@ def test_types_are_shown_without_what_a_command_line_needs() -> None:
     def function(**rest: Any) -> None: ...
 
     assert inspect.signature(function).parameters["one"].annotation == str | list[str] | None
+
+
+@pytest.mark.parametrize("name", ["oneshot", "train"])
+def test_a_function_is_not_hidden_by_its_module(name: str) -> None:
+    module = importlib.import_module(f"llmcompressor.entrypoints.{name}")
+    setattr(entrypoints, name, module)  # as Python does when it imports the module
+    assert getattr(entrypoints, name) is getattr(llmcompressor, name)
+    assert isinstance(entrypoints.streamed, ModuleType)
+    assert sorted(entrypoints.__all__) == ["Oneshot", "model_free_ptq", "oneshot", "train"]
