@@ -90,10 +90,10 @@ def _read(model: PreTrainedModel) -> tuple[Any, list[str]]:
 
     That of the model, unless it is the file's of which the model is a part, or is made of.
     """
-    place = Path(model.config.name_or_path or "no name")
-    content: Any = None
-    with contextlib.suppress(OSError, ValueError):  # where it is wanted, whoever reads it says so
-        content = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    place, content = model.config.name_or_path, None
+    if place:
+        with contextlib.suppress(OSError, ValueError):  # whoever needs it says so
+            content = json.loads((Path(place) / "config.json").read_text(encoding="utf-8"))
     if not isinstance(content, Mapping):
         content = {}
     is_part = len(levels_of(dict(content), model.config)) > 1

@@ -16,6 +16,7 @@ from llmcompressor.modeling.alike_experts import form_of_module
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.hollow import hollow_weights
 from llmcompressor.modeling.inputs import model_inputs, without_cache
+from llmcompressor.modeling.modes import evaluating
 from llmcompressor.modeling.repeated_calls import for_another_run
 from llmcompressor.modeling.settings import text_config
 from llmcompressor.modeling.structure import BlockProbe
@@ -95,10 +96,9 @@ def _first_calls(
             raise _Enough
 
     handles = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
-    training = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
         with (
+            evaluating(model),
             torch.no_grad(),
             hollow_weights(model),
             without_cache(model),
@@ -108,6 +108,4 @@ def _first_calls(
     finally:
         for handle in handles:
             handle.remove()
-        for module, was_training in training:
-            module.training = was_training
     return calls

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.modeling.inputs import without_cache
+from llmcompressor.modeling.modes import evaluating, unrounded
 from llmcompressor.modeling.quantized_mark import marked_quantized
 
 __all__ = [
@@ -34,23 +35,14 @@ def calibration_mode(model: Module) -> Iterator[None]:
     Modules that an earlier modifier has quantized run on the weights it left, and their
     activations are not rounded: what is measured is the error of the weights alone.
     """
-    training = [(module, module.training) for module in model.modules()]
-    quantized = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
-    enabled = [module.__dict__.get("quantization_enabled") for module in quantized]
-    try:
-        model.eval()
-        for module in quantized:
-            module.quantization_enabled = False  # type: ignore[assignment]
-        with torch.no_grad(), without_cache(model), marked_quantized(model):
-            yield
-    finally:
-        for module, was_training in training:
-            module.training = was_training
-        for module, was_enabled in zip(quantized, enabled, strict=True):
-            if was_enabled is None:
-                module.__dict__.pop("quantization_enabled", None)
-            else:
-                module.quantization_enabled = was_enabled
+    with (
+        evaluating(model),
+        unrounded(model),
+        torch.no_grad(),
+        without_cache(model),
+        marked_quantized(model),
+    ):
+        yield
 
 
 def small_batch(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import embeddings as get_embeddings
 from llmcompressor.modeling.embeddings import untie_embeddings
 from llmcompressor.modeling.inputs import without_cache as disable_cache
+from llmcompressor.modeling.modes import evaluating as eval_context
+from llmcompressor.modeling.modes import unrounded as DisableQuantization  # noqa: N812  # its name in scripts
 
 __all__ = [
     "DisableQuantization",
@@ -24,35 +26,6 @@ __all__ = [
     "targets_embeddings",
     "untie_word_embeddings",
 ]
-
-
-@contextmanager
-def eval_context(module: Module) -> Iterator[None]:
-    """Inside, a module is in evaluation mode; each module in it is as before afterwards."""
-    before = [(one, one.training) for one in module.modules()]
-    try:
-        module.eval()
-        yield
-    finally:
-        for one, training in before:
-            one.training = training
-
-
-@contextmanager
-def DisableQuantization(module: Module) -> Iterator[None]:  # noqa: N802  # its name in scripts
-    """Inside, quantized modules compute without rounding; as before afterwards."""
-    quantized = [one for one in module.modules() if hasattr(one, "quantization_scheme")]
-    before = [vars(one).get("quantization_enabled") for one in quantized]
-    try:
-        for one in quantized:
-            one.quantization_enabled = False  # type: ignore[assignment]
-        yield
-    finally:
-        for one, enabled in zip(quantized, before, strict=True):
-            if enabled is None:
-                vars(one).pop("quantization_enabled", None)
-            else:
-                one.quantization_enabled = enabled
 
 
 @contextmanager
