@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of cases of which a few always run."""
+"""Cases of which a few always run, and the others where ``make test TESTS=`` runs all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,25 @@ from typing import Any
 
 import pytest
 
-__all__ = ["thinned"]
+__all__ = ["few", "thinned"]
+
+
+def few(cases: Iterable[Any], *always: Any) -> list[Any]:
+    """``cases``, for ``pytest.mark.parametrize``: all but ``always`` are marked ``slow``.
+
+    A case is a value, or a tuple of the values of several arguments.
+    """
+    cases = list(cases)
+    unknown = [one for one in always if one not in cases]
+    assert always, "none would run"
+    assert not unknown, f"{unknown} are no cases of {cases}"
+    return [
+        pytest.param(
+            *(one if isinstance(one, tuple) else (one,)),
+            marks=[] if one in always else [pytest.mark.slow],
+        )
+        for one in cases
+    ]
 
 
 def thinned(*axes: Iterable[Any]) -> list[Any]:

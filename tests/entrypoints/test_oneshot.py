@@ -704,7 +704,7 @@ def bfloat16_by_default() -> Iterator[None]:
     ("before", "loaded"),
     [
         ("AWQModifier: {duo_scaling: false}", False),
-        ("SmoothQuantModifier: {}", True),
+        pytest.param("SmoothQuantModifier: {}", True, marks=pytest.mark.slow),
         pytest.param("", True, marks=pytest.mark.slow),
         pytest.param("SpinQuantModifier: {rotations: [R1, R2]}", False, marks=pytest.mark.slow),
     ],

@@ -21,6 +21,8 @@ import small_models as small
 import torch
 from safetensors.torch import load_file
 from tests.caches import as_read, is_passed_over
+from tests.presets import LIKE_OTHERS
+from tests.thinned import few
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -47,19 +49,16 @@ READER = (
     DECODED
     + """
 import sys, torch
-from pathlib import Path
 from transformers import AutoModelForCausalLM
 
-found = {}
-for folder in sorted(Path(sys.argv[1]).iterdir()):
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    except RuntimeError as error:
-        found[folder.name] = {"error": str(error)}
-        continue
+try:
+    model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+except RuntimeError as error:
+    found = {"error": str(error)}
+else:
     with torch.no_grad():
         tokens = torch.load(sys.argv[2])
-        found[folder.name] = {
+        found = {
             "logits": model.eval()(tokens).logits,
             "decoded": decoded(model, tokens),
             **{key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys")},
@@ -288,6 +287,16 @@ CASES: dict[str, Case] = {
 }
 UNTOUCHED = {"UNQUANTIZED"}
 """Cases whose logits are those of the original model."""
+ALIKE = {
+    *LIKE_OTHERS,
+    *(f"gptq-{name}" for name in ("W3A16", "W4AFP8", "MXFP4", "MXFP6A16", "MXFP6A8")),
+    *("cache-gptq", "cache-int4", "cache-int8-per-head"),
+    *("attention-int8-per-head", "attention-per-head", "embedding-untied"),
+    *("static-asymmetric-gptq", "int4-with-static-asymmetric", "outputs-fp8"),
+    *("blocks-64x32", "blocks-ragged-gptq"),
+    *(f"observer-{name}" for name in ("histogram", "percentile", "static_minmax")),
+}
+"""Cases of which another one has each part."""
 
 
 @dataclass(frozen=True)
@@ -304,24 +313,28 @@ class Outcome:
     error: str
 
 
+@pytest.fixture(scope="module", params=few(CASES, *(CASES.keys() - ALIKE)))
+def name(request: pytest.FixtureRequest) -> str:
+    """One case, for all tests of this file before the next one."""
+    found: str = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def outcomes(
-    tmp_path_factory: pytest.TempPathFactory, read_alone: Callable[..., None]
-) -> dict[str, Outcome]:
+def outcome(
+    name: str, tmp_path_factory: pytest.TempPathFactory, read_alone: Callable[..., None]
+) -> Outcome:
     root = tmp_path_factory.mktemp("read-back")
-    written = {name: _write(case, root / "out" / name) for name, case in CASES.items()}
-    files = [root / "tokens.pt", root / "found.pt"]
+    folder, files = root / "out", [root / "tokens.pt", root / "found.pt"]
+    written = _write(CASES[name], folder)
     torch.save(small.probe(), files[0])
-    read_alone(READER, root / "out", *files)
-    found = torch.load(files[1])
-    outcomes = {}
-    for name, logits in written.items():
-        folder, alone = root / "out" / name, found[name]
-        read = alone if "error" not in alone else read_by_the_package(folder)
-        sides = (*logits, read["logits"], read["decoded"])
-        lists = (read["missing_keys"], read["unexpected_keys"])
-        outcomes[name] = Outcome(folder, *sides, *lists, alone.get("error", ""))
-    return outcomes
+    read_alone(READER, folder, *files)
+    alone = torch.load(files[1])
+    read = alone if "error" not in alone else read_by_the_package(folder)
+    lists = (read["missing_keys"], read["unexpected_keys"])
+    return Outcome(
+        folder, *written, read["logits"], read["decoded"], *lists, alone.get("error", "")
+    )
 
 
 def read_by_the_package(folder: Path) -> dict[str, Any]:
@@ -352,9 +365,7 @@ def _logits(model: Any) -> tuple[Tensor, Tensor]:
         return small.logits(model), known["decoded"](model, small.probe())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_reads_back_as_the_model_in_memory(name: str, outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes[name]
+def test_reads_back_as_the_model_in_memory(outcome: Outcome) -> None:
     assert outcome.missing == []
     assert [one for one in outcome.unexpected if not is_of_unknown_attention(one)] == []
     assert bool(torch.isfinite(outcome.written).all())
@@ -362,10 +373,8 @@ def test_reads_back_as_the_model_in_memory(name: str, outcomes: dict[str, Outcom
     assert torch.equal(outcome.read_decoded, outcome.written_decoded)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_transformers_alone_refuses_is_said(name: str, outcomes: dict[str, Outcome]) -> None:
+def test_what_transformers_alone_refuses_is_said(outcome: Outcome) -> None:
     """Packed zero points, in the releases that do, and nothing else."""
-    outcome = outcomes[name]
     headers = load_file(outcome.folder / "model.safetensors")
     is_packed = any(
         each.endswith("weight_zero_point") and tensor.dtype is torch.int32
@@ -385,24 +394,23 @@ def is_of_unknown_attention(tensor: str) -> bool:
     return is_of_states and is_passed_over(small.llama().model.layers[0].self_attn)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - UNTOUCHED))
-def test_each_case_changes_what_the_model_computes(name: str, outcomes: dict[str, Outcome]) -> None:
+def test_each_case_changes_what_the_model_computes(name: str, outcome: Outcome) -> None:
     """Guards the comparison: a reader that quantized nothing would agree as well."""
     original = small.logits(CASES[name].built())
-    config = json.loads((outcomes[name].folder / "config.json").read_text())
+    if name in UNTOUCHED:
+        assert torch.equal(outcome.read, original)
+        return
+    config = json.loads((outcome.folder / "config.json").read_text())
     groups = config["quantization_config"]["config_groups"].values()
     if not any(group["weights"] or group["targets"] != ["LlamaAttention"] for group in groups):
         is_left_out = is_passed_over(small.llama().model.layers[0].self_attn)
-        assert torch.equal(outcomes[name].read, original) == is_left_out
+        assert torch.equal(outcome.read, original) == is_left_out
         return
-    assert not torch.equal(outcomes[name].read, original)
+    assert not torch.equal(outcome.read, original)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_configuration_obeys_the_rules_of_servers(
-    name: str, outcomes: dict[str, Outcome]
-) -> None:
-    config = json.loads((outcomes[name].folder / "config.json").read_text())
+def test_the_configuration_obeys_the_rules_of_servers(name: str, outcome: Outcome) -> None:
+    config = json.loads((outcome.folder / "config.json").read_text())
     if name in UNTOUCHED:
         assert "quantization_config" not in config
         return

@@ -28,21 +28,18 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 
 READER = """
 import sys, torch, transformers
-from pathlib import Path
 
-given, found = torch.load(sys.argv[2]), {}
-for folder in sorted(Path(sys.argv[1]).iterdir()):
-    inputs, options = given[folder.name]
-    config = transformers.AutoConfig.from_pretrained(folder)
-    cls = getattr(transformers, config.architectures[0])
-    try:
-        model, info = cls.from_pretrained(folder, output_loading_info=True, **options)
-    except Exception as error:
-        found[folder.name] = (None, type(error).__name__)
-        continue
+folder, (inputs, options) = sys.argv[1], torch.load(sys.argv[2])
+config = transformers.AutoConfig.from_pretrained(folder)
+cls = getattr(transformers, config.architectures[0])
+try:
+    model, info = cls.from_pretrained(folder, output_loading_info=True, **options)
+except Exception as error:
+    found = (None, type(error).__name__)
+else:
     with torch.no_grad():
         logits = model.eval()(**inputs).logits
-    found[folder.name] = (logits, sorted({*info["missing_keys"], *info["unexpected_keys"]}))
+    found = (logits, sorted({*info["missing_keys"], *info["unexpected_keys"]}))
 assert not any(name.partition(".")[0] == "llmcompressor" for name in sys.modules)
 torch.save(found, sys.argv[3])
 """
@@ -126,29 +123,22 @@ def _cases() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    read_alone: Callable[..., None],
-) -> dict[tuple[str, str], Outcome]:
-    """Of the cases that are run."""
-    root = tmp_path_factory.mktemp("architectures")
-    written, given = {}, {}
-    params = [getattr(item, "callspec", None) for item in request.session.items]
-    run = {one.params.get("case") for one in params if one is not None}
-    for name, form in (case for case in READ if case in run):
-        folder = root / "out" / f"{name}-{form}"
-        written[name, form] = _write(name, form, root / name, folder)
-        options = {"experts_implementation": "eager"} if _is_mixture(name) else {}
-        given[folder.name] = _batches(name)[0], options
-    files = [root / "given.pt", root / "found.pt"]
-    torch.save(given, files[0])
-    read_alone(READER, root / "out", *files)
-    found = torch.load(files[1])
-    return {
-        case: Outcome(*parts, *found["-".join(case)])  # type: ignore[arg-type]
-        for case, parts in written.items()
-    }
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the original models are."""
+    return tmp_path_factory.mktemp("architectures")
+
+
+@pytest.fixture
+def outcome(
+    case: tuple[str, str], source: Path, tmp_path: Path, read_alone: Callable[..., None]
+) -> Outcome:
+    """Of an architecture and a format."""
+    name, form = case
+    written = _write(name, form, source / name, tmp_path / "out")
+    options = {"experts_implementation": "eager"} if _is_mixture(name) else {}
+    torch.save((_batches(name)[0], options), tmp_path / "given.pt")
+    read_alone(READER, tmp_path / "out", tmp_path / "given.pt", tmp_path / "found.pt")
+    return Outcome(*written, *torch.load(tmp_path / "found.pt"))
 
 
 def _is_mixture(name: str) -> bool:
@@ -201,11 +191,9 @@ def _let_experts_round_no_inputs(model: Module) -> None:
 
 
 @pytest.mark.parametrize("case", _cases())
-def test_what_the_page_says_of_an_architecture(
-    case: tuple[str, str], outcomes: dict[tuple[str, str], Outcome]
-) -> None:
+def test_what_the_page_says_of_an_architecture(case: tuple[str, str], outcome: Outcome) -> None:
     """Both ways: what reads is not warned of, and what does not is."""
-    outcome, cell = outcomes[case], TABLE[case]
+    cell = TABLE[case]
     assert not torch.equal(outcome.written, outcome.original)
     if cell == "equal":
         assert outcome.trouble == []

@@ -142,7 +142,7 @@ def test_the_model_in_memory_runs_as_transformers_reads_it(tmp_path: Path) -> No
     ("recipe", "block"),
     [
         (cache, "model.layers.1"),
-        (cache, "model.layers.3"),
+        pytest.param(cache, "model.layers.3", marks=pytest.mark.slow),
         (two_passes, "model.layers.2"),
         pytest.param(two_passes, "model.layers.3", marks=pytest.mark.slow),
     ],

@@ -55,7 +55,7 @@ def edit(folder: Path, change: Any) -> None:
     [
         ("qwen3_moe", {"attn": ATTENTION, "exp": MLP}),
         pytest.param("deepseek_v3", {"attn": ATTENTION, "exp": MLP}, marks=pytest.mark.slow),
-        ("mixtral", {"attn": ATTENTION, "exp": MLP}),
+        pytest.param("mixtral", {"attn": ATTENTION, "exp": MLP}, marks=pytest.mark.slow),
         ("deepseek_v3", {"shared": SHARED, "rest": REST}),
         ("qwen3_moe", {"attn": {**ATTENTION, "targets": QKV}, "exp": MLP}),
     ],
@@ -89,7 +89,7 @@ def test_the_group_of_the_experts_is_the_one_that_is_taken(
         assert torch.allclose(reread, mixtures.logits(made), atol=1e-5) == is_taken
 
 
-@pytest.mark.parametrize("order", [["attn", "exp"], ["exp", "attn"]])
+@pytest.mark.parametrize("order", [["attn", "exp"], ["exp", "attn"]], ids="-".join)
 @pytest.mark.parametrize(
     "names", [pytest.param(["a", "b"], marks=pytest.mark.slow), ["b", "a"]], ids=str
 )

@@ -13,7 +13,7 @@ import mixtures
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.thinned import thinned
+from tests.thinned import few, thinned
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -139,7 +139,7 @@ def test_stacks_without_a_table_are_written_expert_by_expert(family: str, tmp_pa
     assert any(name.endswith("weight_packed") for name in stored)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
+@pytest.mark.parametrize("family", few(["qwen3_moe", "llama4_text"], "llama4_text"))
 def test_streamed_is_as_in_memory(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,7 +359,7 @@ def test_a_starved_expert_can_be_an_error(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("policy", ["all_tokens", "neighbours", "rtn"])
+@pytest.mark.parametrize("policy", few(["all_tokens", "neighbours", "rtn"], "neighbours"))
 def test_a_policy_that_cannot_act_says_so(
     policy: str, source: tuple[PreTrainedModel, Path], warned: list[str]
 ) -> None:
@@ -511,12 +511,7 @@ def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("family", "as_object"),
-    [
-        ("gpt_oss", False),
-        pytest.param("gpt_oss", True, marks=pytest.mark.slow),
-        ("qwen3_moe", False),
-        ("qwen3_moe", True),
-    ],
+    thinned(["gpt_oss", "qwen3_moe"], [False, True]),
 )
 def test_a_plan_knows_that_pruned_experts_go_back_into_stacks(
     family: str, as_object: bool, tmp_path: Path

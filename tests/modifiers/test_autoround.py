@@ -17,6 +17,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from datasets import Dataset
 from safetensors.torch import load_file
+from tests.thinned import few
 from torch import Tensor
 from transformers import AutoModelForCausalLM, XLMConfig, XLMWithLMHeadModel
 
@@ -277,7 +278,7 @@ def test_experts_are_learned_with_their_block(family: str) -> None:
     assert sum(one.moved > 0 for one in experts) > 0.9 * len(experts)
 
 
-@pytest.mark.parametrize("policy", ["rtn", "all_tokens", "neighbours"])
+@pytest.mark.parametrize("policy", few(["rtn", "all_tokens", "neighbours"], "neighbours"))
 def test_starved_experts_are_rounded_as_the_policy_says(policy: str) -> None:
     """All of them are starved, since none gets all tokens."""
     groups = {"all": {"targets": ["Linear"], "weights": {**WEIGHTS, "group_size": 8}}}
@@ -421,9 +422,12 @@ def test_fields_without_effect_are_named(warned: list[str]) -> None:
     assert "device_ids" in "".join(warned)
 
 
+PARTS = ["LlamaMLP", "LlamaAttention"]
+
+
 @pytest.mark.parametrize(
     "targets",
-    [["LlamaMLP", "LlamaAttention"], ["re:.*mlp$"], ["model.layers.1"], ["Linear"]],
+    few([PARTS, ["re:.*mlp$"], ["model.layers.1"], ["Linear"]], PARTS, ["Linear"]),
     ids=["parts", "mlp", "one block", "linears"],
 )
 def test_whole_blocks_are_tuned_whatever_is_named(targets: list[str], said: list[str]) -> None:
@@ -438,7 +442,7 @@ def test_whole_blocks_are_tuned_whatever_is_named(targets: list[str], said: list
     assert "2 stops at block level (the finest that the recipe allows is block)" in told
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["alone", "with another"])
+@pytest.mark.parametrize("behind", few([False, True], True), ids=["alone", "with another"])
 def test_blocks_that_are_named_together_are_tuned_one_after_another(
     behind: bool, said: list[str]
 ) -> None:

@@ -12,6 +12,7 @@ import tiny_llama as tiny
 import tiny_mixtures as mixtures
 import torch
 from tests.listed_mixtures import AsList
+from tests.thinned import few
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -160,7 +161,7 @@ def test_what_was_pruned_stays_zero(symmetric: bool) -> None:
     assert all(one.error_begun < one.error_nearest for one in modifier.records.values())
 
 
-@pytest.mark.parametrize("family", mixtures.FAMILIES)
+@pytest.mark.parametrize("family", few(mixtures.FAMILIES, "qwen3_moe"))
 def test_experts_begin_with_their_own_tokens(
     family: str, solutions: list[tuple[Problem, Solution]]
 ) -> None:
@@ -180,7 +181,7 @@ STARVED: dict[str, Any] = {**ROUTED, "min_tokens_per_module": 0.25}
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, ROUTED, STARVED, {**STARVED, "starved_experts": "neighbours"}],
+    few([{}, ROUTED, STARVED, {**STARVED, "starved_experts": "neighbours"}], ROUTED, STARVED),
     ids=["all", "routed", "all_tokens", "neighbours"],
 )
 def test_experts_with_few_tokens_are_solved_for_what_they_are_shown(
@@ -235,7 +236,7 @@ def as_lists(number: int, *, narrower: int = 0) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("how", ["narrower", "quantized before"])
+@pytest.mark.parametrize("how", few(["narrower", "quantized before"], "narrower"))
 def test_experts_that_are_not_alike_are_experts_too(
     how: str, solutions: list[tuple[Problem, Solution]]
 ) -> None:

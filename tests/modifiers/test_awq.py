@@ -14,7 +14,7 @@ import tiny_llama as tiny
 import tiny_mixtures as mixtures
 import torch
 from datasets import Dataset
-from tests.thinned import thinned
+from tests.thinned import few, thinned
 from torch import Tensor
 from torch.nn import Module
 
@@ -260,7 +260,10 @@ def of_whole_mixtures() -> dict[str, Any]:
     return of_a_mixture(sequential_granularity="block")
 
 
-@pytest.mark.parametrize("stops", [["re:.*self_attn$"], ["re:.*mlp$"], ["re:.*(gate|self_attn)$"]])
+PARTS_OF_MIXTURES = [["re:.*self_attn$"], ["re:.*mlp$"], ["re:.*(gate|self_attn)$"]]
+
+
+@pytest.mark.parametrize("stops", few(PARTS_OF_MIXTURES, PARTS_OF_MIXTURES[-1]))
 def test_stops_within_a_mixture_give_the_scales_of_whole_blocks(stops: list[str]) -> None:
     expected = of_whole_mixtures()
     assert any(one["ratio"] is not None for one in expected.values())
@@ -458,8 +461,7 @@ def test_a_mapping_needs_readers() -> None:
         Recipe.create_instance(recipe)
 
 
-@pytest.mark.parametrize("every", [True, False])
-@pytest.mark.parametrize("loss", ["statistics", "output"])
+@pytest.mark.parametrize(("loss", "every"), thinned(["statistics", "output"], [True, False]))
 def test_what_a_mixture_reads_is_scaled(loss: Any, every: bool) -> None:
     """Large channels before router and experts: their weights are rounded better than without."""
     data, errors = tiny.batches(), {}
@@ -493,8 +495,11 @@ def test_one_scale_for_a_whole_weight_has_no_groups_to_compare() -> None:
 
 @pytest.mark.parametrize(
     "scheme",
-    ["W4A16", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_DYNAMIC"]
-    + [name for name in ("MXFP6A16",) if name in PRESETS],
+    few(
+        ["W4A16", "W8A16", "NVFP4A16", "MXFP4A16", "FP8_DYNAMIC"]
+        + [name for name in ("MXFP6A16",) if name in PRESETS],
+        *("W8A16", "NVFP4A16", "MXFP4A16"),
+    ),
 )
 def test_every_scheme_of_weights_can_follow(scheme: str) -> None:
     scaled, rounded = tiny.llama(), tiny.llama()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from functools import cache
@@ -15,6 +16,7 @@ import tiny_mixtures as mixtures
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from tests.presets import LIKE_OTHERS, USUAL
 from tests.thinned import thinned
 from torch import Tensor
 from torch.nn import Linear
@@ -40,7 +42,7 @@ from llmcompressor.schemes.presets import PRESETS
 
 WEIGHTS: dict[str, Any] = {"num_bits": 3, "strategy": "group", "group_size": 32}
 GROUPS: dict[str, Any] = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
-NAMES = [name for name, preset in PRESETS.items() if preset.weights is not None]
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def gptq(**fields: Any) -> GPTQModifier:
@@ -119,7 +121,14 @@ def test_every_pipeline_gives_it_its_inputs(
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), thinned(NAMES, [torch.bfloat16, torch.float16, torch.float32])
+    ("name", "dtype"),
+    [
+        *thinned(USUAL, FLOATS),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in itertools.product(LIKE_OTHERS, FLOATS)
+        ),
+    ],
 )
 def test_the_file_holds_the_weights_that_are_in_memory(name: str, dtype: torch.dtype) -> None:
     model = tiny.run(tiny.llama(dtype, num_hidden_layers=1), gptq(scheme=name), data=DATA)

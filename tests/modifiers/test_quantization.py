@@ -11,6 +11,8 @@ import tiny_llama as tiny
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 from tests.caches import cache_of
+from tests.presets import USUAL, WITH_WEIGHTS
+from tests.thinned import few
 from torch import Tensor
 
 from llmcompressor.core import EventType, State, active_session
@@ -22,13 +24,11 @@ from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.quantization.rounding import QuantizationModifier
 from llmcompressor.quantization.parameters import observe_weight
 from llmcompressor.recipe import Recipe
-from llmcompressor.schemes.presets import PRESETS
 
 STRANGE: dict[str, Any] = {"targets": ["Linear"], "weights": {"num_bits": 8, "observer": "foo"}}
 FP8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 INT8: dict[str, Any] = {"num_bits": 8, "strategy": "tensor"}
 ATTENTION: dict[str, Any] = {"states": {"targets": ["LlamaAttention"], "input_activations": FP8}}
-NAMES = [name for name, preset in PRESETS.items() if preset.weights is not None]
 
 
 def nearest(**fields: Any) -> QuantizationModifier:
@@ -52,7 +52,7 @@ def states(given: list[tiny.Batch]) -> dict[str, list[Tensor]]:
 # ------------------------------------------------------------------ weights
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(WITH_WEIGHTS, *USUAL))
 def test_every_weight_is_rounded_on_the_scales_of_its_observer(name: str) -> None:
     before, model = (tiny.llama(torch.bfloat16, num_hidden_layers=1) for _ in range(2))
     tiny.run(model, nearest(scheme=name))

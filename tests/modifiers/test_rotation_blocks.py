@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_llama as tiny
 import torch
+from tests.thinned import few
 from torch.nn import Module
 from transformers import AutoModelForCausalLM, BitNetConfig, BitNetForCausalLM
 
@@ -73,7 +74,7 @@ def compressed(model: Any, recipe: str, output: Path, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", few(RECIPES, *list(RECIPES)[::2]))
 def test_the_files_are_those_of_a_model_in_memory(
     recipe: str, tied: bool, tmp_path: Path, warned: list[str]
 ) -> None:

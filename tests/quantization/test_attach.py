@@ -19,6 +19,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.quant_metadata import QuantizationMetadata
 from tests.caches import cache_of
+from tests.presets import WITH_WEIGHTS
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module
 from transformers import BertConfig, BertModel, Gemma4TextConfig
@@ -36,9 +37,8 @@ from llmcompressor.quantization.attach import (
     untap_attention,
 )
 from llmcompressor.quantization.parameters import WeightParameters, observe_weight
-from llmcompressor.schemes.presets import PRESETS, preset_scheme
+from llmcompressor.schemes.presets import preset_scheme
 
-NAMES = [name for name, preset in PRESETS.items() if preset.weights is not None]
 FP8 = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
 INT8 = QuantizationArgs(num_bits=8, strategy="tensor")
 
@@ -63,7 +63,7 @@ def attached(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_parameters_are_stored_as_readers_expect_them(name: str, dtype: torch.dtype) -> None:
     module, scheme = linear(dtype), preset_scheme(name)
     given = {}

@@ -16,6 +16,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from tests.presets import WITH_WEIGHTS
 from torch import Tensor
 from torch.nn import Linear, Module
 
@@ -27,7 +28,6 @@ from llmcompressor.quantization.parameters import extreme_parameters, observe_we
 from llmcompressor.schemes.bridge import grid_of, partition_of
 from llmcompressor.schemes.presets import PRESETS, preset_scheme
 
-WEIGHTS = [name for name, preset in PRESETS.items() if preset.weights is not None]
 TENSOR = {"num_bits": 8, "strategy": "tensor"}
 DYNAMIC: dict[str, QuantizationArgs] = {
     "token": QuantizationArgs(num_bits=8, strategy="token", dynamic=True),
@@ -224,7 +224,7 @@ def weights_of(module: Linear, args: QuantizationArgs, **fields: Any) -> FakeWei
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_weights_are_rounded_as_they_will_be_stored(name: str, dtype: torch.dtype) -> None:
     module, args = linear(dtype), preset_scheme(name).weights
     weight = module.weight.detach()

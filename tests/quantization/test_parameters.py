@@ -10,6 +10,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs
+from tests.presets import WITH_WEIGHTS
 from torch import Tensor
 from torch.nn import Linear
 
@@ -25,7 +26,7 @@ from llmcompressor.quantization.parameters import (
     weight_amax,
 )
 from llmcompressor.schemes.bridge import grid_of, needs_global_scale, partition_of
-from llmcompressor.schemes.presets import PRESETS, format_of, preset_scheme
+from llmcompressor.schemes.presets import format_of, preset_scheme
 
 CELLS = [
     {"strategy": "tensor"},
@@ -33,7 +34,6 @@ CELLS = [
     {"strategy": "group", "group_size": 32},
     {"strategy": "block", "block_structure": [4, 64]},
 ]
-NAMES = [name for name, preset in PRESETS.items() if preset.weights is not None]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROWS, COLUMNS = 48, 256
 
@@ -74,7 +74,7 @@ def stored(parameters: WeightParameters, dtype: torch.dtype) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize(("dtype", "make"), MADE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_what_the_file_decodes_to_is_what_is_in_memory(
     name: str, dtype: torch.dtype, make: Callable[[torch.dtype], Tensor]
 ) -> None:
@@ -91,7 +91,7 @@ def test_what_the_file_decodes_to_is_what_is_in_memory(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_the_short_way_finds_what_the_observer_finds(name: str, dtype: torch.dtype) -> None:
     weight_RC, args = weight(dtype), arguments(name)
     args = args.model_copy(update={"observer": "memoryless_minmax"})
@@ -107,7 +107,7 @@ def test_the_short_way_finds_what_the_observer_finds(name: str, dtype: torch.dty
         observe_weight(weight_RC, args)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_rounding_is_what_compressed_tensors_packs_and_unpacks(name: str) -> None:
     weight_RC, scheme = weight(torch.bfloat16), preset_scheme(name)
     parameters = observe_weight(weight_RC, arguments(name))
@@ -118,7 +118,7 @@ def test_rounding_is_what_compressed_tensors_packs_and_unpacks(name: str) -> Non
 
 
 @pytest.mark.parametrize(("dtype", "make"), MADE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_what_was_rounded_in_full_precision_is_not_rounded_again(
     name: str, dtype: torch.dtype, make: Callable[[torch.dtype], Tensor]
 ) -> None:
@@ -129,7 +129,7 @@ def test_what_was_rounded_in_full_precision_is_not_rounded_again(
     assert torch.equal(once_RC.to(dtype), twice_RC.to(dtype))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_no_element_is_further_off_than_half_a_step(name: str) -> None:
     weight_RC, args = weight(torch.float32), arguments(name)
     parameters = observe_weight(weight_RC, args)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_samples import EXPERTS, INNER, Sample, dense, made, sparse
-from tests.thinned import thinned
+from tests.thinned import few, thinned
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from llmcompressor import verify
@@ -63,10 +63,7 @@ def with_a_row_of(size: float, model: Path, folder: Path) -> Path:
     return source.write(folder)
 
 
-@pytest.mark.parametrize(
-    "preset",
-    FORMATS,
-)
+@pytest.mark.parametrize("preset", few(FORMATS, *FORMATS[::2]))
 def test_one_wrong_code_is_found(
     preset: str, llama_folder: Path, compressed: Callable[..., Path], tmp_path: Path
 ) -> None:
