@@ -43,6 +43,9 @@ FLOORS = {
     "datasets": 2,
     "observers": 3,
     "modifiers.declared": 3,
+    "modifiers.demands": 3,
+    "modifiers.fields": 3,
+    "modifiers.granularity": 3,
     "modifiers.modifier": 3,
     "modifiers.factory": 3,
     "modifiers.outlined": 3,
@@ -70,6 +73,9 @@ FLOORS = {
 # The base class and what finds its subclasses are one room.
 ROOM_OF = {
     "modifiers.declared": "modifiers.modifier",
+    "modifiers.demands": "modifiers.modifier",
+    "modifiers.fields": "modifiers.modifier",
+    "modifiers.granularity": "modifiers.modifier",
     "modifiers.factory": "modifiers.modifier",
     "modifiers.outlined": "modifiers.modifier",
     "modifiers.recorded": "modifiers.modifier",

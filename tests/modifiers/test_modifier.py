@@ -17,7 +17,8 @@ from llmcompressor import modifiers
 from llmcompressor.core import Event, EventType, State
 from llmcompressor.errors import LifecycleError, RecipeError, TargetError
 from llmcompressor.modifiers import Modifier, ModifierFactory
-from llmcompressor.modifiers.modifier import Granularity, Phase
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Phase
 from llmcompressor.modifiers.utils import HooksMixin
 
 

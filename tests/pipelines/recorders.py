@@ -16,7 +16,7 @@ from llmcompressor.args import DatasetArguments
 from llmcompressor.core.session_functions import create_session
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.modifier import Granularity
+from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.pipelines import PIPELINES
 
 

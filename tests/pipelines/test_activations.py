@@ -22,7 +22,7 @@ from torch import nn
 from llmcompressor.errors import OutputError
 from llmcompressor.modeling.page_file import PageFile
 from llmcompressor.modeling.paused_forward import Pass, PausedForward
-from llmcompressor.modifiers.modifier import Granularity
+from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.quantization import GPTQModifier
 from llmcompressor.pipelines import activations, sequential
 from llmcompressor.pipelines.activations import ActivationStore, held_tensors

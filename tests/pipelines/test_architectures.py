@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from llmcompressor import oneshot
 from llmcompressor.modeling.blocks import find_blocks, sub_blocks
 from llmcompressor.modeling.paused_forward import Pass, PausedForward
-from llmcompressor.modifiers.modifier import Granularity
+from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.quantization import GPTQModifier
 from llmcompressor.pipelines.model_runs import calibration_mode
 

@@ -19,7 +19,7 @@ from llmcompressor.errors import TargetError
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.call_order import CallOrder, watch_calls
 from llmcompressor.modifiers import Modifier
-from llmcompressor.modifiers.modifier import Granularity
+from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.pipelines import activations, sequential
 from llmcompressor.pipelines.granularity import Plan, estimate_bytes, make_plan

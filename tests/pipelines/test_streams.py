@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import Module
 
 from llmcompressor.modeling.paused_forward import Pass
-from llmcompressor.modifiers.modifier import Granularity
+from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.pipelines.streams import OriginalWeights, input_capture
 
 LEVELS = list(Granularity)

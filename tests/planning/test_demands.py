@@ -27,8 +27,9 @@ from llmcompressor.memory import TOLERATED
 from llmcompressor.modifiers.awq.base import AWQModifier
 from llmcompressor.modifiers.awq.base import _Moments as Moments
 from llmcompressor.modifiers.awq.effort import effort_of as awq_effort
+from llmcompressor.modifiers.demands import DataSize, Effort, Work
+from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.hqq import HQQModifier
-from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Work
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of as sparse_effort
 from llmcompressor.modifiers.transform import QuIPModifier

@@ -18,8 +18,8 @@ from llmcompressor import oneshot, plan
 from llmcompressor.core.state import State
 from llmcompressor.modifiers.autoround.base import TOKENS_PER_COLUMN, AutoRoundModifier
 from llmcompressor.modifiers.awq import AWQModifier
+from llmcompressor.modifiers.demands import DataSize
 from llmcompressor.modifiers.hqq import HQQModifier
-from llmcompressor.modifiers.modifier import DataSize
 from llmcompressor.modifiers.pruning import REAPPruningModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier

@@ -67,7 +67,7 @@ def predict(
     Args:
         model: the model; its weights may be on the meta device.
         planned: what the modifiers say that its modules will be stored as
-            (:class:`~llmcompressor.modifiers.modifier.PlannedModule`). What an earlier run has
+            (:class:`~llmcompressor.modifiers.demands.PlannedModule`). What an earlier run has
             quantized of the model is written as it is.
         headers: the tensors of the source.
         save_compressed: weights are packed, not written dense.

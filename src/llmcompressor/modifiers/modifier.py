@@ -7,10 +7,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import (
     ConfigDict,
@@ -25,31 +24,22 @@ from llmcompressor.core.events import Event, EventType
 from llmcompressor.core.events.event import reached
 from llmcompressor.core.state import State
 from llmcompressor.errors import (
-    InputError,
     LifecycleError,
     RecipeError,
     TargetError,
-    did_you_mean,
 )
 from llmcompressor.modeling.adapters import MERGE, adapters_of
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modifiers.declared import declared
+from llmcompressor.modifiers.demands import DataSize, Effort, Learning, PlannedModule, Work
+from llmcompressor.modifiers.fields import as_recipe_error, kinds_of
+from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.wording import listed
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.nn import Module
 
-__all__ = [
-    "DataSize",
-    "Effort",
-    "Granularity",
-    "Learning",
-    "Modifier",
-    "Phase",
-    "PlannedModule",
-    "Work",
-]
+__all__ = ["Modifier", "Phase"]
 
 
 class Phase(Enum):
@@ -60,181 +50,6 @@ class Phase(Enum):
     STARTED = "started"
     ENDED = "ended"
     FINALIZED = "finalized"
-
-
-class Granularity(StrEnum):
-    """How much of a model a modifier has to see at once, from fine to coarse.
-
-    >>> max(Granularity.BLOCK, Granularity.LINEAR)
-    <Granularity.BLOCK: 'block'>
-    """
-
-    LINEAR = "linear"
-    SUB_BLOCK = "sub_block"
-    BLOCK = "block"
-
-    # All four: a str brings its own, which would go by the alphabet.
-    def __lt__(self, other: str) -> bool:
-        return self._rank < Granularity(other)._rank
-
-    def __le__(self, other: str) -> bool:
-        return self._rank <= Granularity(other)._rank
-
-    def __gt__(self, other: str) -> bool:
-        return self._rank > Granularity(other)._rank
-
-    def __ge__(self, other: str) -> bool:
-        return self._rank >= Granularity(other)._rank
-
-    @property
-    def _rank(self) -> int:
-        return list(Granularity).index(self)
-
-
-@dataclass(frozen=True)
-class Effort:
-    """What calibrating and solving modules with one input takes.
-
-    Attributes:
-        gram: multiply-adds per token, for second moments of the input.
-        cross: multiply-adds per token, for products with the original model's input.
-        watch: values per token that are looked at in other ways, for extremes for instance.
-        solve: multiply-adds once all tokens were seen.
-        visits: passes over the weights that are not products, column by column for instance.
-        statistics: bytes that are held from the first token until the modules are solved.
-        buffered: bytes of tokens that wait for others, where those that run at once are too few to
-            be counted.
-        workspace: further bytes while they are solved.
-        on_device: the same on an accelerator; ``None`` where it is no other. Rows that the host
-            works on in parts, a thread on each, are worked on at once there.
-        at_once: where others at the same stop are alike, how many are solved in one batch.
-        kept: bytes per token of the data that are held from when it is seen until they are solved:
-            on an accelerator within half of what a limit leaves of it, else in main memory.
-        scaled: bytes of weights while modules are run again, to see what becomes of their outputs.
-        scaled_on_device: the same on an accelerator; ``None`` where it is no other.
-        outputs: bytes per token of the data meanwhile, in the same places.
-        running: bytes per token of those that run at once, meanwhile.
-        offloads: what is kept, and outputs, lie in main memory however much room there is.
-        together: they run again together with all others that are calibrated at the same stop;
-            the workspace before that is of one at a time.
-    """
-
-    gram: int = 0
-    cross: int = 0
-    watch: int = 0
-    solve: int = 0
-    visits: int = 0
-    statistics: int = 0
-    buffered: int = 0
-    workspace: int = 0
-    on_device: int | None = None
-    at_once: int = 1
-    kept: int = 0
-    scaled: int = 0
-    scaled_on_device: int | None = None
-    outputs: int = 0
-    running: int = 0
-    offloads: bool = False
-    together: bool = False
-
-    def workspace_on(self, *, device: bool) -> int:
-        """``workspace``, on the host or on an accelerator."""
-        return self.workspace if self.on_device is None or not device else self.on_device
-
-    def scaled_on(self, *, device: bool) -> int:
-        """``scaled``, on the host or on an accelerator."""
-        return self.scaled if self.scaled_on_device is None or not device else self.scaled_on_device
-
-
-@dataclass(frozen=True)
-class DataSize:
-    """How much calibration data there is, and what a model makes of a token of it.
-
-    Attributes:
-        tokens: of all samples, padding included.
-        real: those that count.
-        samples: how many samples that are.
-        batch: tokens of one batch, as it is run.
-        attention: multiply-adds per token of one layer's attention, its Linears left aside.
-        expert_share: the share of a layer's experts that a token is routed to.
-    """
-
-    tokens: int = 0
-    real: int = 0
-    samples: int = 0
-    batch: int = 0
-    attention: int = 0
-    expert_share: float = 1.0
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is computed of a part of a model beside the calibration of its modules.
-
-    Attributes:
-        forward: multiply-adds in the model's dtype.
-        solve: multiply-adds in float32; one in float64 counts twice.
-        visits: passes over single weights that are not products.
-        readings: times that the part is read from its file once more, where it is not in memory.
-        attention: of ``forward``, products between tokens.
-    """
-
-    forward: int = 0
-    solve: int = 0
-    visits: int = 0
-    readings: int = 0
-    attention: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.forward + other.forward,
-            self.solve + other.solve,
-            self.visits + other.visits,
-            self.readings + other.readings,
-            self.attention + other.attention,
-        )
-
-
-@dataclass(frozen=True)
-class Learning:
-    """What a modifier takes that learns before its pass.
-
-    Attributes:
-        steps: batches that run forward and backward, one after another.
-        compared: batches at most that run forward before the first step, and after the last.
-        held: bytes from the first step to the last.
-        kept: bytes of a file from which a later run can go on.
-        stepping: further bytes while a step is taken.
-        products: multiply-adds of a step, beside those of the model and of its weights.
-    """
-
-    steps: int
-    compared: int = 0
-    held: int = 0
-    kept: int = 0
-    stepping: int = 0
-    products: int = 0
-
-
-@dataclass(frozen=True)
-class PlannedModule:
-    """How a module will be stored.
-
-    Attributes:
-        name: its name.
-        module: the module.
-        scheme: how it is quantized (``compressed_tensors``' ``QuantizationScheme``).
-        tensors: its own tensors as they will be in memory, on the meta device.
-        is_attention: its queries, keys or values are quantized, it has no weight of its own.
-        has_group: a scheme of the recipe targets it.
-    """
-
-    name: str
-    module: Module
-    scheme: Any
-    tensors: Mapping[str, Tensor]
-    is_attention: bool = False
-    has_group: bool = True
 
 
 def _flag(phase: Phase) -> property:
@@ -317,7 +132,7 @@ class Modifier(HooksMixin):
             try:
                 super().__init__(**fields)
             except ValidationError as error:
-                raise _as_recipe_error(type(self), error) from error
+                raise as_recipe_error(type(self), error) from error
 
     @classmethod
     def model_validate(cls, obj: Any, **kwargs: Any) -> Self:
@@ -325,7 +140,7 @@ class Modifier(HooksMixin):
         try:
             return super().model_validate(obj, **kwargs)
         except ValidationError as error:
-            raise _as_recipe_error(cls, error) from error
+            raise as_recipe_error(cls, error) from error
 
     @model_validator(mode="before")
     @classmethod
@@ -347,7 +162,7 @@ class Modifier(HooksMixin):
     @classmethod
     def _check_no_truth_for_a_number(cls, given: Any, info: ValidationInfo) -> Any:
         """``yes`` is no 1: pydantic takes a truth value for a number."""
-        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        kinds = kinds_of(cls.model_fields[str(info.field_name)].annotation)
         if isinstance(given, bool) and bool not in kinds and kinds & {int, float}:
             raise ValueError("it is a number, not true or false")
         return given
@@ -893,76 +708,6 @@ class Modifier(HooksMixin):
     def _end(self, state: State, event: Event, kwargs: Mapping[str, Any]) -> None:
         self.on_end(state, event, **kwargs)
         self._enter(Phase.ENDED)
-
-
-def _kinds(annotation: Any) -> set[Any]:
-    """The types that an annotation is made of.
-
-    >>> _kinds(float | list[int] | None) == {float, list, int, type(None)}
-    True
-    """
-    if annotation is Any:
-        return {bool, int, float}
-    if get_origin(annotation) is Literal:
-        return {type(value) for value in get_args(annotation)}
-    annotation = getattr(annotation, "__value__", annotation)  # of a name for a type
-    parts = get_args(annotation)
-    outer = getattr(annotation, "__origin__", None) if parts else annotation
-    kinds = {kind for part in parts for kind in _kinds(part)}
-    return kinds | {outer} if isinstance(outer, type) else kinds
-
-
-def _as_recipe_error(cls: type[Modifier], error: ValidationError) -> RecipeError:
-    """Every complaint of pydantic, by field, with the nearest names for an unknown one."""
-    problems: dict[str, list[str]] = {}
-    remedies: list[str] = []
-    unknown: list[str] = []
-    for detail in error.errors(include_url=False):
-        field = str(detail["loc"][0]) if detail["loc"] else ""
-        cause = detail.get("ctx", {}).get("error")
-        if detail["type"] == "extra_forbidden":
-            reason = "it has no such field"
-            unknown.append(field)
-        elif detail["type"] == "missing":
-            reason = "it is required"
-            remedies.append(f"Give {field}.")
-        elif isinstance(cause, InputError):
-            reason = cause.problem.rstrip(".")
-            remedies.append(cause.remedy)
-        else:
-            reason = str(cause or detail["msg"]).rstrip(".")
-            if field:
-                reason += f" (given: {detail['input']!r})"
-                remedies.append(_default_of(cls, field))
-        problems.setdefault(field, []).append(reason)
-    told = [
-        (f"field {field!r}: " if field else "") + ", or ".join(dict.fromkeys(reasons))
-        for field, reasons in problems.items()
-    ]
-    said = " ".join(dict.fromkeys(filter(None, [_nearest_fields(cls, unknown), *remedies])))
-    return RecipeError(f"{cls.__name__}: {'; '.join(told)}.", said)
-
-
-def _default_of(cls: type[Modifier], field: str) -> str:
-    known = cls.model_fields.get(field)
-    if known is None or known.is_required():
-        return f"Correct {field}."
-    default = known.get_default(call_default_factory=True, validated_data={})
-    return f"Correct {field}, or leave it out for its default, {default!r}."
-
-
-def _nearest_fields(cls: type[Modifier], unknown: Sequence[str]) -> str:
-    """The nearest names for each of the unknown fields, then all fields, once."""
-    if not unknown:
-        return ""
-    fields = sorted(cls.model_fields)
-    hints = {field: did_you_mean(field, fields) for field in unknown}
-    near = {field: hint for field, hint in hints.items() if not hint.startswith("Choose")}
-    if not near:
-        return hints[unknown[0]]
-    if len(unknown) > 1:  # each hint has to say which it is for
-        near = {field: f"For {field!r}, d{hint[1:]}" for field, hint in near.items()}
-    return f"{' '.join(near.values())} The fields are: {', '.join(fields)}."
 
 
 def _first_event(kind: EventType, state: State) -> Event:

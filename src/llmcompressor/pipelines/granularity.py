@@ -24,7 +24,8 @@ from torch.nn import Module
 
 from llmcompressor.modeling.blocks import block_of, find_blocks, sub_blocks
 from llmcompressor.modeling.call_order import CallOrder
-from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Modifier
 
 if TYPE_CHECKING:
     from llmcompressor.core.state import State

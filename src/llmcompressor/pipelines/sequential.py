@@ -31,7 +31,8 @@ from llmcompressor.modeling.inputs import model_device
 from llmcompressor.modeling.paused_forward import Pass, PausedForward, Stop
 from llmcompressor.modeling.shown_lists import ShownLists
 from llmcompressor.modeling.spilled import activation_budget, room_on
-from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines.activations import LITTLE, ActivationStore
 from llmcompressor.pipelines.batches import CalibrationBatches, calibrating
 from llmcompressor.pipelines.calibrated import owners_of, watch_calibrated

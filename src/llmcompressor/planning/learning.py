@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from torch.nn import Linear
 
 from llmcompressor.modeling.fused import is_expert
-from llmcompressor.modifiers.modifier import Effort, Learning, Modifier
+from llmcompressor.modifiers.demands import Effort, Learning
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.planning.result import LearningPlan
 from llmcompressor.planning.subject import REST, Part
 from llmcompressor.planning.workload import BlockWork

@@ -22,7 +22,8 @@ from llmcompressor.errors import CompressorError, InputError, OutputError, Targe
 from llmcompressor.host_memory import free_host_memory
 from llmcompressor.memory import give_back_freed
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modifiers.modifier import DataSize, Modifier, PlannedModule, Work
+from llmcompressor.modifiers.demands import DataSize, PlannedModule, Work
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import own_parameters
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.pipelines.attention_trial import try_attention

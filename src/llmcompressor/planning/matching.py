@@ -13,7 +13,8 @@ from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.errors import InputError
 from llmcompressor.modeling.matching import as_targets, check_targets, matches, near_matches
-from llmcompressor.modifiers.modifier import Modifier, PlannedModule
+from llmcompressor.modifiers.demands import PlannedModule
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import Forms, Possible, named_modules, own_parameters
 from llmcompressor.planning.result import Match, ModuleRow
 from llmcompressor.quantization.base import QuantizationMixin

@@ -32,7 +32,7 @@ from functools import partial
 from types import MappingProxyType
 
 from llmcompressor.memory import TOLERATED
-from llmcompressor.modifiers.modifier import Granularity
+from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.pipelines.activations import LITTLE
 from llmcompressor.planning.learning import PartLearning
 from llmcompressor.planning.result import LearningPlan, PassPlan, Phase

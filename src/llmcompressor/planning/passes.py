@@ -12,7 +12,9 @@ from llmcompressor.args import DatasetArguments
 from llmcompressor.core.state import State
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.spilled import activation_budget
-from llmcompressor.modifiers.modifier import DataSize, Granularity, Modifier
+from llmcompressor.modifiers.demands import DataSize
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.pipelines.calibrated import owners_of
 from llmcompressor.pipelines.granularity import (

@@ -17,7 +17,7 @@ from llmcompressor.checkpoint.output_layout import OutputLayout, lay_out
 from llmcompressor.checkpoint.prediction import Prediction, predict
 from llmcompressor.checkpoint.save import DEFAULT_SHARD_SIZE, planned_config
 from llmcompressor.checkpoint.shards import parse_size
-from llmcompressor.modifiers.modifier import PlannedModule
+from llmcompressor.modifiers.demands import PlannedModule
 from llmcompressor.names import own_parameters
 from llmcompressor.planning.matching import descriptions, numberless
 from llmcompressor.planning.result import Dense, ModuleRow, SchemeBytes, Sizes

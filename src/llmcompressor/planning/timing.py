@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmcompressor.modifiers.modifier import Work
+from llmcompressor.modifiers.demands import Work
 from llmcompressor.planning.result import Estimate, LearningPlan, Operations, PassPlan, Rates
 from llmcompressor.planning.workload import BlockWork
 

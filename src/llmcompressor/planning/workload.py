@@ -15,7 +15,9 @@ from llmcompressor.modeling.expert_forms import DOWN
 from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.fused import fused_partners, is_expert
 from llmcompressor.modeling.settings import setting, text_config
-from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier
+from llmcompressor.modifiers.demands import DataSize, Effort
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import own_parameters
 from llmcompressor.pipelines.experts import wave_of
 from llmcompressor.planning.subject import REST, Part

@@ -23,7 +23,9 @@ from llmcompressor.modeling.finite_weights import nonfinite
 from llmcompressor.modeling.fused import expert_sets, fused_partners, fused_sets, is_expert
 from llmcompressor.modeling.matching import check_targets
 from llmcompressor.modeling.quantized_mark import mark_quantized
-from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier, PlannedModule
+from llmcompressor.modifiers.demands import DataSize, Effort, PlannedModule
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules
 from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.scales import global_scale_from_amax

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.modifiers.demands import Effort
 from llmcompressor.numerics.batching import BATCH_ELEMENTS
 from llmcompressor.numerics.cholesky import PANEL
 from llmcompressor.numerics.gram import CHUNK_TOKENS

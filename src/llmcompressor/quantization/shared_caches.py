@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from llmcompressor.modifiers.modifier import PlannedModule
+from llmcompressor.modifiers.demands import PlannedModule
 from llmcompressor.names import named_modules
 from llmcompressor.quantization.attach import cache_scheme
 from llmcompressor.schemes.attention import source_layer

@@ -29,7 +29,9 @@ from llmcompressor.modeling.mappings import find_sets
 from llmcompressor.modeling.matching import check_targets, match_named_modules
 from llmcompressor.modeling.named_mappings import named_sets
 from llmcompressor.modeling.scaling import divide_outputs, multiply_inputs
-from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier, Work
+from llmcompressor.modifiers.demands import DataSize, Effort, Work
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import named_modules, own_parameters
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.smoothing.quantized import without_quantized

@@ -39,7 +39,8 @@ from llmcompressor.modifiers.autoround.begin import (
 from llmcompressor.modifiers.autoround.runner import BlockRunner, Call
 from llmcompressor.modifiers.autoround.shown import ShownInputs, shown_bytes
 from llmcompressor.modifiers.autoround.tune import Options, Tuned, rounded_errors, tune_block
-from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity
+from llmcompressor.modifiers.demands import DataSize, Effort
+from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.recorded import RecordedMixin
 from llmcompressor.numerics.autoround import Rounded, Rounding, Start
 from llmcompressor.observers.tokens import real_tokens

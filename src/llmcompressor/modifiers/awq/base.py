@@ -26,8 +26,10 @@ from llmcompressor.modeling.mapped_places import Names, SmoothSet
 from llmcompressor.modeling.written_mappings import WRITTEN
 from llmcompressor.modifiers.awq.effort import VISITS, effort_of, run_products, running
 from llmcompressor.modifiers.awq.parents import ParentRuns, parent_of
+from llmcompressor.modifiers.demands import DataSize, Effort, Work
 from llmcompressor.modifiers.factory import ModifierFactory
-from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier, Work
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.numerics.awq import (
     Bounds,
     Readers,

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.modeling.experts import LinearExperts
-from llmcompressor.modifiers.modifier import DataSize, Effort
+from llmcompressor.modifiers.demands import DataSize, Effort
 from llmcompressor.names import own_parameters
 from llmcompressor.numerics.awq import CLIP_ATTEMPTS, CLIPPED_ROWS
 from llmcompressor.numerics.gram import CHUNK_TOKENS

@@ -24,7 +24,7 @@ from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.twin_inputs import aligned_reference
-from llmcompressor.modifiers.modifier import DataSize, Effort
+from llmcompressor.modifiers.demands import DataSize, Effort
 from llmcompressor.modifiers.recorded import RecordedMixin
 from llmcompressor.modifiers.utils.fields import (
     DEFAULT_DAMPENING,

@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError
-from llmcompressor.modifiers.modifier import DataSize, Work
+from llmcompressor.modifiers.demands import DataSize, Work
 from llmcompressor.modifiers.recorded import RecordedMixin
 from llmcompressor.numerics.hqq import CHUNK_ELEMENTS, HalfQuadratic, lp_error, refine_cells
 from llmcompressor.numerics.scales import ScaleFormat

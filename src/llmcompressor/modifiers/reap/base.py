@@ -25,7 +25,9 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modeling.matching import as_targets, check_targets, matches
-from llmcompressor.modifiers.modifier import DataSize, Effort, Granularity, Modifier
+from llmcompressor.modifiers.demands import DataSize, Effort
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.reap.layers import (
     MoeLayer,
     counts_of,

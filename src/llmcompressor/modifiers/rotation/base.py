@@ -22,7 +22,9 @@ from llmcompressor.errors import RecipeError, TargetError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.expert_stages import stages_passed
-from llmcompressor.modifiers.modifier import DataSize, Granularity, Modifier, Work
+from llmcompressor.modifiers.demands import DataSize, Work
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.rotation.effort import rotating_work, trial_work
 from llmcompressor.modifiers.rotation.online import (
     ONLINE_DTYPE,

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn import Embedding, Module
 
-from llmcompressor.modifiers.modifier import Work
+from llmcompressor.modifiers.demands import Work
 from llmcompressor.modifiers.rotation.plan import Fusion, Plan
 from llmcompressor.names import own_parameters
 from llmcompressor.numerics.hadamard import split_order

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.nn import Module
 
-from llmcompressor.modifiers.modifier import Effort, Learning
+from llmcompressor.modifiers.demands import Effort, Learning
 from llmcompressor.modifiers.rotation.learned import COMPARED
 from llmcompressor.modifiers.rotation.plan import Fusion, Plan
 from llmcompressor.modifiers.rotation.turned import PIECE

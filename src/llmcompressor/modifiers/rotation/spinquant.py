@@ -33,7 +33,7 @@ from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.modeling.embeddings import untie_embeddings
 from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modeling.settings import text_config
-from llmcompressor.modifiers.modifier import Effort, Learning
+from llmcompressor.modifiers.demands import Effort, Learning
 from llmcompressor.modifiers.rotation.base import RotationModifier
 from llmcompressor.modifiers.rotation.from_config import plan_of_config
 from llmcompressor.modifiers.rotation.learned import (

@@ -19,7 +19,8 @@ from llmcompressor.errors import RecipeError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import CallOrder, first_tensor
 from llmcompressor.modeling.fused import is_expert
-from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.modifiers.recorded import RecordedMixin
 from llmcompressor.modifiers.sparsity.matrices import matrix_of, reads_rows, tokens_of, write
 from llmcompressor.modifiers.sparsity.profile import Profile

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmcompressor.modifiers.modifier import Effort
+from llmcompressor.modifiers.demands import Effort
 from llmcompressor.numerics.batching import BATCH_ELEMENTS
 from llmcompressor.numerics.gram import CHUNK_TOKENS
 from llmcompressor.numerics.sparse_fit import REFIT_STEPS, ROUNDS_PER_FACTOR

@@ -20,7 +20,7 @@ from torch.nn import Module
 from llmcompressor.core.state import State
 from llmcompressor.logger import logger
 from llmcompressor.modeling.twin_inputs import aligned_reference
-from llmcompressor.modifiers.modifier import DataSize, Effort
+from llmcompressor.modifiers.demands import DataSize, Effort
 from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.effort import effort_of
 from llmcompressor.modifiers.sparsity.matrices import matrix_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from llmcompressor.errors import NonFiniteError
-from llmcompressor.modifiers.modifier import DataSize, Effort
+from llmcompressor.modifiers.demands import DataSize, Effort
 from llmcompressor.modifiers.sparsity.base import OneShotPruningModifier
 from llmcompressor.modifiers.sparsity.matrices import matrix_of, matrix_shape
 from llmcompressor.numerics.wanda import wanda_prune

@@ -12,7 +12,8 @@ from pydantic import Field
 
 from llmcompressor.core.state import State
 from llmcompressor.logger import logger
-from llmcompressor.modifiers.modifier import Granularity, Modifier
+from llmcompressor.modifiers.granularity import Granularity
+from llmcompressor.modifiers.modifier import Modifier
 
 __all__ = ["IMatrixGatherer"]
 
