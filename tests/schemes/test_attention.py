@@ -11,7 +11,9 @@ import pytest
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
+from llmcompressor.errors import TargetError
 from llmcompressor.schemes.attention import cache_argument, is_cached_attention
+from llmcompressor.schemes.checks import check_schemes
 from llmcompressor.schemes.resolve import resolve_schemes
 
 
@@ -147,6 +149,34 @@ def test_a_target_that_names_both_reaches_attention_with_a_cache_alone() -> None
     parts = nn.ModuleDict({"linear_attn": LinearAttention(), "attn": FullAttention()})
     model = nn.ModuleDict({"layer": parts})
     assert list(resolved.schemes_by_module(model)) == ["layer.attn"]
+
+
+@pytest.mark.parametrize(
+    ("states", "allowed"),
+    [
+        ({"strategy": "group", "group_size": 16, "dynamic": True}, "tensor or token"),
+        (
+            {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+            "tensor or token",
+        ),
+        ({"strategy": "attn_head"}, None),
+        ({"strategy": "token", "dynamic": True}, None),
+    ],
+)
+def test_strategies_that_states_cannot_have_are_refused_with_the_names(
+    states: dict[str, Any], allowed: str | None
+) -> None:
+    model = nn.ModuleDict({"layer": nn.ModuleDict({"attn": FullAttention()})})
+    group = {
+        "targets": ["re:.*attn$"],
+        "input_activations": {"num_bits": 8, "type": "float", **states},
+    }
+    schemes = resolve_schemes(config_groups={"group_0": group}).schemes_by_module(model)
+    if allowed is None:
+        check_schemes(model, schemes)
+        return
+    with pytest.raises(TargetError, match=f"of layer.attn has the strategy .* Use {allowed}"):
+        check_schemes(model, schemes)
 
 
 class NamelessHalfAttention(FullAttention):

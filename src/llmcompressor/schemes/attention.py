@@ -9,7 +9,7 @@ from functools import cache
 from types import CodeType
 from typing import Any
 
-from compressed_tensors.quantization import is_cached_attention_module
+from compressed_tensors.quantization import QuantizationArgs, is_cached_attention_module
 from torch.nn import Module
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "cache_argument",
     "is_cached_attention",
     "source_layer",
+    "state_strategies",
     "takes_cache",
     "updates_cache",
 ]
@@ -35,6 +36,11 @@ _PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 
 _HALVES = {"EncoderDecoderCache", "cross_attention_cache", "is_updated", "self_attention_cache"}
 """The cache of an encoder-decoder, and what attention asks of it."""
+
+
+def state_strategies(args: QuantizationArgs) -> tuple[str, ...]:
+    """The strategies that queries, keys and values can have, as static or dynamic as ``args``."""
+    return ("tensor", "attn_head") if args.dynamic is False else ("tensor", "token")
 
 
 def takes_cache(module: Module) -> bool:

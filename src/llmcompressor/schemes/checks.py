@@ -14,12 +14,14 @@ from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.names import named_modules
 from llmcompressor.schemes.assign import is_quantizable, output_head, weight_of
+from llmcompressor.schemes.attention import is_cached_attention, state_strategies
 from llmcompressor.schemes.presets import format_of
 from llmcompressor.wording import listed
 
 __all__ = [
     "Misfit",
     "are_apart_untied",
+    "check_attention",
     "check_divisible",
     "check_schemes",
     "check_tied",
@@ -56,6 +58,7 @@ def check_schemes(
         TargetError: from the single checks.
     """
     check_weights_quantizable(model, schemes)
+    check_attention(model, schemes)
     check_tied(model, schemes)
     check_divisible(model, schemes, bypass=bypass_divisibility)
 
@@ -78,6 +81,28 @@ def check_weights_quantizable(model: Module, schemes: Schemes) -> None:
         raise TargetError(
             f"These modules cannot be quantized: {listed(wrong)}.",
             "Ignore them, or load the model with its weights in floating point.",
+        )
+
+
+def check_attention(model: Module, schemes: Schemes) -> None:
+    """Refuse strategies that queries, keys and values cannot have.
+
+    Raises:
+        TargetError: lists every such module.
+    """
+    wrong: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, module in _submodules(model, schemes):
+        args = schemes[name].input_activations
+        if schemes[name].weights is not None or args is None or not is_cached_attention(module):
+            continue
+        strategy = str(getattr(args.strategy, "value", args.strategy))
+        if strategy not in state_strategies(args):
+            wrong.setdefault((strategy, state_strategies(args)), []).append(name)
+    for (strategy, allowed), names in wrong.items():
+        raise TargetError(
+            f"The scheme of {listed(names)} has the strategy {strategy!r}, which queries, keys and "
+            "values cannot.",
+            f"Use {' or '.join(allowed)}.",
         )
 
 

@@ -19,6 +19,7 @@ from torch.nn import Module
 from llmcompressor.errors import RecipeError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.schemes.assign import SchemeLookup, assign_schemes, is_empty, reached
+from llmcompressor.schemes.attention import state_strategies
 from llmcompressor.schemes.bridge import default_observer
 from llmcompressor.schemes.parse import (
     ARGUMENT_FIELDS,
@@ -231,7 +232,7 @@ def _cache_arguments(value: QuantizationArgs | Mapping[str, Any] | None) -> Quan
         return None
     args = parse_args(value, "kv_cache_scheme")
     strategy = str(getattr(args.strategy, "value", args.strategy))
-    allowed = ("tensor", "attn_head") if args.dynamic is False else ("tensor", "token")
+    allowed = state_strategies(args)
     if strategy not in allowed:
         raise RecipeError(
             f"kv_cache_scheme has the strategy {strategy!r}, which keys and values cannot.",
