@@ -139,6 +139,15 @@ def test_zero_and_the_range_survive_rounding(grid):
         assert bool((error <= scale * 1.001).all())
 
 
+@pytest.mark.parametrize("grid", [Grid("int", 4, symmetric=False), Grid("int", 8, symmetric=False)])
+def test_a_range_wider_than_the_largest_number_of_its_dtype_has_a_scale(grid):
+    ends = torch.tensor([-6e4, -5.0]), torch.tensor([5e4, 6e4])
+    scale, zero = scales_from_range(*(end.half() for end in ends), grid, stored_in=torch.float16)
+    wide, wide_zero = scales_from_range(*ends, grid)
+    torch.testing.assert_close(scale, wide.half(), rtol=2e-3, atol=0)
+    assert torch.equal(zero, wide_zero)
+
+
 def test_an_empty_range_gets_a_scale_that_can_be_divided_by():
     empty = torch.zeros(3, dtype=torch.bfloat16)
     for grid in (Grid("int", 4), Grid("int", 4, symmetric=False), Grid("float", 8, False)):

@@ -178,7 +178,9 @@ def _plain_scale(
     if grid.symmetric:
         scale = torch.maximum(-minimum, maximum) / (steps / 2)
         return scale, torch.zeros(scale.shape, dtype=zero_dtype, device=scale.device)
-    scale = (maximum - minimum) / steps
+    extent = maximum - minimum
+    # the extent of a range may be beyond its dtype (float16: 65504) where the scale is not
+    scale = torch.where(extent.isinf(), maximum / steps - minimum / steps, extent / steps)
     zero = grid.qmin - minimum / scale
     # an empty range has 0 / 0 here; code 0 stands for it
     return scale, _rounded_to(zero.nan_to_num(nan=0.0).clamp(grid.qmin, grid.qmax), zero_dtype)
