@@ -244,6 +244,15 @@ def test_weights_of_exotic_dtypes_are_observed():
     assert make("memoryless_minmax", "weight", INT4)(W)[0].dtype is torch.float16
 
 
+def test_integers_are_observed_with_all_their_digits():
+    args = QuantizationArgs(num_bits=8, strategy="tensor", observer="minmax")
+    observer = make("minmax", "input", args)
+    for greatest in (1, 127, 70000):
+        observer(torch.tensor([[greatest, 1, 1]]))
+    assert observer.max_vals.item() == pytest.approx(2.26 + 0.01 * (70000 - 2.26), rel=1e-6)
+    assert observer.get_qparams()["scale"].dtype is torch.float32
+
+
 class TestShapes:
     def test_attention_heads_have_a_scale_each(self):
         torch.manual_seed(0)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import Tensor
 
@@ -111,7 +112,7 @@ def canonical(x: Tensor, base_name: str, args: QuantizationArgs) -> Canonical:
     Raises:
         InputError: the strategy does not apply to such a tensor.
     """
-    x = x.to(parameter_dtype(x.dtype))
+    x = x.to(parameter_dtype(x.dtype) if x.is_floating_point() else torch.float32)
     if base_name == "weight":
         return _weight(x, args)
     if base_name in ACTIVATIONS:
