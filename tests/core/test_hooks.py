@@ -53,6 +53,19 @@ def test_kinds_on_modules(layer, calls, kind):
     assert calls == [kind]
 
 
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
+def test_what_a_hook_makes_inside_inference_mode_can_be_changed_outside(layer, kind):
+    made = []
+    owner = HooksMixin()
+    owner.register_hook(layer, lambda _, args, *__: made.append(args[0].sum(0)), kind)
+    with torch.inference_mode():
+        run(layer)
+        assert torch.is_inference_mode_enabled()
+    made[0] += 1
+    assert made[0].tolist() == [2.0, 2.0]
+    assert not made[0].requires_grad
+
+
 @pytest.mark.parametrize("kind", ["hook", "post_accumulate_grad"])
 def test_kinds_on_parameters(layer, calls, kind):
     owner = HooksMixin()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from pydantic import BaseModel, PrivateAttr
 from torch import Tensor
 from torch.nn import Module
@@ -45,6 +46,10 @@ class _Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _kept_by_thread and not self.enabled:
             return None
+        if torch.is_inference_mode_enabled():
+            # what is made in it can never be changed outside, where statistics go on
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return self.function(*args, **kwargs)
         return self.function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
