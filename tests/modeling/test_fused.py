@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -69,13 +70,31 @@ def test_only_linears_are_joined() -> None:
     assert fused_sets(model) == []
 
 
-def test_partners_are_the_rest_of_the_set() -> None:
+def test_partners_are_the_rest_of_the_sets() -> None:
     for suffixes in FUSED_SUFFIXES:
         for suffix in suffixes:
             rest = fused_partners(f"x.{suffix}")
-            assert {f"x.{suffix}", *rest} == {f"x.{each}" for each in suffixes}
-            assert len(rest) == len(suffixes) - 1
+            assert {f"x.{suffix}", *rest} >= {f"x.{each}" for each in suffixes}
+            assert f"x.{suffix}" not in rest
     assert fused_partners("q_proj") == ("k_proj", "v_proj")
+
+
+@pytest.mark.parametrize("gate", ["f_a_proj", "forget_gate.f_a_proj"])
+def test_a_forget_gate_is_served_with_what_has_its_input(gate: str) -> None:
+    names = [f"a.{one}_proj" for one in "qkvb"]
+    without = [*names, "a.g_a_proj", "a.o_proj"]
+    assert fused_sets(tree(*without)) == [tuple(names[:3])]
+    joined = (*names, f"a.{gate}", "a.g_a_proj")
+    all_of_them = (*without, f"a.{gate}", "a.f_b_proj", "a.forget_gate.f_b_proj", "a.g_b_proj")
+    assert fused_sets(tree(*all_of_them)) == [joined]
+    assert set(fused_partners(joined[4], all_of_them)) & set(all_of_them) == {*joined} - {joined[4]}
+
+
+def test_latent_queries_are_served_with_what_there_is_of_keys_and_values() -> None:
+    shared = ("a.q_a_proj", "a.kv_proj")
+    assert fused_sets(tree(*shared, "a.q_b_proj", "a.compressor.kv_proj")) == [shared]
+    gated = ("a.q_a_proj", "a.kv_a_proj_with_mqa", "a.g_proj")
+    assert fused_sets(tree(*gated, "b.q_proj", "b.g_proj")) == [gated]
 
 
 def test_experts_of_one_mixture_are_one_set() -> None:

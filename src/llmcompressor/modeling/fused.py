@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Container, Iterator
 
 from torch.nn import Linear, Module
 
@@ -21,27 +22,58 @@ __all__ = ["FUSED_SUFFIXES", "expert_sets", "fused_partners", "fused_sets", "is_
 FUSED_SUFFIXES: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
+    ("q_a_proj", "kv_proj"),
+    ("wq_a", "wkv_a_with_mqa"),
+    ("wq_a", "wkv"),
     ("w1", "w3"),
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
 )
-"""Names, below one parent, of Linears that are joined when served."""
+"""Names, below one parent, of Linears that are joined when served, as far as it has them."""
 
-_SET_OF = {suffix: suffixes for suffixes in FUSED_SUFFIXES for suffix in suffixes}
+_FORGET_GATE = ("f_a_proj", "forget_gate.f_a_proj")
+"""The first half of what tells a delta attention to forget: in files, and in transformers."""
+
+_DELTA_ATTENTION = ("q_proj", "k_proj", "v_proj", "b_proj", *_FORGET_GATE, "g_a_proj", "g_proj")
+"""What is joined where there is a forget gate (Kimi Linear, GLM-5 Next)."""
+
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.")
 
 
-def fused_partners(name: str) -> tuple[str, ...]:
+def fused_partners(name: str, present: Container[str] = ()) -> tuple[str, ...]:
     """The full names that would be joined with ``name``, whether or not the model has them.
+
+    Args:
+        name: of a Linear.
+        present: names that the model has; those of a forget gate decide about what is beside them.
 
     >>> fused_partners("layers.0.self_attn.k_proj")
     ('layers.0.self_attn.q_proj', 'layers.0.self_attn.v_proj')
     >>> fused_partners("layers.0.mlp.down_proj")
     ()
     """
+    return tuple(one for one in _joined(name, present) if one != name)
+
+
+def _joined(name: str, present: Container[str]) -> Iterator[str]:
+    """``name`` and all that may be joined with it, in the order in which they are joined."""
+    prefix, own = _parted(name)
+    found = dict.fromkeys(
+        each for suffixes in FUSED_SUFFIXES if own in suffixes for each in suffixes
+    )
+    if own in _DELTA_ATTENTION and any(f"{prefix}{one}" in present for one in _FORGET_GATE):
+        found = dict.fromkeys(_DELTA_ATTENTION)
+    return (f"{prefix}{suffix}" for suffix in found)
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """What a name begins with, dot included, and what of it stands in the tables."""
+    for nested in _FORGET_GATE[1:]:
+        if name.endswith(f".{nested}"):
+            return name.removesuffix(nested), nested
     parent, dot, own = name.rpartition(".")
-    return tuple(f"{parent}{dot}{suffix}" for suffix in _SET_OF.get(own, ()) if suffix != own)
+    return f"{parent}{dot}", own
 
 
 def fused_sets(model: Module) -> list[tuple[str, ...]]:
@@ -53,9 +85,7 @@ def fused_sets(model: Module) -> list[tuple[str, ...]]:
     known = set(linears)
     sets: dict[tuple[str, ...], None] = {}
     for name in linears:
-        parent, dot, own = name.rpartition(".")
-        wanted = (f"{parent}{dot}{suffix}" for suffix in _SET_OF.get(own, ()))
-        present = tuple(each for each in wanted if each in known)
+        present = tuple(each for each in _joined(name, known) if each in known)
         if len(present) > 1:
             sets[present] = None
     return list(sets)

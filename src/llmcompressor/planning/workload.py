@@ -347,7 +347,7 @@ def _shared_inputs(
     for name in own:
         if name in taken:
             continue
-        partners = [one for one in others.get(name, fused_partners(name)) if one != name]
+        partners = [one for one in others.get(name, fused_partners(name, own)) if one != name]
         members = [name, *(partner for partner in partners if partner in own)]
         found = tuple(sorted(members, key=order.__getitem__))
         taken.update(found)

@@ -407,8 +407,8 @@ class QuantizationMixin(Modifier):
         if not any(weights is not None and needs_global_scale(weights) for weights in schemes):
             return
         for module in filter(self._needs_global_scale, self._schemes):
-            partners = (name for name in fused_partners(self._names[module]) if name in modules)
-            names = [self._names[module], *partners]
+            own = self._names[module]
+            names = [own, *(name for name in fused_partners(own, modules) if name in modules)]
             members = [modules[name] for name in names]
             self._fused[module] = tuple(filter(self._needs_global_scale, members))
             self._check_one_owner(names, members)

@@ -115,8 +115,9 @@ class QuIPModifier(RotationModifier):
                 schemes[rotation] = self._scheme(rotation, targets, ignore)
                 continue
             sets: dict[str, list[str]] = {}
+            present = {name for name, _ in found}
             for name, _ in found:
-                first = min([name, *(one for one in fused_partners(name))])
+                first = min({name, *present.intersection(fused_partners(name, present))})
                 sets.setdefault(first if rotation == "v" else name, []).append(name)
             for number, names in enumerate(sets.values()):
                 schemes[f"{rotation}_{number}"] = self._scheme(rotation, names, [])
