@@ -416,6 +416,19 @@ def test_that_a_model_has_no_blocks_is_told(warned: list[str]) -> None:
         warned.clear()
 
 
+def test_what_no_gradient_reaches_is_told(warned: list[str]) -> None:
+    """As where a model's own code is for inference alone."""
+    for mode, called in ((torch.inference_mode, "mlp"), (torch.no_grad, "self_attn")):
+        model = tiny.llama()
+        part = getattr(model.model.layers[1], called)
+        part.forward = mode()(part.forward)
+        tiny.run(model, autoround(iters=1))
+        (told,) = (text for text in warned if "No gradient" in text)
+        assert told.count("model.layers.1.") == len(list(part.children())) - (called == "mlp")
+        assert f"model.layers.1.{called}." in told
+        warned.clear()
+
+
 def test_fields_without_effect_are_named(warned: list[str]) -> None:
     tiny.run(tiny.llama(), autoround(iters=1, device_ids="0", enable_torch_compile=False))
     assert len([text for text in warned if "no effect" in text]) == 1

@@ -55,6 +55,7 @@ from llmcompressor.quantization.parameters import (
     weight_of,
 )
 from llmcompressor.schemes.bridge import grid_of
+from llmcompressor.wording import listed
 
 __all__ = ["AutoRoundModifier", "TuneRecord"]
 
@@ -347,6 +348,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
             _RANGE_SHARE if begun is not learned else 1.0,
         )
         tuned = tune_block(runner, _starts(begun), before, options)
+        _tell_unreached(name, tuned.unreached)
         if begun is not learned:
             begun, tuned = self._solve_again(runner, learned, begun, tuned)
         rows, error_begun = sum(call.rows for call in calls), sum(before) / runner.values
@@ -503,6 +505,17 @@ def _tell_rounded(block: str, *, no_room: int, too_little: int) -> None:
         logger.warning(
             f"{too_little - no_room} Linears of experts of {block} are shown fewer tokens than "
             "they have columns, and are rounded to nearest. Calibrate with more data."
+        )
+
+
+def _tell_unreached(block: str, weights: Sequence[str]) -> None:
+    """Say which weights were not learned."""
+    if weights:
+        names = (f"{block}.{one.removesuffix('.weight')}" for one in weights)
+        logger.warning(
+            f"No gradient reaches {listed(names)}, which stay rounded as they began: the model's "
+            "own code computes them in torch.no_grad() or torch.inference_mode(), or the block's "
+            "output does not depend on them. GPTQModifier learns nothing by gradients."
         )
 
 

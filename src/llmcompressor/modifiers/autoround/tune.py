@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,11 +48,13 @@ class Tuned:
         roundings: by the name of the weight.
         error: mean square of the output's change.
         iteration: after how many steps the roundings were found; 0: they are those of the start.
+        unreached: weights that no gradient has reached, single experts left aside.
     """
 
     roundings: Mapping[str, Rounding]
     error: float
     iteration: int
+    unreached: tuple[str, ...] = ()
 
 
 def rounded_errors(
@@ -90,7 +92,7 @@ def tune_block(
         error = sum(tuner.errors(roundings)) / runner.values
         if error < found.error:
             found = Tuned(roundings, error, iteration)
-    return found
+    return replace(found, unreached=tuner.unreached())
 
 
 class _Tuner:
@@ -98,6 +100,18 @@ class _Tuner:
 
     def __init__(self, runner: BlockRunner, starts: Mapping[str, Start]) -> None:
         self._runner, self._starts = runner, starts
+        self._reached: set[str] = set()
+
+    def unreached(self) -> tuple[str, ...]:
+        """Weights that no gradient has reached until now.
+
+        An expert may be one that no token has chosen: experts count if it was none of them.
+        """
+        missing = [name for name in self._starts if name not in self._reached]
+        experts = self._runner.experts.keys()
+        if experts & self._reached:
+            missing = [name for name in missing if name not in experts]
+        return tuple(missing)
 
     @torch.no_grad()
     def errors(self, roundings: Mapping[str, Rounding]) -> list[float]:
@@ -153,6 +167,7 @@ class _Tuner:
             for name, gradient_RC in zip(leaves, found, strict=True):
                 if gradient_RC is not None:  # an expert that no token of the call chose has none
                     sums[name] = sums.get(name, 0.0) + gradient_RC.float()
+        self._reached.update(sums)
         with torch.no_grad():
             by_name = {
                 name: rounded[name].gradients(self._starts[name], sums[name], roundings[name])
