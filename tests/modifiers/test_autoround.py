@@ -429,6 +429,12 @@ def test_what_no_gradient_reaches_is_told(warned: list[str]) -> None:
         warned.clear()
 
 
+def test_what_blocks_are_called_with_may_come_from_inference_mode() -> None:
+    models = tiny.llama(), tiny.llama()
+    models[0].model.forward = torch.inference_mode()(models[0].model.forward)
+    assert same(*(tiny.run(model, autoround(iters=1)) for model in models))
+
+
 def test_fields_without_effect_are_named(warned: list[str]) -> None:
     tiny.run(tiny.llama(), autoround(iters=1, device_ids="0", enable_torch_compile=False))
     assert len([text for text in warned if "no effect" in text]) == 1

@@ -489,7 +489,9 @@ def _kept(value: Any) -> Any:
     """Arguments without the history of their tensors; what is large goes to main memory."""
 
     def put_away(tensor: Tensor) -> Tensor:
-        return tensor.detach().cpu() if tensor.is_floating_point() else tensor.detach()
+        kept = tensor.detach().cpu() if tensor.is_floating_point() else tensor.detach()
+        # what was made in inference mode can be no part of a graph
+        return kept.clone() if kept.is_inference() else kept
 
     return for_another_run(value, put_away)
 
