@@ -158,6 +158,15 @@ def test_fields_of_a_users_own_do_not_matter_to_schemes() -> None:
     assert modifier.resolve_quantization_config() is before
 
 
+def test_what_the_fields_ask_for_can_be_read() -> None:
+    modifier = nearest(scheme={"W4A16": ["re:.*mlp.*"], "FP8": ["re:.*attn.*"]})
+    groups = modifier.resolved_config.config_groups
+    assert [scheme.weights.num_bits for scheme in groups.values() if scheme.weights] == [4, 8]
+    assert modifier.resolved_targets == {"re:.*mlp.*", "re:.*attn.*"}
+    modifier.scheme = "W8A16"
+    assert modifier.resolved_targets == {"Linear"}
+
+
 def test_a_changed_field_decides_whether_data_is_needed() -> None:
     modifier = nearest(scheme="W8A16")
     assert not modifier.requires_calibration_data

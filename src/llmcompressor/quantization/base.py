@@ -167,6 +167,16 @@ class QuantizationMixin(Modifier):
             self._observers_known = False
         return self._resolved
 
+    @property
+    def resolved_config(self) -> ResolvedSchemes:
+        """:meth:`resolve_quantization_config`."""
+        return self.resolve_quantization_config()
+
+    @property
+    def resolved_targets(self) -> set[str]:
+        """What the schemes apply to: not the field ``targets``, where groups have their own."""
+        return set(self.resolved_config.targets)
+
     def _resolve(self) -> ResolvedSchemes:
         return resolve_schemes(**{name: getattr(self, name) for name in _ASKING})
 

@@ -62,6 +62,11 @@ class ResolvedSchemes:
     observer_fields: Mapping[tuple[str, str], str] = field(default_factory=dict, compare=False)
 
     @property
+    def config_groups(self) -> Mapping[str, QuantizationScheme]:
+        """The groups, by the name that they have in a ``quantization_config``."""
+        return self.groups
+
+    @property
     def targets(self) -> tuple[str, ...]:
         """Every target of every group, once, in order."""
         every = (target for scheme in self.groups.values() for target in scheme.targets)
