@@ -110,6 +110,16 @@ def test_a_misspelt_name_lists_the_nearest():
         make("static_min_max")
 
 
+def test_the_arguments_go_by_their_former_name_too():
+    scale, zero = Observer.load_from_registry("minmax", quantization_args=INT4)(WEIGHT)
+    for found, expected in zip((scale, zero), make("minmax", "weight", INT4)(WEIGHT), strict=True):
+        assert torch.equal(found, expected)
+    states = QuantizationArgs(strategy="token", dynamic=True)
+    assert Observer.load_from_registry("minmax", quantization_args=states).base_name == "input"
+    with pytest.raises(InputError, match="Give args"):
+        Observer.load_from_registry("minmax", "weight")
+
+
 def test_names_are_folded():
     assert isinstance(make("Memoryless-MinMax"), MemorylessMinMaxObserver)
     assert isinstance(make("fouroversix", "weight", INT4), NVFP4ExpandedMSEObserver)

@@ -189,6 +189,54 @@ def test_parameters_by_name():
     assert torch.equal(found["global_scale"], observer.global_scale())
 
 
+@Observer.register("spread")
+class Spread(Observer):
+    """Two standard deviations around the mean, and scales of its own."""
+
+    @property
+    def has_statistics(self) -> bool:
+        """As in the documentation of such observers."""
+        return hasattr(self, "mean")
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        """As there."""
+        self.mean, self.spread = observed.mean((0, -1)), observed.std((0, -1))
+
+    def get_qparams(self) -> QParamsDict:
+        """As there."""
+        reach = self.mean.abs() + self.args.observer_kwargs.get("k", 2.0) * self.spread
+        zero = torch.zeros(reach.shape, dtype=torch.int8)
+        return {"scale": reach / 127.5, "zero_point": zero, "global_scale": None}
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_it_may_find_scales_by_itself(place):
+    (x, *_), args = seen("weight"), ARGS["weight"][place]
+    observer = make("spread", "weight", args)
+    scale, zero = observer(x)
+    assert torch.equal(scale, observer.get_qparams()["scale"].reshape(scale.shape))
+    assert scale.shape == make("memoryless_minmax", "weight", args)(x)[0].shape
+    assert observer.qparams(dtype=torch.bfloat16)[0].dtype is torch.bfloat16
+    low, high = observer.range()
+    assert not zero.any()
+    assert bool(((low < 0) & (high > 0)).all())
+
+
+def test_scales_under_a_global_one_follow_from_ranges():
+    with pytest.raises(InputError, match="Keep min_vals and max_vals"):
+        make("spread", "weight", ARGS["weight"][-1])
+
+
+def test_statistics_of_another_shape_are_refused_by_name():
+    class Flat(Observer):
+        def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+            self.min_vals, self.max_vals = observed.amin(), observed.amax()
+
+    Observer.register("flat")(Flat)
+    with pytest.raises(InputError, match=r"Flat gives min_vals of the shape \(\), and"):
+        make("flat", "weight", ARGS["weight"][1])(seen("weight")[0])
+
+
 def test_a_recipe_names_it():
     def linear() -> torch.nn.Module:
         torch.manual_seed(0)

@@ -135,14 +135,36 @@ class Observer(ABC):
 
     @classmethod
     def load_from_registry(
-        cls, name: str, base_name: str, args: QuantizationArgs, **observer_kwargs: Any
+        cls,
+        name: str,
+        base_name: str | None = None,
+        args: QuantizationArgs | None = None,
+        *,
+        quantization_args: QuantizationArgs | None = None,
+        **observer_kwargs: Any,
     ) -> Observer:
         """A new observer of the kind called ``name``.
 
+        Args:
+            name: of the kind.
+            base_name: what is observed; a weight, unless the strategy is one of activations alone.
+            args: how it will be quantized.
+            quantization_args: the same, as earlier releases call it.
+            **observer_kwargs: options of the observer.
+
         Raises:
-            InputError: there is no such observer, or it does not know one of the options.
+            InputError: there is no such observer, it does not know one of the options, or nothing
+                says how it will be quantized.
         """
-        observer: Observer = OBSERVERS.load(name)(base_name, args, **observer_kwargs)
+        how = quantization_args if args is None else args
+        if how is None:
+            raise InputError(
+                f"Nothing says how what the observer {name!r} sees will be quantized.",
+                "Give args, which are QuantizationArgs.",
+            )
+        if base_name is None:
+            base_name = "input" if how.strategy == "token" else "weight"
+        observer: Observer = OBSERVERS.load(name)(base_name, how, **observer_kwargs)
         return observer
 
     @classmethod

@@ -11,20 +11,26 @@ Such a class derives from ``Observer`` and says one thing: how a tensor changes 
             self.max_vals = observed.amax(dim=(0, -1))
 
 ``observed`` is ``[observations, *scale, elements]``: one observation for a weight, one for each
-token of an activation. Registered, the class gets the rest of an observer from here.
+token of an activation. Registered, the class gets the rest of an observer from here. One that
+keeps something else may say by ``get_qparams`` what scales and zero points follow from it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from torch import Tensor
 
-from llmcompressor.errors import InputError
+from llmcompressor.errors import InputError, NonFiniteError
+from llmcompressor.numerics.finite import is_finite
+from llmcompressor.numerics.scales import parameter_dtype, stored_scale
 from llmcompressor.observers.base import Observer, union
 from llmcompressor.observers.canonical import Canonical, Range, laid_out
+from llmcompressor.schemes.bridge import grid_of, needs_global_scale
 
 __all__ = ["StatisticsObserver", "completed", "keeps_statistics"]
 
@@ -72,6 +78,45 @@ class StatisticsObserver(Observer):
 
     _scale_shape: tuple[int, ...] = ()
 
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        if self._finds_parameters and needs_global_scale(args):
+            raise InputError(
+                f"{type(self).__name__} finds scales by itself, and under a global scale, which "
+                "tensors share, they have to follow from ranges.",
+                "Keep min_vals and max_vals instead of overriding get_qparams.",
+            )
+
+    @property
+    def _finds_parameters(self) -> bool:
+        """Whether the class says what scales follow from its statistics."""
+        return type(self).get_qparams is not Observer.get_qparams
+
+    def qparams(
+        self, global_scale: Tensor | None = None, *, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the class finds, if it does; else as every observer."""
+        if not self._finds_parameters:
+            return super().qparams(global_scale, dtype=dtype)
+        if self.observations == 0:
+            raise self._nothing_seen()
+        found = self.get_qparams()
+        scale, zero = (self._shaped(found[key], key) for key in ("scale", "zero_point"))
+        kept = scale if dtype is None else stored_scale(scale, parameter_dtype(dtype))
+        if not is_finite(kept):
+            raise NonFiniteError(f"A scale of the {self.base_name} does not fit {kept.dtype}.")
+        return kept, zero
+
+    def _shaped(self, found: Tensor, name: str) -> Tensor:
+        """What the class has set or found, one for each scale."""
+        if found.numel() != math.prod(self._scale_shape):
+            raise InputError(
+                f"{type(self).__name__} gives {name} of the shape {tuple(found.shape)}, and the "
+                f"scales of the {self.base_name} have the shape {self._scale_shape}.",
+                "Reduce what is observed over its first and its last dimension.",
+            )
+        return found.reshape(self._scale_shape)
+
     def _read_options(self, given: Mapping[str, Any]) -> Any:
         """Whatever is given; the class looks it up in ``args.observer_kwargs``."""
         self.args = self.args.model_copy(update={"observer_kwargs": dict(given)})
@@ -110,8 +155,13 @@ class StatisticsObserver(Observer):
             setattr(self, name, saved[name])
 
     def _range(self) -> Range:
-        shape = self._scale_shape
-        return Range(self.min_vals.reshape(shape), self.max_vals.reshape(shape))
+        if self._finds_parameters:
+            grid, (scale, zero) = grid_of(self.args), self.qparams()
+            ends = ((end - zero.to(scale.dtype)) * scale for end in (grid.qmin, grid.qmax))
+            return Range(*ends)
+        return Range(
+            self._shaped(self.min_vals, "min_vals"), self._shaped(self.max_vals, "max_vals")
+        )
 
     def _merge(self, other: Self) -> None:
         share = other.observations / (self.observations + other.observations)
