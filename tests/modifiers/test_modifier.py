@@ -488,6 +488,24 @@ def test_the_latest_definition_of_a_class_wins():
     assert ModifierFactory.find("Redefined") is kept[-1]
 
 
+def test_a_method_that_nothing_calls_is_told_where_it_looks_like_one_that_is(warned):
+    class Old(Modifier):
+        def on_initialize(self, state, **kwargs):
+            return True
+
+        def on_calibration_epoch_end(self, state, event, **kwargs):
+            return None
+
+        def on_rainy_days(self):
+            return None
+
+    class Older(Old):
+        pass
+
+    told = "calls no Old.on_calibration_epoch_end. Did you mean on_calibration_end?"
+    assert [told in text for text in warned] == [True]
+
+
 def test_a_class_that_has_a_name_of_the_packages_is_told(warned):
     def define():
         class HQQModifier(Pruner):

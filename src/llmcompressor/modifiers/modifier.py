@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from llmcompressor.errors import (
     RecipeError,
     TargetError,
 )
+from llmcompressor.logger import logger
 from llmcompressor.modeling.adapters import MERGE, adapters_of
 from llmcompressor.modeling.hooks import HooksMixin
 from llmcompressor.modifiers.declared import declared
@@ -50,6 +52,10 @@ class Phase(Enum):
     STARTED = "started"
     ENDED = "ended"
     FINALIZED = "finalized"
+
+
+_LIKE_A_METHOD = 0.8
+"""How much like one of the lifecycle a name must be: the share of letters in common."""
 
 
 def _flag(phase: Phase) -> property:
@@ -133,6 +139,18 @@ class Modifier(HooksMixin):
                 super().__init__(**fields)
             except ValidationError as error:
                 raise as_recipe_error(type(self), error) from error
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Tell of methods that are called like those of the lifecycle, but never by it."""
+        super().__pydantic_init_subclass__(**kwargs)
+        known = [name for name in vars(Modifier) if name.startswith("on_")]
+        for name in (name for name in vars(cls) if name.startswith("on")):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=_LIKE_A_METHOD)
+            if near and not hasattr(Modifier, name):
+                logger.warning(
+                    f"The lifecycle calls no {cls.__name__}.{name}. Did you mean {near[0]}?"
+                )
 
     @classmethod
     def model_validate(cls, obj: Any, **kwargs: Any) -> Self:
