@@ -223,7 +223,7 @@ def test_listed_names_and_structure_agree() -> None:
 
 ERRORS = {
     "nothing is called": [("re:.*input_norm$", ("re:.*q_proj$",))],
-    "would change": [("re:.*input_layernorm$", ("re:.*q_proj$",))],
+    "would change": [("re:.*input_layernorm$", ("re:.*gate_proj$", "re:.*up_proj$"))],
     "two mappings": [
         ("re:.*input_layernorm$", ("re:.*[qkv]_proj$",)),
         ("re:.*post_attention_layernorm$", ("re:.*gate_proj$", "re:.*up_proj$", "re:.*q_proj$")),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.nn import Module
@@ -39,8 +39,8 @@ def named_sets(
 
     Raises:
         TargetError: a mapping matches nothing, or not within one block; its smooth module is not
-            one or cannot be scaled; it would change what the model computes; a module stands in
-            two of them; or none of them can be smoothed.
+            one or cannot be scaled; it would change what the model computes, whatever is scaled
+            with it; a module stands in two of them; or none of them can be smoothed.
     """
     for one in names:
         _refuse_unmatched(model, one)
@@ -60,6 +60,8 @@ class _Search:
     ignored: set[str]
     found: list[SmoothSet] = field(default_factory=list)
     taken: dict[str, str] = field(default_factory=dict)
+    added: dict[str, list[tuple[str, list[str]]]] = field(default_factory=dict)
+    """By what is said of a mapping: smooth modules, and what reads them that it does not name."""
     left_out: list[tuple[str, bool]] = field(default_factory=list)
     """What is said of a mapping, and whether it is a warning."""
 
@@ -74,22 +76,38 @@ class _Search:
                 reasons["all that it matches is to be ignored"] = False
                 continue
             self._refuse_taken(place)
-            reasons |= self._judge(place)
+            reasons |= self._judge(place, written(names))
         is_empty = len(self.found) == before
         told = [one for one in reasons.items() if is_empty or one[1]]
         told.sort(key=lambda one: not one[1])  # layers are alike: one reason says it
         self.left_out += [(f"{written(names)}: {why}", warns) for why, warns in told[:1]]
 
-    def _judge(self, place: Place) -> dict[str, bool]:
+    def _judge(self, place: Place, said: str) -> dict[str, bool]:
         """Add a place that holds; else why it is left out, and whether that is a warning."""
         verdict = self.prover.judge(place)
         if verdict.outcome is Outcome.HOLDS:
             self.found.append(place.as_set(verdict.offset))
             return {}
         reason = self.prover.reason(place, verdict)
-        if verdict.outcome is Outcome.CHANGES:
+        if verdict.outcome is not Outcome.CHANGES:
+            return {reason: verdict.outcome is Outcome.UNTRIED}
+        whole = self._completed(place)
+        if whole is None:
             raise TargetError(f"{reason}.", f"Name all modules that read it, {_OR_LEAVE_OUT}")
-        return {reason: verdict.outcome is Outcome.UNTRIED}
+        others = [name for name in whole.readers if name not in place.readers]
+        if ignored := self.ignored.intersection(others):
+            return {f"{shown(sorted(ignored))} reads {place.name}, too, and is to be ignored": True}
+        self._refuse_taken(replace(whole, readers={name: whole.readers[name] for name in others}))
+        self.added.setdefault(said, []).append((place.name, others))
+        self.found.append(whole.as_set(self.prover.judge(whole).offset))
+        return {}
+
+    def _completed(self, place: Place) -> Place | None:
+        """The same with all that reads its smooth module, as routers do that were not named."""
+        every = self.prover.readers(place)
+        if not place.readers.keys() < set(every):
+            return None
+        return replace(place, readers={name: self.model.get_submodule(name) for name in every})
 
     def _refuse_taken(self, place: Place) -> None:
         for name in place.readers:
@@ -107,6 +125,14 @@ class _Search:
             raise TargetError(
                 f"None of the mappings can be smoothed in {type(self.model).__name__}. {said}.",
                 f"Name others, {_OR_LEAVE_OUT}",
+            )
+        for said, places in self.added.items():
+            name, others = places[0]
+            alike = f" The same in {len(places) - 1} other places." if len(places) > 1 else ""
+            logger.warning(
+                f"The mapping {said} does not name all that reads {name}, and what it leaves out "
+                f"is scaled, too, or the model would compute something else: {shown(others)}."
+                f"{alike}"
             )
         for text, warns in self.left_out:
             (logger.warning if warns else logger.info)(f"A mapping is not smoothed. {text}.")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from llmcompressor.modeling.mapped_places import Place
 from llmcompressor.modeling.scaling import columns_of
-from llmcompressor.modeling.structure import BlockProbe, Outcome, Verdict
+from llmcompressor.modeling.structure import BlockProbe, Link, Outcome, Verdict
 
 __all__ = ["Prover"]
 
@@ -21,6 +21,7 @@ class Prover:
 
     def __init__(self, probes: Mapping[str, BlockProbe]) -> None:
         self._probes = probes
+        self._links: dict[BlockProbe, dict[str, Link]] = {}
 
     def judge(self, place: Place) -> Verdict:
         """What a run of the block shows."""
@@ -31,6 +32,16 @@ class Prover:
             return Verdict(Outcome.UNTRIED)
         own = [name.removeprefix(f"{place.block}.") for name in (place.name, *place.readers)]
         return probe.verify(own[0], own[1:])
+
+    def readers(self, place: Place) -> tuple[str, ...]:
+        """All that reads the smooth module of a place; nothing where that was not found."""
+        probe = self._probes.get(place.block or "")
+        if probe is None:
+            return ()
+        if probe not in self._links:
+            self._links[probe] = {link.smooth: link for link in probe.find()}
+        link = self._links[probe].get(place.name.removeprefix(f"{place.block}."))
+        return () if link is None else tuple(f"{place.block}.{name}" for name in link.balance)
 
     def reason(self, place: Place, verdict: Verdict) -> str:
         """Why a place is not smoothed, without a full stop."""
