@@ -78,16 +78,18 @@ def test_names_of_one_form_are_matched_alike(pattern: str) -> None:
         ("re:.*experts.*gate_proj$", {"w1"}),
         ("re:.*experts.3.up_proj", {"w3"}),
         ("re:.*w2$", {"w2"}),
-        ("layers.0.experts.3.down_proj", {"w2"}),
+        ("layers.0.mlp.experts.3.down_proj", {"w2"}),
         ("re:.*experts", {"w1", "w2", "w3"}),
+        ("re:.*block_sparse_moe.experts.*.w1$", {"w1"}),
+        ("re:.*block_sparse_moe.experts.*", {"w1", "w2", "w3"}),
     ],
 )
-def test_linears_of_an_expert_have_a_second_name(entry: str, meant: set[str]) -> None:
+def test_linears_of_an_expert_have_other_names(entry: str, meant: set[str]) -> None:
     """However many names are asked for, and whichever was asked for first."""
-    every = [f"layers.0.experts.3.{own}" for own in ("w3", "w1", "w2", "gate")]
+    every = [f"layers.0.mlp.experts.3.{own}" for own in ("w3", "w1", "w2", "gate")]
     forms = Forms([entry])
     assert {name for name in every if matches_name(name, entry)} == {
-        f"layers.0.experts.3.{own}" for own in meant
+        f"layers.0.mlp.experts.3.{own}" for own in meant
     } | ({every[-1]} if entry == "re:.*experts" else set())
     for one, other in itertools.permutations(every, 2):
         if forms.of(one) == forms.of(other):

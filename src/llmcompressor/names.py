@@ -21,6 +21,7 @@ _TELLING = re.compile(r"[0-9]|\(\?P=|\\N")
 _RANGE = re.compile(r"(?<![A-Za-z])-|-(?![A-Za-z])")
 
 _EXPERT = re.compile(r"((?:.*\.)?experts\.\d+\.)(w[123])((?:\..*)?)")
+_SPARSE = re.compile(r"(?<=\.)mlp(?=\.(?:experts\.\d+\.w[123]|gate)(?:\.|$))")
 _USUAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -28,17 +29,23 @@ def names_of(name: str) -> tuple[str, ...]:
     """The names that a target may mean a module by, its own first.
 
     An expert's Linears have the names that they have in the file. Where these are ``w1``, ``w3``
-    and ``w2``, recipes may as well say what they are elsewhere.
+    and ``w2``, recipes may as well say what they are elsewhere, and what they are below in the
+    file: ``block_sparse_moe``, which transformers called it as well before its fifth release.
 
-    >>> names_of("layers.0.mlp.experts.3.w1")
-    ('layers.0.mlp.experts.3.w1', 'layers.0.mlp.experts.3.gate_proj')
+    >>> names_of("layers.0.mlp.experts.3.w1")[1:]
+    ('layers.0.block_sparse_moe.experts.3.w1', 'layers.0.mlp.experts.3.gate_proj')
+    >>> names_of("layers.0.mlp.gate")
+    ('layers.0.mlp.gate', 'layers.0.block_sparse_moe.gate')
     >>> names_of("layers.0.mlp.w1")
     ('layers.0.mlp.w1',)
     """
-    found = _EXPERT.fullmatch(name) if "experts." in name else None
-    if found is None:
+    inside = "experts." in name
+    if not (inside or name.endswith(".gate")):
         return (name,)
-    return name, found[1] + _USUAL[found[2]] + found[3]
+    sparse = _SPARSE.sub("block_sparse_moe", name)
+    names = (name,) if sparse == name else (name, sparse)
+    found = _EXPERT.fullmatch(name) if inside else None
+    return names if found is None else (*names, found[1] + _USUAL[found[2]] + found[3])
 
 
 def named_modules(model: Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Module]]:

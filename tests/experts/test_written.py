@@ -594,14 +594,18 @@ def by_name(folder: Path, output: Path, entry: str, *, object_: bool = False) ->
     )
 
 
-@pytest.mark.parametrize("object_", [False, True], ids=["folder", "object"])
-def test_experts_are_meant_by_the_names_of_other_families(object_: bool, tmp_path: Path) -> None:
-    """A file's w1, w3 and w2 are gate_proj, up_proj and down_proj: the same files come of both."""
+@pytest.mark.parametrize(
+    ("object_", "entry"),
+    [(False, "re:.*experts.*(gate|up|down)_proj$"), (True, "re:.*block_sparse_moe.*.w[123]$")],
+    ids=["folder", "object"],
+)
+def test_experts_are_meant_by_other_names(object_: bool, entry: str, tmp_path: Path) -> None:
+    """A file's w1, w3 and w2 are gate_proj, up_proj and down_proj: the same files come of all."""
     mixtures.saved("mixtral", tmp_path / "source")
     usual = by_name(
         tmp_path / "source",
         tmp_path / "usual",
-        "re:.*experts.*(gate|up|down)_proj$",
+        entry,
         object_=object_,
     )
     by_name(
@@ -624,11 +628,13 @@ def test_experts_are_meant_by_the_names_of_other_families(object_: bool, tmp_pat
     )
 
 
-def test_experts_are_ignored_by_the_names_of_other_families(tmp_path: Path) -> None:
+def test_experts_are_ignored_by_other_names(tmp_path: Path, warned: list[str]) -> None:
     mixtures.saved("mixtral", tmp_path / "source")
-    ignored = ["lm_head", "re:.*experts.*(gate|up|down)_proj$"]
+    earlier = ["re:.*block_sparse_moe.gate", "re:.*block_sparse_moe.experts.*.w2$"]
+    ignored = ["lm_head", "re:.*experts.*(gate|up)_proj$", *earlier]
     compressed(tmp_path / "source", tmp_path / "out", ignore=ignored)
     packed = [name for name in tensors_of(tmp_path / "out") if name.endswith("weight_packed")]
     assert packed
     assert not [name for name in packed if "experts" in name]
     assert verify(tmp_path / "out").ok
+    assert not [line for line in warned if "matches no module" in line]

@@ -9,8 +9,9 @@ target matches a module if it is
 - the name of the module's class or of any of its base classes (``LinearBase`` counts as
   ``Linear``).
 
-The Linears of an expert have a second name where the file calls them ``w1``, ``w3`` and ``w2``:
-``gate_proj``, ``up_proj`` and ``down_proj`` (:func:`llmcompressor.names.names_of`).
+The Linears of an expert have other names where the file calls them ``w1``, ``w3`` and ``w2``:
+``gate_proj``, ``up_proj`` and ``down_proj``, and those below ``block_sparse_moe``
+(:func:`llmcompressor.names.names_of`).
 
 There is no substring and no glob match. Helper modules of compressed-tensors (observers,
 caches, transforms) never match. A target that matches nothing is an error that lists what it
