@@ -93,8 +93,8 @@ class Place:
 
 
 def written(names: Names) -> str:
-    """A mapping as a recipe has it."""
-    return f"{names[0]!r} -> {list(names[1])}"
+    """A mapping as a recipe has it, of many targets the first."""
+    return f"{names[0]!r} -> [{listed(map(repr, names[1]), most=_SHOWN)}]"
 
 
 def shown(names: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,8 +61,9 @@ class _Search:
     ignored: set[str]
     found: list[SmoothSet] = field(default_factory=list)
     taken: dict[str, str] = field(default_factory=dict)
-    added: dict[str, list[tuple[str, list[str]]]] = field(default_factory=dict)
-    """By what is said of a mapping: smooth modules, and what reads them that it does not name."""
+    completed: dict[str, list[str]] = field(default_factory=dict)
+    """What is said of places whose mapping does not name all that reads their smooth module; by
+    the same without numbers, as layers are alike, and some recipes name each."""
     left_out: list[tuple[str, bool]] = field(default_factory=list)
     """What is said of a mapping, and whether it is a warning."""
 
@@ -98,7 +100,11 @@ class _Search:
         if ignored := self.ignored.intersection(others):
             return {f"{shown(sorted(ignored))} reads {place.name}, too, and is to be ignored": True}
         self._refuse_taken(replace(whole, readers={name: whole.readers[name] for name in others}))
-        self.added.setdefault(said, []).append((place.name, others))
+        text = (
+            f"The mapping {said} does not name all that reads {place.name}, and what it leaves out "
+            f"is scaled, too, or the model would compute something else: {shown(others)}."
+        )
+        self.completed.setdefault(re.sub(r"\d+", "", text), []).append(text)
         self.found.append(whole.as_set(self.prover.judge(whole).offset))
         return {}
 
@@ -126,14 +132,8 @@ class _Search:
                 f"None of the mappings can be smoothed in {type(self.model).__name__}. {said}.",
                 f"Name others, {_OR_LEAVE_OUT}",
             )
-        for said, places in self.added.items():
-            name, others = places[0]
-            alike = f" The same in {len(places) - 1} other places." if len(places) > 1 else ""
-            logger.warning(
-                f"The mapping {said} does not name all that reads {name}, and what it leaves out "
-                f"is scaled, too, or the model would compute something else: {shown(others)}."
-                f"{alike}"
-            )
+        for first, *alike in self.completed.values():
+            logger.warning(f"{first} The same in {len(alike)} more places." if alike else first)
         for text, warns in self.left_out:
             (logger.warning if warns else logger.info)(f"A mapping is not smoothed. {text}.")
 
