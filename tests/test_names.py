@@ -11,6 +11,7 @@ from torch.nn import Identity, Linear, Module, ModuleList, Sequential
 
 from llmcompressor.modeling.matching import matches, matches_name
 from llmcompressor.names import Forms, Possible, named_modules, tells_digits
+from llmcompressor.schemes.assign import matching_targets
 
 NAMES = [
     f"model.layers.{layer}.{own}"
@@ -82,6 +83,8 @@ def test_names_of_one_form_are_matched_alike(pattern: str) -> None:
         ("re:.*experts", {"w1", "w2", "w3"}),
         ("re:.*block_sparse_moe.experts.*.w1$", {"w1"}),
         ("re:.*block_sparse_moe.experts.*", {"w1", "w2", "w3"}),
+        (r"re:.*experts\.\d+\.(?!w2)w.*", {"w1", "w3"}),
+        (r"re:.*experts\.\d+\.(?!gate_proj)w.*", {"w1", "w2", "w3"}),
     ],
 )
 def test_linears_of_an_expert_have_other_names(entry: str, meant: set[str]) -> None:
@@ -94,6 +97,24 @@ def test_linears_of_an_expert_have_other_names(entry: str, meant: set[str]) -> N
     for one, other in itertools.permutations(every, 2):
         if forms.of(one) == forms.of(other):
             assert matches_name(one, entry) == matches_name(other, entry)
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_meant"),
+    [
+        ("re:visual.*", True),
+        ("re:^visual", True),
+        ("re:model.visual", True),
+        ("visual.blocks.0.attn.qkv", True),
+        ("re:vision_tower.*", False),
+        (r"re:(?!model\.visual).*qkv", False),
+    ],
+)
+def test_towers_are_meant_as_they_were_called(entry: str, is_meant: bool) -> None:
+    name = "model.visual.blocks.0.attn.qkv"
+    assert matches_name(name, entry) == is_meant
+    assert bool(matching_targets(name, Linear(1, 1), [entry])) == is_meant
+    assert not matches_name("model.layers.0.visual.blocks.0.attn.qkv", "re:visual.*")
 
 
 def test_a_name_is_told_from_all_others() -> None:

@@ -12,7 +12,15 @@ from collections.abc import Hashable, Iterable, Iterator
 
 from torch.nn import Module, Parameter
 
-__all__ = ["Forms", "Possible", "named_modules", "names_of", "own_parameters", "tells_digits"]
+__all__ = [
+    "Forms",
+    "Possible",
+    "excludes",
+    "named_modules",
+    "names_of",
+    "own_parameters",
+    "tells_digits",
+]
 
 _REGEX = "re:"
 _ZEROS = str.maketrans("123456789", "000000000")
@@ -22,6 +30,11 @@ _RANGE = re.compile(r"(?<![A-Za-z])-|-(?![A-Za-z])")
 
 _EXPERT = re.compile(r"((?:.*\.)?experts\.\d+\.)(w[123])((?:\..*)?)")
 _SPARSE = re.compile(r"(?<=\.)mlp(?=\.(?:experts\.\d+\.w[123]|gate)(?:\.|$))")
+_TOWERS = tuple(
+    f"model.{own}"
+    for own in ("audio_tower", "multi_modal_projector", "vision_model", "vision_tower", "visual")
+)
+_HEAD = "lm_head"
 _USUAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -31,14 +44,22 @@ def names_of(name: str) -> tuple[str, ...]:
     An expert's Linears have the names that they have in the file. Where these are ``w1``, ``w3``
     and ``w2``, recipes may as well say what they are elsewhere, and what they are below in the
     file: ``block_sparse_moe``, which transformers called it as well before its fifth release.
+    So it did towers, and what joins them to the text, without ``model`` before them, and the head
+    of such a model ``language_model.lm_head``.
 
     >>> names_of("layers.0.mlp.experts.3.w1")[1:]
     ('layers.0.block_sparse_moe.experts.3.w1', 'layers.0.mlp.experts.3.gate_proj')
     >>> names_of("layers.0.mlp.gate")
     ('layers.0.mlp.gate', 'layers.0.block_sparse_moe.gate')
+    >>> names_of("model.visual.blocks.0"), names_of("lm_head")
+    (('model.visual.blocks.0', 'visual.blocks.0'), ('lm_head', 'language_model.lm_head'))
     >>> names_of("layers.0.mlp.w1")
     ('layers.0.mlp.w1',)
     """
+    if name.startswith(_TOWERS):
+        return name, name.removeprefix("model.")
+    if name == _HEAD:
+        return name, f"language_model.{_HEAD}"
     inside = "experts." in name
     if not (inside or name.endswith(".gate")):
         return (name,)
@@ -46,6 +67,15 @@ def names_of(name: str) -> tuple[str, ...]:
     names = (name,) if sparse == name else (name, sparse)
     found = _EXPERT.fullmatch(name) if inside else None
     return names if found is None else (*names, found[1] + _USUAL[found[2]] + found[3])
+
+
+def excludes(target: str) -> bool:
+    """Whether a target is a pattern that says what a name is not: it means own names alone.
+
+    >>> excludes("re:(?!model.visual).*proj"), excludes("re:.*proj")
+    (True, False)
+    """
+    return target.startswith(_REGEX) and ("(?!" in target or "(?<!" in target)
 
 
 def named_modules(model: Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Module]]:
@@ -120,8 +150,8 @@ class Forms:
         names = names_of(name)
         if not self._exact.isdisjoint(names):
             return name
-        # the last is the one whose letters tell Linears of an expert apart
-        return names[-1].translate(_ZEROS), tuple(
+        # of an expert's Linears the last tells them apart by letters
+        return tuple([one.translate(_ZEROS) for one in names]), tuple(
             [pattern.match(one) is not None for one in names for pattern in self._telling]
         )
 

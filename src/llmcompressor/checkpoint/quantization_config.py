@@ -343,7 +343,8 @@ def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
 
 def _expert_targets(group: _Group) -> list[str]:
     """Patterns for experts that the recipe means by the names that they have elsewhere."""
-    linears = [entry.name for entry in group.members if len(names_of(entry.name)) > 1]
+    names = [entry.name for entry in group.members if "experts." in entry.name]
+    linears = [name for name in names if len(names_of(name)) > 1]
     met = _Targets(group.targets)
     is_met = "Linear" in group.targets
     unmet = [] if is_met else [name for name in linears if not met.means(name)]

@@ -10,8 +10,8 @@ target matches a module if it is
   ``Linear``).
 
 The Linears of an expert have other names where the file calls them ``w1``, ``w3`` and ``w2``:
-``gate_proj``, ``up_proj`` and ``down_proj``, and those below ``block_sparse_moe``
-(:func:`llmcompressor.names.names_of`).
+``gate_proj``, ``up_proj`` and ``down_proj``, and those below ``block_sparse_moe``; towers have
+those that transformers gave them before (:func:`llmcompressor.names.names_of`).
 
 There is no substring and no glob match. Helper modules of compressed-tensors (observers,
 caches, transforms) never match. A target that matches nothing is an error that lists what it
@@ -30,7 +30,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.names import Forms, Possible, named_modules, names_of
+from llmcompressor.names import Forms, Possible, excludes, named_modules, names_of
 
 __all__ = [
     "as_targets",
@@ -82,7 +82,8 @@ def matches_name(name: str, target: str) -> bool:
     """
     if target.startswith(REGEX):
         pattern = _compiled(target.removeprefix(REGEX))
-        return any(pattern.match(one) is not None for one in names_of(name))
+        names = (name,) if excludes(target) else names_of(name)
+        return any(pattern.match(one) is not None for one in names)
     return target in names_of(name)
 
 

@@ -37,7 +37,7 @@ from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.names import Forms, Possible, named_modules, names_of
+from llmcompressor.names import Forms, Possible, excludes, named_modules, names_of
 from llmcompressor.schemes.attention import is_cached_attention
 from llmcompressor.wording import listed
 
@@ -109,7 +109,8 @@ def matching_targets(name: str, module: Module, targets: Iterable[str]) -> list[
     every = list(targets)
     matched: list[str] = match_targets(name, module, every)
     for other in names_of(name)[1:]:
-        known = set(matched) | set(match_targets(other, module, every))
+        meant = [target for target in every if not excludes(target)]
+        known = set(matched) | set(match_targets(other, module, meant))
         by_name = sorted(
             (target for target in known if _is_named(target, name)),
             key=lambda target: (target.startswith("re:"), target),
@@ -119,7 +120,8 @@ def matching_targets(name: str, module: Module, targets: Iterable[str]) -> list[
 
 
 def _is_named(target: str, name: str) -> bool:
-    return any(match_name(one, target) for one in names_of(name))
+    names = (name,) if excludes(target) else names_of(name)
+    return any(match_name(one, target) for one in names)
 
 
 def assign_schemes(
