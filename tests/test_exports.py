@@ -119,10 +119,17 @@ PUBLIC = {
     "llmcompressor.modifiers": ["Modifier", "ModifierFactory", "ModifierInterface"],
     "llmcompressor.modifiers.autoround": ["AutoRoundModifier", "fix_batch_if_needed"],
     "llmcompressor.modifiers.awq": ["AWQMapping", "AWQModifier", "AWQ_MAPPING_REGISTRY"],
+    "llmcompressor.modifiers.awq.dynamic_mappings": [
+        "AWQMapping",
+        "AWQ_MAPPING_REGISTRY",
+        "default_mappings",
+        "get_layer_mappings_from_model",
+    ],
     "llmcompressor.modifiers.awq.mappings": [
         "AWQMapping",
         "AWQ_MAPPING_REGISTRY",
         "default_mappings",
+        "get_layer_mappings_from_architecture",
     ],
     "llmcompressor.modifiers.distillation": ["OutputDistillationModifier"],
     "llmcompressor.modifiers.distillation.output": ["OutputDistillationModifier"],
@@ -194,11 +201,18 @@ PUBLIC = {
         "SpinQuantModifier",
     ],
     "llmcompressor.modifiers.transform.awq": ["AWQMapping", "AWQModifier", "AWQ_MAPPING_REGISTRY"],
-    "llmcompressor.modifiers.transform.awq.base": ["AWQModifier"],
+    "llmcompressor.modifiers.transform.awq.base": ["AWQMapping", "AWQModifier"],
+    "llmcompressor.modifiers.transform.awq.dynamic_mappings": [
+        "AWQMapping",
+        "AWQ_MAPPING_REGISTRY",
+        "default_mappings",
+        "get_layer_mappings_from_model",
+    ],
     "llmcompressor.modifiers.transform.awq.mappings": [
         "AWQMapping",
         "AWQ_MAPPING_REGISTRY",
         "default_mappings",
+        "get_layer_mappings_from_architecture",
     ],
     "llmcompressor.modifiers.transform.imatrix": ["IMatrixGatherer"],
     "llmcompressor.modifiers.transform.quip": ["QuIPModifier"],
@@ -207,6 +221,9 @@ PUBLIC = {
     "llmcompressor.modifiers.transform.smoothquant.base": [
         "SmoothQuantMapping",
         "SmoothQuantModifier",
+    ],
+    "llmcompressor.modifiers.transform.smoothquant.dynamic_mappings": [
+        "get_layer_mappings_from_model"
     ],
     "llmcompressor.modifiers.transform.smoothquant.utils": [
         "DEFAULT_SMOOTHQUANT_MAPPINGS",
@@ -397,6 +414,9 @@ ALIASES = {
     "llmcompressor.modeling.qwen3_moe:CalibrationQwen3MoeSparseMoeBlock": (
         "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeSparseMoeBlock"
     ),
+    "llmcompressor.modifiers.awq.dynamic_mappings:AWQMapping": (
+        "llmcompressor.modifiers.awq:AWQMapping"
+    ),
     "llmcompressor.modifiers.awq.mappings:AWQMapping": "llmcompressor.modifiers.awq:AWQMapping",
     "llmcompressor.modifiers.interface:ModifierInterface": "llmcompressor.modifiers:Modifier",
     "llmcompressor.modifiers.logarithmic_equalization:LogarithmicEqualizationModifier": (
@@ -481,8 +501,14 @@ ALIASES = {
         "llmcompressor.modifiers.rotation:SpinQuantModifier"
     ),
     "llmcompressor.modifiers.transform.awq:AWQMapping": "llmcompressor.modifiers.awq:AWQMapping",
+    "llmcompressor.modifiers.transform.awq.base:AWQMapping": (
+        "llmcompressor.modifiers.awq:AWQMapping"
+    ),
     "llmcompressor.modifiers.transform.awq.base:AWQModifier": (
         "llmcompressor.modifiers.awq.base:AWQModifier"
+    ),
+    "llmcompressor.modifiers.transform.awq.dynamic_mappings:AWQMapping": (
+        "llmcompressor.modifiers.awq:AWQMapping"
     ),
     "llmcompressor.modifiers.transform.awq.mappings:AWQMapping": (
         "llmcompressor.modifiers.awq:AWQMapping"

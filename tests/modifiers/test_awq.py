@@ -27,7 +27,11 @@ from llmcompressor.modifiers.awq.parents import ParentRuns
 from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQ_MAPPING_REGISTRY, AWQMapping, AWQModifier
+from llmcompressor.modifiers.transform.awq.dynamic_mappings import get_layer_mappings_from_model
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+from llmcompressor.modifiers.transform.smoothquant.dynamic_mappings import (
+    get_layer_mappings_from_model as norm_mappings,
+)
 from llmcompressor.modifiers.transform.smoothquant.utils import MAPPINGS_REGISTRY
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.presets import PRESETS
@@ -424,6 +428,20 @@ def test_known_mappings_can_be_read_and_reading_changes_nothing() -> None:
     assert "NoSuchModel" not in AWQ_MAPPING_REGISTRY
     with pytest.raises(KeyError, match="NoSuchModel"):
         AWQ_MAPPING_REGISTRY["NoSuchModel"]
+
+
+def test_mappings_of_a_model_are_its_class_s_or_are_found_in_it() -> None:
+    model = tiny.llama().to("meta")
+    known = AWQ_MAPPING_REGISTRY["LlamaForCausalLM"]
+    assert get_layer_mappings_from_model(model) == known
+    assert norm_mappings(model) == MAPPINGS_REGISTRY["LlamaForCausalLM"]
+    model.__class__ = type("OfOnesOwn", (type(model),), {})
+    found = get_layer_mappings_from_model(model)
+    assert len(found) == len(model.model.layers) * (len(known) - 1)  # heads share values
+    by_norm = [one for one in found if one.smooth_layer.endswith("norm")]
+    assert [vars(one) for one in norm_mappings(model)] == [
+        {"smooth_layer": one.smooth_layer, "balance_layers": one.balance_layers} for one in by_norm
+    ]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])

@@ -23,6 +23,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.mapped_places import Names, SmoothSet
+from llmcompressor.modeling.mappings import find_sets
 from llmcompressor.modeling.written_mappings import WRITTEN
 from llmcompressor.modifiers.awq.effort import VISITS, effort_of, run_products, running
 from llmcompressor.modifiers.awq.parents import ParentRuns, parent_of
@@ -57,7 +58,14 @@ from llmcompressor.schemes.bridge import needs_global_scale, partition_of
 from llmcompressor.smoothing.base import SmoothingMixin
 from llmcompressor.smoothing.quantized import quantized_before
 
-__all__ = ["AWQ_MAPPING_REGISTRY", "AWQMapping", "AWQModifier", "default_mappings"]
+__all__ = [
+    "AWQ_MAPPING_REGISTRY",
+    "AWQMapping",
+    "AWQModifier",
+    "default_mappings",
+    "get_layer_mappings_from_architecture",
+    "get_layer_mappings_from_model",
+]
 
 _FINE_BITS = 8
 """Bits from which there is nothing to gain by clipping."""
@@ -100,6 +108,26 @@ AWQ_MAPPING_REGISTRY: Additions[list[AWQMapping]] = Additions(
 )
 """Mappings that users add for a model's class, by its name. Those of known classes can be read;
 unless some are added, they are found from the model."""
+
+
+def get_layer_mappings_from_architecture(architecture: str) -> list[AWQMapping]:
+    """The mappings that a class of models is known with, or those of Llama.
+
+    Args:
+        architecture: the name of the class, for instance ``"Qwen3ForCausalLM"``.
+    """
+    return AWQ_MAPPING_REGISTRY.get(architecture, default_mappings)
+
+
+def get_layer_mappings_from_model(model: Module) -> list[AWQMapping]:
+    """The mappings that a model's class is known with, or those found in it: one for each place.
+
+    Args:
+        model: its weights may be on the meta device.
+    """
+    if (known := AWQ_MAPPING_REGISTRY.get(type(model).__name__)) is not None:
+        return known
+    return [AWQMapping(one.name, list(one.balance)) for one in find_sets(model)]
 
 
 def _registered(model: Module) -> list[AWQMapping] | None:

@@ -20,6 +20,7 @@ from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, RecipeError
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.mapped_places import Names, SmoothSet
+from llmcompressor.modeling.mappings import find_sets
 from llmcompressor.modeling.written_mappings import WRITTEN, norms_of
 from llmcompressor.numerics.smoothing import (
     column_range,
@@ -38,6 +39,7 @@ __all__ = [
     "SmoothQuantMapping",
     "SmoothQuantModifier",
     "get_layer_mappings_from_architecture",
+    "get_layer_mappings_from_model",
 ]
 
 _FORM = "Write each as [[targets of the Linears], target of the norm]."
@@ -81,6 +83,18 @@ def get_layer_mappings_from_architecture(architecture: str) -> Sequence[Any]:
         architecture: the name of the class, for instance ``"Qwen3ForCausalLM"``.
     """
     return MAPPINGS_REGISTRY.get(architecture, DEFAULT_SMOOTHQUANT_MAPPINGS)
+
+
+def get_layer_mappings_from_model(model: Module) -> Sequence[Any]:
+    """The mappings that a model's class is known with, or those found in it: one for each norm.
+
+    Args:
+        model: its weights may be on the meta device.
+    """
+    if (known := MAPPINGS_REGISTRY.get(type(model).__name__)) is not None:
+        return known
+    found = find_sets(model, norms_only=True, mixtures=False)
+    return [SmoothQuantMapping(one.name, list(one.balance)) for one in found]
 
 
 class _Extremes:

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other path of what :mod:`llmcompressor.modifiers.awq.base` has."""
 
-from llmcompressor.modifiers.awq.base import AWQModifier
+from llmcompressor.modifiers.awq.base import (
+    AWQMapping,
+    AWQModifier,
+)
 
-__all__ = ["AWQModifier"]
+__all__ = [
+    "AWQMapping",
+    "AWQModifier",
+]
