@@ -355,6 +355,14 @@ def test_fields_of_quantizing_that_say_nothing_of_how_are_refused(fields: str, s
     assert "behind it" in caught.value.remedy
 
 
+def test_the_class_says_who_takes_fields_of_quantizing() -> None:
+    with pytest.raises(RecipeError, match="scheme and ignore say how weights") as caught:
+        AWQModifier(scheme="W4A16", ignore=["lm_head"], duo_scaling="both")
+    assert "llmcompressor.modifiers.awq" in caught.value.remedy
+    with pytest.raises(RecipeError, match="it has no such field"):
+        AWQModifier(schema="W4A16")
+
+
 def test_mappings_read_back() -> None:
     mapping = AWQMapping("re:.*up_proj$", ["re:.*down_proj$"])
     recipe = Recipe.create_instance([AWQModifier(mappings=[mapping]), rounding()])

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn import Linear, Module
@@ -168,6 +168,10 @@ def _device_name(given: Any) -> Any:
     return str(given) if isinstance(given, torch.device) else given
 
 
+def _fields_of_quantizing() -> set[str]:
+    return QuantizationMixin.model_fields.keys() - AWQModifier.model_fields.keys()
+
+
 def _check_says_how(fields: Mapping[str, Any]) -> None:
     """Refuse fields of the modifier that quantizes, if they do not make one."""
     if any(fields.get(name) is not None for name in SAYING_HOW):
@@ -211,6 +215,19 @@ class AWQModifier(SmoothingMixin):
     _to_clip: list[Module] = PrivateAttr(default_factory=list)
     _parents: ParentRuns | None = PrivateAttr(None)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_fields_of_quantizing(cls, given: Any) -> Any:
+        """The class scales alone; the form that quantizes too has a path of its own."""
+        theirs = _fields_of_quantizing()
+        if isinstance(given, Mapping) and (named := [name for name in given if name in theirs]):
+            raise RecipeError(
+                f"{' and '.join(named)} say how weights are quantized, and this class scales alone",
+                "Give them to a QuantizationModifier behind it, or take AWQModifier from "
+                "llmcompressor.modifiers.awq, which stands for both.",
+            )
+        return given
+
     @classmethod
     def from_fields(cls, **fields: Any) -> list[Modifier]:
         """From one set of fields: this modifier, and the one that quantizes if they say how.
@@ -219,7 +236,7 @@ class AWQModifier(SmoothingMixin):
             RecipeError: some are of a modifier that quantizes, and none of them says how.
         """
         common = {key: fields.pop(key) for key in tuple(fields) if key in Modifier.model_fields}
-        theirs = QuantizationMixin.model_fields.keys() - cls.model_fields.keys()
+        theirs = _fields_of_quantizing()
         quantizing = {key: fields.pop(key) for key in tuple(fields) if key in theirs}
         own: list[Modifier] = [cls(**common, **fields)]
         if quantizing:
