@@ -26,6 +26,8 @@ from llmcompressor.checkpoint.compress import compress, quantized_modules
 from llmcompressor.core.state import State
 from llmcompressor.errors import LifecycleError, NonFiniteError, RecipeError, TargetError
 from llmcompressor.modeling.twin_inputs import aligned_reference
+from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.awq.base import AWQModifier
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.gptq import base as gptq_base
 from llmcompressor.modifiers.gptq.base import SolveRecord
@@ -453,18 +455,21 @@ def test_what_failed_is_let_go_of_before_the_next_try(
 
 
 @pytest.mark.parametrize(
-    ("fields", "instead"),
+    ("kind", "fields", "instead"),
     [
-        ({"sequential_update": True}, 'pipeline="basic"'),
-        ({"sequential_targets": ["LlamaDecoderLayer"]}, "--sequential-targets"),
-        ({"sequential_targets": None}, None),
-        ({}, None),
+        (GPTQModifier, {"sequential_update": True}, 'pipeline="basic"'),
+        (GPTQModifier, {"num_calibration_steps": 8}, "num_calibration_samples"),
+        (GPTQModifier, {"sequential_targets": None}, None),
+        (GPTQModifier, {}, None),
+        (QuantizationModifier, {"sequential_update": False}, 'pipeline="basic"'),
+        (AWQModifier, {"sequential_targets": ["LlamaDecoderLayer"]}, "--sequential-targets"),
     ],
 )
 def test_a_field_that_does_nothing_says_what_does(
-    fields: dict[str, Any], instead: str | None, warned: list[str]
+    kind: type[Modifier], fields: dict[str, Any], instead: str | None, warned: list[str]
 ) -> None:
-    tiny.run(tiny.llama(), gptq(**fields))
+    made = kind.from_fields(config_groups=GROUPS, ignore=["lm_head"], **fields)
+    tiny.run(tiny.llama(), *made)
     said = [line for line in warned if "has no effect" in line]
     assert len(said) == (instead is not None)
     if instead is not None:

@@ -92,6 +92,8 @@ class Modifier(HooksMixin):
         propagates_error: whether what comes later should see this modifier's error.
         run_types: where it can do its work: in ``oneshot``, in ``train``, or in both.
         renamed: fields of earlier releases → what they are called now; either is accepted.
+        moved: fields of earlier releases that have no effect → what does their work now; that is
+            told where one is given.
         idle_types: where it has nothing to do beside others, so that it is left out with a warning.
         must_precede: names of modifier classes that may not stand before it in a recipe.
         needs_later: names of modifier classes one of which has to come later in a recipe.
@@ -110,6 +112,7 @@ class Modifier(HooksMixin):
     propagates_error: ClassVar[bool] = True
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot", "train"})
     renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    moved: ClassVar[Mapping[str, str]] = MappingProxyType({})
     idle_types: ClassVar[frozenset[str]] = frozenset()
     must_precede: ClassVar[frozenset[str]] = frozenset()
     needs_later: ClassVar[frozenset[str]] = frozenset()
@@ -529,6 +532,7 @@ class Modifier(HooksMixin):
         """
         self._expect_not(Phase.FINALIZED, "initialized")
         self._expect_not(Phase.INITIALIZED, "initialized")
+        self._tell_moved()
         if self.changes_weights:
             self._check_adapters(state.model)
         try:
@@ -547,6 +551,11 @@ class Modifier(HooksMixin):
         event = _first_event(EventType.INITIALIZE, state)
         if self.should_start(event) and not state.resumes:
             self._start(state, event, given)
+
+    def _tell_moved(self) -> None:
+        for field, instead in self.moved.items():
+            if field in self.model_fields_set and getattr(self, field) is not None:
+                logger.warning(f"The field {field!r} of {self._name} has no effect: {instead}")
 
     def _check_adapters(self, model: Any) -> None:
         adapted = [] if model is None else adapters_of(model)

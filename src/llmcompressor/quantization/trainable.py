@@ -15,6 +15,7 @@ from llmcompressor.errors import RecipeError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.flat_pieces import as_buffers, in_pieces, shapes_shown
 from llmcompressor.modeling.spread import whole, write
+from llmcompressor.modifiers.utils.fields import MOVED_TO_THE_RUN
 from llmcompressor.quantization.attach import attach_attention, attach_linear
 from llmcompressor.quantization.aware import AwareTraining
 from llmcompressor.quantization.base import QuantizationMixin
@@ -44,12 +45,16 @@ class TrainableMixin(QuantizationMixin):
         num_calibration_steps: optimizer steps from ``start`` on in which static activations are
             only observed, before anything is rounded.
         learned_scales: learn static scales of weights and activations with the model.
+        sequential_update: without effect, with a warning: the pipeline decides.
     """
 
     needs_time: ClassVar[bool] = True
+    renamed: ClassVar[Mapping[str, str]] = {"disable_quantization_observer_epoch": "end"}
+    moved: ClassVar[Mapping[str, str]] = MOVED_TO_THE_RUN
 
     num_calibration_steps: int = Field(default=1, ge=1)
     learned_scales: bool = False
+    sequential_update: bool = True
 
     _aware: AwareTraining | None = PrivateAttr(None)
     _saw_training: bool = PrivateAttr(False)

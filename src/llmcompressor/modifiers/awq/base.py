@@ -31,6 +31,7 @@ from llmcompressor.modifiers.demands import DataSize, Effort, Work
 from llmcompressor.modifiers.factory import ModifierFactory
 from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.modifier import Modifier
+from llmcompressor.modifiers.utils.fields import MOVED_TO_THE_RUN
 from llmcompressor.numerics.awq import (
     Bounds,
     Readers,
@@ -199,9 +200,11 @@ class AWQModifier(SmoothingMixin):
             (``"statistics"``), or the error of their common parent's output, by running it for
             each candidate (``"output"``, the published form).
         clip: clamp the weights of each group where that lowers its output error.
+        sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
     """
 
     needs_later: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
+    moved: ClassVar[Mapping[str, str]] = MOVED_TO_THE_RUN
 
     mappings: list[AWQMapping] | None = None
     offload_device: Annotated[str | None, BeforeValidator(_device_name)] = None
@@ -209,6 +212,7 @@ class AWQModifier(SmoothingMixin):
     n_grid: int = Field(default=20, ge=2, le=1000)
     loss: Literal["statistics", "output"] = "statistics"
     clip: bool = True
+    sequential_targets: str | list[str] | None = None
 
     _settled: set[Module] = PrivateAttr(default_factory=set)
     _bounds: dict[Module, Bounds] = PrivateAttr(default_factory=dict)

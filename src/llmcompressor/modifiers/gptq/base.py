@@ -29,6 +29,7 @@ from llmcompressor.modifiers.recorded import RecordedMixin
 from llmcompressor.modifiers.utils.fields import (
     DEFAULT_DAMPENING,
     EARLIER_DAMPENING,
+    MOVED_TO_THE_RUN,
     DampeningFraction,
 )
 from llmcompressor.numerics.grid import Grid
@@ -50,12 +51,6 @@ from llmcompressor.schemes.parse import check_actorder
 from llmcompressor.schemes.resolve import ResolvedSchemes
 
 __all__ = ["GPTQModifier", "SolveRecord"]
-
-_MOVED = {
-    "sequential_update": 'calibration is sequential unless oneshot is given pipeline="basic".',
-    "sequential_targets": "give sequential_targets to oneshot (--sequential-targets).",
-}
-"""Fields of earlier releases, and what does their work now."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +96,17 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
             size, ``None`` (or ``False``) solves each alone.
         sequential_update: without effect, with a warning: the pipeline decides.
         sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
+        num_calibration_steps: without effect, with a warning: ``oneshot`` is told how much data.
+        disable_quantization_observer_epoch: without effect, with a warning: nothing is trained.
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
     renamed: ClassVar[Mapping[str, str]] = EARLIER_DAMPENING
+    moved: ClassVar[Mapping[str, str]] = {
+        **MOVED_TO_THE_RUN,
+        "num_calibration_steps": "give num_calibration_samples to oneshot.",
+        "disable_quantization_observer_epoch": "nothing is trained with GPTQModifier.",
+    }
 
     joins: ClassVar[frozenset[str]] = frozenset({"OneShotPruningModifier"})
     _also_asking: ClassVar[tuple[str, ...]] = ("actorder",)
@@ -122,6 +124,8 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     ) = "auto"
     sequential_update: bool = True
     sequential_targets: str | list[str] | None = None
+    num_calibration_steps: int | None = None
+    disable_quantization_observer_epoch: float | None = None
 
     _statistics: dict[Module, InputStatistics] = PrivateAttr(default_factory=dict)
     _tokens: dict[Module, int] = PrivateAttr(default_factory=dict)
@@ -206,13 +210,6 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     def _weight_args(self, module: Module) -> QuantizationArgs | None:
         weights: QuantizationArgs | None = self._schemes[module].weights
         return weights
-
-    def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Say what became of fields of earlier releases, then as every quantizing modifier."""
-        for field, instead in _MOVED.items():
-            if field in self.model_fields_set and getattr(self, field) is not None:
-                logger.warning(f"The field {field!r} of GPTQModifier has no effect: {instead}")
-        return super().on_initialize(state, **kwargs)
 
     # ------------------------------------------------------------------ while
 

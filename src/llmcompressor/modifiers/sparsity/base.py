@@ -25,6 +25,7 @@ from llmcompressor.modifiers.recorded import RecordedMixin
 from llmcompressor.modifiers.sparsity.matrices import matrix_of, reads_rows, tokens_of, write
 from llmcompressor.modifiers.sparsity.profile import Profile
 from llmcompressor.modifiers.sparsity.targets import Layers, find_layers, means_linear
+from llmcompressor.modifiers.utils.fields import MOVED_TO_THE_RUN
 from llmcompressor.numerics.masks import NofM, parse_structure
 from llmcompressor.numerics.wanda import wanda_prune
 
@@ -33,11 +34,6 @@ __all__ = ["OneShotPruningModifier", "SparsityRecord"]
 _STORED = "the zeros are stored like other weights: no reader has a sparse format for them"
 _ANYWHERE = ("0:0", "unstructured")
 _ROUNDING = 1e-9
-_MOVED = {
-    "sequential_update": 'calibration is sequential unless oneshot is given pipeline="basic".',
-    "sequential_targets": "give sequential_targets to oneshot (--sequential-targets).",
-}
-"""Fields of earlier releases, and what does their work now."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +79,7 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
     changes_weights: ClassVar[bool] = True
     must_precede: ClassVar[frozenset[str]] = frozenset({"QuantizationMixin"})
     leaves_open: ClassVar[bool] = True
+    moved: ClassVar[Mapping[str, str]] = MOVED_TO_THE_RUN
 
     sparsity: float | list[float]
     sparsity_profile: Literal["owl"] | None = None
@@ -218,9 +215,6 @@ class OneShotPruningModifier(RecordedMixin, Modifier):
         Raises:
             TargetError: a target means nothing, or a module cannot be pruned so.
         """
-        for field, instead in _MOVED.items():
-            if field in self.model_fields_set and getattr(self, field) is not None:
-                logger.warning(f"The field {field!r} of {self._name} has no effect: {instead}")
         self._layers = find_layers(
             state.model, self.targets, self.ignore, self.sparsity, self._group
         )

@@ -9,11 +9,18 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-__all__ = ["DEFAULT_DAMPENING", "EARLIER_DAMPENING", "DampeningFraction"]
+__all__ = ["DEFAULT_DAMPENING", "EARLIER_DAMPENING", "MOVED_TO_THE_RUN", "DampeningFraction"]
 
 DEFAULT_DAMPENING = 0.01
 EARLIER_DAMPENING: Mapping[str, str] = MappingProxyType({"percdamp": "dampening_frac"})
 """What the fraction was called."""
+MOVED_TO_THE_RUN: Mapping[str, str] = MappingProxyType(
+    {
+        "sequential_update": 'calibration is sequential unless oneshot is given pipeline="basic".',
+        "sequential_targets": "give sequential_targets to oneshot (--sequential-targets).",
+    }
+)
+"""Fields of earlier releases that say how a run goes, and what does that now."""
 
 
 def _default_for_none(given: Any) -> Any:
