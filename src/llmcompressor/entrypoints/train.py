@@ -18,6 +18,7 @@ from llmcompressor.entrypoints.training_run import run_training
 from llmcompressor.entrypoints.training_task import Training
 from llmcompressor.logger import logger
 from llmcompressor.numerics.precision import float32_by_default
+from llmcompressor.wording import listed
 
 __all__ = ["train"]
 
@@ -55,8 +56,7 @@ def train(
             :class:`~llmcompressor.args.TrainingArguments`; of
             :class:`~llmcompressor.args.RunArguments` ``resume`` and ``verify``. With
             ``run_stages`` or ``do_oneshot`` all stages of the recipe are run, as
-            :func:`~llmcompressor.entrypoints.stages.run_stages` does, whichever one ``stage``
-            names.
+            :func:`~llmcompressor.entrypoints.stages.run_stages` does, unless ``stage`` names one.
 
     Returns:
         The trained model; its ``save_pretrained`` writes compressed checkpoints.
@@ -83,13 +83,15 @@ def train(
     """
     given = {"model": model, "recipe": recipe, "dataset": dataset, **arguments}
     staged = {"run_stages", "do_oneshot"} & {name for name, value in given.items() if value is True}
-    if staged:
+    if staged and given.get("stage") is not None:
+        logger.warning(
+            f"The stage {given['stage']!r} alone is run, as stage says: {listed(sorted(staged))} "
+            "has no effect."
+        )
+    elif staged:
         from llmcompressor.entrypoints.stages import run_stages  # noqa: PLC0415  # it calls train
 
-        rest = {name: value for name, value in given.items() if name not in staged}
-        if (stage := rest.pop("stage", None)) is not None:
-            said = " and ".join(sorted(staged))
-            logger.warning(f"All stages are run, as {said} says: stage={stage!r} has no effect.")
+        rest = {name: value for name, value in given.items() if name not in {"stage", *staged}}
         place = "./output" if output_dir is None else output_dir
         return run_stages(output_dir=place, loggers=loggers, **rest)
     with float32_by_default():
