@@ -78,6 +78,13 @@ def test_old_names_mean_their_new_ones():
     assert dataset.moe_calibrate_all_experts is False
 
 
+def test_what_is_done_anyway_is_no_word_worth(warned):
+    """Of arguments without effect only another value than the usual one is told."""
+    for value in (True, False):
+        parse_arguments({"model": "m", "save_safetensors": value}, *CLASSES)
+        assert len(warned) == (value is False)
+
+
 def test_an_old_name_and_its_new_one_together_are_an_error():
     with pytest.raises(ArgumentError, match="only 'device'"):
         parse_arguments({"model": "m", "oneshot_device": "cpu", "device": "cpu"}, *CLASSES)

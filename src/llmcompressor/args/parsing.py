@@ -13,15 +13,19 @@ from llmcompressor.args.recipe_arguments import RecipeArguments
 from llmcompressor.args.renamed import RENAMED, name_among
 from llmcompressor.errors import ArgumentError, did_you_mean
 
-__all__ = ["OLD_NAMES", "parse_args", "parse_arguments"]
+__all__ = ["OLD_NAMES", "parse_args", "parse_arguments", "those_of_training"]
 
 
 class _OldName(NamedTuple):
-    """What became of an argument: its new name, or ``None`` and why it has no effect."""
+    """What became of an argument: its new name, or ``None`` and why it has no effect.
+
+    ``usual`` is the value that asks for what is done anyway, so that nothing is said of it.
+    """
 
     new: str | None
     why: str = ""
     is_told: bool = True
+    usual: bool = False
 
 
 OLD_NAMES: Mapping[str, _OldName] = {
@@ -31,8 +35,12 @@ OLD_NAMES: Mapping[str, _OldName] = {
     "no_cuda": _OldName("use_cpu"),
     "oneshot_device": _OldName("device"),
     "overwrite_output_dir": _OldName("overwrite"),
+    "save_safetensors": _OldName(None, "weights are written as safetensors", usual=True),
     "trust_remote_code_data": _OldName(
         None, "the datasets library no longer runs code that a data set brings"
+    ),
+    "use_fast_tokenizer": _OldName(
+        None, "the tokenizer is the one that transformers has for the model", usual=True
     ),
     "warmup_ratio": _OldName("warmup_steps"),  # below 1 it is a share of the steps
 }
@@ -97,6 +105,24 @@ def parse_args(
     return model, dataset, recipe, output_dir
 
 
+def those_of_training(names: Iterable[str], *classes: type) -> list[str]:
+    """The names of arguments that say how a model is trained, and are none of ``classes``.
+
+    ``run_stages`` is not among them: it says that a model is to be trained too.
+    """
+    own = set().union(*map(_field_names, classes)) | {"log_dir", "output_dir", "run_stages"}
+    rest = [name for name in names if name not in own]
+    if not rest:
+        return []
+    from llmcompressor.args.training_arguments import (  # noqa: PLC0415  # loads transformers
+        TrainingArguments,
+    )
+
+    theirs = _field_names(TrainingArguments) - own
+    earlier = {**{name: one.new for name, one in OLD_NAMES.items()}, **RENAMED}
+    return [name for name in rest if name in theirs or earlier.get(name) in theirs]
+
+
 def _field_names(cls: type) -> set[str]:
     return {field.name for field in dataclasses.fields(cls) if field.init}
 
@@ -106,11 +132,11 @@ def _with_new_names(kwargs: Mapping[str, Any], known: set[str]) -> dict[str, Any
     old_names = {**OLD_NAMES, **_renamed(known)}
     given = {name: value for name, value in kwargs.items() if name not in old_names}
     for name in kwargs.keys() & old_names.keys():
-        value, (new, why, is_told) = kwargs[name], old_names[name]
+        value, (new, why, is_told, usual) = kwargs[name], old_names[name]
         if value is None:
             continue
         if new is None:
-            if value:
+            if value != usual:
                 _warn(f"The argument {name!r} has no effect: {why}.")
             continue
         if new not in known:

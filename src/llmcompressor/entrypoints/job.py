@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from llmcompressor.args import DatasetArguments, ModelArguments, RecipeArguments, RunArguments
+from llmcompressor.args.parsing import those_of_training
 from llmcompressor.checkpoint.finished_run import FinishedRun
 from llmcompressor.checkpoint.save import RECIPE_FILE
 from llmcompressor.checkpoint.write_errors import check_file
@@ -38,6 +40,7 @@ from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.pipelines import infer_pipeline
 from llmcompressor.processes import Processes
 from llmcompressor.recipe import Recipe
+from llmcompressor.wording import listed
 
 __all__ = ["Job", "Records", "compression_report", "report_of", "undone_on_error"]
 
@@ -70,6 +73,7 @@ class Job(Task):
         log_dir: str | Path | None = None,
         **arguments: Any,
     ) -> None:
+        arguments = _without_those_of_training(arguments)
         super().__init__("oneshot", output_dir, (), arguments, also_known=("log_dir",))
         self.log_dir = as_path("log_dir", log_dir)
         self._check_log_dir()
@@ -256,6 +260,16 @@ class Job(Task):
                 )
             return "datafree"
         return asked
+
+
+def _without_those_of_training(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments less those that a script gives to every run, and training alone goes by."""
+    theirs = those_of_training(
+        given, ModelArguments, DatasetArguments, RecipeArguments, RunArguments
+    )
+    if theirs:
+        logger.warning(f"Without effect in oneshot, where nothing is trained: {listed(theirs)}.")
+    return {name: value for name, value in given.items() if name not in theirs}
 
 
 def _samples_of(batches: Iterable[Mapping[str, Any]]) -> int:
