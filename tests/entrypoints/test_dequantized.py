@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models as small
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
@@ -200,3 +201,35 @@ def test_checkpoints_of_a_training_hold_what_is_trained(fp8: Path, tmp_path: Pat
     Trainer(model=model, args=args, train_dataset=rows, recipe=None).train()
     tensors = stored(tmp_path / "training" / "checkpoint-1")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_what_an_earlier_run_has_quantized_stays_beside_what_a_second_one_does(
+    tmp_path: Path,
+) -> None:
+    """As the refusal of its folder says."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    attention = QuantizationModifier(targets="re:.*self_attn.*_proj$", scheme="FP8_DYNAMIC")
+    rest = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["re:.*attn.*", "lm_head"])
+    small.one_block().save_pretrained(tmp_path / "model")
+    oneshot(model=tmp_path / "model", recipe=attention, output_dir=first)
+    with pytest.raises(CheckpointError) as error:
+        oneshot(model=first, recipe=rest, output_dir=second)
+    assert "CompressedTensorsConfig(dequantize=True)" in error.value.remedy
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        first, dtype="auto", quantization_config=hf.CompressedTensorsConfig(dequantize=True)
+    )
+    oneshot(model=model, recipe=rest, output_dir=second)
+    old, new = stored(first), stored(second)
+    kept = [name for name in old if "self_attn" in name]
+    assert all(
+        torch.equal(old[name].view(torch.uint8), new[name].view(torch.uint8)) for name in kept
+    )
+    assert new["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
+    settings = json.loads((second / "config.json").read_text())["quantization_config"]
+    assert [group["format"] for group in settings["config_groups"].values()] == [
+        "float-quantized",
+        "int-quantized",
+    ]
+    assert settings["format"] == "mixed-precision"
+    assert_reads_as(model, second)

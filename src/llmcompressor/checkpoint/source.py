@@ -236,7 +236,12 @@ def quantized_error(model: str, method: str) -> CheckpointError:
     """The error for a model that is quantized already."""
     remedy = "Compress the original, unquantized model"
     if method in {"compressed-tensors", "compressed_tensors"}:
-        remedy += ", or load it within llmcompressor.utils.load_context, save it, and use that"
+        remedy += (
+            ", or give oneshot a model in place of the folder: loaded within "
+            "llmcompressor.utils.load_context it begins with plain weights; loaded by "
+            "transformers with quantization_config=CompressedTensorsConfig(dequantize=True) what "
+            "is quantized stays so, and a recipe for other modules goes on"
+        )
     elif method in _DEQUANTIZED_BY:
         remedy += (
             ", or load this one with transformers and quantization_config="
