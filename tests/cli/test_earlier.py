@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from llmcompressor.cli import text_generation
 from llmcompressor.cli.earlier import reindex, trace
 from llmcompressor.registry import resolve
 
@@ -74,8 +75,53 @@ def test_nothing_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
     assert "llmcompressor plan" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "typed", "line"),
+    [
+        (
+            "oneshot",
+            "--model m --output_dir o --recipe=r --num_calibration_samples 10 --bf16 False "
+            "--pad_to_max_length False --shuffle_calibration_samples False --oneshot_device cpu",
+            "oneshot m --output-dir o --recipe r --num-calibration-samples 10 "
+            "--no-shuffle-calibration-samples --device cpu",
+        ),
+        (
+            "train",
+            "--model m --output_dir o --gradient_checkpointing --num_calibration_samples 8 "
+            "--save_safetensors False --logging_first_step True --report_to none wandb",
+            "train m --output-dir o --activation-checkpointing --set logging_first_step=true "
+            "--report-to none --report-to wandb",
+        ),
+        ("run", "--num_calibration_samples 8 --model m", "run m --num-calibration-samples 8"),
+        ("run", "--model m -h", "run --help"),
+    ],
+)
+def test_a_command_of_text_generation_is_run_as_what_it_is_called_now(
+    command: str,
+    typed: str,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run: list[list[str]] = []
+    monkeypatch.setattr(text_generation, "main", run.append)
+    getattr(text_generation, command)(typed.split())
+    assert run == [line.split()]
+    assert capsys.readouterr().err == f"This command is now: llmcompressor {line}\n"
+
+
+def test_what_evaluates_now_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        text_generation.evaluate(["--model", "m"])
+    assert left.value.code == 2
+    assert "llmcompressor evaluate" in capsys.readouterr().err
+
+
 def test_each_command_is_a_function() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     commands = project["scripts"]
     assert resolve(commands["llmcompressor.reindex_fused_weights"]) is reindex
     assert resolve(commands["llmcompressor.trace"]) is trace
+    old = {name: resolve(home) for name, home in commands.items() if "text_generation" in name}
+    assert len(old) == 6
+    assert all(one.__module__ == text_generation.__name__ for one in old.values())

@@ -31,7 +31,7 @@ import typer
 
 from llmcompressor.args.checks import About
 
-__all__ = ["call_arguments", "output_place", "pairs", "parameters_of"]
+__all__ = ["call_arguments", "flags_of", "output_place", "pairs", "parameters_of"]
 
 Convert = Callable[[Any], Any]
 
@@ -101,6 +101,16 @@ def call_arguments(given: Mapping[str, Any], *dataclass_types: type) -> dict[str
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint=_dashed(name)) from error
     return call
+
+
+def flags_of(arguments: type) -> dict[str, bool]:
+    """The fields of a dataclass whose options take no value, each with its default."""
+    hints = _hints(arguments)
+    return {
+        field.name: bool(field.default)
+        for field in dataclasses.fields(arguments)
+        if _kind(hints[field.name], field.default).typed is bool
+    }
 
 
 def output_place(given: Mapping[str, Any]) -> str:

@@ -15,10 +15,10 @@ from llmcompressor.cli.options import call_arguments, output_place, parameters_o
 from llmcompressor.cli.training_options import OPTIONS, training_arguments, training_parameters
 from llmcompressor.collecting import quick_imports
 
-__all__ = ["run_command", "train_command"]
+__all__ = ["OF_CALIBRATION", "run_command", "train_command"]
 
 _ARGUMENTS = (ModelArguments, DatasetArguments, RecipeArguments, RunArguments)
-_OF_CALIBRATION = (
+OF_CALIBRATION = (
     "activation_budget",
     "batch_size",
     "min_tokens_per_module",
@@ -37,6 +37,7 @@ _OF_CALIBRATION = (
     "starved_experts",
     "tracing_ignore",
 )
+"""Fields that ``train`` has no option for."""
 
 
 def _own(output_help: str) -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
@@ -56,7 +57,7 @@ def _own(output_help: str) -> tuple[list[inspect.Parameter], list[inspect.Parame
 
 def _train_signature() -> inspect.Signature:
     before, after = _own("Folder to write; must be new.")
-    not_here = [*_OF_CALIBRATION, *OPTIONS]
+    not_here = [*OF_CALIBRATION, *OPTIONS]
     return inspect.Signature(
         [
             *before,
