@@ -263,11 +263,13 @@ PUBLIC = {
         "DatasetArguments",
         "ModelArguments",
         "RecipeArguments",
+        "SessionManagerMixIn",
         "SparseAutoModelForCausalLM",
         "TextGenerationDataset",
         "Trainer",
         "TrainingArguments",
         "apply",
+        "compress",
         "oneshot",
         "train",
     ],
@@ -290,6 +292,17 @@ PUBLIC = {
         "WikiTextDataset",
     ],
     "llmcompressor.transformers.data.base": ["TextGenerationDataset"],
+    "llmcompressor.transformers.finetune": [
+        "DataTrainingArguments",
+        "ModelArguments",
+        "SessionManagerMixIn",
+        "TextGenerationDataset",
+        "TrainingArguments",
+        "apply",
+        "compress",
+        "oneshot",
+        "train",
+    ],
     "llmcompressor.transformers.finetune.data": [
         "C4Dataset",
         "CNNDailyMailDataset",
@@ -310,7 +323,12 @@ PUBLIC = {
     ],
     "llmcompressor.transformers.finetune.model_args": ["ModelArguments"],
     "llmcompressor.transformers.finetune.session_mixin": ["SessionManagerMixIn"],
-    "llmcompressor.transformers.finetune.text_generation": ["apply", "oneshot", "train"],
+    "llmcompressor.transformers.finetune.text_generation": [
+        "apply",
+        "compress",
+        "oneshot",
+        "train",
+    ],
     "llmcompressor.transformers.finetune.trainer": ["Trainer"],
     "llmcompressor.transformers.finetune.training_args": ["TrainingArguments"],
     "llmcompressor.transformers.sparsification": [
@@ -549,6 +567,7 @@ ALIASES = {
     "llmcompressor.recipe:RecipeArgsInput": "llmcompressor.recipe.arguments:RecipeArgs",
     "llmcompressor.transformers:DataTrainingArguments": "llmcompressor.args:DatasetArguments",
     "llmcompressor.transformers:ModelArguments": "llmcompressor.args:ModelArguments",
+    "llmcompressor.transformers:SessionManagerMixIn": "llmcompressor.training:SessionManagerMixIn",
     "llmcompressor.transformers:SparseAutoModelForCausalLM": "transformers:AutoModelForCausalLM",
     "llmcompressor.transformers:TextGenerationDataset": (
         "llmcompressor.datasets:TextGenerationDataset"
@@ -556,6 +575,7 @@ ALIASES = {
     "llmcompressor.transformers:Trainer": "llmcompressor.training:Trainer",
     "llmcompressor.transformers:TrainingArguments": "llmcompressor.args:TrainingArguments",
     "llmcompressor.transformers:apply": "llmcompressor:run_stages",
+    "llmcompressor.transformers:compress": "llmcompressor:run_stages",
     "llmcompressor.transformers:oneshot": "llmcompressor:oneshot",
     "llmcompressor.transformers:train": "llmcompressor:train",
     "llmcompressor.transformers.compression.compressed_tensors_utils:modify_save_pretrained": (
@@ -682,14 +702,15 @@ def test_deepseek_v32_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
+    ("path", "instead"),
     [
-        "llmcompressor.modeling.kimi_k3:KimiK3ForConditionalGeneration",
-        "llmcompressor.modeling.moe.linear_experts:LinearExperts2D",
+        ("llmcompressor.modeling.kimi_k3:KimiK3ForConditionalGeneration", "Load the model"),
+        ("llmcompressor.modeling.moe.linear_experts:LinearExperts2D", "Load the model"),
+        ("llmcompressor.transformers.finetune:eval", "llmcompressor.evaluate"),
     ],
 )
-def test_a_name_that_no_class_here_is_meant_by_says_what_to_do(path: str) -> None:
-    with pytest.raises(ImportError, match=r"There is no \w+ in this package: .* Load the model"):
+def test_a_name_that_nothing_here_is_meant_by_says_what_to_do(path: str, instead: str) -> None:
+    with pytest.raises(ImportError, match=rf"There is no \w+ in this package: .*{instead}"):
         load(path)
 
 

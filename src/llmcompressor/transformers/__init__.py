@@ -10,11 +10,13 @@ __all__ = [
     "DatasetArguments",
     "ModelArguments",
     "RecipeArguments",
+    "SessionManagerMixIn",
     "SparseAutoModelForCausalLM",
     "TextGenerationDataset",
     "Trainer",
     "TrainingArguments",
     "apply",
+    "compress",
     "oneshot",
     "train",
 ]
@@ -24,13 +26,21 @@ _HOMES = {
     "DatasetArguments": "llmcompressor.args:DatasetArguments",
     "ModelArguments": "llmcompressor.args:ModelArguments",
     "RecipeArguments": "llmcompressor.args:RecipeArguments",
+    "SessionManagerMixIn": "llmcompressor.training:SessionManagerMixIn",
     "SparseAutoModelForCausalLM": "transformers:AutoModelForCausalLM",
     "TextGenerationDataset": "llmcompressor.datasets:TextGenerationDataset",
     "Trainer": "llmcompressor.training:Trainer",
     "TrainingArguments": "llmcompressor.args:TrainingArguments",
     "apply": "llmcompressor.entrypoints.stages:run_stages",
+    "compress": "llmcompressor.entrypoints.stages:run_stages",
     "oneshot": "llmcompressor.entrypoints.oneshot:oneshot",
     "train": "llmcompressor.entrypoints.train:train",
 }
 
-__getattr__, __dir__ = lazy_page(globals(), _HOMES)
+_ABSENT = {
+    "eval": "llmcompressor.evaluate(model) measures perplexity, train(..., eval_strategy=...) the "
+    "loss in a training."
+}
+"""What an earlier release had, and what does its work now."""
+
+__getattr__, __dir__ = lazy_page(globals(), _HOMES, _ABSENT)

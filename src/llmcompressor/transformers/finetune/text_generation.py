@@ -1,8 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of the entrypoints."""
+"""Old path of what :mod:`llmcompressor.transformers` has."""
 
-from llmcompressor.entrypoints.oneshot import oneshot
-from llmcompressor.entrypoints.stages import run_stages as apply
-from llmcompressor.entrypoints.train import train
-
-__all__ = ["apply", "oneshot", "train"]
+from llmcompressor.transformers import __all__, __dir__, __getattr__  # noqa: F401
