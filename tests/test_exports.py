@@ -248,7 +248,13 @@ PUBLIC = {
     "llmcompressor.observers": ["MovingAverageMSEObserver", "Observer", "flatten_for_calibration"],
     "llmcompressor.observers.base": ["MinMaxTuple", "Observer", "QParamsDict"],
     "llmcompressor.observers.helpers": ["flatten_for_calibration"],
-    "llmcompressor.pipelines": ["CalibrationPipeline"],
+    "llmcompressor.pipelines": [
+        "BasicPipeline",
+        "CalibrationPipeline",
+        "DataFreePipeline",
+        "IndependentPipeline",
+        "SequentialPipeline",
+    ],
     "llmcompressor.pytorch.utils": [
         "ModuleSparsificationInfo",
         "tensor_sparsity",

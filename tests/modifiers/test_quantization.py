@@ -456,7 +456,7 @@ def test_a_run_that_breaks_off_takes_its_taps_from_attention(kind: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "Nothing says how to quantize"),
+        ({}, "Nothing says how to quantize.*another modifier.*move it here"),
         ({"scheme": "W4A16", "config_groups": ATTENTION}, "both set"),
         ({"scheme": "W4A17"}, "W4A16"),
         ({"scheme": "W4A16", "observer": {"weights": "mse"}, "weight_observer": "mse"}, "observer"),

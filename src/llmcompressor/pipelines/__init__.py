@@ -5,6 +5,31 @@ A pipeline reads what modifiers declare and fires events; it knows no modifier b
 no mathematics.
 """
 
-from llmcompressor.pipelines.registry import PIPELINES, CalibrationPipeline, infer_pipeline
+from typing import TYPE_CHECKING
 
-__all__ = ["PIPELINES", "CalibrationPipeline", "infer_pipeline"]
+from llmcompressor.pipelines.registry import PIPELINES, CalibrationPipeline, infer_pipeline
+from llmcompressor.registry import lazy_page
+
+if TYPE_CHECKING:
+    from llmcompressor.pipelines.basic import BasicPipeline, DataFreePipeline
+    from llmcompressor.pipelines.independent import IndependentPipeline
+    from llmcompressor.pipelines.sequential import SequentialPipeline
+
+__all__ = [
+    "PIPELINES",
+    "BasicPipeline",
+    "CalibrationPipeline",
+    "DataFreePipeline",
+    "IndependentPipeline",
+    "SequentialPipeline",
+    "infer_pipeline",
+]
+
+_HOMES = {
+    "BasicPipeline": "llmcompressor.pipelines.basic:BasicPipeline",
+    "DataFreePipeline": "llmcompressor.pipelines.basic:DataFreePipeline",
+    "IndependentPipeline": "llmcompressor.pipelines.independent:IndependentPipeline",
+    "SequentialPipeline": "llmcompressor.pipelines.sequential:SequentialPipeline",
+}
+
+__getattr__, __dir__ = lazy_page(globals(), _HOMES)

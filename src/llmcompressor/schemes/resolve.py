@@ -151,7 +151,8 @@ def resolve_schemes(
     if not groups and kv_cache_scheme is None:
         raise RecipeError(
             "Nothing says how to quantize: scheme, config_groups, kv_cache_scheme are all unset.",
-            "Set one of them, for example scheme: W4A16.",
+            "Set one of them, for example scheme: W4A16. What another modifier of the recipe says "
+            "is for that one alone: move it here.",
         )
     _check_shared_targets(groups)
     overrides = _Overrides.from_fields(weight_observer, input_observer, output_observer, observer)
