@@ -23,6 +23,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}{% endfor %}"
 )
 TEXT = "<image>x = 1"
+FIRST = {"shuffle_calibration_samples": False}
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,27 @@ def test_several_keep_their_order(pixels):
 def test_a_placeholder_without_a_picture_is_refused(batches, processor, row, match):
     with pytest.raises(DatasetError, match=match):
         batches([row], processor=processor)
+
+
+@pytest.mark.parametrize(
+    ("how", "remedy"),
+    [
+        ({"batch_size": 2}, "data_collator='padding'"),
+        ({"max_seq_length": 5}, "larger max_seq_length"),
+        ({"batch_size": 2, "data_collator": "padding"}, None),
+        ({}, None),
+    ],
+)
+def test_no_cut_takes_tokens_that_stand_for_a_picture(batches, processor, how, remedy):
+    """Whichever batch it is: the model would fail in the middle of a run."""
+    made = processor(text="x = 1 and then <image>", images=picture(), return_tensors="np")
+    rows = [{"input_ids": [5, 6, 7]}] * 3 + [dict(made)]
+    if remedy is None:
+        assert "pixel_values" in batches(rows, processor=processor, **FIRST, **how)[-1]
+        return
+    with pytest.raises(DatasetError, match=r"to \d tokens, sample 3 would lose 4 of") as error:
+        batches(rows, processor=processor, **FIRST, **how)
+    assert remedy in error.value.remedy
 
 
 @pytest.mark.parametrize("row", [{"text": "x = 1"}, {"text": "x = 1", "images": []}])

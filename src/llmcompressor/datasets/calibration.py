@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from llmcompressor.args import DatasetArguments
 from llmcompressor.datasets.batch_checks import BatchCheck, CheckedCollator, CheckedLoader
-from llmcompressor.datasets.collate import PaddingCollator, TruncationCollator
-from llmcompressor.datasets.encode import pad_id_of, padding_side_of
+from llmcompressor.datasets.collate import PaddingCollator, TruncationCollator, check_cuts
+from llmcompressor.datasets.encode import pad_id_of, padding_side_of, tokenizer_of
+from llmcompressor.datasets.media import placeholder_ids
 from llmcompressor.datasets.prepare import Preparation, prepare_samples
 from llmcompressor.datasets.rows import Row, Stream
 from llmcompressor.datasets.samples import MAIN_INPUTS, Sample
@@ -39,6 +40,7 @@ def load_calibration(
     vocab_size: int | None = None,
     model_max_length: int | None = None,
     in_table: bool = False,
+    placeholders: frozenset[int] = frozenset(),
     source: Source | None = None,
     processes: Processes | None = None,
 ) -> DataLoader[Any] | None:
@@ -59,6 +61,8 @@ def load_calibration(
         vocab_size: rows of the model's embedding, to check token ids against.
         model_max_length: tokens that the model takes at most.
         in_table: the model looks positions up, and fails beyond that many.
+        placeholders: ids of tokens that stand for pictures, videos and sounds, besides those that
+            the processor knows; no batch may be cut so that one is lost.
         source: what :func:`~llmcompressor.datasets.source.open_source` found, if it was
             called already.
         processes: those that calibrate with each other's samples: each takes all that are wanted,
@@ -107,6 +111,9 @@ def load_calibration(
     )
     if processes is not None and isinstance(source.rows, Stream):
         samples = own_part(samples, wanted, processes)
+    if isinstance(collator, TruncationCollator):
+        placeholders |= placeholder_ids(processor, tokenizer_of(processor))
+        check_cuts(samples, args.batch_size, collator.max_length, placeholders)
     return DataLoader(
         samples,  # type: ignore[arg-type]  # a list has all that a map-style data set needs
         batch_size=args.batch_size,

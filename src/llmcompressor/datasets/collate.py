@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from llmcompressor.datasets.samples import SEQUENCES, Sample, cut, pad
+from llmcompressor.errors import DatasetError
 
-__all__ = ["DataCollatorWithTruncation", "PaddingCollator", "TruncationCollator"]
+__all__ = ["DataCollatorWithTruncation", "PaddingCollator", "TruncationCollator", "check_cuts"]
+
+_LONGER = "Give a larger max_seq_length (--max-seq-length), or leave it out."
+_WHOLE = (
+    "Samples are cut to the shortest of their batch: give data_collator='padding' "
+    "(--data-collator padding), which keeps all tokens, or batch_size=1."
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,46 @@ class PaddingCollator:
                 ]
             )
         return batch
+
+
+def check_cuts(
+    samples: Sequence[Sample], batch_size: int, max_length: int | None, placeholders: frozenset[int]
+) -> None:
+    """Refuse samples that a batch of :class:`TruncationCollator` would take placeholders from.
+
+    The model gets all that they stand for, and fails on more pictures than its tokens name.
+
+    Args:
+        samples: in the order of the batches.
+        batch_size: samples in a batch.
+        max_length: that of the collator.
+        placeholders: ids of tokens that stand for pictures, videos and sounds.
+
+    Raises:
+        DatasetError: names the sample, and how to keep its tokens.
+    """
+    if not placeholders:
+        return
+    for number, sample in enumerate(samples):
+        tokens = sample.get("input_ids")
+        if not isinstance(tokens, list) or SEQUENCES.issuperset(sample):
+            continue  # nothing stands behind its tokens
+        first = number - number % batch_size
+        batch = samples[first : first + batch_size]
+        shortest = min(len(one["input_ids"]) for one in batch if "input_ids" in one)
+        asked = len(tokens) if max_length is None else max_length
+        for length, remedy in ((asked, _LONGER), (shortest, _WHOLE)):
+            kept = cut(sample, "input_ids", length)
+            lost = sum(map(placeholders.__contains__, tokens)) - sum(
+                map(placeholders.__contains__, kept)
+            )
+            if lost:
+                raise DatasetError(
+                    f"Cut from {len(tokens)} to {length} tokens, sample {number} would lose {lost} "
+                    "of those that stand for its pictures, videos or sounds, and the model gets "
+                    "all of these.",
+                    remedy,
+                )
 
 
 def _cut(samples: Sequence[Sample], max_length: int | None) -> dict[str, list[list[int]]]:

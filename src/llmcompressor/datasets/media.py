@@ -12,7 +12,7 @@ from typing import Any
 
 from llmcompressor.errors import DatasetError
 
-__all__ = ["check_placeholders", "media_of", "with_media"]
+__all__ = ["check_placeholders", "media_of", "placeholder_ids", "with_media"]
 
 _COLUMNS = {"image": "images", "video": "videos", "audio": "audio"}
 """Type of a part → the processor's argument."""
@@ -143,6 +143,16 @@ def _by_known_names(row: Mapping[str, Any], known: frozenset[str]) -> dict[str, 
         if name not in known and other in known and named.get(other) is None and name in named:
             named[other] = named.pop(name)
     return named
+
+
+def placeholder_ids(*owners: Any) -> frozenset[int]:
+    """The token ids that stand for pictures, videos and sounds.
+
+    Args:
+        owners: who may know them: a processor, a tokenizer.
+    """
+    known = (getattr(owner, f"{name}_id", None) for owner in owners for name in _PLACEHOLDERS)
+    return frozenset(number for number in known if isinstance(number, int))
 
 
 def check_placeholders(processor: Any, row: Mapping[str, Any], known: Iterable[str]) -> None:

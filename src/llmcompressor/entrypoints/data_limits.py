@@ -13,13 +13,24 @@ from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.flat_pieces import shape_of
 from llmcompressor.modeling.inputs import main_inputs
 
-__all__ = ["data_limits", "vocabulary"]
+__all__ = ["data_limits", "placeholders", "vocabulary"]
+
+_PLACEHOLDERS = tuple(
+    f"{kind}_token_{number}" for kind in ("image", "video", "audio") for number in ("id", "index")
+)
 
 
 def vocabulary(model: Module) -> int | None:
     """Rows of the input embedding: token ids must be below."""
     weight = getattr(embeddings(model)[0], "weight", None)
     return None if weight is None else shape_of(weight)[0]
+
+
+def placeholders(model: Module) -> frozenset[int]:
+    """Ids of tokens that stand for pictures, videos and sounds, as the configuration says."""
+    config = getattr(model, "config", None)
+    found = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    return frozenset(number for number in found if isinstance(number, int))
 
 
 def data_limits(model: Module) -> dict[str, Any]:

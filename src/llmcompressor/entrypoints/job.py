@@ -22,7 +22,7 @@ from llmcompressor.checkpoint.write_errors import check_file
 from llmcompressor.datasets import table
 from llmcompressor.datasets.calibration import load_calibration
 from llmcompressor.datasets.source import Source, check_name, open_source
-from llmcompressor.entrypoints.data_limits import data_limits
+from llmcompressor.entrypoints.data_limits import data_limits, placeholders
 from llmcompressor.entrypoints.data_prints import values_print
 from llmcompressor.entrypoints.task import (
     Records,
@@ -216,6 +216,7 @@ class Job(Task):
                 processor=processor,
                 source=source,
                 processes=None if is_spread(model) else self.processes,
+                placeholders=placeholders(model),
                 **data_limits(model),
             )
 
