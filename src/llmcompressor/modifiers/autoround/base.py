@@ -42,6 +42,7 @@ from llmcompressor.modifiers.autoround.tune import Options, Tuned, rounded_error
 from llmcompressor.modifiers.demands import DataSize, Effort
 from llmcompressor.modifiers.granularity import Granularity
 from llmcompressor.modifiers.recorded import RecordedMixin
+from llmcompressor.modifiers.utils.fields import MOVED_TO_THE_RUN
 from llmcompressor.numerics.autoround import Rounded, Rounding, Start
 from llmcompressor.observers.tokens import real_tokens
 from llmcompressor.quantization.base import QuantizationMixin
@@ -59,8 +60,6 @@ from llmcompressor.wording import listed
 
 __all__ = ["AutoRoundModifier", "TuneRecord"]
 
-_NO_EFFECT = {"device_ids": "blocks are tuned where they lie; give device to oneshot."}
-"""Fields that the technique has elsewhere, and why they are without effect."""
 _SHRUNK_TO = 0.5
 """The least part of a weight's range that tuning may begin with."""
 TOKENS_PER_COLUMN = 16
@@ -117,18 +116,24 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         lr: the learning rate of the first step, which falls linearly to zero; ``None``: 1 / iters.
         seed: of the order in which samples are taken.
         enable_torch_compile: accepted, without effect.
-        device_ids: accepted, without effect.
+        device_ids: without effect, with a warning: blocks are tuned where they lie.
+        sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
         disable_opt_rtn: begin with the range from the least to the greatest weight, in place of
             the shrunk one that loses least. Other observers' ranges are taken as they are.
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
+    moved: ClassVar[Mapping[str, str]] = {
+        **MOVED_TO_THE_RUN,
+        "device_ids": "blocks are tuned where they lie; give device to oneshot.",
+    }
 
     iters: int = Field(default=200, ge=0, le=100_000)
     enable_torch_compile: bool = True
     batch_size: int = Field(default=8, ge=1)
     lr: float | None = Field(default=None, gt=0.0, le=1.0)
     device_ids: str | None = None
+    sequential_targets: str | list[str] | None = None
     disable_opt_rtn: bool = False
     seed: int = Field(default=0, ge=0, lt=2**32)
 
@@ -216,10 +221,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         )
 
     def on_initialize(self, state: State, **kwargs: Any) -> bool:
-        """Say which fields have no effect, then as every quantizing modifier."""
-        for field, reason in _NO_EFFECT.items():
-            if getattr(self, field) != type(self).model_fields[field].default:
-                logger.warning(f"The field {field!r} of AutoRoundModifier has no effect: {reason}")
+        """As every quantizing modifier; then say which parts are not tuned."""
         super().on_initialize(state, **kwargs)
         for block in find_blocks(state.model):
             inside = [module for module in block.modules() if self._is_tuned(module)]
