@@ -12,12 +12,16 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from llmcompressor import oneshot, plan
+from llmcompressor.modifiers.awq import AWQMapping
 from llmcompressor.modifiers.pruning import WandaPruningModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform import AWQModifier
 
 MATCHING = (
     "llmcompressor/names.py",
     "llmcompressor/modeling/matching.py",
+    "llmcompressor/modeling/mapped_places.py",
+    "llmcompressor/modeling/named_mappings.py",
     "llmcompressor/schemes/assign.py",
     "llmcompressor/planning/matching.py",
     "llmcompressor/checkpoint/quantization_config.py",
@@ -73,6 +77,12 @@ def _pruned(count: int) -> Any:
     return WandaPruningModifier(targets=_experts(count), sparsity=0.5, mask_structure="2:4")
 
 
+def _scaled(count: int) -> Any:
+    of = "model.layers.0.mlp.experts"
+    mappings = [AWQMapping(f"{of}.{e}.up_proj", [f"{of}.{e}.down_proj"]) for e in range(count)]
+    return [AWQModifier(mappings=mappings, duo_scaling=False, n_grid=2), _narrow(count)]
+
+
 def _calls(work: Any) -> int:
     """How many calls of the functions that match names ``work`` takes."""
     with cProfile.Profile(builtins=False) as profile:
@@ -84,9 +94,9 @@ def _calls(work: Any) -> int:
     )
 
 
-@pytest.mark.parametrize("recipe", [_named, _left_out, _narrow, _pruned])
+@pytest.mark.parametrize("recipe", [_named, _left_out, _narrow, _pruned, _scaled])
 def test_twice_as_many_modules_take_twice_as_many_comparisons(recipe: Any, tmp_path: Path) -> None:
-    data = [{"input_ids": list(range(1, 17))}] if recipe is _pruned else None
+    data = [{"input_ids": list(range(1, 17))}] if recipe in (_pruned, _scaled) else None
     made, planned = {}, {}
     for experts in (8, 16):
         folder = str(_folder(experts, tmp_path / f"model-{experts}"))

@@ -8,7 +8,7 @@ need not be alike: where a dense layer has no router, its gate and up are all th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,10 +19,10 @@ from llmcompressor.modeling.alike_experts import part_of_expert
 from llmcompressor.modeling.blocks import find_blocks
 from llmcompressor.modeling.matching import matches, sets_of
 from llmcompressor.modeling.scaling import columns_of
-from llmcompressor.names import Forms, named_modules
+from llmcompressor.names import Forms, Possible, named_modules
 from llmcompressor.wording import listed
 
-__all__ = ["Names", "Place", "SmoothSet", "places_of", "shown", "written"]
+__all__ = ["Names", "Place", "Places", "SmoothSet", "shown", "written"]
 
 Names = tuple[str, tuple[str, ...]]
 """A target for the smooth module, and targets for those that read it."""
@@ -109,29 +109,65 @@ def shown(names: Iterable[str]) -> str:
     return listed(every, most=_SHOWN)
 
 
-def places_of(model: Module, names: Names) -> Iterator[Place]:
-    """Where the names of a mapping match, in the order of the model.
+class Places:
+    """Where mappings match: the model is gone through once, however many there are.
 
-    Raises:
-        TargetError: several modules are to be smoothed in one place, or a reader cannot take
-            scales.
+    Recipes name each expert of each layer, and have as many mappings as the model has modules.
+
+    Args:
+        model: where to look.
+        mappings: names of all that will be asked for.
     """
-    targets = [names[0], *names[1]]
-    blocks = set(find_blocks(model).values())
-    forms, known = Forms(targets), dict[object, list[str]]()
-    found: dict[str | None, list[tuple[str, Module, list[str]]]] = {}
-    for name, module, block in _in_blocks(model, blocks):
-        form = (type(module), forms.of(name))
-        if form not in known:
-            known[form] = [target for target in targets if matches(name, module, target)]
-        if known[form]:
-            found.setdefault(block, []).append((name, module, known[form]))
-    for block, members in found.items():
-        there = {target for _, _, hits in members for target in hits}
-        if names[0] not in there or len(there) == 1:
-            continue
-        for first, *others in sets_of(members, [one for one in targets if one in there]):
-            yield _place(names, block, first, {n: m for pairs in others for n, m in pairs})
+
+    def __init__(self, model: Module, mappings: Sequence[Names]) -> None:
+        targets = list(dict.fromkeys(one for names in mappings for one in _targets(names)))
+        blocks = set(find_blocks(model).values())
+        forms, possible, known = Forms(targets), Possible(targets), dict[object, list[str]]()
+        self._hits: dict[str, list[int]] = {target: [] for target in targets}
+        self._modules: list[tuple[str, Module, str | None]] = []
+        for name, module, block in _in_blocks(model, blocks):
+            form = (type(module), forms.of(name))
+            if form not in known:
+                meant = possible.of(name, module)
+                known[form] = [target for target in meant if matches(name, module, target)]
+            for target in known[form]:
+                self._hits[target].append(len(self._modules))
+            if known[form]:
+                self._modules.append((name, module, block))
+
+    def unmatched(self, names: Names) -> list[str]:
+        """Targets of a mapping that match no module."""
+        return [target for target in _targets(names) if not self._hits[target]]
+
+    def matched(self, target: str) -> list[str]:
+        """Names of the modules that a target matches."""
+        return [self._modules[place][0] for place in self._hits[target]]
+
+    def of(self, names: Names) -> Iterator[Place]:
+        """Where the names of a mapping match together, in the order of the model.
+
+        Raises:
+            TargetError: several modules are to be smoothed in one place, or a reader cannot take
+                scales.
+        """
+        targets, hits = _targets(names), dict[int, list[str]]()
+        for target in targets:
+            for place in self._hits[target]:
+                hits.setdefault(place, []).append(target)
+        found: dict[str | None, list[tuple[str, Module, list[str]]]] = {}
+        for place in sorted(hits):
+            name, module, block = self._modules[place]
+            found.setdefault(block, []).append((name, module, hits[place]))
+        for block, members in found.items():
+            there = {target for _, _, own in members for target in own}
+            if names[0] not in there or len(there) == 1:
+                continue
+            for first, *others in sets_of(members, [one for one in targets if one in there]):
+                yield _place(names, block, first, {n: m for pairs in others for n, m in pairs})
+
+
+def _targets(names: Names) -> list[str]:
+    return [names[0], *names[1]]
 
 
 def _in_blocks(model: Module, blocks: set[str]) -> Iterator[tuple[str, Module, str | None]]:

@@ -17,8 +17,7 @@ from typing import Any
 from torch.nn import Module
 
 from llmcompressor.logger import logger
-from llmcompressor.modeling.mapped_places import Names, SmoothSet, places_of
-from llmcompressor.modeling.matching import unmatched
+from llmcompressor.modeling.mapped_places import Names, Places, SmoothSet
 from llmcompressor.modeling.probes import probes_of
 from llmcompressor.modeling.proof import Prover
 from llmcompressor.modeling.structure import BlockProbe, Link, Outcome
@@ -117,12 +116,10 @@ def _listed_sets(
     model: Module, names: Sequence[Names], probes: Mapping[str, BlockProbe]
 ) -> list[SmoothSet]:
     """Sets by listed names, but for those that do not fit this very model."""
-    present = [
-        (smooth, balance) for smooth, balance in names if not unmatched(model, (smooth, *balance))
-    ]
-    prover = Prover(probes)
+    places, prover = Places(model, names), Prover(probes)
+    present = [one for one in names if not places.unmatched(one)]
     found = []
-    for place in (place for one in present for place in places_of(model, one)):
+    for place in (place for one in present for place in places.of(one)):
         verdict = prover.judge(place)
         if verdict.outcome is Outcome.HOLDS:
             found.append(place.as_set(verdict.offset))

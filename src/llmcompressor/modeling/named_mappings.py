@@ -13,8 +13,8 @@ from torch.nn import Module
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.expert_search import find_mixtures
-from llmcompressor.modeling.mapped_places import Names, Place, SmoothSet, places_of, shown, written
-from llmcompressor.modeling.matching import match_named_modules, unmatched
+from llmcompressor.modeling.mapped_places import Names, Place, Places, SmoothSet, shown, written
+from llmcompressor.modeling.matching import match_named_modules
 from llmcompressor.modeling.probes import probes_of
 from llmcompressor.modeling.proof import Prover
 from llmcompressor.modeling.structure import Outcome
@@ -43,9 +43,10 @@ def named_sets(
             one or cannot be scaled; it would change what the model computes, whatever is scaled
             with it; a module stands in two of them; or none of them can be smoothed.
     """
+    places = Places(model, names)
     for one in names:
-        _refuse_unmatched(model, one)
-    search = _Search(model, Prover(probes_of(model, batches)), _matching(model, ignore))
+        _refuse_unmatched(model, one, places.unmatched(one))
+    search = _Search(model, places, Prover(probes_of(model, batches)), _matching(model, ignore))
     for one in names:
         search.add(one)
     search.finish()
@@ -57,6 +58,7 @@ class _Search:
     """What was found of the mappings so far, and what was left out."""
 
     model: Module
+    places: Places
     prover: Prover
     ignored: set[str]
     found: list[SmoothSet] = field(default_factory=list)
@@ -70,9 +72,9 @@ class _Search:
     def add(self, names: Names) -> None:
         """Add the sets of one mapping, or the reason why it has none."""
         before, reasons = len(self.found), dict[str, bool]()
-        places = list(places_of(self.model, names))
+        places = list(self.places.of(names))
         if not places:
-            raise _apart(names, self.model)
+            raise _apart(names, self.model, self.places)
         for place in places:
             if self.ignored.intersection((place.name, *place.readers)):
                 reasons["all that it matches is to be ignored"] = False
@@ -138,10 +140,10 @@ class _Search:
             (logger.warning if warns else logger.info)(f"A mapping is not smoothed. {text}.")
 
 
-def _apart(names: Names, model: Module) -> TargetError:
+def _apart(names: Names, model: Module, places: Places) -> TargetError:
     """What matches lies in different blocks."""
-    smooth = shown(name for name, _ in match_named_modules(model, names[0]))
-    readers = shown(name for name, _ in match_named_modules(model, names[1]))
+    smooth = shown(places.matched(names[0]))
+    readers = shown(dict.fromkeys(one for target in names[1] for one in places.matched(target)))
     return TargetError(
         f"The mapping {written(names)} joins nothing: no block of {type(model).__name__} holds a "
         f"module to smooth and one that reads it. It matches {smooth} and {readers}.",
@@ -153,8 +155,7 @@ def _matching(model: Module, targets: Sequence[str]) -> set[str]:
     return {name for name, _ in match_named_modules(model, targets)} if targets else set()
 
 
-def _refuse_unmatched(model: Module, names: Names) -> None:
-    missing = unmatched(model, (names[0], *names[1]))
+def _refuse_unmatched(model: Module, names: Names, missing: Sequence[str]) -> None:
     if not missing:
         return
     stacked = [one.name for one in find_mixtures(model)]
