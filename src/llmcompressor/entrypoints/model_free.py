@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from torch import nn
 from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.args.checks import path, reject
@@ -141,7 +140,7 @@ def _quantize(
     blueprint = _blueprint(source, resolved)
     # Again by the modifier, whose advice is a field of recipes; here nobody can set it.
     check_targets(blueprint.model, resolved.targets)
-    fields["ignore"] = _ignored(blueprint.model, resolved)
+    fields["ignore"] = _ignored(blueprint, resolved)
     refuse_transposed(source, blueprint.model, fields["ignore"], resolved.targets)
     job.recipe = Recipe.from_modifiers(QuantizationModifier(**fields))
     run_blueprint(job, blueprint)
@@ -309,15 +308,20 @@ def _matches_any(name: str, module: Module, targets: Iterable[str]) -> bool:
     return any(matches(name, module, target) for target in targets)
 
 
-def _ignored(model: nn.Module, resolved: ResolvedSchemes) -> list[str]:
+def _ignored(blueprint: Blueprint, resolved: ResolvedSchemes) -> list[str]:
     """The ignore list, with what may be an embedding and was not asked for by name.
 
     Raises:
         TargetError: a plain name that is nearly that of a module.
     """
+    model = blueprint.model
     assert isinstance(model, TreeModel)
-    for entry in unmatched(model, resolved.ignore):
-        is_plain = not (entry.startswith("re:") or looks_like_pattern(entry))
+    pair = tied_pair(blueprint.source.config, blueprint.source.tensors)
+    head = pair and pair[0].rpartition(".")[2]
+    idle = unmatched(model, resolved.ignore)
+    tied = {entry for entry in idle if entry.rpartition(".")[2] == head}  # no file need hold it
+    for entry in idle:
+        is_plain = not (entry in tied or entry.startswith("re:") or looks_like_pattern(entry))
         if is_plain and (hint := near_matches(model, entry)):  # the others are warned of
             raise TargetError(
                 f"The ignore entry {entry!r} matches no module of the checkpoint.", hint
@@ -339,7 +343,7 @@ def _ignored(model: nn.Module, resolved: ResolvedSchemes) -> list[str]:
             f"Left unquantized: {listed(left)}; a norm, tied to an embedding, or like one. To "
             "quantize what is not tied, target it by name."
         )
-    return [*resolved.ignore, *left]
+    return [*(entry for entry in resolved.ignore if entry not in tied), *left]
 
 
 def _refuse_tied(heads: Sequence[str]) -> None:
