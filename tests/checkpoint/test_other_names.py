@@ -15,7 +15,7 @@ import transformers as hf
 from test_parts import assert_reads_as, config_of, logits, qwen
 
 from llmcompressor import model_free_ptq, oneshot, verify
-from llmcompressor.checkpoint.other_names import other_names
+from llmcompressor.checkpoint.other_names import other_names, readers
 from llmcompressor.checkpoint.source import inspect_source
 from llmcompressor.checkpoint.tree_model import build_tree
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -103,6 +103,37 @@ def test_files_alone_are_quantized_for_the_names_of_their_class(
             torch.testing.assert_close(tensor, state[name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_head_that_no_file_holds_is_ignored_by_the_name_that_its_class_has(
+    has_bias: bool, tmp_path: Path
+) -> None:
+    """Not all tied heads are called ``lm_head``; one that is not ignored is looked for packed."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
+    kind: Any = hf.ModernBertDecoderForCausalLM if has_bias else hf.BioGptForCausalLM
+    head = "decoder" if has_bias else "output_projection"
+    source = tmp_path / "source"
+    kind(kind.config_class(**sizes, tie_word_embeddings=True)).bfloat16().save_pretrained(source)
+    model_free_ptq(source, tmp_path / "out", scheme="FP8_DYNAMIC")
+    assert head in config_of(tmp_path / "out")["quantization_config"]["ignore"]
+    assert verify(tmp_path / "out").ok
+    read, original = (kind.from_pretrained(one, dtype="auto") for one in (tmp_path / "out", source))
+    weights = (one.get_submodule(head).weight for one in (read, original))
+    assert torch.equal(*weights)
+    assert (logits(read) - logits(original)).abs().max() < 0.1
+
+    config = config_of(tmp_path / "out")
+    config["quantization_config"]["ignore"].remove(head)
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert [
+        (one.rule, one.module)
+        for one in verify(tmp_path / "out").findings
+        if one.severity == "error"
+    ] == [("T4", head)]
+
+
 def test_what_is_ignored_by_the_file_s_name_alone_is_told_with_the_name_to_ignore(
     tmp_path: Path,
 ) -> None:
@@ -122,11 +153,11 @@ def test_what_is_ignored_by_the_file_s_name_alone_is_told_with_the_name_to_ignor
 
 def test_a_plain_model_has_no_other_names(tmp_path: Path) -> None:
     model = tiny.llama()
-    assert other_names(model) == {}
+    assert other_names(model, readers(model)) == {}
     model.save_pretrained(tmp_path)
     source = inspect_source(tmp_path)
     tree = build_tree(source, source.tensors).model
-    assert not any(other_names(tree).values())
+    assert not any(other_names(tree, readers(tree)).values())
 
 
 def test_of_classes_that_are_not_known_there_are_no_other_names(tmp_path: Path) -> None:
@@ -134,7 +165,8 @@ def test_of_classes_that_are_not_known_there_are_no_other_names(tmp_path: Path) 
     source = inspect_source(folder)
     tree = build_tree(source, source.tensors).model
     name = "vision_tower.encoder.layers.0.mlp.fc1"
-    assert other_names(tree)[name] == (f"model.{name}",)
+    assert other_names(tree, readers(tree))[name] == (f"model.{name}",)
     file = folder / "config.json"
     file.write_text(file.read_text().replace('"llava"', '"llava_of_tomorrow"'))
-    assert other_names(tree) == {}
+    assert readers(tree) == ()
+    assert other_names(tree, ()) == {}

@@ -4,7 +4,8 @@
 transformers looks for targets, and for what is ignored, among the names of the class that it
 builds. That may be the class of the language model alone (``AutoModelForCausalLM`` of Qwen 3.5), of
 the whole that a model is a part of, or the one of ``config.json`` where no class was asked for
-what the checkpoint holds. They are built without data, and asked for their names.
+what the checkpoint holds. They are built without data, and asked for their names, and for heads
+that they tie to an embedding: where files alone are quantized, nothing else knows of these.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch.nn import Embedding, Linear
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from llmcompressor.checkpoint.layout import checkpoint_names, loaded_names, split_names
@@ -25,33 +27,67 @@ from llmcompressor.checkpoint.parts import levels_of
 from llmcompressor.logger import logger
 from llmcompressor.names import named_modules
 
-__all__ = ["other_names"]
+__all__ = ["other_names", "readers", "tied_names"]
 
 _NOT_READ = {"quantization_config", "compression_config"}
 
 
-def other_names(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+def readers(model: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
+    """The classes that read a model's checkpoint and are not its own, without data."""
+    built = (_built(kind, settings) for kind, settings in _classes(model))
+    return tuple(one for one in built if one is not None)
+
+
+def other_names(
+    model: PreTrainedModel, classes: Iterable[PreTrainedModel]
+) -> dict[str, tuple[str, ...]]:
     """Name of a module in the checkpoint → names that other classes have for it.
 
     Names that the model, or the checkpoint, has for any module are not among them.
+
+    Args:
+        model: what is written.
+        classes: its :func:`readers`.
     """
-    classes = list(_classes(model))
-    if not classes:
-        return {}
     own = [name for name, _ in named_modules(model, remove_duplicate=False)]
-    stored = checkpoint_names(model, own)
-    known = {*stored.values()}
+    known = {*checkpoint_names(model, own).values()}
     found: dict[str, dict[str, None]] = {}
-    for kind, settings in classes:
-        built = _built(kind, settings)
-        if built is not None:
-            for name, others in _names(built, known):
-                found.setdefault(name, {}).update(dict.fromkeys(others))
+    for built in classes:
+        for name, others in _names(built, known):
+            found.setdefault(name, {}).update(dict.fromkeys(others))
     taken = {*own, *known}
     return {
         name: tuple(other for other in others if other not in taken)
         for name, others in found.items()
     }
+
+
+def tied_names(
+    model: PreTrainedModel,
+    classes: Iterable[PreTrainedModel],
+    others: Mapping[str, Collection[str]],
+) -> list[str]:
+    """Heads that a class ties to an embedding, and that the model has by none of their names.
+
+    Args:
+        model: what is written.
+        classes: its :func:`readers`.
+        others: of :func:`other_names`.
+    """
+    named = named_modules(model, remove_duplicate=False)
+    own = [name for name, module in named if getattr(module, "weight", None) is not None]
+    stored = checkpoint_names(model, own).values()  # a bias may be all that there is of a head
+    known = {*own, *stored, *(other for name in stored for other in others.get(name, ()))}
+    return [name for built in classes for name in _tied_heads(built) if name not in known]
+
+
+def _tied_heads(built: PreTrainedModel) -> Iterator[str]:
+    ties: Mapping[str, str] = getattr(built, "all_tied_weights_keys", None) or {}
+    modules = dict(built.named_modules(remove_duplicate=False))
+    for target, source in ties.items():
+        head, embedding = (one.removesuffix(".weight") for one in (target, source))
+        if isinstance(modules.get(head), Linear) and isinstance(modules.get(embedding), Embedding):
+            yield head
 
 
 def _names(built: PreTrainedModel, known: Collection[str]) -> Iterator[tuple[str, list[str]]]:

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.expert_groups import dense_experts, expert_stacks, found_for_experts
 from llmcompressor.checkpoint.layout import checkpoint_names, sources_of_plain
-from llmcompressor.checkpoint.other_names import other_names
+from llmcompressor.checkpoint.other_names import other_names, readers, tied_names
 from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.fused import is_expert
@@ -106,9 +106,11 @@ def build_quantization_config(
         return _transforms_alone(transform)
     groups = _group([entry for entry in quantized if not entry.is_attention])
     attention = _group([entry for entry in quantized if entry.is_attention and entry.has_group])
-    others = other_names(model)
+    classes = readers(model)
+    others = other_names(model, classes)
     candidates = _candidates(model, groups, others)
-    ignore = [*_ignore(model, candidates, quantized, others), *extra_ignore]
+    tied = tied_names(model, classes, others)  # Linears to a reader, and in no file
+    ignore = [*_ignore(model, candidates, quantized, others), *tied, *extra_ignore]
     _choose_targets(groups, candidates, ignore)
     for group in attention:
         group.targets = _attention_targets(model, group)

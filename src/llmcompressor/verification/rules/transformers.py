@@ -174,8 +174,9 @@ def _plain_instead(view: View) -> Iterator[Problem]:
 def _tied_head(view: View) -> Iterator[Problem]:
     """A head that takes the embedding for its weight is there for transformers all the same."""
     name = view.built.tied_head if view.built is not None else ""
-    if not name or name in view.entries or not view.settings:
-        return
+    stored = view.entries.get(name)
+    if not name or not view.settings or (stored is not None and stored in view.matrices):
+        return  # a bias of its own may be all that is stored
     group = view.choice(Entry(name, {}, "head", "dense"), "transformers").group
     if group is not None and group.scheme.weights is not None and group.scheme.format != "dense":
         yield Problem(
