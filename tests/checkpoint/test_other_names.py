@@ -134,6 +134,24 @@ def test_a_head_that_no_file_holds_is_ignored_by_the_name_that_its_class_has(
     ] == [("T4", head)]
 
 
+def test_experts_that_are_left_in_full_are_read_beside_what_is_packed(tmp_path: Path) -> None:
+    """transformers stacks them, and would look for codes of each."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    source = tmp_path / "source"
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **heads)).bfloat16()
+    model.save_pretrained(source)
+    ignore = ["lm_head", "re:.*experts.*"]
+    model_free_ptq(source, tmp_path / "out", scheme="W8A16", ignore=ignore)
+    assert verify(tmp_path / "out", serve="transformers").ok
+    read, info = hf.MixtralForCausalLM.from_pretrained(
+        tmp_path / "out", dtype="auto", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert (logits(read) - logits(model)).abs().max() < 0.1
+
+
 def test_what_is_ignored_by_the_file_s_name_alone_is_told_with_the_name_to_ignore(
     tmp_path: Path,
 ) -> None:

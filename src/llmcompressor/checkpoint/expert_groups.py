@@ -17,7 +17,6 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
-from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.layout import merges_experts, merges_weights
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.names import named_modules, own_parameters
@@ -77,9 +76,9 @@ def found_for_experts(
 
 
 def dense_experts(
-    model: PreTrainedModel,
+    classes: Sequence[PreTrainedModel],
     schemes: Sequence[QuantizationScheme],
-    quantized: Sequence[QuantizedModule],
+    quantized: Collection[str],
 ) -> dict[str, QuantizationScheme]:
     """A group that matches nothing, so that transformers finds experts which are not quantized.
 
@@ -88,12 +87,16 @@ def dense_experts(
     So such a group comes first, also where the names of groups are sorted. Some releases take the
     same group for whatever they make of other tensors than the checkpoint holds (one convolution of
     three), and fail to load that.
+
+    Args:
+        classes: those that read the checkpoint.
+        schemes: the groups.
+        quantized: the names of quantized modules, by all of these classes.
     """
-    names = {entry.name for entry in quantized}
-    has_experts = merges_experts(model) and expert_stacks(model, names)
-    if not (has_experts or merges_weights(model, names)):
+    has_experts = any(merges_experts(one) and expert_stacks(one, quantized) for one in classes)
+    if not (has_experts or any(merges_weights(one, quantized) for one in classes)):
         return {}
-    if any(is_expert(name) for name in names):  # those have to be found, the others cannot be
+    if any(is_expert(name) for name in quantized):  # those have to be found, the others cannot be
         return {}
     taken = _taken([scheme.targets for scheme in schemes])
     weights = schemes[taken].weights if taken is not None else None

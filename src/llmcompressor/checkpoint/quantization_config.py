@@ -123,8 +123,10 @@ def build_quantization_config(
         )
     ]
     named = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
+    coded = [one for one in candidates if one.group is not None]
+    names = {name for one in coded for name in (one.name, *one.others)}
     config = QuantizationConfig(
-        config_groups={**dense_experts(model, schemes, quantized), **named},
+        config_groups={**dense_experts([model, *classes], schemes, names), **named},
         quantization_status=status,
         kv_cache_scheme=_kv_cache_scheme(quantized),
         format=_overall_format(groups).value,

@@ -103,13 +103,18 @@ def tables_quantized(config: Mapping[str, Any]) -> Tables | None:
             return Tables(are_built=False, lose=lambda name: False)
     renamings = [one for one in every if isinstance(one, WeightRenaming)]
     converters = [one for one in every if isinstance(one, WeightConverter)]
+    plain = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightConverter)]
     losing = {
         pattern for one in converters if _loses(one, model) for pattern in one.source_patterns
     }
     own, prefix = dict(model.state_dict()), model.base_model_prefix
 
     def lose(name: str) -> bool:
-        return rename_source_key(name, renamings, converters, prefix, own)[1] in losing
+        usual, found = (
+            rename_source_key(name, renamings, each, prefix, own)[1] for each in (plain, converters)
+        )
+        is_left = found is None and usual is not None  # its table asks for codes alone
+        return found in losing or (is_left and "experts" not in str(usual))
 
     return Tables(are_built=True, lose=lose)
 
