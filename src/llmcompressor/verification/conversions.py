@@ -5,7 +5,7 @@ Where anything is, transformers puts codes, scales or both on the list of what e
 is made of, unpacks them first, and hands the list on. Most of what follows takes the tensors that
 are there; some insists on all of the list, and fails.
 
-Since 5.23 it does so with every table of weights. One that splits a weight cannot be built then,
+Since 5.21 it does so with every table of weights. One that splits a weight cannot be built then,
 and no tensor is loaded. One that joins weights unpacks them as it unpacks experts: of those that
 are plain nothing is left, unless the group that is taken for experts is of 8-bit floats.
 """

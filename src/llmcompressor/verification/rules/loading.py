@@ -353,17 +353,20 @@ def tables_work(view: View) -> Iterator[Problem]:
                 if split
                 else "transformers fails to build the tables of this class where anything is "
                 "quantized.",
-                "Serve it with vLLM, or load it with a transformers before 5.23.",
+                "Serve it with vLLM, or load it with a transformers before 5.21.",
             )
         return
+    has_experts = any(entry.is_expert for entry in view.quantized)  # one group is for both
+    way = "Put a group of 8-bit floats first whose pattern says 'experts' and matches nothing, or "
     for name, entry in view.entries.items():
         if not entry.is_quantized and "weight" in entry.own and tables.lose(f"{name}.weight"):
             yield Problem(
                 name,
                 "It is plain and becomes a part of another weight in transformers, which looks for "
                 "codes there where anything is quantized: it is not loaded.",
-                "Put a group of 8-bit floats first whose pattern says 'experts' and matches "
-                "nothing, or serve it with vLLM.",
+                "Give the experts 8-bit floats, or serve it with vLLM."
+                if has_experts
+                else f"{way}serve it with vLLM.",
             )
 
 
