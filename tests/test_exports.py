@@ -104,17 +104,26 @@ PUBLIC = {
         "center_embeddings",
         "fuse_norm_linears",
         "moe_calibration_context",
+        "patch_moe_mappings",
         "prepare_for_calibration",
         "replace_modules_for_calibration",
     ],
     "llmcompressor.modeling.deepseek_v3": ["CalibrationDeepseekV3MoE"],
     "llmcompressor.modeling.glm4_moe": ["CalibrationGlm4MoeMoE"],
+    "llmcompressor.modeling.glm_moe_dsa": ["CalibrationGlmMoeDsaMoE"],
     "llmcompressor.modeling.gpt_oss": ["convert_model_for_quantization_gptoss"],
     "llmcompressor.modeling.llama4": ["SequentialLlama4TextMoe"],
+    "llmcompressor.modeling.minimax_m2": ["CalibrationMiniMaxM2SparseMoeBlock"],
     "llmcompressor.modeling.moe.context": ["moe_calibration_context"],
+    "llmcompressor.modeling.moe.conversion_mappings": ["patch_moe_mappings"],
     "llmcompressor.modeling.moe.linearize": ["linearize_moe", "load_quantizable_moe"],
     "llmcompressor.modeling.moe_context": ["moe_calibration_context"],
     "llmcompressor.modeling.patch.qwen3_omni_patch": ["fast_pos_embed_interpolate"],
+    "llmcompressor.modeling.prepare": [
+        "moe_calibration_context",
+        "replace_modules_for_calibration",
+    ],
+    "llmcompressor.modeling.qwen3_5_moe": ["CalibrationQwen3_5MoeSparseMoeBlock"],
     "llmcompressor.modeling.qwen3_moe": ["CalibrationQwen3MoeSparseMoeBlock"],
     "llmcompressor.modifiers": ["Modifier", "ModifierFactory", "ModifierInterface"],
     "llmcompressor.modifiers.autoround": ["AutoRoundModifier", "fix_batch_if_needed"],
@@ -419,14 +428,23 @@ ALIASES = {
     "llmcompressor.modeling.glm4_moe:CalibrationGlm4MoeMoE": (
         "transformers.models.glm4_moe.modeling_glm4_moe:Glm4MoeMoE"
     ),
+    "llmcompressor.modeling.glm_moe_dsa:CalibrationGlmMoeDsaMoE": (
+        "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa:GlmMoeDsaMoE"
+    ),
     "llmcompressor.modeling.gpt_oss:convert_model_for_quantization_gptoss": (
         "llmcompressor.modeling:replace_modules_for_calibration"
     ),
     "llmcompressor.modeling.llama4:SequentialLlama4TextMoe": (
         "transformers.models.llama4.modeling_llama4:Llama4TextMoe"
     ),
+    "llmcompressor.modeling.minimax_m2:CalibrationMiniMaxM2SparseMoeBlock": (
+        "transformers.models.minimax_m2.modeling_minimax_m2:MiniMaxM2SparseMoeBlock"
+    ),
     "llmcompressor.modeling.moe.context:moe_calibration_context": (
         "llmcompressor.modeling:moe_calibration_context"
+    ),
+    "llmcompressor.modeling.moe.conversion_mappings:patch_moe_mappings": (
+        "llmcompressor.modeling:patch_moe_mappings"
     ),
     "llmcompressor.modeling.moe.linearize:load_quantizable_moe": "llmcompressor.utils:load_context",
     "llmcompressor.modeling.moe_context:moe_calibration_context": (
@@ -434,6 +452,12 @@ ALIASES = {
     ),
     "llmcompressor.modeling.patch.qwen3_omni_patch:fast_pos_embed_interpolate": (
         "llmcompressor.modeling.unneeded:fast_pos_embed_interpolate"
+    ),
+    "llmcompressor.modeling.prepare:replace_modules_for_calibration": (
+        "llmcompressor.modeling:replace_modules_for_calibration"
+    ),
+    "llmcompressor.modeling.qwen3_5_moe:CalibrationQwen3_5MoeSparseMoeBlock": (
+        "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeSparseMoeBlock"
     ),
     "llmcompressor.modeling.qwen3_moe:CalibrationQwen3MoeSparseMoeBlock": (
         "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeSparseMoeBlock"
@@ -710,8 +734,11 @@ def test_deepseek_v32_is_that_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("path", "instead"),
     [
+        ("llmcompressor.modeling.granite4:GraniteMoeHybridParallelExpertsLinear", "Load the model"),
+        ("llmcompressor.modeling.granite4:pack_3d_experts", "Save the model"),
         ("llmcompressor.modeling.kimi_k3:KimiK3ForConditionalGeneration", "Load the model"),
         ("llmcompressor.modeling.moe.linear_experts:LinearExperts2D", "Load the model"),
+        ("llmcompressor.modeling.moe.linearize:repack_moe", "Save the model"),
         ("llmcompressor.transformers.finetune:eval", "llmcompressor.evaluate"),
     ],
 )

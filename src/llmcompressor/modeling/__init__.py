@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         matches,
         unmatched,
     )
+    from llmcompressor.modeling.stored_experts import patch_moe_mappings
     from llmcompressor.modeling.unneeded import (
         moe_calibration_context,
         replace_modules_for_calibration,
@@ -39,6 +40,7 @@ __all__ = [
     "match_named_modules",
     "matches",
     "moe_calibration_context",
+    "patch_moe_mappings",
     "prepare_for_calibration",
     "replace_modules_for_calibration",
     "unmatched",
@@ -52,6 +54,7 @@ _HOMES = {
         ".matching",
     ),
     "moe_calibration_context": ".unneeded",
+    "patch_moe_mappings": ".stored_experts",
     "prepare_for_calibration": "llmcompressor.modeling.unneeded:replace_modules_for_calibration",
     "replace_modules_for_calibration": ".unneeded",
 }

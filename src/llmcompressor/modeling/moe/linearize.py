@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old path of loading a mixture of experts for compression."""
+"""Old path of loading a mixture of experts for compression, and of taking it apart."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["linearize_moe", "load_quantizable_moe"]
 
-__getattr__, __dir__ = lazy_page(
-    globals(), {"load_quantizable_moe": "llmcompressor.utils.loading:load_context"}
-)
+_HOMES = {"load_quantizable_moe": "llmcompressor.utils.loading:load_context"}
+_ABSENT = {
+    "repack_moe": (
+        "servers read quantized experts one by one, and so they are written. Save the model as it "
+        "is."
+    ),
+}
+
+__getattr__, __dir__ = lazy_page(globals(), _HOMES, _ABSENT)

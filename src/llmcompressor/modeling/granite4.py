@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What there is no such thing of: experts of Granite 4 that are taken apart by a script."""
+
+from __future__ import annotations
+
+from llmcompressor.registry import lazy_page
+
+_BY_ITSELF = (
+    "each run takes the experts of a model apart by itself. Load the model as it is, and leave out "
+    "what replaces its experts."
+)
+_ABSENT = {
+    "GraniteMoeHybridParallelExpertsLinear": _BY_ITSELF,
+    "pack_3d_experts": (
+        "servers read quantized experts one by one, and so they are written. Save the model as it "
+        "is."
+    ),
+    "replace_granite_moe_with_linear_experts": _BY_ITSELF,
+}
+
+__getattr__, __dir__ = lazy_page(globals(), {}, _ABSENT)

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Old path of a class for calibration: no mixture is replaced, so it is transformers' own."""
+
+from __future__ import annotations
+
+from llmcompressor.registry import lazy_page
+
+_HOMES = {
+    "CalibrationQwen3_5MoeSparseMoeBlock": (
+        "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeSparseMoeBlock"
+    ),
+}
+
+__getattr__, __dir__ = lazy_page(globals(), _HOMES)
