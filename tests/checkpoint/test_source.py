@@ -55,6 +55,22 @@ def test_shards(sharded: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_an_index_beside_the_one_file_names_what_else_there_is(
+    is_named: bool, single: Path
+) -> None:
+    """Draft layers have a file of their own; an index of other shards means nothing."""
+    save_file({"draft": torch.zeros(2), "b": torch.zeros(5)}, single / "model_mtp.safetensors")
+    weight_map = {"draft": "model_mtp.safetensors"}
+    if is_named:
+        weight_map |= dict.fromkeys(("a.weight", "b"), "model.safetensors")
+    index = {"metadata": {}, "weight_map": weight_map}
+    (single / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = {name: one.file.name for name, one in inspect_source(single).tensors.items()}
+    own = dict.fromkeys(("a.weight", "b"), "model.safetensors")
+    assert found == own | ({"draft": "model_mtp.safetensors"} if is_named else {})
+
+
 def test_absent_folder_suggests_a_sibling(single: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not exist.*Did you mean llama-small\?"):
         inspect_source(single.parent / "lama-small")

@@ -366,12 +366,26 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _tensors(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
     if (directory / SINGLE).is_file():
-        return read_header(directory / SINGLE, headers_only=headers_only)
+        own = read_header(directory / SINGLE, headers_only=headers_only)
+        return {**_beside_single(directory, headers_only=headers_only), **own}
     if (directory / INDEX).is_file():
         return _indexed(directory, headers_only=headers_only)
     if any((directory / name).is_file() for name in _OTHER_WEIGHTS):
         return {}
     raise _no_weights(directory)
+
+
+def _beside_single(directory: Path, *, headers_only: bool) -> dict[str, TensorHeader]:
+    """What an index names beside the one file that readers of the model's class take.
+
+    Draft layers lie so. An index that does not name that file is of another set of files.
+    """
+    if not (directory / INDEX).is_file():
+        return {}
+    weight_map = _read_json(directory / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or SINGLE not in weight_map.values():
+        return {}
+    return _indexed(directory, headers_only=headers_only)
 
 
 def _no_weights(directory: Path) -> CheckpointError:

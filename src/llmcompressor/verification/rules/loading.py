@@ -359,7 +359,8 @@ def tables_work(view: View) -> Iterator[Problem]:
     has_experts = any(entry.is_expert for entry in view.quantized)  # one group is for both
     way = "Put a group of 8-bit floats first whose pattern says 'experts' and matches nothing, or "
     for name, entry in view.entries.items():
-        if not entry.is_quantized and "weight" in entry.own and tables.lose(f"{name}.weight"):
+        is_plain = "weight" in entry.own and not entry.is_quantized
+        if is_plain and not view.is_draft(name) and tables.lose(f"{name}.weight"):
             yield Problem(
                 name,
                 "It is plain and becomes a part of another weight in transformers, which looks for "
