@@ -509,6 +509,23 @@ def test_transposed_weights_are_found_by_their_bias(tmp_path: Path) -> None:
     model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC", ignore="re:.*wide$")
 
 
+def test_stacks_of_no_known_layout_are_left_and_told_of(tmp_path: Path, warned: list[str]) -> None:
+    tensors = {
+        "trunk.up.weight": torch.randn(HIDDEN, HIDDEN),
+        "trunk.fans.weight": torch.randn(2, HIDDEN, HIDDEN),
+        "trunk.kernels.weight": torch.randn(HIDDEN, HIDDEN, 4),
+    }
+    source = write(tmp_path / "source", tensors)
+    model_free_ptq(source, tmp_path / "out", "FP8_DYNAMIC")
+    assert same(tensors_of(tmp_path / "out")["trunk.fans.weight"], tensors["trunk.fans.weight"])
+    (said,) = (line for line in warned if "three dimensions" in line)
+    assert "trunk.fans.weight" in said
+    assert "kernels" not in said
+    warned.clear()
+    model_free_ptq(source, tmp_path / "ignored", "FP8_DYNAMIC", ignore="trunk.fans")
+    assert not [line for line in warned if "three dimensions" in line]
+
+
 def test_an_unknown_target_is_refused(odd: Path, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"Did you mean 're:\.\*mix'"):
         model_free_ptq(odd, tmp_path / "out", config={"W4A16": ["re:.*mixx"]})

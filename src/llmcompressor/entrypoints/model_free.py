@@ -51,6 +51,9 @@ from llmcompressor.wording import listed
 __all__ = ["model_free_ptq"]
 
 _LINEAR = ["Linear"]
+_OF_A_STACK = 3
+_SMALLEST_SIDE = 16
+"""Of what may be a matrix; kernels of convolutions are smaller."""
 
 
 def model_free_ptq(
@@ -264,6 +267,10 @@ def _blueprint(source: SourceInfo, resolved: ResolvedSchemes) -> Blueprint:
     kept = [one.name for one in stacks if one not in meant]
     if kept:
         logger.info(f"Left as they are: the experts of {listed(kept)}.")
+    known = {name for one in stacks for name in (one.gate_up, one.down)}
+    _tell_of_stacks(
+        {name: one for name, one in source.tensors.items() if name not in known}, resolved
+    )
     existing = existing_quantization(str(source.directory), source.config)
     headers: Mapping[str, TensorHeader] = split_stacks(source.tensors, meant)
     pair = tied_pair(source.config, headers)
@@ -278,6 +285,24 @@ def _blueprint(source: SourceInfo, resolved: ResolvedSchemes) -> Blueprint:
     if blueprint.model.compressed:
         logger.info(f"Quantized already, and kept: {listed(blueprint.model.compressed)}.")
     return blueprint
+
+
+def _tell_of_stacks(headers: Mapping[str, TensorHeader], resolved: ResolvedSchemes) -> None:
+    """Say which stacks of matrices would be quantized if it were known how they lie."""
+    stand_in = Linear(1, 1, device="meta")
+    left = [
+        name
+        for name, header in headers.items()
+        if len(header.shape) == _OF_A_STACK and min(header.shape[1:]) >= _SMALLEST_SIDE
+        for module in (name.removesuffix(".weight"),)
+        if _matches_any(module, stand_in, resolved.targets)
+        and not _matches_any(module, stand_in, resolved.ignore)
+    ]
+    if left:
+        logger.warning(
+            f"Left as they are: {listed(left)}. They have three dimensions, and nothing tells how "
+            "matrices lie in them. oneshot asks the model's class."
+        )
 
 
 def _means_one_of(pair: tuple[str, str], resolved: ResolvedSchemes) -> bool:
