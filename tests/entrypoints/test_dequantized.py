@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmcompressor import oneshot, plan
+from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.checkpoint.save import modify_save_pretrained
-from llmcompressor.errors import CheckpointError
+from llmcompressor.errors import CheckpointError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.training import Trainer
 
@@ -203,23 +204,32 @@ def test_checkpoints_of_a_training_hold_what_is_trained(fp8: Path, tmp_path: Pat
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+ATTENTION: dict[str, Any] = {
+    "one scheme": {"targets": "re:.*self_attn.*_proj$", "scheme": "FP8_DYNAMIC"},
+    "two": {"config_groups": {"W4A16_ASYM": ["re:.*[qkv]_proj"], "FP8_DYNAMIC": ["re:.*o_proj"]}},
+}
+
+
+@pytest.mark.parametrize("before", ATTENTION)
 def test_what_an_earlier_run_has_quantized_stays_beside_what_a_second_one_does(
-    tmp_path: Path,
+    before: str, tmp_path: Path, warned: list[str]
 ) -> None:
-    """As the refusal of its folder says."""
+    """Whether the second one is given its folder, or the model as transformers loads it."""
     first, second = tmp_path / "first", tmp_path / "second"
-    attention = QuantizationModifier(targets="re:.*self_attn.*_proj$", scheme="FP8_DYNAMIC")
-    rest = QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["re:.*attn.*", "lm_head"])
+    rest = {"targets": "Linear", "scheme": "W8A8", "ignore": ["re:.*attn.*", "lm_head"]}
     small.one_block().save_pretrained(tmp_path / "model")
-    oneshot(model=tmp_path / "model", recipe=attention, output_dir=first)
-    with pytest.raises(CheckpointError) as error:
-        oneshot(model=first, recipe=rest, output_dir=second)
-    assert "CompressedTensorsConfig(dequantize=True)" in error.value.remedy
-    model = hf.AutoModelForCausalLM.from_pretrained(
-        first, dtype="auto", quantization_config=hf.CompressedTensorsConfig(dequantize=True)
-    )
-    oneshot(model=model, recipe=rest, output_dir=second)
+    oneshot(tmp_path / "model", QuantizationModifier(**ATTENTION[before]), output_dir=first)
+    with pytest.raises(TargetError, match="q_proj is quantized already"):
+        oneshot(first, QuantizationModifier(**{**rest, "ignore": ["lm_head"]}), output_dir=second)
+    assert not second.exists()
+    warned.clear()
+    model = oneshot(model=first, recipe=QuantizationModifier(**rest), output_dir=second)
+    assert any("Quantized already: model.layers.0.self_attn.q_proj" in text for text in warned)
+    with packed_zero_points_fit():
+        packed = hf.AutoModelForCausalLM.from_pretrained(first, dtype="auto")
+    oneshot(model=packed, recipe=QuantizationModifier(**rest), output_dir=tmp_path / "packed")
+    name = "model.safetensors"
+    assert (tmp_path / "packed" / name).read_bytes() == (second / name).read_bytes()
     old, new = stored(first), stored(second)
     kept = [name for name in old if "self_attn" in name]
     assert all(
@@ -227,9 +237,25 @@ def test_what_an_earlier_run_has_quantized_stays_beside_what_a_second_one_does(
     )
     assert new["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8
     settings = json.loads((second / "config.json").read_text())["quantization_config"]
-    assert [group["format"] for group in settings["config_groups"].values()] == [
-        "float-quantized",
-        "int-quantized",
-    ]
+    formats = {group["format"] for group in settings["config_groups"].values()}
+    assert {"float-quantized", "int-quantized"} <= formats
     assert settings["format"] == "mixed-precision"
-    assert_reads_as(model, second)
+    with packed_zero_points_fit():
+        assert_reads_as(model, second)
+    with pytest.raises(CheckpointError, match="already quantized"):
+        plan(first, QuantizationModifier(**rest), measure=False)
+
+
+def test_experts_that_an_earlier_run_has_quantized_become_plain_or_are_refused(
+    tmp_path: Path, warned: list[str]
+) -> None:
+    small.mixture().save_pretrained(tmp_path / "model")
+    attention = QuantizationModifier(targets="re:.*self_attn.*_proj$", scheme="W8A8")
+    for name, scheme in (("rows", "FP8_DYNAMIC"), ("blocks", "NVFP4A16")):
+        experts = QuantizationModifier(targets=["re:.*experts.*"], scheme=scheme)
+        oneshot(tmp_path / "model", experts, output_dir=tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"does not read it as it was written \(T6\)"):
+        oneshot(tmp_path / "blocks", attention, output_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    oneshot(tmp_path / "rows", attention, output_dir=tmp_path / "out")
+    assert any("not all codes are kept" in text for text in warned)

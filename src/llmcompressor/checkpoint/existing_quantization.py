@@ -16,13 +16,16 @@ from compressed_tensors.utils.match import match_name, match_targets
 from torch.nn import Module
 
 from llmcompressor.checkpoint.expert_groups import found_for_experts
-from llmcompressor.checkpoint.source import quantization_method, quantized_error
+from llmcompressor.checkpoint.source import (
+    is_compressed_tensors,
+    quantization_method,
+    quantized_error,
+)
 from llmcompressor.errors import CheckpointError
 from llmcompressor.modeling.fused import is_expert
 
 __all__ = ["existing_quantization", "merge_quantization"]
 
-_METHODS = ("compressed-tensors", "compressed_tensors")
 _COMPRESSED = "compressed"
 _REGEX = "re:"
 _NOT_KEPT = ("transform_config", "sparsity_config")
@@ -42,7 +45,7 @@ def existing_quantization(model: str, config: Mapping[str, Any]) -> Mapping[str,
     if method is None:
         return None
     found = config.get("quantization_config") or config.get("compression_config")
-    if method not in _METHODS or not isinstance(found, Mapping):
+    if not is_compressed_tensors(method) or not isinstance(found, Mapping):
         raise quantized_error(model, method)
     problems = [f"a {name}" for name in _NOT_KEPT if found.get(name)]
     if found.get("quantization_status") != _COMPRESSED:

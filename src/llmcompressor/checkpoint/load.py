@@ -8,6 +8,7 @@ import pickle
 import re
 import struct
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from llmcompressor.checkpoint.source import (
     adapter_error,
     holds_adapter,
     inspect_source,
+    is_compressed_tensors,
     is_hub_id,
     local_directory,
     quantization_method,
     quantized_error,
 )
 from llmcompressor.checkpoint.undeclared import check_dense, codes_in, undeclared_error
+from llmcompressor.checkpoint.unpacking import load_unpacked
 from llmcompressor.errors import ArgumentError, CheckpointError, did_you_mean
 from llmcompressor.logger import logger
 from llmcompressor.modeling.adapters import MERGE, adapters_of
@@ -49,6 +52,7 @@ __all__ = [
     "load_model",
     "loading_error",
     "model_class",
+    "packing_of",
     "parse_precision",
     "read_config",
     "untie_embeddings",
@@ -112,6 +116,7 @@ def load_model(
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
+    unpacks: bool = False,
 ) -> PreTrainedModel:
     """Load a model from a folder or the hub, in evaluation mode.
 
@@ -124,6 +129,8 @@ def load_model(
         revision: the hub's revision, ``"main"`` if ``None``.
         cache_dir: the hub's cache.
         token: the hub's token.
+        unpacks: take one that is quantized in the format of compressed-tensors: its weights become
+            numbers again, and its modules keep their schemes.
 
     Returns:
         The model, on the device that transformers put it on.
@@ -132,7 +139,8 @@ def load_model(
         CheckpointError: the model is not there, is damaged, incomplete or quantized already.
     """
     if not is_hub_id(model):
-        inspect_source(model)
+        inspect_source(model, allow_quantized=unpacks)
+        check_declared(model)
     hub: dict[str, Any] = {
         "revision": revision or "main",
         "cache_dir": cache_dir,
@@ -142,8 +150,11 @@ def load_model(
     place = str(Path(model).expanduser()) if Path(model).expanduser().exists() else str(model)
     try:
         config = config_of(config_name or place, **hub)
-        check_config_unquantized(config, place)
-        loaded = load_complete(place, config, dtype=parse_precision(precision), **hub)
+        settings = packing_of(config) if unpacks else None
+        if settings is None:
+            check_config_unquantized(config, place)
+        dtype = parse_precision(precision)
+        loaded = load_complete(place, config, settings=settings, dtype=dtype, **hub)
         if is_hub_id(model):  # the files are on this machine now
             check_declared(place, revision=revision, cache_dir=cache_dir)
     except torch.OutOfMemoryError:
@@ -187,8 +198,20 @@ def config_of(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
     return config
 
 
+def packing_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
+    """How a model is quantized in the format of compressed-tensors; ``None`` where it is not."""
+    written = config.to_dict()
+    found = written.get("quantization_config") or written.get("compression_config")
+    return found if is_compressed_tensors(quantization_method(written)) else None
+
+
 def load_complete(
-    place: str, config: PretrainedConfig, *, trust_remote_code: bool, **arguments: Any
+    place: str,
+    config: PretrainedConfig,
+    *,
+    trust_remote_code: bool,
+    settings: Mapping[str, Any] | None = None,
+    **arguments: Any,
 ) -> PreTrainedModel:
     """The model of the class that ``config`` names, with every one of its weights.
 
@@ -196,6 +219,7 @@ def load_complete(
         place: a folder, or the id of a model on the hub.
         config: as :func:`config_of` gives it.
         trust_remote_code: run modelling code that comes with the checkpoint.
+        settings: how it is packed, if it is to be unpacked.
         arguments: further ones of ``from_pretrained``.
 
     Raises:
@@ -204,8 +228,10 @@ def load_complete(
     """
     loader = model_class(config, trust_remote_code=trust_remote_code)
     loaded: PreTrainedModel
-    loaded, info = loader.from_pretrained(
-        place,
+    load = partial(loader.from_pretrained, place)
+    if settings is not None:
+        load = partial(load_unpacked, load, settings)
+    loaded, info = load(
         config=config,
         ignore_mismatched_sizes=True,  # refused below, by name
         output_loading_info=True,

@@ -27,11 +27,14 @@ __all__ = [
     "TensorHeader",
     "adapter_error",
     "check_no_adapter",
+    "check_plain",
     "holds_adapter",
     "inspect_source",
+    "is_compressed_tensors",
     "is_hub_id",
     "local_directory",
     "quantization_method",
+    "quantized_error",
     "read_header",
 ]
 
@@ -201,10 +204,23 @@ def inspect_source(
     if method is not None and not allow_quantized:
         raise quantized_error(str(directory), method)
     tensors = _tensors(directory, headers_only=headers_only)
-    if not allow_quantized:
-        check_dense(tensors)
     size = sum(file.stat().st_size for file in {header.file for header in tensors.values()})
-    return SourceInfo(directory.resolve(), config, tensors, size)
+    source = SourceInfo(directory.resolve(), config, tensors, size)
+    if not allow_quantized:
+        check_plain(source)
+    return source
+
+
+def check_plain(source: SourceInfo) -> None:
+    """Refuse what is quantized already, by its config or its headers.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    method = quantization_method(source.config)
+    if method is not None:
+        raise quantized_error(str(source.directory), method)
+    check_dense(source.tensors)
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
@@ -232,15 +248,19 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def is_compressed_tensors(method: str | None) -> bool:
+    """Whether this is the name of the format that this package writes."""
+    return method in ("compressed-tensors", "compressed_tensors")
+
+
 def quantized_error(model: str, method: str) -> CheckpointError:
     """The error for a model that is quantized already."""
     remedy = "Compress the original, unquantized model"
-    if method in {"compressed-tensors", "compressed_tensors"}:
+    if is_compressed_tensors(method):
         remedy += (
-            ", or give oneshot a model in place of the folder: loaded within "
-            "llmcompressor.utils.load_context it begins with plain weights; loaded by "
-            "transformers with quantization_config=CompressedTensorsConfig(dequantize=True) what "
-            "is quantized stays so, and a recipe for other modules goes on"
+            ", or give this one to oneshot, without a plan: what is quantized stays so, and a "
+            "recipe for other modules goes on. Loaded within llmcompressor.utils.load_context it "
+            "begins with plain weights"
         )
     elif method in _DEQUANTIZED_BY:
         remedy += (

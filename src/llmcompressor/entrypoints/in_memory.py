@@ -37,6 +37,7 @@ from llmcompressor.entrypoints.checking import (
     serves_nobody,
     warn_of_saving,
 )
+from llmcompressor.entrypoints.going_on import go_on_with
 from llmcompressor.entrypoints.job import Job, compression_report, report_of, undone_on_error
 from llmcompressor.entrypoints.task import EXPERTS, Task
 from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
@@ -84,7 +85,7 @@ def run_in_memory(job: Job, source: Source | None) -> Module:
 
 
 def _run(job: Job, source: Source | None) -> Module:
-    model = load_whole_model(job, device=job.model_args.device)
+    model = load_whole_model(job, device=job.model_args.device, goes_on=True)
     mixtures = meant_mixtures(model, job.recipe.modifiers)
     open_experts(model, mixtures)  # type: ignore[arg-type]  # others have no mixtures
     processor = job.load_processor()
@@ -115,12 +116,13 @@ def _run(job: Job, source: Source | None) -> Module:
     return model
 
 
-def load_whole_model(task: Task, *, device: str | None) -> Module:
+def load_whole_model(task: Task, *, device: str | None, goes_on: bool = False) -> Module:
     """The model of a run, all of it in memory.
 
     Args:
         task: says which; a model object is taken as it is.
         device: where it is to compute; ``None`` for an accelerator that it fits on.
+        goes_on: take what an earlier run has quantized in part.
 
     Raises:
         ArgumentError: the object is no model, or has no weights.
@@ -128,7 +130,7 @@ def load_whole_model(task: Task, *, device: str | None) -> Module:
     """
     args = task.model_args
     if not isinstance(args.model, str | Path):
-        return _given_model(task, args.model)
+        return _given_model(task, args.model, goes_on=goes_on)
     model = load_model(
         args.model,
         config_name=args.config_name,
@@ -138,12 +140,16 @@ def load_whole_model(task: Task, *, device: str | None) -> Module:
         revision=args.model_revision,
         cache_dir=args.cache_dir,
         token=args.use_auth_token,
+        unpacks=goes_on,
     )
+    if goes_on:
+        go_on_with(model)
+        forget_dequantizing(model)
     align(model)
     return _placed(model, device)
 
 
-def _given_model(task: Task, given: Any) -> Module:
+def _given_model(task: Task, given: Any, *, goes_on: bool) -> Module:
     writable = hasattr(given, "config") and hasattr(given, "save_pretrained")
     if not isinstance(given, Module) or (task.output_dir is not None and not writable):
         raise ArgumentError(
@@ -153,7 +159,7 @@ def _given_model(task: Task, given: Any) -> Module:
         )
     model: Any = given
     check_unadapted(model)
-    check_unquantized(model)
+    (go_on_with if goes_on else check_unquantized)(model)
     forget_dequantizing(model)
     device = task.model_args.device
     was_offloaded = is_offloaded(model) or is_cached(model)

@@ -34,6 +34,7 @@ from llmcompressor.checkpoint.shards import parse_size
 from llmcompressor.checkpoint.source import (
     SourceInfo,
     check_no_adapter,
+    check_plain,
     inspect_source,
     is_hub_id,
     local_directory,
@@ -50,6 +51,7 @@ from llmcompressor.entrypoints.checking import (
     serves_nobody,
 )
 from llmcompressor.entrypoints.fingerprint import fingerprint_of, source_print
+from llmcompressor.entrypoints.going_on import is_gone_on_with
 from llmcompressor.entrypoints.in_memory import run_in_memory
 from llmcompressor.entrypoints.job import (
     Job,
@@ -99,7 +101,11 @@ def streamable(job: Job) -> SourceInfo | None:
     if whole or job.pipeline() not in BY_BLOCK:
         _say_in_memory(f"{', '.join(whole) or f'the {job.pipeline()} pipeline'} needs all of it")
         return None
-    source = inspect_source(_local(job, str(model)))
+    source = inspect_source(_local(job, str(model)), allow_quantized=True)
+    if is_gone_on_with(source):
+        _say_in_memory("a part of it is quantized already")
+        return None
+    check_plain(source)
     check_no_adapter(source.directory)
     if not source.tensors:
         _say_in_memory("its weights are not safetensors")

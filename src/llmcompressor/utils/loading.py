@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from compressed_tensors.offload import remove_dispatch
@@ -12,11 +13,10 @@ from compressed_tensors.quantization import QuantizationMetadata
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    CompressedTensorsConfig,
     PreTrainedModel,
 )
 
-from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
+from llmcompressor.checkpoint.unpacking import load_unpacked
 
 __all__ = ["is_model_ct_quantized_from_path", "load_context"]
 
@@ -47,14 +47,8 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
         settings = _settings(name, arguments) if "quantization_config" not in arguments else {}
         if settings.get("quant_method") != "compressed-tensors":
             return original(name, *args, **arguments)
-        is_simple = _has_one_group(settings)
-        if is_simple:
-            arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-        with packed_zero_points_fit():
-            loaded = original(name, *args, **arguments)
+        loaded = load_unpacked(partial(original, name, *args), settings, **arguments)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if not is_simple:
-            _unpack(model)
         _forget_schemes(model)
         if "device_map" not in arguments:
             remove_dispatch(model, onload_tensors=True)  # unpacking leaves them with its own caches
@@ -87,23 +81,6 @@ def _for_compression(given: dict[str, Any]) -> dict[str, Any]:
     if arguments.get("device_map") in _OFFLOADED:
         del arguments["device_map"]
     return arguments
-
-
-def _has_one_group(settings: dict[str, Any]) -> bool:
-    """Whether one scheme is that of all weights; since 5.21 transformers takes one to unpack all.
-
-    It also unpacks what it cannot load packed, as where a class's initialization names a weight.
-    """
-    groups = dict(settings.get("config_groups") or {}).values()
-    return len([one for one in groups if dict(one).get("weights")]) <= 1
-
-
-def _unpack(model: PreTrainedModel) -> None:
-    """Give a loaded model its weights, each by the scheme of its own module."""
-    quantizer: Any = model.hf_quantizer
-    if quantizer.quantization_config.is_quantization_compressed:  # else it was written dense
-        quantizer.compressor.decompress_model(model)
-    quantizer.remove_quantization_config(model)
 
 
 def _forget_schemes(model: PreTrainedModel) -> None:

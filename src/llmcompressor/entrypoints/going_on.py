@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe for what an earlier run has left plain: what that has quantized keeps its codes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from llmcompressor.checkpoint.existing_quantization import existing_quantization
+from llmcompressor.checkpoint.load import check_unquantized
+from llmcompressor.checkpoint.offload_caches import is_cached, take_out
+from llmcompressor.checkpoint.source import (
+    CONFIG,
+    SourceInfo,
+    inspect_source,
+    is_compressed_tensors,
+    local_directory,
+    quantization_method,
+)
+from llmcompressor.checkpoint.undeclared import codes_in
+from llmcompressor.checkpoint.unpacking import lost_codes, unpack
+from llmcompressor.errors import CheckpointError
+from llmcompressor.logger import logger
+from llmcompressor.verification import Deployment, TensorInfo, check_serving
+from llmcompressor.verification.facts import Severity
+from llmcompressor.wording import listed
+
+__all__ = ["go_on_with", "is_gone_on_with"]
+
+_READ_HERE = {"L2", "L9"}
+"""Rules of what transformers does not read, or some releases, unless it is loaded as it is here."""
+_OF_STATES = {"L11"}
+"""Rules of what is lost of caches, and not of weights."""
+
+
+def is_gone_on_with(source: SourceInfo) -> bool:
+    """Whether a model in the format of compressed-tensors can be taken.
+
+    Returns:
+        ``False`` for all that is in another format or plain.
+
+    Raises:
+        CheckpointError: something in it cannot be kept, or would not be read as it was written.
+    """
+    if not is_compressed_tensors(quantization_method(source.config)):
+        return False
+    existing_quantization(str(source.directory), source.config)
+    _check_read(source, but=_READ_HERE)
+    return True
+
+
+def go_on_with(model: PreTrainedModel) -> None:
+    """Take a model of which a part may be quantized; one that was loaded packed is unpacked.
+
+    Raises:
+        CheckpointError: another method has quantized it, or its weights are not those of its
+            folder.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", "")
+    if is_compressed_tensors(str(getattr(method, "value", method))):
+        unpack(model)
+    if is_cached(model):  # unpacking leaves the weights with caches of its own
+        take_out(model)
+    check_unquantized(model)
+    names = [name for name, one in model.named_modules() if hasattr(one, "quantization_scheme")]
+    if names:
+        logger.warning(
+            f"Quantized already: {listed(names, most=3)}. That keeps its codes, and the recipe "
+            "goes on with the rest."
+        )
+    place = getattr(getattr(model, "config", None), "name_or_path", None)
+    folder = local_directory(place) if isinstance(place, str) and place else None
+    if folder is None or not (folder / CONFIG).is_file():
+        return
+    source = inspect_source(folder, allow_quantized=True)
+    if not is_compressed_tensors(quantization_method(source.config)):
+        return
+    _check_read(source, but=_READ_HERE if names else _READ_HERE | _OF_STATES)
+    if lost := lost_codes(model, codes_in(source.tensors)):
+        logger.warning(
+            f"Of {folder} not all codes are kept: {listed(lost, most=3)}. transformers makes "
+            "plain weights of these, with the values that the codes stand for. They are written "
+            "in full, and rounded once more where the recipe means them."
+        )
+
+
+def _check_read(source: SourceInfo, *, but: Collection[str]) -> None:
+    headers = {name: TensorInfo(one.dtype, one.shape) for name, one in source.tensors.items()}
+    found = check_serving(source.config, headers, deployment=Deployment("transformers"))
+    for one in found:
+        if one.severity is Severity.ERROR and one.rule not in but:
+            raise CheckpointError(
+                f"The model {source.directory} is quantized already, and transformers does not "
+                f"read it as it was written ({one.rule}). {one.module}: {one.message}",
+                "Compress the original, unquantized model.",
+            )
