@@ -117,6 +117,16 @@ def test_towers_are_meant_as_they_were_called(entry: str, is_meant: bool) -> Non
     assert not matches_name("model.layers.0.visual.blocks.0.attn.qkv", "re:visual.*")
 
 
+@pytest.mark.parametrize("name", ["lm_head", "model.language_model.layers.0.mlp.experts.3.w1"])
+def test_the_text_beside_a_tower_is_meant_as_it_was_called(name: str) -> None:
+    """All of it: an entry that means the head alone would leave the rest out silently."""
+    assert matches_name(name, "re:language_model.*")
+    assert matching_targets(name, Linear(1, 1), ["re:language_model.*"])
+    assert matches_name(name, "re:language_model.model.*.gate_proj$") == (name != "lm_head")
+    assert not matches_name(name, "re:language_model.model.*.up_proj$")
+    assert not matches_name("model.norm", "re:language_model.*")
+
+
 def test_a_name_is_told_from_all_others() -> None:
     forms = Forms(["layers.0.mlp", "Linear"])
     assert len({forms.of(f"layers.{index}.mlp") for index in range(4)}) == 2

@@ -34,6 +34,7 @@ _TOWERS = tuple(
     f"model.{own}"
     for own in ("audio_tower", "multi_modal_projector", "vision_model", "vision_tower", "visual")
 )
+_TEXT, _EARLIER_TEXT = "model.language_model.", "language_model.model."
 _HEAD = "lm_head"
 _USUAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
@@ -44,8 +45,8 @@ def names_of(name: str) -> tuple[str, ...]:
     An expert's Linears have the names that they have in the file. Where these are ``w1``, ``w3``
     and ``w2``, recipes may as well say what they are elsewhere, and what they are below in the
     file: ``block_sparse_moe``, which transformers called it as well before its fifth release.
-    So it did towers, and what joins them to the text, without ``model`` before them, and the head
-    of such a model ``language_model.lm_head``.
+    So it did towers, and what joins them to the text, without ``model`` before them, and the text
+    of such a model ``language_model.model``, its head ``language_model.lm_head``.
 
     >>> names_of("layers.0.mlp.experts.3.w1")[1:]
     ('layers.0.block_sparse_moe.experts.3.w1', 'layers.0.mlp.experts.3.gate_proj')
@@ -53,6 +54,8 @@ def names_of(name: str) -> tuple[str, ...]:
     ('layers.0.mlp.gate', 'layers.0.block_sparse_moe.gate')
     >>> names_of("model.visual.blocks.0"), names_of("lm_head")
     (('model.visual.blocks.0', 'visual.blocks.0'), ('lm_head', 'language_model.lm_head'))
+    >>> names_of("model.language_model.norm")
+    ('model.language_model.norm', 'language_model.model.norm')
     >>> names_of("layers.0.mlp.w1")
     ('layers.0.mlp.w1',)
     """
@@ -60,6 +63,14 @@ def names_of(name: str) -> tuple[str, ...]:
         return name, name.removeprefix("model.")
     if name == _HEAD:
         return name, f"language_model.{_HEAD}"
+    names = _names_in_mixture(name)
+    if not name.startswith(_TEXT):
+        return names
+    # without these, a pattern for all of the text would mean its head alone
+    return *names, *(_EARLIER_TEXT + one.removeprefix(_TEXT) for one in names)
+
+
+def _names_in_mixture(name: str) -> tuple[str, ...]:
     inside = "experts." in name
     if not (inside or name.endswith(".gate")):
         return (name,)

@@ -348,12 +348,16 @@ def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
 def _expert_targets(group: _Group) -> list[str]:
     """Patterns for experts that the recipe means by the names that they have elsewhere."""
     names = [entry.name for entry in group.members if "experts." in entry.name]
-    linears = [name for name in names if len(names_of(name)) > 1]
+    linears = [name for name in names if len({_own(one) for one in names_of(name)}) > 1]
     met = _Targets(group.targets)
     is_met = "Linear" in group.targets
     unmet = [] if is_met else [name for name in linears if not met.means(name)]
-    own = sorted({name.rpartition(".")[2] for name in unmet})
+    own = sorted(set(map(_own, unmet)))
     return [rf"re:.*experts\.\d+\.(?:{'|'.join(own)})$"] if own else []
+
+
+def _own(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _is_unambiguous(
