@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -45,6 +46,17 @@ class WritingPlain(Modifier):
     value: Any = None
     rate: float = 0.1
     maybe: int | None = 5
+
+    def on_initialize(self, state, **kwargs):
+        return True
+
+
+class WritingOld(Modifier):
+    """A field of an earlier release."""
+
+    moved: ClassVar[Mapping[str, str]] = {"old": "do that."}
+
+    old: bool = True
 
     def on_initialize(self, state, **kwargs):
         return True
@@ -250,6 +262,13 @@ def test_none_is_written_where_it_is_not_the_default():
         "rate": 0.1,
         "maybe": None,
     }
+
+
+@pytest.mark.parametrize("fields", [{}, {"old": True}, {"old": False}])
+def test_a_field_without_effect_is_written_where_it_is_not_the_default(fields):
+    """Else whoever runs what was written would be told of a field that nobody gave."""
+    recipe, _ = round_trip(Recipe.from_modifiers(WritingOld(**fields)))
+    assert ("old" in recipe.modifiers[0].model_fields_set) == (fields == {"old": False})
 
 
 def test_values_without_a_spelling_are_left_out_aloud():

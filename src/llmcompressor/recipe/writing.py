@@ -81,7 +81,8 @@ def to_mapping(stages: Iterable[Stage]) -> dict[str, Any]:
 def modifier_fields(modifier: Modifier) -> dict[str, Any]:
     """The fields of a modifier in plain types, as a recipe holds them; without its group.
 
-    A field that is ``None`` is left out where ``None`` is what it is anyway.
+    A field that is ``None`` is left out where ``None`` is what it is anyway, and one that has no
+    effect where it is what it is anyway: read again, it would be taken for one that was given.
     """
 
     def spelled(value: Any) -> Any:
@@ -98,8 +99,14 @@ def modifier_fields(modifier: Modifier) -> dict[str, Any]:
     return {
         name: value
         for name, value in fields.items()
-        if name not in _LABELS and not name.endswith("_")
+        if name not in _LABELS and not name.endswith("_") and not _is_idle(modifier, name)
     }
+
+
+def _is_idle(modifier: Modifier, name: str) -> bool:
+    if name not in modifier.moved:
+        return False
+    return bool(getattr(modifier, name) == type(modifier).model_fields[name].default)
 
 
 def _warn_of_loss(modifier: Modifier, value: Any) -> None:
