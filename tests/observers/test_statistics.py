@@ -222,6 +222,40 @@ def test_it_may_find_scales_by_itself(place):
     assert bool(((low < 0) & (high > 0)).all())
 
 
+@Observer.register("tighter")
+class Tighter(Widening):
+    """Starts from the scales that every observer would find, and may leave zeros out."""
+
+    def get_qparams(self) -> QParamsDict:
+        """As there, and narrower."""
+        found = super().get_qparams()
+        own: QParamsDict = {"scale": found["scale"] * 0.5}
+        return own if self.args.symmetric else {**own, "zero_point": found["zero_point"]}
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_it_may_start_from_the_scales_of_every_observer(place):
+    x, args = seen("weight")[0], ARGS["weight"][place]
+    (scale, zero), usual = (make(name, "weight", args)(x) for name in ("tighter", "widening"))
+    assert torch.equal(scale, usual[0] * 0.5)
+    assert zero.dtype is usual[1].dtype
+    assert torch.equal(zero.float(), usual[1].float())
+
+
+@pytest.mark.parametrize(
+    ("place", "found", "told"),
+    [(1, (1, 0), "tuple without scale"), (0, {"scale": 1}, "dict without zero_point")],
+)
+def test_scales_that_are_not_given_by_name_are_refused(place, found, told):
+    class Nameless(Spread):
+        def get_qparams(self):
+            return found
+
+    Observer.register("nameless")(Nameless)
+    with pytest.raises(InputError, match=rf"Nameless.get_qparams gives {told}"):
+        make("nameless", "weight", ARGS["weight"][place])(seen("weight")[0])
+
+
 def test_scales_under_a_global_one_follow_from_ranges():
     with pytest.raises(InputError, match="Keep min_vals and max_vals"):
         make("spread", "weight", ARGS["weight"][-1])

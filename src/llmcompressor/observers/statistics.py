@@ -30,7 +30,7 @@ from llmcompressor.numerics.finite import is_finite
 from llmcompressor.numerics.scales import parameter_dtype, stored_scale
 from llmcompressor.observers.base import Observer, union
 from llmcompressor.observers.canonical import Canonical, Range, laid_out
-from llmcompressor.schemes.bridge import grid_of, needs_global_scale
+from llmcompressor.schemes.bridge import grid_of, needs_global_scale, zero_dtype_of
 
 __all__ = ["StatisticsObserver", "completed", "keeps_statistics"]
 
@@ -77,6 +77,8 @@ class StatisticsObserver(Observer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     _scale_shape: tuple[int, ...] = ()
+    _is_asked: bool = False
+    """The class is being asked for scales, and may ask what every observer would find."""
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -90,7 +92,7 @@ class StatisticsObserver(Observer):
     @property
     def _finds_parameters(self) -> bool:
         """Whether the class says what scales follow from its statistics."""
-        return type(self).get_qparams is not Observer.get_qparams
+        return type(self).get_qparams is not Observer.get_qparams and not self._is_asked
 
     def qparams(
         self, global_scale: Tensor | None = None, *, dtype: torch.dtype | None = None
@@ -100,12 +102,31 @@ class StatisticsObserver(Observer):
             return super().qparams(global_scale, dtype=dtype)
         if self.observations == 0:
             raise self._nothing_seen()
-        found = self.get_qparams()
-        scale, zero = (self._shaped(found[key], key) for key in ("scale", "zero_point"))
+        scale, zero = self._found()
         kept = scale if dtype is None else stored_scale(scale, parameter_dtype(dtype))
         if not is_finite(kept):
             raise NonFiniteError(f"A scale of the {self.base_name} does not fit {kept.dtype}.")
         return kept, zero
+
+    def _found(self) -> tuple[Tensor, Tensor]:
+        """Scales and zero points that the class finds; zeros where it has none."""
+        self._is_asked = True
+        try:
+            found: Any = self.get_qparams()
+        finally:
+            self._is_asked = False
+        needed = {"scale"} if self.args.symmetric else {"scale", "zero_point"}
+        if missing := needed - (found.keys() if isinstance(found, Mapping) else set()):
+            raise InputError(
+                f"{type(self).__name__}.get_qparams gives {type(found).__name__} without "
+                f"{' and '.join(sorted(missing))}.",
+                "Return a dictionary with scale and, unless it is symmetric, zero_point.",
+            )
+        scale = self._shaped(found["scale"], "scale")
+        zero = found.get("zero_point")
+        if zero is None:
+            zero = torch.zeros(scale.shape, dtype=zero_dtype_of(self.args), device=scale.device)
+        return scale, self._shaped(zero, "zero_point")
 
     def _shaped(self, found: Tensor, name: str) -> Tensor:
         """What the class has set or found, one for each scale."""
