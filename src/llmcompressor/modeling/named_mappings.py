@@ -119,9 +119,15 @@ class _Search:
 
     def _refuse_taken(self, place: Place) -> None:
         for name in place.readers:
-            if name in self.taken:
+            before = self.taken.get(name)
+            if before == place.name:
                 raise TargetError(
-                    f"{name} stands in two mappings: it reads {self.taken[name]} and {place.name}.",
+                    f"Two mappings have {before}, and both scale {name}, which reads it.",
+                    "Name all that reads it in one of them.",
+                )
+            if before is not None:
+                raise TargetError(
+                    f"{name} stands in two mappings: it reads {before} and {place.name}.",
                     "Make the targets exclude each other.",
                 )
             self.taken[name] = place.name
