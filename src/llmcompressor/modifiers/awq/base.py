@@ -123,6 +123,8 @@ def get_layer_mappings_from_architecture(architecture: str) -> list[AWQMapping]:
 def get_layer_mappings_from_model(model: Module) -> list[AWQMapping]:
     """The mappings that a model's class is known with, or those found in it: one for each place.
 
+    Experts that are one stack are no modules, and are found in a run alone.
+
     Args:
         model: its weights may be on the meta device.
     """
@@ -226,7 +228,7 @@ class AWQModifier(SmoothingMixin):
         theirs = _fields_of_quantizing()
         if isinstance(given, Mapping) and (named := [name for name in given if name in theirs]):
             raise RecipeError(
-                f"{' and '.join(named)} say how weights are quantized, and this class scales alone",
+                f"this class scales alone and takes no {' or '.join(named)}",
                 "Give them to a QuantizationModifier behind it, or take AWQModifier from "
                 "llmcompressor.modifiers.awq, which stands for both.",
             )
