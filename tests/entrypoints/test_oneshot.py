@@ -639,10 +639,10 @@ def test_a_schedule_is_told_to_be_for_training(warned: list[str]) -> None:
 
 def test_what_has_no_effect_is_told(warned: list[str]) -> None:
     given = {"distill_teacher": "teacher", "sequential_offload_device": "disk"}
-    of_training = {"bf16": True, "warmup_ratio": 0.1, "gradient_checkpointing": True}
+    of_training = {"bf16": True, "warmup_ratio": 0.1, "gradient_checkpointing": True, "fp16": None}
     tiny(recipe=DYNAMIC, dataset=None, sequential_prefetch=False, **given, **of_training)
     of_it, told = [line for line in warned if "Without effect in oneshot" in line]
-    assert "nothing is trained: bf16, warmup_ratio, gradient_checkpointing" in of_it
+    assert "nothing is trained: bf16, warmup_ratio, gradient_checkpointing." in of_it
     assert "distill_teacher (a teacher is for train), sequential_offload_device (" in told
     assert "prefetch" not in told
     warned.clear()

@@ -268,8 +268,8 @@ def _without_those_of_training(given: Mapping[str, Any]) -> dict[str, Any]:
     theirs = those_of_training(
         given, ModelArguments, DatasetArguments, RecipeArguments, RunArguments
     )
-    if theirs:
-        logger.warning(f"Without effect in oneshot, where nothing is trained: {listed(theirs)}.")
+    if told := [name for name in theirs if given[name] is not None]:
+        logger.warning(f"Without effect in oneshot, where nothing is trained: {listed(told)}.")
     return {name: value for name, value in given.items() if name not in theirs}
 
 
