@@ -707,7 +707,7 @@ def bfloat16_by_default() -> Iterator[None]:
     [
         ("AWQModifier: {duo_scaling: false}", False),
         pytest.param("SmoothQuantModifier: {}", True, marks=pytest.mark.slow),
-        pytest.param("", True, marks=pytest.mark.slow),
+        ("", True),
         pytest.param("SpinQuantModifier: {rotations: [R1, R2]}", False, marks=pytest.mark.slow),
     ],
 )

@@ -94,7 +94,10 @@ PASSING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", few(PASSING, *list(PASSING)[::2]))
+SLOW = {"one kind of block after another"}
+
+
+@pytest.mark.parametrize("case", few(PASSING, *(PASSING.keys() - SLOW)))
 def test_what_passes_is_not_refused(case: str) -> None:
     make, modifier = PASSING[case]
     assert rehearsed(make(), modifier()) == ""
