@@ -85,6 +85,7 @@ def test_names_of_one_form_are_matched_alike(pattern: str) -> None:
         ("re:.*block_sparse_moe.experts.*", {"w1", "w2", "w3"}),
         (r"re:.*experts\.\d+\.(?!w2)w.*", {"w1", "w3"}),
         (r"re:.*experts\.\d+\.(?!gate_proj)w.*", {"w1", "w2", "w3"}),
+        (r"re:.*experts\.\d+\.(?!gate).*", {"w2", "w3"}),
     ],
 )
 def test_linears_of_an_expert_have_other_names(entry: str, meant: set[str]) -> None:
@@ -108,6 +109,9 @@ def test_linears_of_an_expert_have_other_names(entry: str, meant: set[str]) -> N
         ("visual.blocks.0.attn.qkv", True),
         ("re:vision_tower.*", False),
         (r"re:(?!model\.visual).*qkv", False),
+        ("re:^(?!visual|.*lm_head).*qkv", False),
+        ("re:^(?!vision_tower).*qkv", True),
+        ("re:^(?!language_model).*", True),
     ],
 )
 def test_towers_are_meant_as_they_were_called(entry: str, is_meant: bool) -> None:
@@ -125,6 +129,12 @@ def test_the_text_beside_a_tower_is_meant_as_it_was_called(name: str) -> None:
     assert matches_name(name, "re:language_model.model.*.gate_proj$") == (name != "lm_head")
     assert not matches_name(name, "re:language_model.model.*.up_proj$")
     assert not matches_name("model.norm", "re:language_model.*")
+    assert not matches_name(name, "re:^(?!language_model).*")
+    assert not matching_targets(name, Linear(1, 1), ["re:^(?!language_model).*"])
+    assert matching_targets(name, Linear(1, 1), ["re:^(?!visual).*", "Linear"]) == [
+        "re:^(?!visual).*",
+        "Linear",
+    ]
 
 
 def test_a_name_is_told_from_all_others() -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Iterator
+from functools import lru_cache
 
 from torch.nn import Module, Parameter
 
 __all__ = [
     "Forms",
     "Possible",
-    "excludes",
+    "is_of_tower",
+    "means",
     "named_modules",
     "names_of",
     "own_parameters",
@@ -59,7 +61,7 @@ def names_of(name: str) -> tuple[str, ...]:
     >>> names_of("layers.0.mlp.w1")
     ('layers.0.mlp.w1',)
     """
-    if name.startswith(_TOWERS):
+    if is_of_tower(name):
         return name, name.removeprefix("model.")
     if name == _HEAD:
         return name, f"language_model.{_HEAD}"
@@ -80,13 +82,61 @@ def _names_in_mixture(name: str) -> tuple[str, ...]:
     return names if found is None else (*names, found[1] + _USUAL[found[2]] + found[3])
 
 
-def excludes(target: str) -> bool:
-    """Whether a target is a pattern that says what a name is not: it means own names alone.
+def is_of_tower(name: str) -> bool:
+    """Whether a module lies in a tower beside the text, or joins it to that."""
+    return name.startswith(_TOWERS)
 
-    >>> excludes("re:(?!model.visual).*proj"), excludes("re:.*proj")
-    (True, False)
+
+def means(target: str, name: str) -> bool:
+    """Whether a target is one of a module's names, or a pattern for one.
+
+    What a pattern says that a name is not (``(?!`` and ``(?<!``) holds for all of the names: who
+    leaves out ``vision_tower`` means the tower, whatever it is called now.
+
+    >>> means("re:(?!vision_tower).*proj", "model.vision_tower.proj")
+    False
+    >>> means("re:(?!vision_tower).*proj", "model.layers.0.proj")
+    True
     """
-    return target.startswith(_REGEX) and ("(?!" in target or "(?<!" in target)
+    names = names_of(name)
+    if not target.startswith(_REGEX):
+        return target in names
+    pattern, rest = _parts(target.removeprefix(_REGEX))
+    hits = [pattern.match(one) is not None for one in names]
+    if not any(hits) or all(hits):
+        return all(hits)
+    left_out = (rest.match(one) for one, hit in zip(names, hits, strict=True) if not hit)
+    return rest is pattern or not any(left_out)
+
+
+@lru_cache(maxsize=4096)
+def _parts(pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """A pattern, and the same without what it says that a name is not."""
+    whole = re.compile(pattern)
+    rest = _without_exclusions(pattern)
+    try:
+        return whole, whole if rest == pattern else re.compile(rest)
+    except re.error:  # it may have named a group there, for one
+        return whole, whole
+
+
+def _without_exclusions(pattern: str) -> str:
+    r"""A pattern without ``(?!…)`` and ``(?<!…)``.
+
+    >>> _without_exclusions(r"^(?!a|.*(b|\)))x(?<!y)[(?!]")
+    '^x[(?!]'
+    """
+    kept, depth, in_set = "", 0, False
+    for part in re.findall(r"\\.|\(\?<?!|.", pattern, flags=re.DOTALL):
+        starts = part.startswith("(?") and len(part) > 1 and not in_set
+        if starts or (depth and part == "(" and not in_set):
+            depth += 1
+        if not depth:
+            kept += part
+        if depth and part == ")" and not in_set:
+            depth -= 1
+        in_set = (in_set or part == "[") and part != "]"
+    return kept
 
 
 def named_modules(model: Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Module]]:

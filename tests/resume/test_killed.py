@@ -52,7 +52,7 @@ BOUNDARIES = [
     *at("gptq", {1}, {3}, kind="torn"),
     *at("ragged", set(), {3}),
     *at("one_pass", {3}, {2}, "appended"),
-    *at("cache", set(), {2, 3}, "appended"),
+    *at("cache", {3}, {2}, "appended"),
     *at("sparse", {7}, {2, 4, 5, 9}),
     *at("pruned", set(), {3, 5}),
     *at("pruned_rounded", {3}, {5, 7}),

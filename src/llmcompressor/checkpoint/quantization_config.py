@@ -41,7 +41,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import embeddings
 from llmcompressor.modeling.fused import is_expert
 from llmcompressor.modeling.settings import text_config
-from llmcompressor.names import named_modules, names_of
+from llmcompressor.names import is_of_tower, named_modules, names_of
 
 __all__ = ["build_quantization_config"]
 
@@ -257,7 +257,11 @@ def _served_name(stored: str) -> str:
 
     >>> _served_name("model.language_model.layers.3.mlp.up_proj")
     'language_model.model.layers.3.mlp.up_proj'
+    >>> _served_name("model.vision_tower.layers.3.mlp.up_proj")
+    'vision_tower.layers.3.mlp.up_proj'
     """
+    if is_of_tower(stored):
+        return stored.removeprefix("model.")
     match = _INDEXED.search(stored)
     tail = match.group(1) if match else stored.rpartition(".")[2]
     return f"language_model.model.{tail}"

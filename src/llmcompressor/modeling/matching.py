@@ -30,7 +30,7 @@ from torch.nn import Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.names import Forms, Possible, excludes, named_modules, names_of
+from llmcompressor.names import Forms, Possible, means, named_modules
 
 __all__ = [
     "as_targets",
@@ -81,10 +81,8 @@ def matches_name(name: str, target: str) -> bool:
     (True, False)
     """
     if target.startswith(REGEX):
-        pattern = _compiled(target.removeprefix(REGEX))
-        names = (name,) if excludes(target) else names_of(name)
-        return any(pattern.match(one) is not None for one in names)
-    return target in names_of(name)
+        _compiled(target.removeprefix(REGEX))  # one that cannot be read is refused with words
+    return means(target, name)
 
 
 def matches_class(module: Module, target: str) -> bool:

@@ -32,12 +32,12 @@ from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
 )
-from compressed_tensors.utils.match import is_narrow_match, match_name, match_targets
+from compressed_tensors.utils.match import is_narrow_match, match_targets
 from torch.nn import Embedding, Linear, Module
 
 from llmcompressor.errors import TargetError
 from llmcompressor.logger import logger
-from llmcompressor.names import Forms, Possible, excludes, named_modules, names_of
+from llmcompressor.names import Forms, Possible, means, named_modules, names_of
 from llmcompressor.schemes.attention import is_cached_attention
 from llmcompressor.wording import listed
 
@@ -108,20 +108,14 @@ def matching_targets(name: str, module: Module, targets: Iterable[str]) -> list[
     """
     every = list(targets)
     matched: list[str] = match_targets(name, module, every)
-    for other in names_of(name)[1:]:
-        meant = [target for target in every if not excludes(target)]
-        known = set(matched) | set(match_targets(other, module, meant))
-        by_name = sorted(
-            (target for target in known if _is_named(target, name)),
-            key=lambda target: (target.startswith("re:"), target),
-        )
-        matched = [*by_name, *(target for target in matched if target not in by_name)]
-    return matched
-
-
-def _is_named(target: str, name: str) -> bool:
-    names = (name,) if excludes(target) else names_of(name)
-    return any(match_name(one, target) for one in names)
+    if len(names_of(name)) == 1:
+        return matched
+    by_name = sorted(
+        {target for target in every if means(target, name)},
+        key=lambda target: (target.startswith("re:"), target),
+    )
+    by_class = (one for one in matched if one not in by_name and not one.startswith("re:"))
+    return [*by_name, *by_class]
 
 
 def assign_schemes(
@@ -234,7 +228,7 @@ class _Walk:
         ignore = self._left_out.of(name, module)
         return _Matched(
             matched,
-            [target for target in matched if _is_named(target, name)],
+            [target for target in matched if means(target, name)],
             bool(matched) and bool(matching_targets(name, module, ignore)),
         )
 
