@@ -385,18 +385,21 @@ class Moe(nn.Module):
         self.mlp.router_gate = nn.Linear(64, 4)
         self.gate = nn.Module()
         self.gate.wg = nn.Linear(64, 4)
+        self.indexer = nn.Module()
+        self.indexer.wk = nn.Linear(64, 64)
+        self.indexer.weights_proj = nn.Linear(64, 4)
         self.mlp.gate_proj = nn.Linear(64, 64)
         self.mlp.expert = nn.Linear(64, 64)
 
 
-def test_router_gates_stay_out_unless_named(log: list[tuple[str, str]]) -> None:
+def test_what_servers_build_plain_stays_out_unless_named(log: list[tuple[str, str]]) -> None:
     schemes = resolve_schemes(scheme="FP8").schemes_by_module(Moe())
     assert list(schemes) == ["mlp.gate_proj", "mlp.expert"]
     assert len(log) == 1
     assert log[0][0] == "INFO"
     assert "mlp.shared_expert_gate" in log[0][1]
-    named = resolve_schemes(scheme="FP8", targets=["Linear", "re:.*mlp.gate$"])
-    assert "mlp.gate" in named.schemes_by_module(Moe())
+    named = resolve_schemes(scheme="FP8", targets=["Linear", "re:.*(mlp.gate|indexer.wk)$"])
+    assert {"mlp.gate", "indexer.wk"} <= named.schemes_by_module(Moe()).keys()
 
 
 def test_a_tied_head_stays_out_unless_named(log: list[tuple[str, str]]) -> None:

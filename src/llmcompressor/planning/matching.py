@@ -18,7 +18,12 @@ from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.names import Forms, Possible, named_modules, own_parameters
 from llmcompressor.planning.result import Match, ModuleRow
 from llmcompressor.quantization.base import QuantizationMixin
-from llmcompressor.schemes.assign import is_quantizable, is_router, matching_targets
+from llmcompressor.schemes.assign import (
+    is_quantizable,
+    is_router,
+    is_served_plain,
+    matching_targets,
+)
 from llmcompressor.schemes.presets import format_of
 
 __all__ = [
@@ -261,8 +266,9 @@ def _why_dense(
             entry = next((one for one in near if matches(name, module, one)), None)
             if entry is not None:
                 return f"ignored by {entry!r}"
-    if targeted and is_router(name, module):
-        return "a router, which engines serve unquantized"
+    if targeted and is_served_plain(name, module):
+        kind = "a router" if is_router(name, module) else "a part of an indexer"
+        return f"{kind}, which engines serve unquantized"
     if targeted and any(id(one) in embedded for one in own_parameters(module)):
         return "its weight is the input embedding's"
     if targeted:

@@ -47,6 +47,7 @@ __all__ = [
     "is_empty",
     "is_quantizable",
     "is_router",
+    "is_served_plain",
     "matching_targets",
     "output_head",
     "reached",
@@ -54,6 +55,7 @@ __all__ = [
 ]
 
 _ROUTER = re.compile(r"(?:.*\.)?(?:(?:gate|router)(?:\..+)?|router_gate|shared_expert_gate)")
+_INDEXER = re.compile(r"(?:.*\.)?indexer\.(?:wk|weights_proj)")
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 
 
@@ -65,6 +67,14 @@ def is_empty(scheme: QuantizationScheme) -> bool:
 def is_router(name: str, module: Module) -> bool:
     """Whether a module decides which expert a token goes to, by its name or its class."""
     return bool(_ROUTER.fullmatch(name) or _ROUTER_CLASS.search(type(module).__name__))
+
+
+def is_served_plain(name: str, module: Module) -> bool:
+    """Whether servers build a module without quantization: routers, and parts of indexers.
+
+    These choose which tokens sparse attention looks at.
+    """
+    return is_router(name, module) or _INDEXER.fullmatch(name) is not None
 
 
 def weight_of(module: Module) -> torch.Tensor | None:
@@ -182,7 +192,7 @@ class _Walk:
     ignore: list[str]
     modules: dict[str, Module] = field(default_factory=dict)
     schemes: dict[str, QuantizationScheme] = field(default_factory=dict)
-    routers: list[str] = field(default_factory=list)
+    served_plain: list[str] = field(default_factory=list)
     tied_heads: list[str] = field(default_factory=list)
     heads: dict[str, QuantizationScheme] = field(default_factory=dict)
     contested: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -253,8 +263,8 @@ class _Walk:
         # A class of its own, such as Llama4Router, names the module as well as its name does.
         own_class = type(module).__name__ in set(matched) - {"Linear"}
         if isinstance(module, Linear) and not by_name and not own_class:
-            if is_router(name, module):
-                self.routers.append(name)
+            if is_served_plain(name, module):
+                self.served_plain.append(name)
                 return
             if id(weight_of(module)) in self._embedded:
                 self.tied_heads.append(name)
@@ -316,10 +326,11 @@ def _refuse_useless(found: _Walk) -> None:
 
 
 def _report(found: _Walk) -> None:
-    if found.routers:
+    if found.served_plain:
         logger.info(
-            f"Left unquantized: {len(found.routers)} router gate(s), which engines serve "
-            f"unquantized ({listed(found.routers)}). To quantize one, target it by name."
+            f"Left unquantized: {len(found.served_plain)} router gate(s) or the like, which "
+            f"engines serve unquantized ({listed(found.served_plain)}). To quantize one, target it "
+            "by name."
         )
     if found.unreadable:
         logger.info(
