@@ -224,6 +224,32 @@ def test_partly_quantized_lists_exact_names() -> None:
     check_both_readers(model, config)
 
 
+def _keys_for_values(groups: dict[str, QuantizationScheme], *ignore: str) -> dict[str, Any]:
+    model = tiny.llama()
+    for layer in model.model.layers:
+        del layer.self_attn.v_proj
+    return build(tiny.quantize_model(model, groups, ignore=("lm_head", *ignore)))
+
+
+def test_values_that_are_taken_from_keys_are_treated_as_those() -> None:
+    """vLLM joins q, k and v there too, and asks for the scheme of each by name."""
+    keys, values = (
+        [f"model.layers.{index}.self_attn.{own}_proj" for index in range(2)] for own in "kv"
+    )
+    by_name = {
+        "a": preset_scheme("FP8", ["re:.*layers.0.*[qk]_proj", "re:.*o_proj"]),
+        "b": preset_scheme("W4A16", ["re:.*mlp.*"]),
+    }
+    config = _keys_for_values(by_name)
+    assert values[0] in config["config_groups"]["group_0"]["targets"]
+    assert set(config["ignore"]) & {*keys, *values} == {keys[1], values[1]}
+
+    by_class = {"a": preset_scheme("FP8", ["Linear"])}
+    config = _keys_for_values(by_class, "re:.*layers.1.self_attn.[qko].*")
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert set(config["ignore"]) & {*keys, *values} == {keys[1], values[1]}
+
+
 def test_embeddings() -> None:
     args = QuantizationArgs(num_bits=8, strategy="channel")
     groups = {"g": QuantizationScheme(targets=["Embedding"], weights=args)}

@@ -11,13 +11,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 
 from torch.nn import Linear, Module
 
 from llmcompressor.names import named_modules
 
-__all__ = ["FUSED_SUFFIXES", "expert_sets", "fused_partners", "fused_sets", "is_expert"]
+__all__ = [
+    "FUSED_SUFFIXES",
+    "expert_sets",
+    "fused_partners",
+    "fused_sets",
+    "is_expert",
+    "keys_for_values",
+]
 
 FUSED_SUFFIXES: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -89,6 +96,25 @@ def fused_sets(model: Module) -> list[tuple[str, ...]]:
         if len(present) > 1:
             sets[present] = None
     return list(sets)
+
+
+def keys_for_values(present: Collection[str]) -> list[str]:
+    """Names of keys beside queries that have no values: attention takes them for those too.
+
+    Engines join q, k and v of such a layer as of any other (Gemma 4), and ask for the scheme of all
+    three by name.
+
+    >>> keys_for_values(["a.q_proj", "a.k_proj", "b.q_proj", "b.k_proj", "b.v_proj", "c.q_proj"])
+    ['a.k_proj']
+    """
+    known = set(present)
+    query, key, value = FUSED_SUFFIXES[0]
+    found = []
+    for name in present:
+        parent, _, own = name.rpartition(".")
+        if own == key and f"{parent}.{query}" in known and f"{parent}.{value}" not in known:
+            found.append(name)
+    return found
 
 
 def is_expert(name: str) -> bool:
