@@ -286,6 +286,43 @@ def test_a_plain_part_of_what_is_one_tensor_in_the_original(
     assert ("R4", name) in bad(sample.write(tmp_path / "bad"), split_folder)
 
 
+def test_tensors_that_the_class_has_no_place_for_in_its_layers_are_not_lost(
+    compressed: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Gemma 4's last layers take keys and values of others; its files hold some of their own."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        vocab_size=64,
+        vocab_size_per_layer_input=64,
+        hidden_size=64,
+        hidden_size_per_layer_input=0,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        global_head_dim=32,
+        layer_types=["full_attention"] * 2,
+        num_kv_shared_layers=1,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "own")
+    source = Sample.read(tmp_path / "own")
+    attention = "model.layers.1.self_attn"
+    for own in ("k_proj", "v_proj"):
+        source.tensors[f"{attention}.{own}.weight"] = torch.randn(32, 64).bfloat16()
+    original = source.write(tmp_path / "source")
+    recipe = QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"])
+    sample = Sample.read(compressed(original, recipe))
+    report = verify(sample.write(tmp_path / "good"), original, tp=1)
+    assert report.ok
+    notes = {one.module for one in report.findings if one.rule == "R1"}
+    assert notes == {f"{attention}.k_proj.weight", f"{attention}.v_proj.weight"}
+    del sample.tensors[f"{attention}.q_norm.weight"]
+    gone = bad(sample.write(tmp_path / "gone"), original)
+    assert ("R1", f"{attention}.q_norm.weight") in gone
+
+
 def test_experts_whose_stacks_are_named_and_joined_otherwise_in_the_original(
     compressed: Callable[..., Path], tmp_path: Path
 ) -> None:

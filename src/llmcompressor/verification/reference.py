@@ -14,6 +14,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from llmcompressor.verification.class_model import passes_over
 from llmcompressor.verification.config_changes import ABSENT, config_changes
 from llmcompressor.verification.converted import Converted, Made
 from llmcompressor.verification.decode import CHUNK, Codes, Part
@@ -487,6 +488,11 @@ class Reference:
                 continue
             twin = self._twin(name, used)
             if twin is not None:
+                continue
+            if passes_over(self.checkpoint.config, name):
+                said = "Its layer takes no such tensor: the class passes over it."
+                remedy = "Nothing; model_free_ptq keeps every tensor."
+                yield _finding("R1", name, said, remedy, Severity.NOTE)
                 continue
             head = name.endswith(("lm_head.weight", "embed_out.weight"))
             yield _finding(
