@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import Module
 
 from llmcompressor.core.state import State
 from llmcompressor.errors import NonFiniteError, TargetError
+from llmcompressor.logger import logger
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modeling.fused import is_expert
@@ -24,6 +26,22 @@ from llmcompressor.schemes.bridge import default_observer, needs_global_scale
 __all__ = ["ActivationObservers"]
 
 _STATE_KINDS = {"q": "query", "k": "key", "v": "value"}
+_NOTHING = 1e-35
+_NUMBER = re.compile(r"(?<=\bexperts\.)\d+(?=\.)")
+
+
+def _of_any_expert(name: str) -> str:
+    """The name of a module of an expert, without the expert's number.
+
+    >>> _of_any_expert("layers.0.experts.17.down_proj")
+    'layers.0.experts.*.down_proj'
+    """
+    return _NUMBER.sub("*", name)
+
+
+def _is_nothing(observer: Observer) -> bool:
+    """Whether the range is empty, or so small that its global scale is more than a float32."""
+    return not any(bool((bound.abs() > _NOTHING).any()) for bound in observer.range())
 
 
 class ActivationObservers:
@@ -40,6 +58,7 @@ class ActivationObservers:
         self._observers: dict[Module, dict[str, Observer]] = {}
         self._names: dict[Module, str] = {}
         self._inputs: dict[Module, list[Observer]] = {}
+        self._least: dict[str, Tensor] = {}
 
     def watch_linear(
         self, module: Module, name: str, scheme: QuantizationScheme, *, source: Module | None = None
@@ -94,9 +113,7 @@ class ActivationObservers:
             self._check_seen(module, base, observer)
             args = observer.args
             if needs_global_scale(args):
-                global_scale = observer.global_scale()
-                assert global_scale is not None
-                found[f"{base}_global_scale"] = global_scale
+                found[f"{base}_global_scale"] = self._global_scale(module, base, observer)
             if args.dynamic == DynamicType.LOCAL:
                 continue
             scale, zero_point = observer.qparams(
@@ -106,6 +123,35 @@ class ActivationObservers:
             if not args.symmetric:
                 found[f"{base}_zero_point"] = zero_point
         return found
+
+    def _global_scale(self, module: Module, base: str, observer: Observer) -> Tensor:
+        """The observer's own; that of other experts where an expert's inputs were all zero.
+
+        Engines take the least of a mixture's scales for the inputs of all its experts, so one that
+        stands for nothing must not be less than those of the others.
+        """
+        found, name = observer.global_scale(), self._names[module]
+        assert found is not None
+        if base != "input" or not is_expert(name):
+            return found
+        mixture = _of_any_expert(name)
+        if not _is_nothing(observer):
+            known = self._least.get(mixture, found)
+            self._least[mixture] = torch.minimum(known, found)
+            return found
+        every = [self._least[mixture]] if mixture in self._least else []
+        for other, observers in self._observers.items():
+            own = observers.get("input")
+            if own is not None and _of_any_expert(self._names[other]) == mixture:
+                scale = own.global_scale() if own.observations and not _is_nothing(own) else None
+                every += [] if scale is None else [scale]
+        if not every:
+            return found
+        logger.warning(
+            f"All inputs of {name} were zero in calibration: its global scale is the least "
+            "that the other experts of its layer have."
+        )
+        return torch.stack([scale.to(found) for scale in every]).min(dim=0).values
 
     def forget(self, modules: Iterable[Module]) -> None:
         """Drop what was observed of ``modules``: it is stored with them now."""
