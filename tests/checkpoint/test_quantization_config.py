@@ -224,30 +224,35 @@ def test_partly_quantized_lists_exact_names() -> None:
     check_both_readers(model, config)
 
 
-def _keys_for_values(groups: dict[str, QuantizationScheme], *ignore: str) -> dict[str, Any]:
+def _borrowing(groups: dict[str, QuantizationScheme], *ignore: str) -> dict[str, Any]:
+    """The first layer takes its keys for values, the second one both from elsewhere."""
     model = tiny.llama()
-    for layer in model.model.layers:
-        del layer.self_attn.v_proj
+    first, second = (layer.self_attn for layer in model.model.layers)
+    del first.v_proj, second.k_proj, second.v_proj
     return build(tiny.quantize_model(model, groups, ignore=("lm_head", *ignore)))
 
 
-def test_values_that_are_taken_from_keys_are_treated_as_those() -> None:
-    """vLLM joins q, k and v there too, and asks for the scheme of each by name."""
-    keys, values = (
-        [f"model.layers.{index}.self_attn.{own}_proj" for index in range(2)] for own in "kv"
+@pytest.mark.parametrize("layer", [0, 1])
+def test_keys_and_values_that_a_layer_has_not_are_treated_as_its_queries(layer: int) -> None:
+    """Engines join q, k and v there too, and ask for the scheme of each by name."""
+    own, other = (
+        {f"model.layers.{index}.self_attn.{name}_proj" for name in "qkv"}
+        for index in (layer, 1 - layer)
     )
     by_name = {
-        "a": preset_scheme("FP8", ["re:.*layers.0.*[qk]_proj", "re:.*o_proj"]),
+        "a": preset_scheme("FP8", [f"re:.*layers.{layer}.*[qk]_proj", "re:.*o_proj"]),
         "b": preset_scheme("W4A16", ["re:.*mlp.*"]),
     }
-    config = _keys_for_values(by_name)
-    assert values[0] in config["config_groups"]["group_0"]["targets"]
-    assert set(config["ignore"]) & {*keys, *values} == {keys[1], values[1]}
+    config = _borrowing(by_name)
+    targets = set(config["config_groups"]["group_0"]["targets"])
+    assert f"model.layers.{layer}.self_attn.v_proj" in targets
+    assert not targets & other
+    assert set(config["ignore"]) & {*own, *other} == other
 
     by_class = {"a": preset_scheme("FP8", ["Linear"])}
-    config = _keys_for_values(by_class, "re:.*layers.1.self_attn.[qko].*")
+    config = _borrowing(by_class, f"re:.*layers.{layer}.self_attn.[qko].*")
     assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
-    assert set(config["ignore"]) & {*keys, *values} == {keys[1], values[1]}
+    assert set(config["ignore"]) & {*own, *other} == own
 
 
 def test_embeddings() -> None:

@@ -8,7 +8,7 @@ substrings of its own class names, and never looks at classes in ``ignore``. A c
 written only in a form that both read alike: every quantized module matches the targets of its own
 group and of no other, every other module matches none or is ignored by its exact name. Where
 the recipe's own targets do not have this property, exact module names are written instead.
-Where a layer takes its keys for its values, vLLM still asks for the scheme of three, by name.
+Keys and values that a layer takes from elsewhere are named too: engines ask for their scheme.
 
 A module may have several names: that in memory, that in the checkpoint, and those of other classes
 that transformers reads it with. Wherever one is written all are.
@@ -40,7 +40,7 @@ from llmcompressor.checkpoint.layout import checkpoint_names, sources_of_plain
 from llmcompressor.checkpoint.other_names import other_names, readers, tied_names
 from llmcompressor.logger import logger
 from llmcompressor.modeling.embeddings import embeddings
-from llmcompressor.modeling.fused import is_expert, keys_for_values
+from llmcompressor.modeling.fused import absent_partners, is_expert
 from llmcompressor.modeling.settings import text_config
 from llmcompressor.names import is_of_tower, named_modules, names_of
 
@@ -113,7 +113,7 @@ def build_quantization_config(
     tied = tied_names(model, classes, others)  # Linears to a reader, and in no file
     ignore = [*_ignore(model, candidates, quantized, others), *tied, *extra_ignore]
     _choose_targets(groups, candidates, ignore)
-    _name_absent_values(groups, candidates, ignore)
+    _name_absent(groups, candidates, ignore)
     for group in attention:
         group.targets = _attention_targets(model, group)
 
@@ -386,30 +386,30 @@ def _is_unambiguous(
     return True
 
 
-def _absent_values(candidates: Sequence[_Candidate]) -> Iterator[tuple[_Candidate, _Candidate]]:
-    """Values that a layer takes from its keys, as modules that they might be, and those keys."""
-    keys = set(keys_for_values([item.name for item in candidates]))
+def _absent(candidates: Sequence[_Candidate]) -> Iterator[tuple[_Candidate, _Candidate]]:
+    """What would be joined with a module and is not there, and that module."""
+    absent = absent_partners([item.name for item in candidates])
     for item in candidates:
-        if item.name in keys:
+        for partner in absent.get(item.name, ()):
+            own, other = (each.rpartition(".")[2] for each in (item.name, partner))
             name, stored, served, *others = (
-                re.sub(r"k_proj$", "v_proj", each)
+                f"{each.removesuffix(own)}{other}"
                 for each in (item.name, item.stored, item.served, *item.others)
             )
-            values = replace(item, name=name, stored=stored, served=served, others=tuple(others))
-            yield values, item
+            yield replace(item, name=name, stored=stored, served=served, others=tuple(others)), item
 
 
-def _name_absent_values(
+def _name_absent(
     groups: Sequence[_Group], candidates: Sequence[_Candidate], ignore: list[str]
 ) -> None:
-    """Say of values that a layer takes from its keys what is said of those."""
+    """Say of keys and values that a layer has not what is said of its queries."""
     left_out = _Targets(ignore)
     targets = [_Targets(group.targets) for group in groups]
-    for values, keys in _absent_values(candidates):
-        if keys.group is not None and not targets[keys.group].served_for(values):
-            groups[keys.group].targets += values.names
-        elif keys.group is None and left_out.means(keys.stored):
-            ignore += [name for name in values.names if not left_out.means(name)]
+    for partner, item in _absent(candidates):
+        if item.group is not None and not targets[item.group].served_for(partner):
+            groups[item.group].targets += partner.names
+        elif item.group is None and left_out.means(item.stored):
+            ignore += [name for name in partner.names if not left_out.means(name)]
 
 
 def _ignore(

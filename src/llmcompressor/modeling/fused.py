@@ -19,11 +19,11 @@ from llmcompressor.names import named_modules
 
 __all__ = [
     "FUSED_SUFFIXES",
+    "absent_partners",
     "expert_sets",
     "fused_partners",
     "fused_sets",
     "is_expert",
-    "keys_for_values",
 ]
 
 FUSED_SUFFIXES: tuple[tuple[str, ...], ...] = (
@@ -98,23 +98,25 @@ def fused_sets(model: Module) -> list[tuple[str, ...]]:
     return list(sets)
 
 
-def keys_for_values(present: Collection[str]) -> list[str]:
-    """Names of keys beside queries that have no values: attention takes them for those too.
+def absent_partners(present: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Queries whose attention has no keys or values of its own → the names that those would have.
 
-    Engines join q, k and v of such a layer as of any other (Gemma 4), and ask for the scheme of all
-    three by name.
+    It takes the keys for values (Gemma 4's full attention), or both from another layer (its last
+    layers). Engines join q, k and v there as elsewhere, and ask for the scheme of all by name.
+    Where a model has no such keys at all, as with a latent, nothing is joined.
 
-    >>> keys_for_values(["a.q_proj", "a.k_proj", "b.q_proj", "b.k_proj", "b.v_proj", "c.q_proj"])
-    ['a.k_proj']
+    >>> absent_partners(["0.attn.q_proj", "0.attn.k_proj", "1.attn.q_proj", "1.cross.q_proj"])
+    {'0.attn.q_proj': ('0.attn.v_proj',), '1.attn.q_proj': ('1.attn.k_proj', '1.attn.v_proj')}
     """
-    known = set(present)
     query, key, value = FUSED_SUFFIXES[0]
-    found = []
-    for name in present:
-        parent, _, own = name.rpartition(".")
-        if own == key and f"{parent}.{query}" in known and f"{parent}.{value}" not in known:
-            found.append(name)
-    return found
+    known, parted = set(present), [(name, *name.rpartition(".")[::2]) for name in present]
+    kinds = {parent.rpartition(".")[2] for _, parent, own in parted if own == key}
+    found = {}
+    for name, parent, own in parted:
+        if own == query and parent.rpartition(".")[2] in kinds:
+            others = (f"{parent}.{each}" for each in (key, value))
+            found[name] = tuple(one for one in others if one not in known)
+    return {name: absent for name, absent in found.items() if absent}
 
 
 def is_expert(name: str) -> bool:
