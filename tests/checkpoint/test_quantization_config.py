@@ -17,6 +17,8 @@ from compressed_tensors.quantization import (
 from compressed_tensors.utils import match_named_modules
 from compressed_tensors.utils.match import match_targets
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
@@ -310,6 +312,36 @@ def test_routers_and_fused_experts_are_ignored() -> None:
             patterns = [entry[3:] for entry in config["ignore"] if entry.startswith("re:")]
             assert any(re.match(pattern, expert) for pattern in patterns)
     assert set(by_compressed_tensors(model, config)) == set(expected(model))
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_experts_right_in_a_layer_are_meant_where_engines_have_a_module_around_them(
+    is_quantized: bool,
+) -> None:
+    """Gemma 4's lie in ``layers.0.experts``, and vLLM looks for ``layers.0.moe.experts``."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        **{**tiny.SIZES, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 0},
+        **{"head_dim": 32, "global_head_dim": 32, "layer_types": ["full_attention"] * 2},
+        **{"enable_moe_block": True, "num_experts": 2, "top_k_experts": 1},
+        moe_intermediate_size=32,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config)
+    groups = {"a": preset_scheme("FP8", ["Linear"])}
+    if is_quantized:
+        groups["b"] = preset_scheme("W8A16", ["re:.*layers.0.experts.*"])
+        expert = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(128, 32)})
+        for layer in model.model.layers:
+            layer.experts = torch.nn.ModuleList([expert])
+    written = build(tiny.quantize_model(model, groups))
+    named = written["ignore"]
+    if is_quantized:
+        named = written["config_groups"]["group_1"]["targets"]
+    own = "0.moe.experts.0.up_proj"
+    patterns = [re.compile(entry[3:]) for entry in named if entry.startswith("re:")]
+    for prefix in ("model", "language_model.model"):
+        assert any(each.match(f"{prefix}.layers.{own}") for each in patterns)
 
 
 def multimodal() -> LlavaForConditionalGeneration:

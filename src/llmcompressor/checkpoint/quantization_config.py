@@ -47,6 +47,8 @@ from llmcompressor.names import is_of_tower, named_modules, names_of
 __all__ = ["build_quantization_config"]
 
 _INDEXED = re.compile(r"(?:^|\.)([^.\d]+\.\d+\..*)$")
+_IN_LAYER = re.compile(r"(\.\d+\.)experts\.")
+"""Experts right in a layer: vLLM and SGLang have a module ``moe`` between the two (Gemma 4)."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,9 @@ def _candidates(
             name=name,
             stored=stored[name],
             others=others.get(stored[name], ()),
-            served=_served_name(stored[name]) if is_wrapped else stored[name],
+            served=_IN_LAYER.sub(
+                r"\1moe.experts.", _served_name(stored[name]) if is_wrapped else stored[name]
+            ),
             classes=classes[type(module)],
             served_class="" if module is head else _served_class(module),
             group=group_of.get(name),
@@ -305,6 +309,7 @@ class _Targets:
     def served_for(self, item: _Candidate) -> bool:
         """Whether vLLM does."""
         by_name = item.name in self._exact or item.stored in self._exact
+        by_name &= _IN_LAYER.search(item.stored) is None
         return by_name or self._match(item.served) or self._is_served(item.served_class)
 
     def means(self, name: str) -> bool:
@@ -338,7 +343,8 @@ def _choose_targets(
     by_name = {item.name: item for item in candidates}
     for group in groups:
         own = [name for entry in group.members for name in by_name[entry.name].names]
-        group.targets = list(dict.fromkeys([*own, *_head_targets(group, candidates)]))
+        more = (*_head_targets(group, candidates), *_held_targets(group))
+        group.targets = list(dict.fromkeys([*own, *more]))
 
 
 def _head_targets(group: _Group, candidates: Sequence[_Candidate]) -> list[str]:
@@ -364,6 +370,30 @@ def _expert_targets(group: _Group) -> list[str]:
 
 def _own(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _held_targets(group: _Group) -> list[str]:
+    """Patterns for experts right in a layer, which full names do not reach in vLLM."""
+    found: dict[str, None] = {}
+    for name in (entry.name for entry in group.members):
+        match = _IN_LAYER.search(name)
+        if match is not None:
+            own = re.escape(name.rpartition(".")[2])
+            found[rf"{_held(name[: match.end()])}\d+\.{own}$"] = None
+    return list(found)
+
+
+def _held(path: str) -> str:
+    r"""A pattern for what begins with a path, behind any prefix, and for experts in a module more.
+
+    >>> print(_held("model.layers.3.experts."))
+    re:(?:.*\.)?layers\.3\.(?:moe\.)?experts\.
+    """
+    match = _INDEXED.search(path)
+    parts = _IN_LAYER.split(match.group(1) if match else path)
+    every = [re.escape(part) for part in parts]
+    own = f"{every[0]}{every[1]}(?:moe\\.)?experts\\.{every[2]}" if every[1:] else every[0]
+    return rf"re:(?:.*\.)?{own}"
 
 
 def _is_unambiguous(
@@ -481,8 +511,7 @@ def _fused_experts(model: PreTrainedModel, stacks: Sequence[str]) -> list[str]:
     patterns = []
     for name in stacks:
         for path in (f"{name}.", f"{stored[name]}."):
-            match = _INDEXED.search(path)
-            patterns.append(rf"re:(?:.*\.)?{re.escape(match.group(1) if match else path)}.*")
+            patterns.append(f"{_held(path)}.*")
     return list(dict.fromkeys(patterns))
 
 

@@ -71,6 +71,8 @@ _SHARED_GATE = r"(?:.*\.)?shared_expert_gate"
 _MTP_FC = r"(?:.*\.)?eh_proj"
 _INDEXER = r"(?:.*\.)?indexer\.(?:wk|weights_proj)"
 
+_TOWERS = r"(?:.*\.)?(?:vision_tower|embed_vision|audio_tower|embed_audio)\..*"
+
 _TYPES_LIKE_LLAMA = (
     "llama",
     "mistral",
@@ -146,6 +148,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(("jamba", "mamba", "mamba2", "bloom", "opt"), quantizes_head=False),
     Family(("mistral3",), drops_scales=True),
+    Family(("gemma4", "gemma4_text"), lookup={".experts.": ".moe.experts."}),
     Family(_TYPES_WITH_CONV1D, transposed=_CONV1D),
 )
 _BY_TYPE = {name: family for family in FAMILIES for name in family.types}
@@ -180,6 +183,7 @@ def family_of(
     types = [str(each.get("model_type") or "") for each in (config, text_settings(config))]
     found = next((_BY_TYPE[name] for name in types if name in _BY_TYPE), None)
     row = _LIKE_LLAMA if found is None else _without_lora(found, text_settings(config))
+    row = _with_plain_towers(row, config)
     if found is None and set(_W123) <= set(experts):
         row = replace(row, experts=_W123)
     if present is None:
@@ -193,3 +197,19 @@ def _without_lora(family: Family, settings: Mapping[str, Any]) -> Family:
     if family.is_mla and not settings.get("q_lora_rank"):
         return replace(family, fused=dict(_GATE_UP))
     return family
+
+
+def _with_plain_towers(family: Family, config: Mapping[str, Any]) -> Family:
+    """Gemma 4's towers are quantized where the sizes of that for pictures are multiples of 64.
+
+    >>> vision = {"hidden_size": 1152, "intermediate_size": 4304}
+    >>> config = {"model_type": "gemma4", "vision_config": vision}
+    >>> _with_plain_towers(Family(()), config).plain == (_TOWERS,)
+    True
+    """
+    vision = config.get("vision_config")
+    if config.get("model_type") != "gemma4" or not isinstance(vision, Mapping):
+        return family
+    sizes = (vision.get("hidden_size", 768), vision.get("intermediate_size", 3072))
+    are_served = all(isinstance(size, int) and size % 64 == 0 for size in sizes)
+    return family if are_served else replace(family, plain=(*family.plain, _TOWERS))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -168,9 +168,12 @@ class Resolver:
         return _Names(self._sorted_targets)
 
     def _renamed(self, texts: Iterable[str]) -> list[str]:
-        """Only entries with a dot that are no patterns are renamed (S18)."""
+        """Only entries with a dot that are no patterns are renamed (S18), none as by S18a."""
+        plain = replace(self.family, lookup={})
         return [
-            text if text.startswith("re:") or "." not in text else self.served(text)
+            text
+            if text.startswith("re:") or "." not in text
+            else served_name(text, self.config, plain)
             for text in texts
         ]
 
