@@ -256,6 +256,14 @@ def ignored_module_is_packed(sample: Sample) -> None:
     sample.settings["ignore"].append(DOWN)
 
 
+@fault("S19", f"{LAYER}.mlp.experts", base="qwen3_moe")
+def experts_are_left_dense_in_stacks(sample: Sample) -> None:
+    sample.drop(f"{LAYER}.mlp.experts.")
+    for own, shape in {"gate_up_proj": (2 * INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}.items():
+        stack = torch.randn(3, *shape, dtype=torch.bfloat16)
+        sample.tensors[f"{LAYER}.mlp.experts.{own}"] = stack
+
+
 @fault("S19", DOWN, also="T4")
 def module_is_left_dense(sample: Sample) -> None:
     sample.drop(f"{DOWN}.")

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from llmcompressor.verification.expected import is_stored_so
-from llmcompressor.verification.facts import Severity
-from llmcompressor.verification.layout import EXPERT, Entry
+from llmcompressor.verification.facts import Severity, TensorInfo
+from llmcompressor.verification.layout import EXPERT, PLAIN_FLOATS, Entry
 from llmcompressor.verification.resolve import compiled, served_class
 from llmcompressor.verification.rules.base import CONFIG, Problem, Rule, View, joined
 from llmcompressor.verification.scheme import Group
@@ -24,6 +24,9 @@ _CLASSES = (
     "GateLinear",
     "VocabParallelEmbedding",
     "ParallelLMHead",
+)
+_STACK = re.compile(
+    r"(?P<experts>(?:.*\.)?experts)\.(?:gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?$"
 )
 _WRITE_NAMES = "Write exact names of modules, or patterns that begin with re:.*"
 
@@ -239,6 +242,7 @@ def selection_is_complete(view: View) -> Iterator[Problem]:
     """S19."""
     if not view.settings:
         return  # S1 says so for all of them
+    yield from _plain_stacks(view)
     for entry in view.matrices:
         if view.is_plain(entry) or (entry.kind == "head" and view.is_tied):
             continue
@@ -259,6 +263,27 @@ def selection_is_complete(view: View) -> Iterator[Problem]:
                 f"Its codes are stored {'packed' if entry.form == 'packed' else 'one by one'}, and "
                 f"the format {scheme.format} has them otherwise.",
                 "Write the format in which it is stored.",
+            )
+
+
+def _is_stack(info: TensorInfo) -> bool:
+    return len(info.shape) == 3 and info.dtype in PLAIN_FLOATS
+
+
+def _plain_stacks(view: View) -> Iterator[Problem]:
+    """Mixtures whose experts are plain, in one tensor, and have a scheme in vLLM."""
+    named = (_STACK.match(name) for name, info in view.headers.items() if _is_stack(info))
+    for path in dict.fromkeys(found["experts"] for found in named if found is not None):
+        first = Entry(f"{path}.0.gate_proj", {}, "linear", "dense")
+        choice = view.choice(first)
+        scheme = choice.group.scheme if choice.group is not None else None
+        wants = scheme is not None and scheme.weights is not None and scheme.format != "dense"
+        if wants and not view.is_draft(path) and not view.is_plain(first):
+            yield Problem(
+                path,
+                f"The configuration quantizes its experts to {scheme}, and the file holds plain "
+                "ones, in stacks.",
+                "Ignore them by a pattern such as re:.*experts.*, or quantize them.",
             )
 
 
