@@ -7,6 +7,7 @@ import pytest
 import yaml
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
+from llmcompressor.modifiers.autoround import AutoRoundModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.recipe import Recipe
 from llmcompressor.schemes.presets import preset_scheme
@@ -78,6 +79,8 @@ _TAG = "!!python/object/apply:compressed_tensors.quantization.quant_args."
 SAVED_BY_ANOTHER_TOOL = f"""
 default_stage:
   default_modifiers:
+    AWQModifier:
+      offload_device: !!python/object/apply:torch.device [cpu]
     GPTQModifier:
       config_groups:
         g:
@@ -150,6 +153,8 @@ MODIFIERS = [
     QuantizationModifier(scheme="W8A8", observer={"weights": "mse", "input": "minmax"}),
     GPTQModifier(scheme="W4A16", actorder=None),
     GPTQModifier(scheme="W4A16", dampening_frac=1e-5, asymmetric=False),
+    GPTQModifier(scheme="W4A16", sequential_targets=["LlamaDecoderLayer"]),
+    AutoRoundModifier(scheme="W4A16"),
 ]
 
 
@@ -158,8 +163,18 @@ def test_objects_load_back_equal(modifier):
     recipe = Recipe.from_modifiers(modifier)
     again = Recipe.create_instance(recipe.yaml())
     assert again == recipe
+    assert again.modifiers == Recipe.create_instance(recipe.yaml()).modifiers
     mine, theirs = (each.modifiers[0].resolve_quantization_config() for each in (recipe, again))
     assert mine.groups == theirs.groups
+
+
+@pytest.mark.parametrize("modifier", MODIFIERS, ids=range(len(MODIFIERS)))
+def test_nothing_is_written_that_would_be_warned_of_and_was_not_given(modifier):
+    stage = yaml.safe_load(Recipe.from_modifiers(modifier).yaml())["default_stage"]
+    ((fields,),) = ([*each.values()] for each in stage.values())
+    assert (
+        fields.keys() & modifier.moved.keys() == modifier.model_fields_set & modifier.moved.keys()
+    )
 
 
 @pytest.mark.parametrize(

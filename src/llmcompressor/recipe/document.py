@@ -121,11 +121,11 @@ def add_number_resolvers(target: type[Any]) -> None:
     target.add_implicit_resolver(f"{_YAML}float", _FLOAT, list("-+.0123456789"))
 
 
-def _enum_value(loader: RecipeLoader, suffix: str, node: yaml.Node) -> object:
-    """The value of a pickled enum member, as recipes saved by other tools contain them.
+def _only_item(loader: RecipeLoader, suffix: str, node: yaml.Node) -> object:
+    """What a pickled object was made of, as recipes saved by other tools contain them.
 
     ``!!python/object/apply:compressed_tensors...QuantizationType [int]`` reads as ``int``: the
-    class is neither imported nor called.
+    class is neither imported nor called. So does a device, ``torch.device [cpu]``.
     """
     items = loader.construct_sequence(node) if isinstance(node, yaml.SequenceNode) else []
     if len(items) != 1 or not isinstance(items[0], (str, int, float)):
@@ -142,9 +142,8 @@ def _tuple_items(loader: RecipeLoader, node: yaml.Node) -> list[Any]:
 
 
 add_number_resolvers(RecipeLoader)
-RecipeLoader.add_multi_constructor(
-    f"{_YAML}python/object/apply:compressed_tensors.quantization.", _enum_value
-)
+for _module in ("compressed_tensors.quantization.", "torch.device"):
+    RecipeLoader.add_multi_constructor(f"{_YAML}python/object/apply:{_module}", _only_item)
 RecipeLoader.add_constructor(f"{_YAML}python/tuple", _tuple_items)
 
 

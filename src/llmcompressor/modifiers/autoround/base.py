@@ -60,6 +60,8 @@ from llmcompressor.wording import listed
 
 __all__ = ["AutoRoundModifier", "TuneRecord"]
 
+_NONE_SHOWN = ShownInputs({}, None)
+"""One for all modifiers that have not begun: they are equal if their fields are."""
 _SHRUNK_TO = 0.5
 """The least part of a weight's range that tuning may begin with."""
 TOKENS_PER_COLUMN = 16
@@ -145,7 +147,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
     _widest: dict[Module, int] = PrivateAttr(default_factory=dict)
     _experts: dict[Module, int] = PrivateAttr(default_factory=dict)
     """Linear of an expert → how many experts its block has."""
-    _shown: ShownInputs = PrivateAttr(default_factory=lambda: ShownInputs({}, None))
+    _shown: ShownInputs = PrivateAttr(default_factory=lambda: _NONE_SHOWN)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse observers that want to see inputs before there are any."""
@@ -467,7 +469,7 @@ class AutoRoundModifier(RecordedMixin, QuantizationMixin):
         self._calls.clear()
         self._blocks.clear()
         self._block_of.clear()
-        self._shown = ShownInputs({}, None)
+        self._shown = _NONE_SHOWN
         self._order = None
 
 
