@@ -457,11 +457,12 @@ def test_what_failed_is_let_go_of_before_the_next_try(
 @pytest.mark.parametrize(
     ("kind", "fields", "instead"),
     [
-        (GPTQModifier, {"sequential_update": True}, 'pipeline="basic"'),
+        (GPTQModifier, {"sequential": True}, 'pipeline="basic"'),
         (GPTQModifier, {"num_calibration_steps": 8}, "num_calibration_samples"),
         (GPTQModifier, {"sequential_targets": None}, None),
         (GPTQModifier, {}, None),
         (QuantizationModifier, {"sequential_update": False}, 'pipeline="basic"'),
+        (QuantizationModifier, {"dampening_frac": 0.1}, "GPTQModifier"),
         (AWQModifier, {"sequential_targets": ["LlamaDecoderLayer"]}, "--sequential-targets"),
     ],
 )

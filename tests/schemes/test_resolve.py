@@ -168,7 +168,8 @@ def test_observers_set_on_the_modifier_win_and_the_user_s_objects_stay() -> None
     mine = preset_scheme("FP8")
     by_field = resolve_schemes(config_groups={"g": mine}, weight_observer="mse")
     by_dict = resolve_schemes(config_groups={"g": mine}, observer={"weights": "mse"})
-    assert by_field == by_dict
+    by_name = resolve_schemes(config_groups={"g": mine}, observer="mse")
+    assert by_field == by_dict == by_name
     assert by_field.groups["g"].weights.observer == "mse"
     assert by_field.groups["g"].input_activations.observer == "static_minmax"
     assert mine == preset_scheme("FP8")
@@ -225,7 +226,7 @@ def group(**fields: Any) -> dict[str, Any]:
             "observer is set",
         ),
         ({"scheme": "W4A16", "observer": {"weight": "mse"}}, "Did you mean weights"),
-        ({"scheme": "W4A16", "observer": "mse"}, "must be a mapping"),
+        ({"scheme": "W4A16", "observer": ["mse"]}, "must be a mapping"),
         ({"scheme": "W4A16", "observer": {"weights": 3}}, "name of an observer"),
         ({"scheme": "W4A16", "targets": []}, "targets"),
         ({"scheme": "W4A16", "targets": 5}, "must name modules"),

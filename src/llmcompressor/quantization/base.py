@@ -105,7 +105,8 @@ class QuantizationMixin(Modifier):
         weight_observer: which observer finds the ranges of weights.
         input_observer: the same for inputs with static scales.
         output_observer: the same for outputs.
-        observer: the three as one mapping with the keys ``weights``, ``input``, ``output``.
+        observer: the three as one mapping with the keys ``weights``, ``input``, ``output``; or the
+            name of the first alone.
         bypass_divisibility_checks: accept group sizes that do not divide a weight's columns: the
             model runs in memory, and a runtime of one's own may read what is packed.
         allow_unmatched: accept targets that match nothing.

@@ -46,6 +46,7 @@ class TrainableMixin(QuantizationMixin):
             only observed, before anything is rounded.
         learned_scales: learn static scales of weights and activations with the model.
         sequential_update: without effect, with a warning: the pipeline decides.
+        sequential_targets: without effect, with a warning: give it to ``oneshot`` instead.
     """
 
     needs_time: ClassVar[bool] = True
@@ -55,6 +56,7 @@ class TrainableMixin(QuantizationMixin):
     num_calibration_steps: int = Field(default=1, ge=1)
     learned_scales: bool = False
     sequential_update: bool = True
+    sequential_targets: str | list[str] | None = None
 
     _aware: AwareTraining | None = PrivateAttr(None)
     _saw_training: bool = PrivateAttr(False)

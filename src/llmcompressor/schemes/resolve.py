@@ -120,7 +120,7 @@ def resolve_schemes(
     weight_observer: str | None = None,
     input_observer: str | None = None,
     output_observer: str | None = None,
-    observer: Mapping[str, str] | None = None,
+    observer: Mapping[str, str] | str | None = None,
     bypass_divisibility_checks: bool = False,
     allow_unmatched: bool = False,
 ) -> ResolvedSchemes:
@@ -136,7 +136,8 @@ def resolve_schemes(
         weight_observer: observer of all weights.
         input_observer: observer of all inputs that are not fully dynamic.
         output_observer: observer of all outputs that are not fully dynamic.
-        observer: the same three, under ``weights``, ``input`` and ``output``.
+        observer: the same three, under ``weights``, ``input`` and ``output``; a name alone is that
+            of weights.
         bypass_divisibility_checks: passed through.
         allow_unmatched: passed through.
 
@@ -269,7 +270,7 @@ class _Overrides:
         weight_observer: str | None,
         input_observer: str | None,
         output_observer: str | None,
-        observer: Mapping[str, str] | None,
+        observer: Mapping[str, str] | str | None,
     ) -> _Overrides:
         given = (weight_observer, input_observer, output_observer)
         pairs = zip(ARGUMENT_FIELDS, given, strict=True)
@@ -307,6 +308,8 @@ class _Overrides:
 
 
 def _observer_fields(observer: Any) -> dict[str, str]:
+    if isinstance(observer, str):
+        return {_OBSERVER_KEYS["weights"]: observer}
     if not isinstance(observer, Mapping):
         raise RecipeError(
             f"observer is {observer!r}, but must be a mapping.",

@@ -101,7 +101,7 @@ class GPTQModifier(RecordedMixin, QuantizationMixin):
     """
 
     run_types: ClassVar[frozenset[str]] = frozenset({"oneshot"})
-    renamed: ClassVar[Mapping[str, str]] = EARLIER_DAMPENING
+    renamed: ClassVar[Mapping[str, str]] = {**EARLIER_DAMPENING, "sequential": "sequential_update"}
     moved: ClassVar[Mapping[str, str]] = {
         **MOVED_TO_THE_RUN,
         "num_calibration_steps": "give num_calibration_samples to oneshot.",

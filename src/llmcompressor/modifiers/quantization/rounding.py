@@ -11,7 +11,7 @@ that weighs errors by the inputs (``imatrix_mse``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -45,9 +45,18 @@ class QuantizationModifier(TrainableMixin):
     Example::
 
         QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head"])
+
+    Attributes:
+        dampening_frac: without effect, with a warning: it is a field of ``GPTQModifier``.
     """
 
     leaves_modules: ClassVar[bool] = True
+    moved: ClassVar[Mapping[str, str]] = {
+        **TrainableMixin.moved,
+        "dampening_frac": "rounding to nearest damps nothing; GPTQModifier does.",
+    }
+
+    dampening_frac: float | None = None
 
     _squares: dict[Module, Tensor] = PrivateAttr(default_factory=dict)
     _tokens: dict[Module, int] = PrivateAttr(default_factory=dict)
