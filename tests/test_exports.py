@@ -117,7 +117,7 @@ PUBLIC = {
     "llmcompressor.modeling.moe.context": ["moe_calibration_context"],
     "llmcompressor.modeling.moe.conversion_mappings": ["patch_moe_mappings"],
     "llmcompressor.modeling.moe.linearize": ["linearize_moe", "load_quantizable_moe"],
-    "llmcompressor.modeling.moe_context": ["moe_calibration_context"],
+    "llmcompressor.modeling.moe_context": ["MoECalibrationModule", "moe_calibration_context"],
     "llmcompressor.modeling.patch.qwen3_omni_patch": ["fast_pos_embed_interpolate"],
     "llmcompressor.modeling.prepare": [
         "moe_calibration_context",
@@ -287,6 +287,7 @@ PUBLIC = {
         "compress",
         "oneshot",
         "train",
+        "wrap_hf_model_class",
     ],
     "llmcompressor.transformers.compression.compressed_tensors_utils": ["modify_save_pretrained"],
     "llmcompressor.transformers.compression.helpers": [

@@ -13,7 +13,9 @@ from torch import nn
 from llmcompressor.logger import logger
 from llmcompressor.modeling import moe_calibration_context, replace_modules_for_calibration
 from llmcompressor.modeling.gpt_oss import convert_model_for_quantization_gptoss
+from llmcompressor.modeling.moe_context import MoECalibrationModule
 from llmcompressor.modeling.patch.qwen3_omni_patch import fast_pos_embed_interpolate
+from llmcompressor.transformers import wrap_hf_model_class
 
 MODEL = nn.Linear(2, 2)
 
@@ -24,6 +26,27 @@ MODEL = nn.Linear(2, 2)
 def test_nothing_is_replaced_for_calibration(function: Callable[..., Any]) -> None:
     assert function(MODEL) is MODEL
     assert function(MODEL, calibrate_all_experts=True) is MODEL
+
+
+def test_a_class_of_a_model_is_wrapped_in_nothing() -> None:
+    assert wrap_hf_model_class(nn.Linear) is nn.Linear
+
+
+def test_a_class_for_a_mixture_is_left_as_it_is_and_named() -> None:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message)), level="WARNING")
+
+    @MoECalibrationModule.register("OtherMoE")
+    class Mine(MoECalibrationModule):
+        def __init__(self, original: nn.Module, config: object, calibrate_all_experts: bool = True):
+            super().__init__()
+            self.experts = original
+
+    logger.remove(sink)
+    [line] = lines
+    assert "Mine is registered for OtherMoE" in line
+    mine = Mine(MODEL, None)
+    assert (mine.experts, mine.restore(MODEL)) == (MODEL, MODEL)
 
 
 @pytest.mark.parametrize("given", [(), (MODEL,), (MODEL, True), (MODEL, ExitStack())])

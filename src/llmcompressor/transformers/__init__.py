@@ -19,6 +19,7 @@ __all__ = [
     "compress",
     "oneshot",
     "train",
+    "wrap_hf_model_class",
 ]
 
 _HOMES = {
@@ -35,6 +36,7 @@ _HOMES = {
     "compress": "llmcompressor.entrypoints.stages:run_stages",
     "oneshot": "llmcompressor.entrypoints.oneshot:oneshot",
     "train": "llmcompressor.entrypoints.train:train",
+    "wrap_hf_model_class": "llmcompressor.modeling.unneeded:wrap_hf_model_class",
 }
 
 _ABSENT = {
