@@ -17,7 +17,7 @@ from llmcompressor import oneshot
 from llmcompressor.errors import InputError
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.observers import MemorylessMinMaxObserver, Observer
-from llmcompressor.observers.base import QParamsDict
+from llmcompressor.observers.base import MinMaxTuple, QParamsDict
 
 ARGS = {
     "weight": [
@@ -73,6 +73,36 @@ class Drifting(Observer):
         self.min_vals, self.max_vals = low, high
 
 
+@Observer.register("earlier")
+class Earlier(Observer):
+    """The extremes of all that was seen, in the form of an earlier release."""
+
+    def update_statistics(self, observed: torch.Tensor) -> None:
+        """As in the documentation of such observers."""
+        Widening.update_statistics_from_observed(self, observed)
+
+
+@Observer.register("earliest")
+class Earliest(Observer):
+    """The same in the form before that, kept by names of its own."""
+
+    def __init__(self, base_name, args, module=None, **observer_kwargs):
+        super().__init__(base_name, args, module, **observer_kwargs)
+        self.low = self.high = None
+
+    def get_min_max(self, observed: torch.Tensor) -> MinMaxTuple:
+        """As in the documentation of such observers."""
+        low, high = observed.amin(dim=(0, -1)), observed.amax(dim=(0, -1))
+        if self.low is not None:
+            low, high = torch.minimum(low, self.low), torch.maximum(high, self.high)
+        self.low, self.high = low, high
+        return low, high
+
+    def get_global_min_max(self, observed: torch.Tensor) -> MinMaxTuple:
+        """Nobody asks for it: a global scale follows from the ranges."""
+        raise NotImplementedError
+
+
 def seen(base: str, number: int = 3) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(SHAPES[base], generator=generator) for _ in range(number)]
@@ -86,17 +116,27 @@ def alike(one: Observer, other: Observer) -> bool:
     return all(map(torch.equal, one.qparams(), other.qparams()))
 
 
-@pytest.mark.parametrize(("name", "ours"), [("widening", "static_minmax"), ("drifting", "minmax")])
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("widening", "static_minmax"),
+        ("drifting", "minmax"),
+        ("earlier", "static_minmax"),
+        ("earliest", "static_minmax"),
+    ],
+)
 @pytest.mark.parametrize(("base", "args"), CASES)
 def test_it_finds_what_one_of_ours_finds(name, ours, base, args):
-    theirs, own = make(name, base, args), make(ours, base, args)
-    for tensor in seen(base):
+    theirs, own, again = make(name, base, args), make(ours, base, args), make(name, base, args)
+    *first, last = seen(base)
+    for tensor in first:
         theirs.observe(tensor)
         own.observe(tensor)
+    again.observe(10 * last).load_state_dict(theirs.state_dict())
+    for observer in (theirs, own, again):
+        observer.observe(last)
     pairs = zip(theirs.qparams(), own.qparams(), strict=True)
     assert all(torch.allclose(found.float(), wanted.float()) for found, wanted in pairs)
-    again = make(name, base, args)
-    again.load_state_dict(theirs.state_dict())
     assert alike(again, theirs)
     assert alike(copy.deepcopy(theirs), theirs)
     assert alike(pickle.loads(pickle.dumps(theirs)), theirs)
@@ -269,6 +309,15 @@ def test_statistics_of_another_shape_are_refused_by_name():
     Observer.register("flat")(Flat)
     with pytest.raises(InputError, match=r"Flat gives min_vals of the shape \(\), and"):
         make("flat", "weight", ARGS["weight"][1])(seen("weight")[0])
+
+
+def test_a_class_that_lacks_what_makes_an_observer_is_refused_as_it_is_registered():
+    class Empty(Observer):
+        def calculate_qparams(self, observed: torch.Tensor) -> None:
+            """Of a release before all of them."""
+
+    with pytest.raises(InputError, match="Empty does not say how a tensor"):
+        Observer.register("empty")(Empty)
 
 
 def test_a_recipe_names_it():

@@ -8,6 +8,7 @@ how it changes the range of those before (:meth:`RangeObserver.combine`).
 from __future__ import annotations
 
 import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypedDict, TypeVar
@@ -113,6 +114,7 @@ class Observer(ABC):
         base_name: what is observed: ``"weight"``, ``"input"``, ``"output"``, ``"q"``, ``"k"`` or
             ``"v"``.
         args: how it will be quantized; never changed.
+        module: what classes of earlier releases hand on; nothing is looked for there.
         observer_kwargs: the observer's options; they go before ``args.observer_kwargs``.
     """
 
@@ -126,7 +128,10 @@ class Observer(ABC):
     importance: Tensor | None = None
     """Mean square of each input feature [C], or a multiple of it; set by who collects it."""
 
-    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+    def __init__(
+        self, base_name: str, args: QuantizationArgs, module: Any = None, **observer_kwargs: Any
+    ) -> None:
+        del module
         self.base_name = base_name
         self.args = args
         self.options = self._read_options({**(args.observer_kwargs or {}), **observer_kwargs})
@@ -180,12 +185,21 @@ class Observer(ABC):
 
         One that keeps statistics of its own (:mod:`llmcompressor.observers.statistics`) is
         completed.
+
+        Raises:
+            InputError: when a class is registered that lacks what makes an observer.
         """
         names = [name, alias] if isinstance(alias, str) else [name, *alias]
 
         def add(observer: ObserverClass) -> ObserverClass:
             if resolve(f"{_STATISTICS}:keeps_statistics")(observer):
                 observer = resolve(f"{_STATISTICS}:completed")(observer)
+            elif inspect.isabstract(observer):
+                raise InputError(
+                    f"{observer.__name__} does not say how a tensor changes its statistics.",
+                    "Set min_vals and max_vals in a method update_statistics_from_observed(self, "
+                    "observed); or derive from MemorylessMinMaxObserver, and override measure.",
+                )
             for one in names:
                 OBSERVERS.add(one, observer)
             return observer

@@ -13,6 +13,9 @@ Such a class derives from ``Observer`` and says one thing: how a tensor changes 
 ``observed`` is ``[observations, *scale, elements]``: one observation for a weight, one for each
 token of an activation. Registered, the class gets the rest of an observer from here. One that
 keeps something else may say by ``get_qparams`` what scales and zero points follow from it.
+
+In earlier releases the method was ``update_statistics``, and before that ``get_min_max``, which
+returns the two; classes with either are completed as well.
 """
 
 from __future__ import annotations
@@ -34,18 +37,18 @@ from llmcompressor.schemes.bridge import grid_of, needs_global_scale, zero_dtype
 
 __all__ = ["StatisticsObserver", "completed", "keeps_statistics"]
 
-_UPDATE = "update_statistics_from_observed"
-
 
 def keeps_statistics(observer: type) -> bool:
     """Whether a class is an observer of this form."""
-    return hasattr(observer, _UPDATE) and not issubclass(observer, StatisticsObserver)
+    said = any(hasattr(observer, name) for name in _FORMS)
+    return said and not issubclass(observer, StatisticsObserver)
 
 
 def completed(observer: type) -> type:
     """A class of this form as an observer: the same name, what it says, and the rest."""
     own = {key: getattr(observer, key) for key in ("__module__", "__doc__", "__qualname__")}
-    return type(observer.__name__, (StatisticsObserver, observer, _Attributes), own)
+    rest = next(rest for name, rest in _FORMS.items() if hasattr(observer, name))
+    return type(observer.__name__, (rest, observer, _Attributes), own)
 
 
 class _Attributes:
@@ -88,6 +91,7 @@ class StatisticsObserver(Observer):
                 "tensors share, they have to follow from ranges.",
                 "Keep min_vals and max_vals instead of overriding get_qparams.",
             )
+        self._begun = dict(vars(self))
 
     @property
     def _finds_parameters(self) -> bool:
@@ -148,9 +152,10 @@ class StatisticsObserver(Observer):
         return super().observe(x)
 
     def reset(self) -> None:
-        """Forget all observations."""
-        super().reset()
+        """Forget all observations, and what the class has set by other names since it was made."""
         self.delete_statistics()
+        vars(self).update(self._begun)
+        super().reset()
 
     def _update(self, observed: Canonical) -> None:
         self._scale_shape = observed.scale_shape
@@ -207,6 +212,40 @@ class StatisticsObserver(Observer):
     def _adopt(self, other: Self) -> None:
         self._load(other._saved())
 
+
+class _OfUpdates(StatisticsObserver):
+    """The same for a class whose method has its earlier name."""
+
+    if TYPE_CHECKING:
+        update_statistics: Callable[[Tensor], None]
+
+    def update_statistics_from_observed(self, observed: Tensor) -> None:
+        """What the class says."""
+        self.update_statistics(observed)
+
+
+class _OfRanges(StatisticsObserver):
+    """The same for a class that gives the two, and may keep them by names of its own."""
+
+    if TYPE_CHECKING:
+        get_min_max: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+    def update_statistics_from_observed(self, observed: Tensor) -> None:
+        """What the class says."""
+        self.min_vals, self.max_vals = self.get_min_max(observed)
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        ends = [saved[name] for name in self._stats_attrs]
+        self.get_min_max(torch.stack(ends, dim=-1).unsqueeze(0))
+        super()._load(saved)
+
+
+_FORMS: Mapping[str, type[StatisticsObserver]] = {
+    "update_statistics_from_observed": StatisticsObserver,
+    "update_statistics": _OfUpdates,
+    "get_min_max": _OfRanges,
+}
+"""By the method that a class has, the newest first."""
 
 _REDUCED: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "MIN": lambda own, other, _: torch.minimum(own, other),
