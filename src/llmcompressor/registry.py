@@ -78,6 +78,10 @@ class Table(Mapping[str, str]):
         """Register an object of a third party under ``name``."""
         self._added[fold(name)] = value
 
+    def is_added(self, name: str) -> bool:
+        """Whether the object called ``name`` is one of a third party."""
+        return fold(name) in self._added
+
     def load(self, name: str) -> Any:
         """The object called ``name``, imported now if it was not yet."""
         key = fold(name)

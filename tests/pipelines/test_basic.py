@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,12 +11,16 @@ import tiny_models as tiny
 import torch
 from recorders import Recorder, hooks_left, plain_inputs, run_pipeline
 
+from llmcompressor import oneshot
+from llmcompressor.args.dataset_arguments import PIPELINES as SPELLINGS
+from llmcompressor.core import LifecycleCallbacks
 from llmcompressor.core.session_functions import create_session
 from llmcompressor.errors import DatasetError
 from llmcompressor.modeling.inputs import model_inputs
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.pipelines import PIPELINES, CalibrationPipeline, infer_pipeline
 from llmcompressor.pipelines.model_runs import calibration_mode, small_batch
+from llmcompressor.utils.helpers import DisableQuantization, calibration_forward_context
 
 PIPELINES_WITH_DATA = ["basic", "sequential", "layer_sequential", "independent"]
 
@@ -168,8 +173,18 @@ def test_a_pipeline_is_made_of_what_modifiers_need_or_the_user_names(
     assert [level for level, _ in log] == ["WARNING"]
 
 
-def test_a_pipeline_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_pipelines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pipelines may be registered, and are forgotten afterwards."""
     monkeypatch.setattr(PIPELINES, "_added", {})
+    spellings = dict(SPELLINGS)
+    yield
+    SPELLINGS.clear()
+    SPELLINGS.update(spellings)
+
+
+@pytest.mark.usefixtures("own_pipelines")
+def test_a_pipeline_of_ones_own_is_found_by_its_name() -> None:
 
     @CalibrationPipeline.register("own")
     class Own(CalibrationPipeline):
@@ -181,6 +196,41 @@ def test_a_pipeline_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyP
     CalibrationPipeline.load_from_registry("own")(seen, None, "arguments")
     assert seen == ["arguments"]
     assert isinstance(CalibrationPipeline.from_modifiers([], "own"), Own)
+
+
+@pytest.mark.usefixtures("own_pipelines")
+def test_a_pipeline_of_ones_own_is_named_in_oneshot() -> None:
+    seen: list[int] = []
+
+    def calibrated(**given: Any) -> dict[str, torch.Tensor]:
+        model = tiny.build("llama")
+        batches = [{"input_ids": torch.arange(8 * n, 8 * n + 8)[None]} for n in range(3)]
+        recipe = [
+            QuantizationModifier(targets="re:.*o_proj", scheme="W8A16"),
+            GPTQModifier(targets="re:.*up_proj", scheme="W4A16"),
+        ]
+        oneshot(model=model, dataset=batches, recipe=recipe, **given)
+        return model.state_dict()
+
+    with pytest.raises(ValueError, match="whole_at_once"):
+        calibrated(pipeline="whole_at_once")
+
+    @CalibrationPipeline.register("whole_at_once")
+    class Whole(CalibrationPipeline):
+        @staticmethod
+        def __call__(model: Any, dataloader: Any, dataset_args: Any) -> None:
+            LifecycleCallbacks.calibration_epoch_start()
+            with calibration_forward_context(model), DisableQuantization(model):
+                for batch in dataloader:
+                    model(**batch)
+                    seen.append(batch["input_ids"].numel())
+            LifecycleCallbacks.sequential_epoch_end()
+            LifecycleCallbacks.calibration_epoch_end()
+
+    own, basic = calibrated(pipeline="whole_at_once"), calibrated(pipeline="basic")
+    assert seen == [8, 8, 8]
+    assert own.keys() == basic.keys()
+    assert all(torch.equal(value, basic[name]) for name, value in own.items())
 
 
 # ---------------------------------------------------------------------- what the model is run on

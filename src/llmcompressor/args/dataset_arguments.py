@@ -29,7 +29,7 @@ from llmcompressor.args.checks import (
 __all__ = ["COLLATORS", "PIPELINES", "TRACING_IGNORE", "DatasetArguments"]
 
 STARVED: Mapping[str, str] = {name: name for name in ("all_tokens", "neighbours", "rtn", "error")}
-PIPELINES: Mapping[str, str] = {
+PIPELINES: dict[str, str] = {
     "basic": "basic",
     "data_free": "datafree",
     "datafree": "datafree",
@@ -37,7 +37,7 @@ PIPELINES: Mapping[str, str] = {
     "layer_sequential": "layer_sequential",
     "sequential": "sequential",
 }
-"""Pipelines as they may be spelt → as they are stored."""
+"""Pipelines as they may be spelt → as they are stored; those of users are added."""
 
 GRANULARITIES: Mapping[str, str] = {name: name for name in ("auto", "linear", "sub_block", "block")}
 """Where the sequential pipeline may pause a forward."""

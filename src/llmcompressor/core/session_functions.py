@@ -187,8 +187,12 @@ class LifecycleCallbacks:
         return cls.event(EventType.CALIBRATION_EPOCH_START, **kwargs)
 
     @classmethod
-    def sequential_epoch_end(cls, modules: Iterable[Module], **kwargs: Any) -> ModifiedState:
-        """All calibration batches have run through ``modules``."""
+    def sequential_epoch_end(
+        cls, modules: Iterable[Module] | None = None, **kwargs: Any
+    ) -> ModifiedState:
+        """All calibration batches have run through ``modules``, the whole model if not given."""
+        if modules is None:
+            modules = tuple(active_session().state.model.modules())
         return cls.event(EventType.SEQUENTIAL_EPOCH_END, modules=modules, **kwargs)
 
     @classmethod

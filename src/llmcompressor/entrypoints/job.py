@@ -37,7 +37,7 @@ from llmcompressor.logger import logger
 from llmcompressor.modeling.spilled import activation_budget
 from llmcompressor.modeling.spread import is_spread
 from llmcompressor.modifiers.modifier import Modifier
-from llmcompressor.pipelines import infer_pipeline
+from llmcompressor.pipelines import PIPELINES, infer_pipeline
 from llmcompressor.processes import Processes
 from llmcompressor.recipe import Recipe
 from llmcompressor.wording import listed
@@ -137,7 +137,7 @@ class Job(Task):
                 f"{type(needing[0]).__name__} needs calibration data, and no dataset was given.",
                 f"Pass dataset=...; {_WITHOUT_DATA}",
             )
-        if self.has_data and self.recipe.modifiers and not needing:
+        if self.has_data and self.recipe.modifiers and not self._reads_data:
             check_name(self.dataset_args)
             logger.info("The dataset is not read: no modifier of the recipe needs data.")
             self._tell_how_to_ask()
@@ -188,13 +188,19 @@ class Job(Task):
         """The modifiers that calibration data has to run for."""
         return [each for each in self.recipe.modifiers if each.requires_calibration_data]
 
+    @property
+    def _reads_data(self) -> bool:
+        """Whether a modifier needs the data, or a pipeline of the user's gets it."""
+        own = self.has_data and PIPELINES.is_added(self.dataset_args.pipeline or "")
+        return own or bool(self.needing_data)
+
     def open_data(self) -> Source | None:
         """The raw data, before the model: a wrong path is not to cost the time of loading it.
 
         A registered data set is opened later, because its class may want the processor.
         """
         name = self.dataset_args.dataset
-        if not self.needing_data or (isinstance(name, str) and table.find(name) is not None):
+        if not self._reads_data or (isinstance(name, str) and table.find(name) is not None):
             return None
         return open_source(self.dataset_args)
 
@@ -207,8 +213,8 @@ class Job(Task):
         )
 
     def load_data(self, model: Module, processor: Any, source: Source | None) -> Any:
-        """The calibration batches, if a modifier needs them."""
-        if not self.needing_data:
+        """The calibration batches, if anything reads them."""
+        if not self._reads_data:
             return None
         with self.told_why():
             return load_calibration(
@@ -253,6 +259,8 @@ class Job(Task):
     def pipeline(self) -> str:
         """The pipeline to run: the user's, with a word where it cannot do what is needed."""
         asked = self.dataset_args.pipeline or "independent"
+        if PIPELINES.is_added(asked):
+            return asked
         inferred = infer_pipeline(self.recipe.modifiers)
         if asked != "independent" and inferred == "datafree":
             if asked != "datafree":

@@ -145,8 +145,9 @@ def run_passes(
             begin(number)
             if not modifiers:
                 continue
-            inferred = infer_pipeline(modifiers)
-            name = inferred if pipeline == "independent" or inferred == "datafree" else pipeline
+            name = infer_pipeline(modifiers)
+            if PIPELINES.is_added(pipeline) or (pipeline != "independent" and name != "datafree"):
+                name = pipeline
             shown = ", ".join(type(modifier).__name__ for modifier in modifiers)
             logger.info(f"Pass {number + 1} of {len(passes)}, {name} pipeline: {shown}.")
             lifecycle.recipe = Recipe.from_modifiers(list(modifiers))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch.nn import Module
 
+from llmcompressor.args.dataset_arguments import PIPELINES as SPELLINGS
 from llmcompressor.logger import logger
 from llmcompressor.modifiers.modifier import Modifier
 from llmcompressor.registry import Table, fold
@@ -17,7 +18,17 @@ _Class = TypeVar("_Class", bound=type)
 
 __all__ = ["PIPELINES", "CalibrationPipeline", "infer_pipeline"]
 
-PIPELINES = Table(
+
+class _Pipelines(Table):
+    """The pipelines by name; the argument ``pipeline`` takes what is added."""
+
+    def add(self, name: str, value: Any) -> None:
+        """Register a pipeline, and its name as one that ``oneshot`` may be given."""
+        super().add(name, value)
+        SPELLINGS.setdefault(fold(name), fold(name))
+
+
+PIPELINES = _Pipelines(
     "pipeline",
     {
         "basic": "llmcompressor.pipelines.basic:BasicPipeline",
