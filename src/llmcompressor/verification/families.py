@@ -40,7 +40,6 @@ class Family:
         types: the values of ``model_type`` in ``config.json``.
         fused: joined module → its shards, in order (S17).
         experts: names of gate, up and down as vLLM looks them up (S62, S68).
-        expert_parent: the module that holds ``experts``.
         lookup: part of a checkpoint's path → what stands there in vLLM's (S18a).
         plain: patterns of modules that are never quantized (S20).
         gate_is_quantizable: the router gate gets the quantization configuration (S58).
@@ -55,7 +54,6 @@ class Family:
     types: tuple[str, ...]
     fused: Fusion = field(default_factory=lambda: MappingProxyType(_BOTH))
     experts: tuple[str, str, str] = _GATE_UP_DOWN
-    expert_parent: str = "mlp"
     lookup: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     plain: tuple[str, ...] = ()
     gate_is_quantizable: bool = False
@@ -96,15 +94,13 @@ FAMILIES: tuple[Family, ...] = (
         ("mixtral",),
         fused=_QKV,
         experts=_W123,
-        expert_parent="block_sparse_moe",
         quantizes_embedding=False,
     ),
-    Family(("phimoe",), fused=_QKV, experts=_W123, expert_parent="block_sparse_moe"),
+    Family(("phimoe",), fused=_QKV, experts=_W123),
     Family(
         ("minimax_m2",),
         fused=_QKV,
         experts=_W123,
-        expert_parent="block_sparse_moe",
         lookup={".block_sparse_moe.": ".mlp."},
     ),
     Family(("qwen2_moe",), plain=(_SHARED_GATE,)),
@@ -138,7 +134,7 @@ FAMILIES: tuple[Family, ...] = (
         is_mla=True,
         draft="",
     ),
-    Family(("llama4", "llama4_text"), expert_parent="feed_forward"),
+    Family(("llama4", "llama4_text")),
     Family(("exaone_moe",), drops_scales=True),
     Family(("exaone",), lookup={"transformer.": "model."}),
     Family(
