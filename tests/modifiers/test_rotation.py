@@ -18,6 +18,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PhiConfig,
@@ -44,6 +46,7 @@ from llmcompressor.modifiers.rotation.mappings import (
 from llmcompressor.modifiers.rotation.norms import RescaledNorm
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
+from llmcompressor.pipelines import mixtures
 from llmcompressor.recipe import Recipe
 
 DATA = batches(number=2)
@@ -363,12 +366,23 @@ def test_a_rotated_model_can_be_copied() -> None:
     assert torch.equal(logits(pickle.loads(pickle.dumps(model)), DATA), wanted)
 
 
-def test_a_mixture_rotates_without_the_stream() -> None:
+@pytest.mark.parametrize("experts", [0, 4])
+def test_experts_and_the_mlp_beside_them_rotate_too(experts: int) -> None:
+    layers = {"layer_types": ["attention"] * 2, "mamba_n_heads": 4}
+    own = {"shared_intermediate_size": 48, "num_local_experts": experts}
+    model = built(GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, **layers, **own)
+    assert moved(model, SpinQuantModifier(rotations=["R1", "R2", "R3"])) < 1e-5
+
+
+def test_experts_that_cannot_be_taken_apart_do_not_rotate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mixtures, "is_made_otherwise", lambda *_: True)
     torch.manual_seed(0)
     config = MixtralConfig(**SIZES, num_local_experts=4)
     model = lively(MixtralForCausalLM(config))
     assert moved(model, SpinQuantModifier(rotations=["R2", "R3"])) < 1e-5
-    with pytest.raises(TargetError, match="stacked in one tensor"):
+    with pytest.raises(TargetError, match=r"not taken apart\. Leave R1 out"):
         run(model, SpinQuantModifier(rotations=["R1"]))
 
 

@@ -52,11 +52,23 @@ def meant_mixtures(model: Module, modifiers: Sequence[Modifier]) -> list[Mixture
         roles = {role: role for role in (GATE, UP, DOWN)}
         names = part_names(mixture, converters) if mixture.form is not None else roles
         holders = _holders(model, mixture.name)
-        if any(_is_meant(mixture, names, holders, modifier) for modifier in modifiers):
+        by = [one for one in modifiers if _is_meant(mixture, names, holders, one)]
+        # one without a list of what it ignores says for itself what it cannot do to a stack
+        if any(_can_ignore(one) for one in by) or (by and _can_come_apart(mixture, model)):
             meant.append(mixture)
     if meant:
         _check_apart(meant, model)
     return meant
+
+
+def _can_ignore(modifier: Modifier) -> bool:
+    return "ignore" in type(modifier).model_fields
+
+
+def _can_come_apart(mixture: Mixture, model: PreTrainedModel) -> bool:
+    if mixture.form is None or is_made_otherwise(mixture, model):
+        return False
+    return not _sharing([mixture], model)
 
 
 def _check_apart(meant: Sequence[Mixture], model: PreTrainedModel) -> None:

@@ -18,7 +18,7 @@ __all__ = ["ATTENTION_WRITERS", "MLP_WRITERS", "Heads", "down_projections", "fin
 
 ATTENTION_WRITERS = ("o_proj", "out_proj", "linear_out", "wo", "dense")
 """Names of the Linears at the end of attention, and of what stands in its place."""
-MLP_WRITERS = ("down_proj", "w2", "fc2", "dense_4h_to_h", "linear_2")
+MLP_WRITERS = ("down_proj", "w2", "fc2", "dense_4h_to_h", "linear_2", "output_linear")
 """Names of the Linears at the end of an MLP."""
 _VALUES = ("v_proj",)
 

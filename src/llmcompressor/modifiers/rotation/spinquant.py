@@ -144,6 +144,10 @@ class SpinQuantModifier(RotationModifier):
         """Learning does."""
         return self.learnable
 
+    def means(self, name: str, module: Module, holders: Mapping[str, Module]) -> bool:
+        """R1 reaches all that reads or writes the residual stream, experts too."""
+        return self.transform_config is not None or "R1" in self.rotations
+
     # ------------------------------------------------------------------ plan
 
     def make_plan(self, model: Any) -> Plan:

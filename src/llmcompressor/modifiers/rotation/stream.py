@@ -294,7 +294,8 @@ def _check(model: Module, stream: Stream, flow: Flow, names: Mapping[Module, str
     stacked = find_mixtures(model)
     if stacked:
         raise TargetError(
-            f"The experts {stacked[0].name} are stacked in one tensor, which R1 does not rotate.",
+            f"The experts {stacked[0].name} are stacked in one tensor, which R1 does not rotate, "
+            "and are not taken apart.",
             "Leave R1 out of rotations.",
         )
     for block, name in find_blocks(model).items():
