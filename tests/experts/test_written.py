@@ -26,6 +26,7 @@ from llmcompressor.modeling.experts import LinearExperts
 from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.pruning import SparseGPTModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.modifiers.rotation import SpinQuantModifier
 from llmcompressor.quantization import column_solver as gptq_solve
 
 SERVED = tuple(mixtures.PREFIXES)
@@ -507,6 +508,20 @@ def test_pruned_experts_that_are_not_quantized_go_back_into_stacks(tmp_path: Pat
     assert float((stack == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
     found = mixtures.logits(reread(tmp_path / "out"))
     assert torch.allclose(found, mixtures.logits(returned), atol=1e-6)
+
+
+def test_experts_that_are_changed_and_not_quantized_are_found(tmp_path: Path) -> None:
+    """transformers looks for codes of what is packed, unless a group says otherwise."""
+    mixtures.saved("qwen3_moe", tmp_path / "source")
+    ignore = ["lm_head", "re:.*experts.*"]
+    quantizing = QuantizationModifier(targets="Linear", scheme="W4A16", ignore=ignore)
+    recipe = [SpinQuantModifier(rotations=["R1"]), quantizing]
+    returned = oneshot(model=str(tmp_path / "source"), recipe=recipe, output_dir=tmp_path / "out")
+    found = mixtures.logits(reread(tmp_path / "out"))
+    assert torch.allclose(found, mixtures.logits(returned), atol=1e-6)
+    before, after = (tensors_of(tmp_path / name) for name in ("source", "out"))
+    experts = [name for name in before if "experts" in name]
+    assert not any(torch.equal(before[name], after[name]) for name in experts)
 
 
 @pytest.mark.parametrize(

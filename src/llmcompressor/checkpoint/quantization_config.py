@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.compress import QuantizedModule
 from llmcompressor.checkpoint.expert_groups import dense_experts, expert_stacks, found_for_experts
+from llmcompressor.checkpoint.experts import dense_closed
 from llmcompressor.checkpoint.layout import checkpoint_names, sources_of_plain
 from llmcompressor.checkpoint.other_names import other_names, readers, tied_names
 from llmcompressor.logger import logger
@@ -95,6 +96,9 @@ def build_quantization_config(
 ) -> dict[str, Any] | None:
     """The configuration as plain JSON data.
 
+    It speaks of the model that its readers build: experts that were taken apart for the run and are
+    not quantized are stacks there.
+
     Args:
         model: the model.
         quantized: its quantized modules.
@@ -107,6 +111,16 @@ def build_quantization_config(
     transform = getattr(model, "transform_config", None)
     if not quantized:
         return _transforms_alone(transform)
+    with dense_closed(model):
+        return _as_json(_config(model, quantized, status, extra_ignore), transform)
+
+
+def _config(
+    model: PreTrainedModel,
+    quantized: Sequence[QuantizedModule],
+    status: QuantizationStatus,
+    extra_ignore: Iterable[str],
+) -> QuantizationConfig:
     groups = _group([entry for entry in quantized if not entry.is_attention])
     attention = _group([entry for entry in quantized if entry.is_attention and entry.has_group])
     classes = readers(model)
@@ -129,14 +143,13 @@ def build_quantization_config(
     named = {f"group_{index}": scheme for index, scheme in enumerate(schemes)}
     coded = [one for one in candidates if one.group is not None]
     names = {name for one in coded for name in (one.name, *one.others)}
-    config = QuantizationConfig(
+    return QuantizationConfig(
         config_groups={**dense_experts([model, *classes], schemes, names), **named},
         quantization_status=status,
         kv_cache_scheme=_kv_cache_scheme(quantized),
         format=_overall_format(groups).value,
         ignore=list(dict.fromkeys(ignore)),
     )
-    return _as_json(config, transform)
 
 
 def _as_json(config: QuantizationConfig, transform: Any) -> dict[str, Any]:
