@@ -11,6 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from llmcompressor.errors import TargetError
 from llmcompressor.modeling.flow import trace_flow
+from llmcompressor.modifiers.rotation.probe import Probe
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -82,3 +83,14 @@ def test_a_model_of_images_is_refused() -> None:
 
     with pytest.raises(TargetError, match="token ids alone"):
         trace_flow(Picture())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError, KeyError])
+def test_what_a_models_own_code_raises_is_told(error: type[Exception]) -> None:
+    class Failing(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            raise error("no sound")
+
+    for tried in (trace_flow, Probe):
+        with pytest.raises(TargetError, match=r"Failing does not run .*no sound"):
+            tried(Failing())

@@ -18,12 +18,12 @@ from torch.nn import Module
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from llmcompressor.errors import TargetError
+from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.modeling.call_order import first_tensor
 from llmcompressor.modeling.hollow import hollow_weights
 from llmcompressor.modeling.settings import text_config
 
-__all__ = ["Flow", "probe_inputs", "trace_flow"]
+__all__ = ["FORWARD_FAILURES", "Flow", "probe_inputs", "trace_flow"]
 
 _TOKENS = 8
 _CASTS = (
@@ -35,6 +35,17 @@ _CASTS = (
     Tensor.type,
     Tensor.type_as,
 )
+
+FORWARD_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a forward raises that was not made for what it got."""
 
 
 @dataclass
@@ -78,7 +89,9 @@ def trace_flow(model: Module) -> Flow:
         with torch.no_grad(), hollow_weights(model), trail:
             model.eval()
             model(**probe_inputs(model))
-    except (TypeError, ValueError) as error:
+    except (CompressorError, torch.OutOfMemoryError):  # of what loads the weights; of nobody
+        raise
+    except FORWARD_FAILURES as error:
         raise TargetError(
             f"{type(model).__name__} does not run on token ids alone ({error}), so that it cannot "
             "be seen which norm feeds which Linear.",

@@ -27,9 +27,6 @@ from llmcompressor.numerics.rescaling import column_squares, rescaling
 
 __all__ = ["Norm", "RescaledNorm", "gain_of", "norms_before"]
 
-_FAILURES = (TargetError, AttributeError, LookupError, RuntimeError)
-"""What a forward with weights that are zero may raise."""
-
 
 @dataclass(frozen=True)
 class Norm:
@@ -110,7 +107,7 @@ def norms_before(
     sets = norm_sets(model)
     try:
         flow = trace_flow(model) if sets else Flow()
-    except _FAILURES as error:  # the trial of the rotations says so, if they meet it too
+    except TargetError as error:  # the trial of the rotations says so, if they meet it too
         logger.debug(f"No norm of {type(model).__name__} is rescaled: {error!r:.200}")
         return
     fed: dict[Module, set[Module]] = {}

@@ -69,7 +69,7 @@ def find_heads(model: Any, mapping: SpinQuantMapping | None = None) -> list[Head
     if not found:
         raise TargetError(
             f"{type(model).__name__} has no Linear that makes values alone (v_proj).",
-            f"Leave R2 out of rotations. {SAY_PARTS}",
+            "Leave R2 out of rotations, or name one that does in the field mappings.",
         )
     return found
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from llmcompressor.errors import CompressorError, TargetError
 from llmcompressor.logger import logger
 from llmcompressor.modeling.blocks import find_blocks
-from llmcompressor.modeling.flow import probe_inputs
+from llmcompressor.modeling.flow import FORWARD_FAILURES, probe_inputs
 from llmcompressor.modifiers.rotation.norms import Norm, gain_of
 from llmcompressor.modifiers.rotation.plan import Plan
 from llmcompressor.numerics.precision import full_float32_products
@@ -35,16 +35,6 @@ NARROW_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.2}
 """By dtype, how far outputs may move where weights are rounded anew: without float32, see
 :class:`Probe`. Where something is not rotated that has to be, they mostly move by more."""
 _WIDE = 4
-_FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What a forward raises that was not made for what it got."""
 
 
 class Probe:
@@ -86,7 +76,7 @@ class Probe:
             moved = self.moved(plan)
         except (CompressorError, torch.OutOfMemoryError):
             raise
-        except _FAILURES as error:
+        except FORWARD_FAILURES as error:
             return f"its forward fails ({type(error).__name__}: {error})"
         return None if moved <= self.tolerance else f"its outputs move by {moved:.2g} of their size"
 
@@ -96,7 +86,7 @@ class Probe:
             self._own_logits()
         except torch.OutOfMemoryError:  # which says nothing of the model
             raise
-        except _FAILURES:
+        except FORWARD_FAILURES:
             return False
         return self._wide
 
@@ -120,7 +110,7 @@ class Probe:
             return self._logits(Plan(torch.float32))
         except (CompressorError, torch.OutOfMemoryError):  # of what loads the weights; of nobody
             raise
-        except _FAILURES as error:
+        except FORWARD_FAILURES as error:
             logger.warning(
                 f"{type(self._model).__name__} does not run in float32 ({error}): whether "
                 "rotations keep its outputs is seen in its own dtype, less sharply."
@@ -251,9 +241,9 @@ def _watched(model: Any) -> _Watch:
     try:
         with watch:
             logits(model)
-    except CompressorError:  # of what loads the weights
+    except (CompressorError, torch.OutOfMemoryError):  # of what loads the weights; of nobody
         raise
-    except (TypeError, ValueError) as error:
+    except FORWARD_FAILURES as error:
         raise TargetError(
             f"{type(model).__name__} does not run on token ids alone ({error}), so that it cannot "
             "be seen whether rotations keep what it computes.",
