@@ -24,6 +24,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.sparsity import SparseGPTModifier, WandaPruningModifier
 from llmcompressor.modifiers.sparsity.matrices import matrix_of, tokens_of
 from llmcompressor.modifiers.sparsity.solve import Options, Problem, solve
+from llmcompressor.modifiers.sparsity.targets import find_layers
 from llmcompressor.numerics.masks import NofM
 from llmcompressor.numerics.owl import sparsities
 from llmcompressor.numerics.sparse_choice import Share, Sparsity
@@ -500,6 +501,24 @@ def test_a_head_that_is_the_embedding_is_left_alone() -> None:
     named = WandaPruningModifier(sparsity=0.5, targets=["Linear", "lm_head"])
     model = tiny.run(tiny.llama(tie_word_embeddings=True), named)
     assert zeros(model.lm_head.weight) >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignore", "is_told"),
+    [
+        ("Linear", (), True),
+        ("__ALL_PRUNABLE__", "re:.*mlp.*", True),
+        ("Linear", "lm_head", False),
+        (["re:.*layers.*", "re:lm_head"], (), False),
+        ("LlamaDecoderLayer", (), False),
+    ],
+)
+def test_a_head_that_only_its_class_means_is_told(
+    targets: Any, ignore: Any, is_told: bool, warned: list[str]
+) -> None:
+    find_layers(tiny.llama(), targets, ignore, 0.5, None)
+    told = [line for line in warned if line.startswith("lm_head, which gives the logits")]
+    assert len(told) == is_told
 
 
 @pytest.mark.parametrize("modifier", [SparseGPTModifier, WandaPruningModifier])

@@ -32,7 +32,7 @@ from llmcompressor.modeling.matching import (
 from llmcompressor.modifiers.sparsity.matrices import is_prunable, matrix_shape, misfit
 from llmcompressor.names import Possible, named_modules
 from llmcompressor.numerics.masks import NofM
-from llmcompressor.schemes.assign import is_router
+from llmcompressor.schemes.assign import is_router, output_head
 from llmcompressor.wording import listed
 
 __all__ = ["ALL_PRUNABLE", "Layers", "find_layers", "means_linear"]
@@ -83,6 +83,7 @@ def find_layers(
             if module not in names and not left_out.means(inner, module):
                 names[module], layer[module] = inner, name
     _leave_unnamed(model, wanted, names, layer)
+    _warn_of_head(model, wanted, names)
     if not names:
         raise TargetError(
             f"Nothing in {type(model).__name__} is left to prune by "
@@ -210,10 +211,7 @@ def _leave_unnamed(
         kind = (
             heads if id(module.weight) in tables else routers if is_router(name, module) else None
         )
-        if kind is not None and not any(
-            matches_name(name, target) or matches_name(f"{name}.weight", target)
-            for target in wanted
-        ):
+        if kind is not None and not _is_named(name, wanted):
             kind.append(name)
             del names[module], layer[module]
     for name in heads:
@@ -226,6 +224,23 @@ def _leave_unnamed(
             f"Left unpruned: {len(routers)} router gate(s) ({listed(routers)}). To prune one, "
             "target it by name."
         )
+
+
+def _warn_of_head(model: Module, wanted: Sequence[str], names: Mapping[Module, str]) -> None:
+    """Recipes for earlier releases, which left the head alone by themselves, do not ignore it."""
+    head = output_head(model)
+    if head is not None and head in names and not _is_named(names[head], wanted):
+        logger.warning(
+            f"{names[head]}, which gives the logits, is pruned too: nothing leaves it out. If that "
+            f"is not meant, put {names[head]} on the ignore list."
+        )
+
+
+def _is_named(name: str, wanted: Sequence[str]) -> bool:
+    """Whether a target means a module by its name, or by that of its weight."""
+    return any(
+        matches_name(name, target) or matches_name(f"{name}.weight", target) for target in wanted
+    )
 
 
 def _check(names: dict[Module, str], group: NofM | None) -> None:
