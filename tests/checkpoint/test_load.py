@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import (
 
 import llmcompressor
 from llmcompressor.checkpoint.blueprint import build_blueprint
+from llmcompressor.checkpoint.existing_quantization import existing_quantization
 from llmcompressor.checkpoint.load import check_unquantized, load_model, untie_embeddings
 from llmcompressor.checkpoint.processor import load_processor
 from llmcompressor.checkpoint.save import save_checkpoint
@@ -31,6 +33,7 @@ from llmcompressor.checkpoint.source import inspect_source, local_directory
 from llmcompressor.errors import CheckpointError
 from llmcompressor.evaluation.models import load_for_measuring
 from llmcompressor.schemes.presets import preset_scheme
+from llmcompressor.utils import load_context
 
 PICO = Path(llmcompressor.__file__).parent / "data" / "pico-stdlib"
 
@@ -232,9 +235,38 @@ class TestProcessor:
             load_processor(str(dense), PICO)
 
 
-def test_an_empty_quantization_config_says_nothing(dense: Path) -> None:
-    edit_config(dense, quantization_config={})
-    model = load_model(dense)
-    assert not hasattr(model.config, "quantization_config")
-    again = build_blueprint(inspect_source(dense)).model
-    assert not hasattr(again.config, "quantization_config")
+PRUNED = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "dense"}}
+"""What earlier releases wrote of a model that is only pruned."""
+
+
+@pytest.mark.parametrize("settings", [{}, PRUNED, {**PRUNED, "config_groups": {}, "ignore": []}])
+def test_a_quantization_config_may_say_nothing(dense: Path, settings: dict[str, Any]) -> None:
+    edit_config(dense, quantization_config=settings)
+    models = [load_model(dense), build_blueprint(inspect_source(dense)).model]
+    with load_context(LlamaForCausalLM):
+        models.append(LlamaForCausalLM.from_pretrained(dense))
+    for model in models:
+        assert not hasattr(model.config, "quantization_config")
+        assert model.state_dict().keys() == models[0].state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**PRUNED, "sparsity_config": {"format": "sparse-24-bitmask"}},
+        {**PRUNED, "format": "marlin-24", "config_groups": {"group_0": {"targets": ["Linear"]}}},
+        {**PRUNED, "config_groups": {"group_0": {"format": "marlin-24"}}},
+    ],
+)
+def test_formats_that_are_no_longer_read_are_refused_by_name(
+    dense: Path, settings: dict[str, Any]
+) -> None:
+    edit_config(dense, quantization_config=settings)
+    measured = partial(load_for_measuring, trust_remote_code=False)
+    for read in (load_model, partial(load_model, unpacks=True), inspect_source, measured):
+        with pytest.raises(CheckpointError, match=r"24.*dropped"):
+            read(dense)
+    with load_context(LlamaForCausalLM), pytest.raises(CheckpointError, match=r"24.*dropped"):
+        LlamaForCausalLM.from_pretrained(dense)
+    with pytest.raises(CheckpointError, match=r"24.*dropped"):
+        existing_quantization("it", {"quantization_config": settings})

@@ -17,9 +17,11 @@ from torch.nn import Module
 
 from llmcompressor.checkpoint.expert_groups import found_for_experts
 from llmcompressor.checkpoint.source import (
+    check_format,
     is_compressed_tensors,
     quantization_method,
     quantized_error,
+    settings_of,
 )
 from llmcompressor.errors import CheckpointError
 from llmcompressor.modeling.fused import is_expert
@@ -44,9 +46,10 @@ def existing_quantization(model: str, config: Mapping[str, Any]) -> Mapping[str,
     method = quantization_method(config)
     if method is None:
         return None
-    found = config.get("quantization_config") or config.get("compression_config")
-    if not is_compressed_tensors(method) or not isinstance(found, Mapping):
+    found = settings_of(config)
+    if not is_compressed_tensors(method) or not found:
         raise quantized_error(model, method)
+    check_format(model, found)
     problems = [f"a {name}" for name in _NOT_KEPT if found.get(name)]
     if found.get("quantization_status") != _COMPRESSED:
         problems.append(f"the status {found.get('quantization_status')!r}")

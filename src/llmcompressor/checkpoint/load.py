@@ -23,6 +23,8 @@ from llmcompressor.checkpoint.layout import loaded_names
 from llmcompressor.checkpoint.source import (
     SourceInfo,
     adapter_error,
+    check_config_plain,
+    check_format,
     holds_adapter,
     inspect_source,
     is_compressed_tensors,
@@ -30,6 +32,8 @@ from llmcompressor.checkpoint.source import (
     local_directory,
     quantization_method,
     quantized_error,
+    says_nothing,
+    settings_of,
 )
 from llmcompressor.checkpoint.undeclared import check_dense, codes_in, undeclared_error
 from llmcompressor.checkpoint.unpacking import load_unpacked
@@ -152,7 +156,7 @@ def load_model(
         config = config_of(config_name or place, **hub)
         settings = packing_of(config) if unpacks else None
         if settings is None:
-            check_config_unquantized(config, place)
+            check_config_plain(place, config.to_dict())
         dtype = parse_precision(precision)
         loaded = load_complete(place, config, settings=settings, dtype=dtype, **hub)
         if is_hub_id(model):  # the files are on this machine now
@@ -193,7 +197,7 @@ def config_of(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
         ) from error
     holders: tuple[Any, ...] = (config, getattr(config, "text_config", None))
     for one in holders:
-        if getattr(one, "quantization_config", None) == {}:
+        if hasattr(one, "quantization_config") and says_nothing(one.quantization_config):
             del one.quantization_config
     return config
 
@@ -201,8 +205,7 @@ def config_of(place: str | os.PathLike[str], **hub: Any) -> PretrainedConfig:
 def packing_of(config: PretrainedConfig) -> Mapping[str, Any] | None:
     """How a model is quantized in the format of compressed-tensors; ``None`` where it is not."""
     written = config.to_dict()
-    found = written.get("quantization_config") or written.get("compression_config")
-    return found if is_compressed_tensors(quantization_method(written)) else None
+    return settings_of(written) if is_compressed_tensors(quantization_method(written)) else None
 
 
 def load_complete(
@@ -226,6 +229,7 @@ def load_complete(
         CheckpointError: weights are missing or have another shape; of what else is wrong
             transformers raises its own errors (:func:`loading_error`).
     """
+    check_format(place, settings_of(config.to_dict()))
     loader = model_class(config, trust_remote_code=trust_remote_code)
     loaded: PreTrainedModel
     load = partial(loader.from_pretrained, place)
@@ -328,17 +332,6 @@ def check_unquantized(model: PreTrainedModel) -> None:
         raise quantized_error(name, str(getattr(method, "value", method)))
 
 
-def check_config_unquantized(config: PretrainedConfig, name: str) -> None:
-    """Refuse a configuration that says its weights are quantized.
-
-    Raises:
-        CheckpointError: it does.
-    """
-    method = quantization_method(config.to_dict())
-    if method is not None:
-        raise quantized_error(name, method)
-
-
 def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> PretrainedConfig:
     """The configuration of a model in a folder.
 
@@ -351,7 +344,7 @@ def read_config(place: str | os.PathLike[str], *, trust_remote_code: bool) -> Pr
         if isinstance(error, CheckpointError):
             raise
         raise loading_error(str(place), error) from error
-    check_config_unquantized(config, str(place))
+    check_config_plain(str(place), config.to_dict())
     return config
 
 

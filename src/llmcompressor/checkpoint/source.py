@@ -26,6 +26,8 @@ __all__ = [
     "SourceInfo",
     "TensorHeader",
     "adapter_error",
+    "check_config_plain",
+    "check_format",
     "check_no_adapter",
     "check_plain",
     "holds_adapter",
@@ -36,6 +38,8 @@ __all__ = [
     "quantization_method",
     "quantized_error",
     "read_header",
+    "says_nothing",
+    "settings_of",
 ]
 
 CONFIG = "config.json"
@@ -49,6 +53,9 @@ _MAX_HEADER = 100_000_000
 _DOWNLOAD = "Download or copy the file again."
 _DEQUANTIZED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """Method → transformers' class of settings; its save_pretrained would quantize again."""
+_OF_WEIGHTS = ("config_groups", "kv_cache_scheme", "transform_config")
+_RETIRED = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")
+"""Formats of earlier releases of compressed-tensors."""
 # What PEFT writes instead.
 _ADAPTER = "adapter_config.json"
 
@@ -200,9 +207,8 @@ def inspect_source(
             _models_below(directory) or "Give the folder that holds config.json and the weights.",
         )
     config = _read_json(config_file)
-    method = quantization_method(config)
-    if method is not None and not allow_quantized:
-        raise quantized_error(str(directory), method)
+    if not allow_quantized:
+        check_config_plain(str(directory), config)
     tensors = _tensors(directory, headers_only=headers_only)
     size = sum(file.stat().st_size for file in {header.file for header in tensors.values()})
     source = SourceInfo(directory.resolve(), config, tensors, size)
@@ -217,10 +223,26 @@ def check_plain(source: SourceInfo) -> None:
     Raises:
         CheckpointError: it is.
     """
-    method = quantization_method(source.config)
-    if method is not None:
-        raise quantized_error(str(source.directory), method)
+    check_config_plain(str(source.directory), source.config)
     check_dense(source.tensors)
+
+
+def check_config_plain(model: str, config: Mapping[str, Any]) -> None:
+    """Refuse a ``config.json`` that says the weights are quantized.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    method = quantization_method(config)
+    if method is not None:
+        check_format(model, settings_of(config))
+        raise quantized_error(model, method)
+
+
+def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How ``config.json`` says that the model is quantized; empty where it does not."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    return found if isinstance(found, Mapping) else {}
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
@@ -237,15 +259,55 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
         (config, "compression_config"),
     ):
         settings = holder.get(key)
-        if settings and not isinstance(settings, Mapping):
+        if says_nothing(settings):
+            continue
+        if not isinstance(settings, Mapping):
             raise CheckpointError(
                 f"The {key} of {CONFIG} is {settings!r}, and not a JSON object that says how the "
                 "model is quantized.",
                 "Remove it if the weights are plain; else download or copy the file again.",
             )
-        if settings:
-            return str(settings.get("quant_method") or "an unnamed method")
+        return str(settings.get("quant_method") or "an unnamed method")
     return None
+
+
+def says_nothing(settings: Any) -> bool:
+    """Whether a ``quantization_config`` leaves all weights what their files hold.
+
+    An empty one does, and so does that of a model which an earlier release has only pruned: it
+    says how many zeros there are among weights that are stored like others.
+    """
+    if not settings or not isinstance(settings, Mapping):
+        return not settings
+    sparsity = settings.get("sparsity_config")
+    return (
+        is_compressed_tensors(settings.get("quant_method"))
+        and isinstance(sparsity, Mapping)
+        and sparsity.get("format") == "dense"
+        and not any(settings.get(name) for name in _OF_WEIGHTS)
+    )
+
+
+def check_format(model: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a ``quantization_config`` in a format that nothing reads any more.
+
+    Args:
+        model: where it is.
+        settings: of compressed-tensors, or of any other method.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    groups, sparsity = settings.get("config_groups"), settings.get("sparsity_config")
+    parts = list(groups.values()) if isinstance(groups, Mapping) else []
+    found = [one.get("format") for one in (settings, sparsity, *parts) if isinstance(one, Mapping)]
+    retired = next((name for name in found if name in _RETIRED), None)
+    if retired is not None:
+        raise CheckpointError(
+            f"The model {model} is stored in the format {retired}, which compressed-tensors and "
+            "all that read it have dropped.",
+            "Compress the original model, or save this one in full with the release that wrote it.",
+        )
 
 
 def is_compressed_tensors(method: str | None) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from llmcompressor.checkpoint.source import check_format, says_nothing
 from llmcompressor.checkpoint.unpacking import load_unpacked
 
 __all__ = ["is_model_ct_quantized_from_path", "load_context"]
@@ -44,7 +46,14 @@ def load_context(model_cls: Any = AutoModelForCausalLM) -> Iterator[None]:
     def load(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         """``from_pretrained`` with the arguments that compressing wants."""
         arguments = _for_compression(kwargs)
-        settings = _settings(name, arguments) if "quantization_config" not in arguments else {}
+        settings = {}
+        if "quantization_config" not in arguments:
+            config = _config(name, arguments)
+            settings = _settings(config)
+            check_format(str(name), settings)
+            if hasattr(config, "quantization_config") and says_nothing(settings):
+                del config.quantization_config
+                arguments["config"], settings = config, {}
         if settings.get("quant_method") != "compressed-tensors":
             return original(name, *args, **arguments)
         loaded = load_unpacked(partial(original, name, *args), settings, **arguments)
@@ -70,7 +79,7 @@ def is_model_ct_quantized_from_path(path: str) -> bool:
     Args:
         path: name or folder of the model; only its configuration is read.
     """
-    return _settings(path, {}).get("quant_method") == "compressed-tensors"
+    return _settings(_config(path, {})).get("quant_method") == "compressed-tensors"
 
 
 def _for_compression(given: dict[str, Any]) -> dict[str, Any]:
@@ -90,12 +99,17 @@ def _forget_schemes(model: PreTrainedModel) -> None:
             vars(module).pop("quantization_status", None)
 
 
-def _settings(name: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The quantization configuration of what is loaded, empty if there is none."""
+def _config(name: Any, arguments: dict[str, Any]) -> Any:
+    """The configuration of what is loaded; one that is given is left as it is."""
     config = arguments.get("config")
-    if not hasattr(config, "to_dict"):
-        known = ("cache_dir", "revision", "subfolder", "token", "trust_remote_code")
-        hub = {key: arguments[key] for key in known if key in arguments}
-        config = AutoConfig.from_pretrained(config or name, **hub)
+    if hasattr(config, "to_dict"):
+        return copy.deepcopy(config)
+    known = ("cache_dir", "revision", "subfolder", "token", "trust_remote_code")
+    hub = {key: arguments[key] for key in known if key in arguments}
+    return AutoConfig.from_pretrained(config or name, **hub)
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """How what is loaded is quantized, empty if it is not."""
     found = getattr(config, "quantization_config", None) or {}
     return dict(found if isinstance(found, dict) else found.to_dict())
