@@ -195,6 +195,7 @@ def test_the_trainer_logs_the_models_loss_the_whole_one_and_figures(tmp_path):
     model = tiny.tiny_model()
     penalty = 0.5 * model.lm_head.weight.square().sum().item()
     assert first["loss"] == pytest.approx(first["step_loss"] + penalty, rel=1e-5)
+    assert first["distill_step_loss"] == pytest.approx(penalty, rel=1e-5)
     assert first["perplexity"] == pytest.approx(torch.tensor(first["step_loss"]).exp().item())
     # Figures are of the moment, the loss is from before the step.
     assert 0 < first["penalty"] < penalty
@@ -229,7 +230,8 @@ def test_loggers_hear_by_their_own_cadence(tmp_path, frequency, kind, steps):
     assert not any("loss" in each for each in trainer.state.log_history)
     for step, values in heard:
         assert set(values) == {
-            *("loss", "step_loss", "perplexity", "penalty", "learning_rate", "step", "epoch")
+            *("loss", "step_loss", "distill_step_loss", "perplexity"),
+            *("penalty", "learning_rate", "step", "epoch"),
         }
         assert values["epoch"] == pytest.approx(step / 6)
         # Linear decay to zero; the rate is that of the step which was taken.

@@ -228,11 +228,12 @@ class StepLoss:
         return own.to(final.device), weight.to(final.device), final
 
     def figures(self) -> dict[str, float]:
-        """Means over the step on this process: ``loss``, ``step_loss`` and ``perplexity``.
+        """Means over the step on this process: ``loss``, ``step_loss``, ``perplexity`` and so on.
 
         ``loss`` is what the optimizer saw, ``step_loss`` the model's own, and ``perplexity`` is
-        the exponential of the latter. Empty before the first micro-batch; a step without targets
-        has no loss of its own.
+        the exponential of the latter. Where modifiers have made another loss of the model's own,
+        ``distill_step_loss`` is what that has more. Empty before the first micro-batch; a step
+        without targets has no loss of its own.
         """
         found: dict[str, float] = {}
         weight, own_weight = float(self._weight), float(self._own_weight)
@@ -241,6 +242,8 @@ class StepLoss:
         if own_weight:
             own = float(self._own) / own_weight
             found |= {"step_loss": own, "perplexity": _exp(own)}
+            if self.is_replaced:
+                found["distill_step_loss"] = found["loss"] - own
         return found
 
 
