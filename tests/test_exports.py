@@ -196,6 +196,7 @@ PUBLIC = {
     ],
     "llmcompressor.modifiers.smoothquant.utils": [
         "DEFAULT_SMOOTHQUANT_MAPPINGS",
+        "LayerMap",
         "MAPPINGS_REGISTRY",
         "get_layer_mappings_from_architecture",
     ],
@@ -236,6 +237,7 @@ PUBLIC = {
     ],
     "llmcompressor.modifiers.transform.smoothquant.utils": [
         "DEFAULT_SMOOTHQUANT_MAPPINGS",
+        "LayerMap",
         "MAPPINGS_REGISTRY",
         "get_layer_mappings_from_architecture",
     ],

@@ -18,7 +18,7 @@ from llmcompressor.modifiers.awq import AWQModifier
 from llmcompressor.modifiers.logarithmic_equalization import LogarithmicEqualizationModifier
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from llmcompressor.modifiers.smoothquant import SmoothQuantMapping, SmoothQuantModifier
-from llmcompressor.modifiers.smoothquant.utils import MAPPINGS_REGISTRY
+from llmcompressor.modifiers.smoothquant.utils import MAPPINGS_REGISTRY, LayerMap
 from llmcompressor.modifiers.transform import QuIPModifier, SpinQuantModifier
 from llmcompressor.recipe import Recipe
 
@@ -92,7 +92,8 @@ def test_registered_mappings_are_taken_where_the_recipe_has_none(
 def test_named_mappings_do_what_found_ones_do() -> None:
     models = [tiny.llama() for _ in range(3)]
     new_form = [SmoothQuantMapping(smooth, balance) for balance, smooth in OLD_FORM]
-    for model, mappings in zip(models, (None, OLD_FORM, new_form), strict=True):
+    old_form = [LayerMap(balance_layers=each, smooth_layers=smooth) for each, smooth in OLD_FORM]
+    for model, mappings in zip(models, (None, old_form, new_form), strict=True):
         tiny.run(model, SmoothQuantModifier(mappings=mappings))
     for first, second in itertools.pairwise(models):
         for one, other in zip(first.parameters(), second.parameters(), strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -35,6 +35,7 @@ from llmcompressor.smoothing.base import SmoothingMixin
 __all__ = [
     "DEFAULT_SMOOTHQUANT_MAPPINGS",
     "MAPPINGS_REGISTRY",
+    "LayerMap",
     "LogarithmicEqualizationModifier",
     "SmoothQuantMapping",
     "SmoothQuantModifier",
@@ -61,6 +62,13 @@ class SmoothQuantMapping:
     def smooth_layers(self) -> str:
         """The same as ``smooth_layer``."""
         return self.smooth_layer
+
+
+class LayerMap(NamedTuple):
+    """The same as a pair with names, as earlier releases had it."""
+
+    balance_layers: list[str] | str
+    smooth_layers: str
 
 
 def _written(names: Sequence[Names]) -> list[SmoothQuantMapping]:
