@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import small_models as small
@@ -249,17 +248,14 @@ _APPLY = re.search(
 assert _APPLY is not None
 TURNED_READER = f"""
 import json, sys, torch, warnings
-from pathlib import Path
+from pathlib import Path  # the page does
 from transformers import AutoModelForCausalLM
 
 warnings.simplefilter("ignore")
 {_APPLY[0]}
-found = {{}}
-for name in sys.argv[4:]:
-    with torch.no_grad():
-        model = with_rotations(Path(sys.argv[1]) / name).eval()
-        found[name] = model(torch.load(sys.argv[2])).logits
-torch.save(found, sys.argv[3])
+with torch.no_grad():
+    logits = with_rotations(sys.argv[1]).eval()(torch.load(sys.argv[2])).logits
+torch.save(logits, sys.argv[3])
 """
 """Reads as the page on rotations tells readers to."""
 
@@ -290,39 +286,37 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(
+def name(request: pytest.FixtureRequest) -> str:
+    """One case, for all tests that look at it before the next one."""
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcome(
+    name: str,
     sources: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
     read_alone: Callable[..., None],
-) -> dict[str, Outcome]:
-    root = tmp_path_factory.mktemp("composed-out")
-    written: dict[str, Tensor] = {}
-    said: dict[str, list[Any]] = {}
-    for name, case in CASES.items():
-        said[name] = lines = []
-        sink = logger.add(lines.append, format="{message}")
-        model = _compressed(case, sources[case.model], root / "out" / name)
-        with as_read(model):
-            written[name] = small.logits(model)
-        logger.remove(sink)
+) -> Outcome:
+    root, case, said = tmp_path_factory.mktemp("composed"), CASES[name], list[str]()
+    sink = logger.add(lambda line: said.append(str(line)), format="{message}")
+    model = _compressed(case, sources[case.model], root / "out")
+    logger.remove(sink)
+    with as_read(model):
+        written = small.logits(model)
     torch.save(small.probe(), root / "tokens.pt")
     read_alone(READER, root / "out", root / "tokens.pt", root / "found.pt")
-    read_alone(TURNED_READER, root / "out", root / "tokens.pt", root / "turned.pt", *TURNED)
-    found, turned = torch.load(root / "found.pt"), torch.load(root / "turned.pt")
-    for name in (name for name, one in found.items() if "error" in one):
+    found = torch.load(root / "found.pt")
+    if "error" in found:
         assert refuses_packed_zero_points(), "it is these that some releases refuse"
-        found[name] = read_by_the_package(root / "out" / name)
-    return {
-        name: Outcome(
-            root / "out" / name,
-            said[name],
-            written[name],
-            found[name]["logits"],
-            found[name]["missing_keys"] + found[name]["unexpected_keys"],
-            turned.get(name),
-        )
-        for name in CASES
-    }
+        found = read_by_the_package(root / "out")
+    turned = None
+    if case.turned:
+        read_alone(TURNED_READER, root / "out", root / "tokens.pt", root / "turned.pt")
+        turned = torch.load(root / "turned.pt")
+    left = found["missing_keys"] + found["unexpected_keys"]
+    return Outcome(root / "out", said, written, found["logits"], left, turned)
 
 
 def _compressed(case: Case, source: Path, output: Path) -> torch.nn.Module:
@@ -335,27 +329,25 @@ def _compressed(case: Case, source: Path, output: Path) -> torch.nn.Module:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_runs_the_model_as_often_as_it_must(name: str, outcomes: dict[str, Outcome]) -> None:
-    forwards = re.findall(r"(\d) forward\(s\)", "\n".join(outcomes[name].said))
+@pytest.mark.parametrize("name", CASES, indirect=True)
+def test_it_runs_the_model_as_often_as_it_must(name: str, outcome: Outcome) -> None:
+    forwards = re.findall(r"(\d) forward\(s\)", "\n".join(outcome.said))
     assert [int(one) for one in forwards] == CASES[name].forwards
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in TURNED])
-def test_it_is_served(name: str, outcomes: dict[str, Outcome]) -> None:
+@pytest.mark.parametrize("name", [name for name in CASES if name not in TURNED], indirect=True)
+def test_it_is_served(outcome: Outcome) -> None:
     """By verify, and by transformers in a process without this package, with the same logits."""
-    outcome = outcomes[name]
     assert [one for one in outcome.left if not is_of_unknown_attention(one)] == []
     assert torch.equal(outcome.read, outcome.written)
     assert verify(str(outcome.folder)).ok
 
 
-@pytest.mark.parametrize("name", TURNED)
+@pytest.mark.parametrize("name", TURNED, indirect=True)
 def test_what_stays_in_the_forward_is_served_by_readers_that_make_it(
-    name: str, outcomes: dict[str, Outcome]
+    name: str, outcome: Outcome
 ) -> None:
     """transformers makes other logits: the run tells of it before it begins, and verify after."""
-    outcome = outcomes[name]
     assert outcome.turned is not None
     if "R3" in CASES[name].recipe and is_passed_over(small.llama().model.layers[0].self_attn):
         assert torch.allclose(outcome.turned, outcome.written, atol=0.02)  # it is left out
@@ -372,11 +364,14 @@ def test_what_stays_in_the_forward_is_served_by_readers_that_make_it(
     assert {one.rule for one in alone.findings if one.severity is Severity.ERROR} == {"S77"}
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "2:4" in case.recipe])
-def test_pruned_weights_stay_pruned(name: str, outcomes: dict[str, Outcome]) -> None:
+PRUNED = [name for name, case in CASES.items() if "2:4" in case.recipe]
+
+
+@pytest.mark.parametrize("name", PRUNED, indirect=True)
+def test_pruned_weights_stay_pruned(outcome: Outcome) -> None:
     """In the weights that a reader decodes."""
     with packed_zero_points_fit():
-        model = AutoModelForCausalLM.from_pretrained(outcomes[name].folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(outcome.folder, dtype=torch.float32)
     small.logits(model)  # the first forward unpacks
     mlps = [
         module
