@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.thinned import few
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmcompressor.cli import main
@@ -65,7 +66,7 @@ def _child(arguments: list[str], stderr: Path) -> None:
         main()
 
 
-@pytest.mark.parametrize("kind", ["oneshot", "model-free-ptq"])
+@pytest.mark.parametrize("kind", few(["oneshot", "model-free-ptq"], "oneshot"))
 def test_sigterm_ends_at_a_consistent_point(kind: str, model: Path, tmp_path: Path) -> None:
     output, stderr = tmp_path / "out put", tmp_path / "stderr"
     arguments = command(model, kind, output)

@@ -377,8 +377,7 @@ def that_has_generated(folder: Path, place: Path) -> Any:
 CACHED = {one.__name__: one for one in (on_disk, in_main_memory, with_caches, that_has_generated)}
 
 
-@pytest.mark.parametrize("how", CACHED)
-@pytest.mark.parametrize("kind", ["source", "tied"])
+@pytest.mark.parametrize(("kind", "how"), thinned(["source", "tied"], CACHED))
 def test_weights_that_compressed_tensors_keeps_elsewhere(kind, how, tmp_path, request, informed):
     """They are taken out of its caches; what is written is what the model itself would give."""
     folder = request.getfixturevalue(kind)

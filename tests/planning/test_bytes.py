@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from tests.thinned import thinned
+from tests.thinned import few, thinned
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmcompressor import oneshot, plan, verify
@@ -205,8 +205,7 @@ def test_a_plan_refuses_one_of_two_tied_weights_as_the_run_does(
         oneshot(model=source, recipe=modifier, output_dir=tmp_path / "out", **given)
 
 
-@pytest.mark.parametrize("data", [None, "rows"])
-@pytest.mark.parametrize("head", ["none", "equal", "another"])
+@pytest.mark.parametrize(("head", "data"), thinned(["none", "equal", "another"], [None, "rows"]))
 def test_a_plan_reads_nothing_behind_the_headers(
     head: str, data: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +253,7 @@ ROTATIONS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("rotation", few(ROTATIONS, "a matrix for each module", "QuIP"))
 def test_rotations_that_stay_and_the_head_that_is_untied(
     pico: Path, tmp_path: Path, rotation: str
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from tests.thinned import few
 from torch.nn import Linear, Module
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -114,7 +115,7 @@ RECIPES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one, marks=[pytest.mark.slow] if one == "routed" else []) for one in RECIPES],
+    few(RECIPES, *list(RECIPES)[::2]),
 )
 def test_as_many_products_are_planned_as_linears_make(
     name: str, tmp_path: Path, of_linears: Counter[str]
@@ -252,7 +253,7 @@ def test_autoround_solves_where_there_are_tokens_for_it(tmp_path: Path) -> None:
         assert many.scaled_on(device=True) > few.scaled_on(device=True)
 
 
-@pytest.mark.parametrize("name", ["gptq", "every expert", "routed"])
+@pytest.mark.parametrize("name", few(["gptq", "every expert", "routed"], "routed"))
 def test_what_is_planned_for_one_stop_is_solved_at_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,11 +112,16 @@ def names_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("recipe", "changed", "named"),
     [
         ("gptq", "model.embed_tokens.weight", "model.embed_tokens.weight"),
-        ("gptq", f"{FIRST}.mlp.up_proj.weight", FIRST),
+        pytest.param("gptq", f"{FIRST}.mlp.up_proj.weight", FIRST, marks=pytest.mark.slow),
         ("gptq", f"{LAST}.mlp.up_proj.weight", LAST),
-        ("rtn", "model.embed_tokens.weight", "model.embed_tokens.weight"),
+        pytest.param(
+            "rtn",
+            "model.embed_tokens.weight",
+            "model.embed_tokens.weight",
+            marks=pytest.mark.slow,
+        ),
         ("rtn", "lm_head.weight", "lm_head.weight"),
-        ("rtn", f"{FIRST}.mlp.up_proj.weight", FIRST),
+        pytest.param("rtn", f"{FIRST}.mlp.up_proj.weight", FIRST, marks=pytest.mark.slow),
         ("rtn", "model.", "model.norm.weight"),
     ],
 )

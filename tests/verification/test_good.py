@@ -14,6 +14,7 @@ import torch
 from checkpoint_samples import Sample
 from safetensors.torch import load_file, save_file
 from tests.caches import is_passed_over
+from tests.thinned import few
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -82,8 +83,11 @@ def test_where_no_server_is_named_vllm_is_meant(
 
 @pytest.mark.parametrize(
     "preset",
-    ["W4A16_ASYM", "W3A16", "W8A8", "W4A8", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"]
-    + [name for name in ("MXFP6A16", "MXFP6A8") if name in PRESETS],
+    few(
+        ["W4A16_ASYM", "W3A16", "W8A8", "W4A8", "FP8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"]
+        + [name for name in ("MXFP6A16", "MXFP6A8") if name in PRESETS],
+        *("W4A16_ASYM", "W8A8", "W4A8", "FP8_BLOCK", "NVFP4", "MXFP4"),
+    ),
 )
 def test_every_format_on_a_mixture(preset: str, mixtral_folder: Path, compressed: Run) -> None:
     folder = compressed(mixtral_folder, recipe(preset))
