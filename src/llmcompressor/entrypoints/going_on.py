@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 
 from llmcompressor.checkpoint.existing_quantization import existing_quantization
 from llmcompressor.checkpoint.load import check_unquantized
-from llmcompressor.checkpoint.offload_caches import is_cached, take_out
 from llmcompressor.checkpoint.source import (
-    CONFIG,
     SourceInfo,
     inspect_source,
     is_compressed_tensors,
@@ -54,6 +52,8 @@ def is_gone_on_with(source: SourceInfo) -> bool:
 def go_on_with(model: PreTrainedModel) -> None:
     """Take a model of which a part may be quantized; one that was loaded packed is unpacked.
 
+    compressed-tensors may keep weights that it has unpacked apart from the model.
+
     Raises:
         CheckpointError: another method has quantized it, or its weights are not those of its
             folder.
@@ -62,8 +62,6 @@ def go_on_with(model: PreTrainedModel) -> None:
     method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", "")
     if is_compressed_tensors(str(getattr(method, "value", method))):
         unpack(model)
-    if is_cached(model):  # unpacking leaves the weights with caches of its own
-        take_out(model)
     check_unquantized(model)
     names = [name for name, one in model.named_modules() if hasattr(one, "quantization_scheme")]
     if names:
@@ -71,20 +69,26 @@ def go_on_with(model: PreTrainedModel) -> None:
             f"Quantized already: {listed(names, most=3)}. That keeps its codes, and the recipe "
             "goes on with the rest."
         )
-    place = getattr(getattr(model, "config", None), "name_or_path", None)
-    folder = local_directory(place) if isinstance(place, str) and place else None
-    if folder is None or not (folder / CONFIG).is_file():
-        return
-    source = inspect_source(folder, allow_quantized=True)
-    if not is_compressed_tensors(quantization_method(source.config)):
+    source = _source_of(model)
+    if source is None or not is_compressed_tensors(quantization_method(source.config)):
         return
     _check_read(source, but=_READ_HERE if names else _READ_HERE | _OF_STATES)
     if lost := lost_codes(model, codes_in(source.tensors)):
         logger.warning(
-            f"Of {folder} not all codes are kept: {listed(lost, most=3)}. transformers makes "
-            "plain weights of these, with the values that the codes stand for. They are written "
-            "in full, and rounded once more where the recipe means them."
+            f"Of {source.directory} not all codes are kept: {listed(lost, most=3)}. transformers "
+            "makes plain weights of these, with the values that the codes stand for. They are "
+            "written in full, and rounded once more where the recipe means them."
         )
+
+
+def _source_of(model: PreTrainedModel) -> SourceInfo | None:
+    """What the model was loaded from, where that is still there."""
+    place = getattr(getattr(model, "config", None), "name_or_path", None)
+    folder = local_directory(place) if isinstance(place, str) and place else None
+    try:
+        return None if folder is None else inspect_source(folder, allow_quantized=True)
+    except CheckpointError:  # an object may have outlived it
+        return None
 
 
 def _check_read(source: SourceInfo, *, but: Collection[str]) -> None:

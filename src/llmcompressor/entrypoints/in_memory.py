@@ -145,6 +145,8 @@ def load_whole_model(task: Task, *, device: str | None, goes_on: bool = False) -
     if goes_on:
         go_on_with(model)
         forget_dequantizing(model)
+    if is_cached(model):
+        take_out(model)
     align(model)
     return _placed(model, device)
 
