@@ -648,6 +648,12 @@ def test_what_has_no_effect_is_told(warned: list[str]) -> None:
     warned.clear()
     tiny(recipe=DYNAMIC, dataset=None)
     assert not any("Without effect" in line for line in warned)
+    for name in ("use_cpu", "no_cuda"):
+        for asks in (True, False):
+            run = Oneshot(model=small.one_block(), recipe=DYNAMIC, **{name: asks})
+            assert run.model_args.device == ("cpu" if asks else None)
+            assert asks != any(name in line for line in warned)
+            warned.clear()
 
 
 @pytest.mark.parametrize("recipe", [GPTQ, STATIC])

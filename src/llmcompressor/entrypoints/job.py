@@ -271,14 +271,25 @@ class Job(Task):
         return asked
 
 
+_ON_THE_CPU = ("use_cpu", "no_cuda")
+"""Arguments of training, now and before, that ask for no accelerator."""
+
+
 def _without_those_of_training(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments less those that a script gives to every run, and training alone goes by."""
+    """The arguments less those that a script gives to every run, and training alone goes by.
+
+    Of these one asks for a device, too.
+    """
     theirs = those_of_training(
         given, ModelArguments, DatasetArguments, RecipeArguments, RunArguments
     )
-    if told := [name for name in theirs if given[name] is not None]:
+    kept = {name: value for name, value in given.items() if name not in theirs}
+    asking = [name for name in theirs if name in _ON_THE_CPU and given[name] is True]
+    if asking and not {"device", "oneshot_device"} & kept.keys():
+        kept["device"] = "cpu"
+    if told := [name for name in theirs if given[name] is not None and name not in asking]:
         logger.warning(f"Without effect in oneshot, where nothing is trained: {listed(told)}.")
-    return {name: value for name, value in given.items() if name not in theirs}
+    return kept
 
 
 def _samples_of(batches: Iterable[Mapping[str, Any]]) -> int:
