@@ -19,6 +19,7 @@ from llmcompressor.checkpoint.packed_zero_points import packed_zero_points_fit
 from llmcompressor.checkpoint.save import modify_save_pretrained
 from llmcompressor.errors import CheckpointError, TargetError
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.rotation import SpinQuantModifier
 from llmcompressor.training import Trainer
 
 SIZES: dict[str, Any] = {
@@ -246,6 +247,23 @@ def test_what_an_earlier_run_has_quantized_stays_beside_what_a_second_one_does(
         plan(first, QuantizationModifier(**rest), measure=False)
 
 
+def test_what_is_rotated_at_run_time_is_not_gone_on_with(tmp_path: Path) -> None:
+    """However it is given: another scheme beside it would drop what the forward has to do."""
+    small.one_block().save_pretrained(tmp_path / "model")
+    recipe = [
+        SpinQuantModifier(rotations=["R4"]),
+        QuantizationModifier(targets="re:.*mlp.*proj", scheme="W8A8"),
+    ]
+    oneshot(tmp_path / "model", recipe, output_dir=tmp_path / "first", verify=False)
+    attention = QuantizationModifier(targets="re:.*self_attn.*_proj$", scheme="W8A8")
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype="auto")
+    for model in (tmp_path / "first", loaded):
+        for output in (tmp_path / "out", None):
+            with pytest.raises(CheckpointError, match="transform_config"):
+                oneshot(model, attention, output_dir=output)
+    assert not (tmp_path / "out").exists()
+
+
 def test_experts_that_an_earlier_run_has_quantized_become_plain_or_are_refused(
     tmp_path: Path, warned: list[str]
 ) -> None:
@@ -257,5 +275,7 @@ def test_experts_that_an_earlier_run_has_quantized_become_plain_or_are_refused(
     with pytest.raises(CheckpointError, match=r"does not read it as it was written \(T6\)"):
         oneshot(tmp_path / "blocks", attention, output_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match=r"\(T6\)"):  # nor without an output
+        oneshot(tmp_path / "blocks", attention)
     oneshot(tmp_path / "rows", attention, output_dir=tmp_path / "out")
     assert any("not all codes are kept" in text for text in warned)

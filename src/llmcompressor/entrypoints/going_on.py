@@ -60,20 +60,24 @@ def go_on_with(model: PreTrainedModel) -> None:
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", "")
-    if is_compressed_tensors(str(getattr(method, "value", method))):
-        unpack(model)
-    check_unquantized(model)
+    is_packed = is_compressed_tensors(str(getattr(method, "value", method)))
+    if not is_packed:
+        check_unquantized(model)
     names = [name for name, one in model.named_modules() if hasattr(one, "quantization_scheme")]
+    source = _source_of(model)
+    if source is not None and names:
+        is_gone_on_with(source)
+    elif source is not None:  # it begins with plain weights
+        _check_read(source, but=_READ_HERE | _OF_STATES)
+    if is_packed:
+        unpack(model)
     if names:
         logger.warning(
             f"Quantized already: {listed(names, most=3)}. That keeps its codes, and the recipe "
             "goes on with the rest."
         )
-    source = _source_of(model)
-    if source is None or not is_compressed_tensors(quantization_method(source.config)):
-        return
-    _check_read(source, but=_READ_HERE if names else _READ_HERE | _OF_STATES)
-    if lost := lost_codes(model, codes_in(source.tensors)):
+    lost = [] if source is None else lost_codes(model, codes_in(source.tensors))
+    if lost and source is not None:
         logger.warning(
             f"Of {source.directory} not all codes are kept: {listed(lost, most=3)}. transformers "
             "makes plain weights of these, with the values that the codes stand for. They are "
@@ -82,13 +86,15 @@ def go_on_with(model: PreTrainedModel) -> None:
 
 
 def _source_of(model: PreTrainedModel) -> SourceInfo | None:
-    """What the model was loaded from, where that is still there."""
+    """What the model was loaded from in this format, where that is still there."""
     place = getattr(getattr(model, "config", None), "name_or_path", None)
     folder = local_directory(place) if isinstance(place, str) and place else None
     try:
-        return None if folder is None else inspect_source(folder, allow_quantized=True)
+        source = None if folder is None else inspect_source(folder, allow_quantized=True)
     except CheckpointError:  # an object may have outlived it
         return None
+    is_compressed = source and is_compressed_tensors(quantization_method(source.config))
+    return source if is_compressed else None
 
 
 def _check_read(source: SourceInfo, *, but: Collection[str]) -> None:

@@ -25,6 +25,7 @@ from llmcompressor.checkpoint.offload_caches import is_cached, take_out
 from llmcompressor.checkpoint.parts import keep_prefix
 from llmcompressor.checkpoint.prediction import module_kinds
 from llmcompressor.checkpoint.save import modify_save_pretrained, save_checkpoint
+from llmcompressor.checkpoint.source import inspect_source, local_directory
 from llmcompressor.checkpoint.workspace import reserved
 from llmcompressor.core.session import CompressionSession
 from llmcompressor.core.session_functions import active_session
@@ -37,7 +38,7 @@ from llmcompressor.entrypoints.checking import (
     serves_nobody,
     warn_of_saving,
 )
-from llmcompressor.entrypoints.going_on import go_on_with
+from llmcompressor.entrypoints.going_on import go_on_with, is_gone_on_with
 from llmcompressor.entrypoints.job import Job, compression_report, report_of, undone_on_error
 from llmcompressor.entrypoints.task import EXPERTS, Task
 from llmcompressor.errors import ArgumentError, NonFiniteError, OutputError
@@ -131,6 +132,9 @@ def load_whole_model(task: Task, *, device: str | None, goes_on: bool = False) -
     args = task.model_args
     if not isinstance(args.model, str | Path):
         return _given_model(task, args.model, goes_on=goes_on)
+    folder = local_directory(args.model) if goes_on else None
+    if folder is not None:
+        is_gone_on_with(inspect_source(folder, allow_quantized=True))
     model = load_model(
         args.model,
         config_name=args.config_name,
